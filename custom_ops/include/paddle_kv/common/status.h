@@ -1,0 +1,15 @@
+// What a launcher returns. It carries CUDA's own words without needing a CUDA header to be read.
+#pragma once
+
+namespace paddle_kv {
+
+struct Status {
+  int code = 0;           // a cudaError_t value; 0 is success
+  const char* name = "";  // "cudaErrorInvalidValue"
+  const char* text = "";  // "invalid argument"
+  const char* call = "";  // the call that failed, for the message
+
+  bool ok() const { return code == 0; }
+};
+
+}  // namespace paddle_kv

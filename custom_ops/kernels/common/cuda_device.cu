@@ -1,0 +1,39 @@
+#include "paddle_kv/common/cuda_device.h"
+
+#include <initializer_list>
+
+#include "paddle_kv/common/cuda_status.cuh"
+
+namespace paddle_kv {
+
+Status ComputeCapability(int device, int* architecture) {
+  int major = 0;
+  int minor = 0;
+  PADDLE_KV_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  PADDLE_KV_CUDA(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device));
+  *architecture = major * 10 + minor;
+  return {};
+}
+
+Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, bool* reachable) {
+  DeviceGuard guard(device);
+  PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  *reachable = true;
+  if (bytes <= 0) return {};
+  const char* start = static_cast<const char*>(first);
+  for (const char* byte : {start, start + bytes - 1}) {
+    cudaPointerAttributes attributes{};
+    PADDLE_KV_CUDA(cudaPointerGetAttributes(&attributes, byte));
+    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr;
+  }
+  return {};
+}
+
+Status SynchronizeStream(const DeviceStream& where) {
+  DeviceGuard guard(where.device);
+  PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  PADDLE_KV_CUDA(cudaStreamSynchronize(StreamOf(where)));
+  return {};
+}
+
+}  // namespace paddle_kv

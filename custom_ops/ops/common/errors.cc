@@ -1,0 +1,36 @@
+#include "errors.h"
+
+#include "paddle_api.h"
+#ifdef PADDLE_KV_WITH_CUDA
+#include "paddle_kv/common/cuda_device.h"
+#endif
+
+namespace paddle_kv {
+
+void ThrowValueError(const std::string& message) { PADDLE_THROW(::common::errors::InvalidArgument("%s", message)); }
+void ThrowIndexError(const std::string& message) { PADDLE_THROW(::common::errors::OutOfRange("%s", message)); }
+void ThrowNotImplementedError(const std::string& message) {
+  PADDLE_THROW(::common::errors::Unimplemented("%s", message));
+}
+void ThrowMemoryError(const std::string& message) { PADDLE_THROW(::common::errors::ResourceExhausted("%s", message)); }
+void ThrowOsError(const std::string& message) { PADDLE_THROW(::common::errors::External("%s", message)); }
+
+void RaiseIfFailed(const Status& status, int device) {
+  if (status.ok()) return;
+#ifdef PADDLE_KV_WITH_CUDA
+  const std::string name = status.name;
+  int architecture = 0;
+  if ((name == "cudaErrorNoKernelImageForDevice" || name == "cudaErrorUnsupportedPtxVersion") &&
+      ComputeCapability(device, &architecture).ok()) {
+    const std::string found = std::to_string(architecture);
+    ThrowNotImplementedError("GPU " + std::to_string(device) + " has architecture " + found +
+                             ", the operators were built for " PADDLE_KV_BUILT_CUDA_ARCHS
+                             "; rebuild with PADDLE_KV_CUDA_ARCHS=\"" + found + "\"");
+  }
+#endif
+  (void)device;
+  ThrowOsError(std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) + ") in " + status.call +
+               ": " + status.text);
+}
+
+}  // namespace paddle_kv

@@ -1,0 +1,31 @@
+// Where the glue goes from "which device" to "which launcher".
+#pragma once
+
+#include "errors.h"
+#include "paddle_api.h"
+#include "paddle_kv/common/device_stream.h"
+
+namespace paddle_kv {
+
+inline bool OnGpu(const paddle::Tensor& tensor) { return tensor.is_gpu(); }
+
+// The stream handle comes from Python; Tensor::stream() would be Paddle's current stream, whatever the caller wanted.
+inline DeviceStream WhereOf(const paddle::Tensor& tensor, int64_t stream) {
+  return {static_cast<int>(tensor.place().GetDeviceId()), stream};
+}
+
+inline std::uint8_t* BytesOf(const paddle::Tensor& tensor) {
+  return static_cast<std::uint8_t*>(const_cast<void*>(tensor.data()));
+}
+
+}  // namespace paddle_kv
+
+// LAUNCH_CUDA(device, call): calls a CUDA launcher and raises what it reports; in a build without CUDA it raises
+// NotImplementedError, and the launcher is not referenced at all.
+#ifdef PADDLE_KV_WITH_CUDA
+#define LAUNCH_CUDA(device, call) ::paddle_kv::RaiseIfFailed((call), (device))
+#else
+#define LAUNCH_CUDA(device, call)           \
+  ::paddle_kv::ThrowNotImplementedError(    \
+      "a GPU tensor was given, but these operators were built without CUDA; rebuild with nvcc (python setup_ops.py build)")
+#endif

@@ -1,0 +1,32 @@
+// Checks that every operator shares. Each failure names the argument, the value and the legal range.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "paddle_api.h"
+
+namespace paddle_kv {
+
+using Ids = std::vector<int64_t>;
+
+// A block cache: 3 to 5 dimensions (5: packed keys), the first counts blocks; initialised, on CPU or GPU. Returns bytes of one block.
+int64_t CheckCache(const paddle::Tensor& cache, const std::string& name);
+
+void CheckSameLength(const Ids& first, const std::string& first_name, const Ids& second, const std::string& second_name);
+
+// IndexError unless each id lies in [0, block_count).
+void CheckIds(const Ids& ids, const std::string& name, int64_t block_count);
+
+// ValueError if an id occurs twice.
+void CheckDistinct(const Ids& ids, const std::string& name);
+
+// ValueError if an id is in both lists (they name blocks of one cache).
+void CheckDisjoint(const Ids& sources, const std::string& source_name, const Ids& targets,
+                   const std::string& target_name);
+
+// a * b for sizes, ValueError naming what overflowed.
+int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what);
+
+}  // namespace paddle_kv

@@ -1,0 +1,103 @@
+#include "host_swap.h"
+
+#include <algorithm>
+
+#include "../common/launch.h"
+#include "../common/validate.h"
+#include "paddle_kv/common/cuda_device.h"
+#include "paddle_kv/swap/transfer_blocks.h"
+
+namespace paddle_kv {
+namespace {
+
+constexpr int64_t kDeviceToHostMode = 0;
+constexpr int64_t kHostToDeviceMode = 1;
+
+std::string Indexed(const std::string& name, std::size_t i, std::size_t count) {
+  return count == 1 ? name : name + "[" + std::to_string(i) + "]";
+}
+
+// Two tensors that are written must not share bytes: the result would depend on the order of the copies.
+void CheckTargetsApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name) {
+  std::sort(ranges.begin(), ranges.end());
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i - 1].first + ranges[i - 1].second > ranges[i].first && ranges[i].second > 0) {
+      ThrowValueError(name + ": two of the memories to be written overlap; each must be named once");
+    }
+  }
+}
+
+}  // namespace
+
+void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<int64_t>& host_pointers,
+                  int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,
+                  const std::vector<int64_t>& host_ids, int64_t mode, int64_t stream, const HostSwapNames& names) {
+  if (mode != kDeviceToHostMode && mode != kHostToDeviceMode) {
+    ThrowValueError("mode = " + std::to_string(mode) + " must be 0 (device to host) or 1 (host to device)");
+  }
+  if (max_block_num_cpu < 0) {
+    ThrowValueError("max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " must not be negative");
+  }
+  if (caches.size() != host_pointers.size()) {
+    ThrowValueError(names.caches + " has " + std::to_string(caches.size()) + " tensors, " + names.pointers + " has " +
+                    std::to_string(host_pointers.size()) + " addresses; both must have the same number");
+  }
+  CheckSameLength(device_ids, "swap_block_ids_gpu", host_ids, "swap_block_ids_cpu");
+  CheckIds(host_ids, "swap_block_ids_cpu", max_block_num_cpu);
+
+  const bool to_host = mode == kDeviceToHostMode;
+  const bool on_gpu = OnGpu(caches.front());
+  std::vector<BlockRows> rows;
+  std::vector<std::pair<const std::uint8_t*, int64_t>> written;
+  for (std::size_t i = 0; i < caches.size(); ++i) {
+    const paddle::Tensor& cache = caches[i];
+    const std::string cache_name = Indexed(names.caches, i, caches.size());
+    const std::string pointer_name = Indexed(names.pointers, i, caches.size());
+    const int64_t block_bytes = CheckCache(cache, cache_name);
+    if (cache.place() != caches.front().place()) {
+      ThrowValueError(cache_name + " is on another device than " + names.caches + "[0]; all must be on one");
+    }
+    if (!OnGpu(cache) && !cache.is_cpu()) {
+      ThrowValueError(cache_name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
+    }
+    CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
+    if (host_pointers[i] == 0) ThrowValueError(pointer_name + " = 0 must be the address of host memory");
+    const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, pointer_name);
+    auto* host = reinterpret_cast<std::uint8_t*>(host_pointers[i]);
+    if (on_gpu) {
+      bool reachable = false;
+      const int device = static_cast<int>(cache.place().GetDeviceId());
+      LAUNCH_CUDA(device, HostRangeIsReachable(host, host_bytes, device, &reachable));
+      if (!reachable) {
+        ThrowValueError(pointer_name + ": the " + std::to_string(host_bytes) + " bytes at " +
+                        std::to_string(host_pointers[i]) +
+                        " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
+                        "cudaHostAlloc) or register them");
+      }
+    }
+    std::uint8_t* device = BytesOf(cache);
+    rows.push_back({to_host ? device : host, to_host ? host : device, block_bytes, block_bytes, block_bytes});
+    written.emplace_back(rows.back().target, to_host ? host_bytes : cache.shape()[0] * block_bytes);
+  }
+  CheckTargetsApart(written, to_host ? names.pointers : names.caches);
+  const Ids& source_ids = to_host ? device_ids : host_ids;
+  const Ids& target_ids = to_host ? host_ids : device_ids;
+  CheckDistinct(target_ids, to_host ? "swap_block_ids_cpu" : "swap_block_ids_gpu");
+
+  const auto tensor_count = static_cast<int64_t>(rows.size());
+  const auto block_count = static_cast<int64_t>(source_ids.size());
+  if (on_gpu) {
+    const DeviceStream where = WhereOf(caches.front(), stream);
+    LAUNCH_CUDA(where.device, TransferBlocksCuda(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count,
+                                                 to_host ? Direction::kDeviceToHost : Direction::kHostToDevice, where));
+  } else {
+    TransferBlocksCpu(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count);
+  }
+}
+
+void WaitForSwap(const paddle::Tensor& cache, int64_t stream) {
+  if (!OnGpu(cache)) return;
+  LAUNCH_CUDA(WhereOf(cache, stream).device, SynchronizeStream(WhereOf(cache, stream)));
+}
+
+}  // namespace paddle_kv

@@ -1,0 +1,33 @@
+"""Exceptions that are paddle_kv's own. Bad arguments raise Python's: ValueError, TypeError, IndexError, MemoryError."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CudaError(RuntimeError):
+    """A CUDA call failed.
+
+    Attributes:
+        name: CUDA's name of the error, for example ``"cudaErrorIllegalAddress"``.
+        code: its number.
+    """
+
+    def __init__(self, name: str, code: int, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+        self.code = code
+
+
+class TransferError(RuntimeError):
+    """A transfer failed or was cancelled, or it would read blocks that such a transfer left half written.
+
+    Attributes:
+        layer: the first layer that was not moved, or None where it is not known.
+        block_ids: the target blocks that hold no usable data until they are rewritten.
+    """
+
+    def __init__(self, message: str, *, layer: int | None = None, block_ids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.layer = layer
+        self.block_ids = list(block_ids)

@@ -1,0 +1,17 @@
+"""The operators, as functions on Paddle tensors."""
+
+from .swap import (
+    swap_cache_all_layers,
+    swap_cache_all_layers_async,
+    swap_cache_per_layer,
+    swap_cache_per_layer_async,
+    transfer_blocks,
+)
+
+__all__ = [
+    "swap_cache_all_layers",
+    "swap_cache_all_layers_async",
+    "swap_cache_per_layer",
+    "swap_cache_per_layer_async",
+    "transfer_blocks",
+]

@@ -1,0 +1,55 @@
+"""Loads the compiled operators and calls them. Nothing else in the package touches Paddle's custom-operator interface."""
+
+from __future__ import annotations
+
+import re
+import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
+from pathlib import Path
+from typing import Any
+
+import paddle
+from paddle.base import core
+from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
+
+from ..errors import CudaError
+
+DIRECTORY = Path(__file__).resolve().parent.parent / "_lib"
+LIBRARY = DIRECTORY / f"paddle_kv_ops-paddle{paddle.__version__}.so"
+PREFIX = "static_op_paddle_kv_"
+
+
+def _load() -> None:
+    if not LIBRARY.exists():
+        others = sorted(path.name for path in DIRECTORY.glob("*.so"))
+        have = f"found only {', '.join(others)}" if others else "nothing is built"
+        raise ImportError(
+            f"paddle_kv has no operators for Paddle {paddle.__version__} ({have} in {DIRECTORY}); "
+            "build them with this Paddle: python setup_ops.py build"
+        )
+    load_op_meta_info_and_register_op(str(LIBRARY))
+
+
+_load()
+# 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it in core.eager only.
+_run = getattr(paddle._C_ops, "_run_custom_op", None) or core.eager._run_custom_op
+
+_PADDLE_DECORATION = re.compile(r"^.*?\((?:InvalidArgument|OutOfRange|Unimplemented|ResourceExhausted|External)\) ", re.S)
+_PADDLE_POSITION = re.compile(r"\s*(\[Hint:[^\n]*)?\(at [^\n]*:\d+\)\s*.*$", re.S)
+_CUDA_ERROR = re.compile(r"CUDA error (\w+) \((\d+)\)")
+
+
+def _translated(error: Exception) -> Exception:
+    """The same exception with our sentence alone, without Paddle's decoration; CudaError for a failed CUDA call."""
+    message = _PADDLE_POSITION.sub("", _PADDLE_DECORATION.sub("", str(error), count=1))
+    cuda = _CUDA_ERROR.search(message)
+    if cuda:
+        return CudaError(cuda[1], int(cuda[2]), message)
+    return type(error)(message)
+
+
+def call(name: str, *arguments: Any) -> Any:
+    """Runs the operator ``paddle_kv_<name>``. Always positional and complete: Paddle dies of anything else."""
+    try:
+        return _run(PREFIX + name, *arguments)
+    except (ValueError, IndexError, NotImplementedError, MemoryError, OSError) as error:
+        raise _translated(error) from None

@@ -1,0 +1,64 @@
+"""Which CUDA stream is meant by ``stream=``, as an integer handle.
+
+``None`` means Paddle's current stream, or inside ``with cupy_stream:`` that CuPy stream, which first is made to wait for
+Paddle's current stream. A stream that is named gets no hidden ordering. Paddle's own lookup never sees CuPy's current
+stream: operators that ask the tensor for its stream run on Paddle's, whatever ``with`` block they are in.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import paddle
+
+
+def paddle_stream(device: int) -> int:
+    """The handle of Paddle's current stream. It may be 0 on 3.x: the legacy default stream, not "unset"."""
+    return int(paddle.device.cuda.current_stream(device).cuda_stream)
+
+
+def handle_of(stream: Any) -> int:
+    """The handle behind an int, a CuPy stream or a Paddle stream.
+
+    Raises:
+        TypeError: it is none of them.
+    """
+    if isinstance(stream, bool):
+        raise TypeError(f"stream is {stream!r}; an int handle, a CuPy stream or a Paddle stream is expected")
+    if isinstance(stream, int):
+        return stream
+    for attribute in ("cuda_stream", "ptr"):  # Paddle's stream object, CuPy's
+        handle = getattr(stream, attribute, None)
+        if isinstance(handle, int):
+            return handle
+    parameter = getattr(stream, "_as_parameter_", None)  # paddle.device.Stream
+    if parameter is not None:
+        return int(parameter.value or 0)
+    raise TypeError(f"stream is {type(stream).__name__}; an int handle, a CuPy stream or a Paddle stream is expected")
+
+
+def cupy_stream() -> Any | None:
+    """The CuPy stream of the ``with`` block that this thread is in, or None."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None:
+        return None
+    current = cupy.cuda.get_current_stream()
+    return current if current.ptr != 0 else None
+
+
+def resolve(stream: Any, tensor: paddle.Tensor) -> int:
+    """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU."""
+    if not tensor.place.is_gpu_place():
+        return 0
+    if stream is not None:
+        return handle_of(stream)
+    device = tensor.place.gpu_device_id()
+    current = cupy_stream()
+    if current is None:
+        return paddle_stream(device)
+    cupy = sys.modules["cupy"]
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record(cupy.cuda.ExternalStream(paddle_stream(device), device))
+    current.wait_event(event)
+    return int(current.ptr)
