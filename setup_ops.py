@@ -44,7 +44,6 @@ def extension():
         macros += ["-DPADDLE_KV_WITH_CUDA", f'-DPADDLE_KV_BUILT_CUDA_ARCHS="{";".join(archs)}"']
     made = (CUDAExtension if WITH_CUDA else CppExtension)(
         sources=sources(),
-        name="paddle_kv_ops",
         include_dirs=[str(ROOT / "custom_ops" / "include")],
         extra_compile_args={
             "cxx": ["-O2", "-g0", "-std=c++17", "-w", "-DPADDLE_WITH_CUSTOM_KERNEL", *macros],
@@ -52,6 +51,7 @@ def extension():
         },
         extra_link_args=["-Wl,-z,now"],
     )
+    made.name = "paddle_kv_ops"  # 2.6 does not take the name as an argument
     made.runtime_library_dirs = []
     if "-lcudart" in made.extra_link_args:
         made.extra_link_args.remove("-lcudart")
