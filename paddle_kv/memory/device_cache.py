@@ -78,12 +78,12 @@ class DeviceCache:
         self.num_blocks = int(first.shape[0])
         self.device_id = _device_id(first)
         self._tensors = {name: tuple(tensors[name]) for name in spec.tensor_names}
-        extents = [
-            hazards.Extent(start, start + self.num_blocks * stride, stride)
-            for name in spec.tensor_names
-            for stride in [spec.tensor_block_bytes(name)]
-            for start in [tensor.data_ptr() for tensor in self._tensors[name]]
-        ]
+        extents = []
+        for name in spec.tensor_names:
+            stride_bytes = spec.tensor_block_bytes(name)
+            for layer, tensor in enumerate(self._tensors[name]):
+                start = tensor.data_ptr()
+                extents.append(hazards.Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
         if len({extent.start for extent in extents}) != len(extents):
             raise ValueError("tensors names one tensor twice; each name and layer needs its own")
         self.domain, _ = hazards.attach(self, extents)

@@ -118,9 +118,9 @@ class HostPool:
 
     def _tensor_extents(self) -> list[hazards.Extent]:
         return [
-            hazards.Extent(start, start + self.num_blocks * self._strides[name], self._strides[name])
+            hazards.Extent(start, start + self.num_blocks * self._strides[name], self._strides[name], layer)
             for name in self.spec.tensor_names
-            for start in self._pointers[name]
+            for layer, start in enumerate(self._pointers[name])
         ]
 
     def _attach(self, extents: list[hazards.Extent]) -> None:
