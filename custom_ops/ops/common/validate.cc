@@ -7,6 +7,7 @@
 namespace paddle_kv {
 
 int64_t CheckCache(const paddle::Tensor& cache, const std::string& name) {
+  if (!cache.is_dense_tensor()) ThrowValueError(name + " is not a dense tensor; a cache must be dense");
   if (!cache.initialized()) ThrowValueError(name + " holds no memory; a cache that was allocated is expected");
   const auto shape = cache.shape();
   if (shape.size() < 3 || shape.size() > 5) {
@@ -47,7 +48,8 @@ void CheckDistinct(const Ids& ids, const std::string& name) {
   const Ids sorted = Sorted(ids);
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
   if (twice != sorted.end()) {
-    ThrowValueError(name + " names block " + std::to_string(*twice) + " more than once; each target may occur only once");
+    ThrowValueError(name + " names block " + std::to_string(*twice) +
+                    " more than once; each target may occur only once");
   }
 }
 
