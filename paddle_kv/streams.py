@@ -48,7 +48,13 @@ def cupy_stream() -> Any | None:
 
 
 def resolve(stream: Any, tensor: paddle.Tensor) -> int:
-    """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU."""
+    """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU.
+
+    Raises:
+        TypeError: ``stream`` is not a stream.
+        ValueError: no stream is named and the CuPy stream of the ``with`` block is being captured into a CUDA graph, where
+            it cannot wait for Paddle's stream.
+    """
     if not tensor.place.is_gpu_place():
         return 0
     if stream is not None:
@@ -57,8 +63,13 @@ def resolve(stream: Any, tensor: paddle.Tensor) -> int:
     current = cupy_stream()
     if current is None:
         return paddle_stream(device)
-    cupy = sys.modules["cupy"]
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record(cupy.cuda.ExternalStream(paddle_stream(device), device))
-    current.wait_event(event)
+    if current.is_capturing():
+        raise ValueError(
+            "the current CuPy stream is being captured into a CUDA graph and cannot wait for Paddle's stream; "
+            "name the stream (stream=...)"
+        )
+    cuda = sys.modules["cupy"].cuda
+    event = cuda.Event(disable_timing=True)  # CUDA keeps what a wait needs when the event goes out of scope
+    cuda.runtime.eventRecord(event.ptr, paddle_stream(device))
+    cuda.runtime.streamWaitEvent(current.ptr, event.ptr)
     return int(current.ptr)

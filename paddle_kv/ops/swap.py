@@ -201,7 +201,7 @@ def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor
     arguments.refuse_tracing(op)
     tensors, pointers, *rest = given
     caches = arguments.caches(tensors, "cache_gpu_tensors")
-    addresses = arguments.block_ids(pointers, "cache_cpu_ptrs")
+    addresses = arguments.addresses(pointers, "cache_cpu_ptrs")
     checked = _host_side(*rest)
     if not caches and not addresses:
         return tensors  # type: ignore[no-any-return]
