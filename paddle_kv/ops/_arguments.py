@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import reprlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import paddle
+from paddle.jit.sot import psdb
 
 Tensor = paddle.Tensor
+P = ParamSpec("P")
+R = TypeVar("R")
 _INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddle.uint8}
 _LARGEST = 2**63 - 1
+_TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
 def block_ids(ids: Any, name: str) -> list[int]:
@@ -144,3 +150,20 @@ def refuse_tracing(op: str) -> None:
     """Operators that carry addresses or stream handles make no sense in a saved program."""
     if not paddle.in_dynamic_mode():
         raise NotImplementedError(f"{op} carries memory addresses or a stream handle and works in dygraph only")
+
+
+def dygraph_only(op: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a public operator for which :func:`refuse_tracing` holds.
+
+    A tracer that can leave a call to Python (to_static of Paddle 3 without full_graph) is told to do so, which it only
+    heeds in the frame that it enters first.
+    """
+
+    @functools.wraps(op)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _TRACER_CAN_LET_GO:
+            psdb.fallback(recursive=True)
+        refuse_tracing(op.__name__)
+        return op(*args, **kwargs)
+
+    return checked

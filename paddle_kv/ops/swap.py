@@ -11,6 +11,7 @@ from ._arguments import Tensor
 from ._library import call
 
 
+@arguments.dygraph_only
 def swap_cache_per_layer(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -62,6 +63,7 @@ def swap_cache_per_layer(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_per_layer_async(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -94,6 +96,7 @@ def swap_cache_per_layer_async(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_all_layers(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -124,6 +127,7 @@ def swap_cache_all_layers(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_all_layers_async(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -154,6 +158,7 @@ def swap_cache_all_layers_async(
     )
 
 
+@arguments.dygraph_only
 def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, stream: Any = None) -> Tensor:
     """Copies blocks of ``source`` to blocks of ``target`` and returns ``target``.
 
@@ -179,7 +184,6 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
         >>> ops.transfer_blocks(source, target, {2: 0}).numpy().ravel().tolist()
         [4, 5, 0, 0]
     """
-    arguments.refuse_tracing("transfer_blocks")
     arguments.cache(source, "source")
     arguments.cache(target, "target")
     sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
@@ -189,7 +193,6 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
 
 
 def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
-    arguments.refuse_tracing(op)
     cache, pointer, *rest = given
     arguments.cache(cache, "cache_gpu")
     pointer = arguments.integer(pointer, "cache_cpu_ptr")
@@ -198,7 +201,6 @@ def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
 
 
 def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor]:
-    arguments.refuse_tracing(op)
     tensors, pointers, *rest = given
     caches = arguments.caches(tensors, "cache_gpu_tensors")
     addresses = arguments.addresses(pointers, "cache_cpu_ptrs")
