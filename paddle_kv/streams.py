@@ -52,8 +52,8 @@ def resolve(stream: Any, tensor: paddle.Tensor) -> int:
 
     Raises:
         TypeError: ``stream`` is not a stream.
-        ValueError: no stream is named and the CuPy stream of the ``with`` block is being captured into a CUDA graph, where
-            it cannot wait for Paddle's stream.
+        ValueError: no stream is named, and the CuPy stream of the ``with`` block is being captured into a CUDA graph: it
+            cannot wait for Paddle's stream.
     """
     if not tensor.place.is_gpu_place():
         return 0

@@ -73,7 +73,7 @@ def test_a_named_stream_is_used_as_it_is(
 
 @pytest.mark.parametrize("stream", ["7", 7.0, True, object(), [7]])
 def test_what_is_no_stream(stream: object) -> None:
-    with pytest.raises(TypeError, match="stream is .*; an int handle, a CuPy stream or a Paddle stream is expected"):
+    with pytest.raises(TypeError, match=r"stream is .*; an int handle, a CuPy stream or a Paddle stream is expected"):
         streams.resolve(stream, GPU_TENSOR)
 
 

@@ -41,7 +41,8 @@ def swap_cache_per_layer(
 
     Raises:
         IndexError: an id is out of range.
-        ValueError: lengths differ, a target occurs twice, bad mode or address, host memory the GPU cannot reach.
+        ValueError: lengths differ, a target occurs twice, bad mode or address, host memory the GPU cannot reach or that
+            overlaps the cache, a stream that is being captured into a CUDA graph.
         TypeError: wrong type of an argument.
         CudaError: CUDA reported a failure.
 

@@ -1,4 +1,4 @@
-"""paddle_kv.ops._arguments by itself: what becomes of ids, pairs and numbers. Errors of each operator: its own tests."""
+"""paddle_kv.ops._arguments by itself: what becomes of ids, pairs and numbers."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def test_numbers_beyond_64_bits(value: int) -> None:
 
 @pytest.mark.parametrize("value", [None, True, np.True_, 1.0, np.float32(1), "1", b"1", [1], np.array([1])])
 def test_what_is_no_number(value: object) -> None:
-    with pytest.raises(TypeError, match="count is .*; an integer is expected"):
+    with pytest.raises(TypeError, match=r"count is .*; an integer is expected"):
         arguments.integer(value, "count")
 
 
 def test_a_tensor_is_no_number() -> None:
     """Paddle would cut 1.5 to 1, and 2 of 1.9."""
     for tensor in (paddle.to_tensor(1.5), paddle.to_tensor(1), paddle.to_tensor([1, 2])):
-        with pytest.raises(TypeError, match="(?s)count is .*; an integer is expected"):
+        with pytest.raises(TypeError, match=r"(?s)count is .*; an integer is expected"):
             arguments.integer(tensor, "count")
 
 

@@ -97,9 +97,7 @@ def refused(layers: list[Layer], error: type[Exception], text: str, wrong: Calla
 def layers(machine: Machine) -> list[Layer]:
     """Three tensors that differ in dtype and block size."""
     shapes = [((3, 5), "float32"), ((2, 7, 3), "uint8"), ((3,) * 2, "bfloat16")]
-    return [
-        Layer(machine, DEVICE_BLOCKS, HOST_BLOCKS, shape, dtype, seed=i) for i, (shape, dtype) in enumerate(shapes)
-    ]
+    return [Layer(machine, DEVICE_BLOCKS, HOST_BLOCKS, shape, dtype, seed=i) for i, (shape, dtype) in enumerate(shapes)]
 
 
 @pytest.mark.parametrize("op", PER_LAYER + ALL_LAYERS)
@@ -114,7 +112,9 @@ class TestEveryOperator:
         check_swap(op, layers, **GOOD)
 
     @pytest.mark.parametrize(("wrong", "error", "text"), WRONG_IDS_AND_NUMBERS)
-    def test_ids_and_numbers(self, layers: list[Layer], op: str, wrong: dict, error: type[Exception], text: str) -> None:
+    def test_ids_and_numbers(
+        self, layers: list[Layer], op: str, wrong: dict, error: type[Exception], text: str
+    ) -> None:
         refused(layers, error, text, lambda: call(op, layers, **{**GOOD, **wrong}))
 
     def test_ids_as_tensors(self, layers: list[Layer], op: str) -> None:
@@ -123,9 +123,7 @@ class TestEveryOperator:
             refused(layers, TypeError, text, lambda ids=ids: call(op, layers, **{**GOOD, "host_ids": ids}))
 
     @pytest.mark.parametrize(("address", "error", "text"), WRONG_ADDRESSES)
-    def test_addresses(
-        self, layers: list[Layer], op: str, address: Any, error: type[Exception], text: str
-    ) -> None:
+    def test_addresses(self, layers: list[Layer], op: str, address: Any, error: type[Exception], text: str) -> None:
         pointers = [layer.host.address for layer in layers[:-1]] + [address]
         refused(layers, error, f"cache_cpu_ptr.*{text}", lambda: call(op, layers, pointers=pointers, **GOOD))
 

@@ -29,7 +29,8 @@ class Plan:
         self.host = random.integers(0, 256, (HOST_BLOCKS, row), np.uint8)
         self.host[:, -3:] = POISON
         self.offsets = [
-            [layer * sum(BLOCK_BYTES) + sum(BLOCK_BYTES[:t]) for t in range(len(BLOCK_BYTES))] for layer in range(LAYERS)
+            [layer * sum(BLOCK_BYTES) + sum(BLOCK_BYTES[:t]) for t in range(len(BLOCK_BYTES))]
+            for layer in range(LAYERS)
         ]
         self.number = next(PLAN_NUMBERS)
         self.register()
