@@ -12,6 +12,7 @@ from ._arguments import Tensor
 from ._library import call
 
 
+@arguments.dygraph_only
 def swap_cache_per_layer(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -41,7 +42,8 @@ def swap_cache_per_layer(
 
     Raises:
         IndexError: an id is out of range.
-        ValueError: lengths differ, a target occurs twice, bad mode or address, host memory the GPU cannot reach.
+        ValueError: lengths differ, a target occurs twice, bad mode or address, host memory the GPU cannot reach or that
+            overlaps the cache, a stream that is being captured into a CUDA graph.
         TypeError: wrong type of an argument.
         CudaError: CUDA reported a failure.
 
@@ -63,6 +65,7 @@ def swap_cache_per_layer(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_per_layer_async(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -95,6 +98,7 @@ def swap_cache_per_layer_async(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_all_layers(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -125,6 +129,7 @@ def swap_cache_all_layers(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_all_layers_async(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -155,6 +160,7 @@ def swap_cache_all_layers_async(
     )
 
 
+@arguments.dygraph_only
 def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, stream: Any = None) -> Tensor:
     """Copies blocks of ``source`` to blocks of ``target`` and returns ``target``.
 
@@ -180,7 +186,6 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
         >>> ops.transfer_blocks(source, target, {2: 0}).numpy().ravel().tolist()
         [4, 5, 0, 0]
     """
-    arguments.refuse_tracing("transfer_blocks")
     arguments.cache(source, "source")
     arguments.cache(target, "target")
     sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
@@ -193,7 +198,6 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
 
 
 def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
-    arguments.refuse_tracing(op)
     cache, pointer, *rest = given
     arguments.cache(cache, "cache_gpu")
     pointer = arguments.integer(pointer, "cache_cpu_ptr")
@@ -205,10 +209,9 @@ def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
 
 
 def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor]:
-    arguments.refuse_tracing(op)
     tensors, pointers, *rest = given
     caches = arguments.caches(tensors, "cache_gpu_tensors")
-    addresses = arguments.block_ids(pointers, "cache_cpu_ptrs")
+    addresses = arguments.addresses(pointers, "cache_cpu_ptrs")
     block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
     if not caches and not addresses:
         return tensors  # type: ignore[no-any-return]

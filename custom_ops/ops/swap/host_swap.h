@@ -20,6 +20,9 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
                   int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,
                   const std::vector<int64_t>& host_ids, int64_t mode, int64_t stream, const HostSwapNames& names);
 
+// ValueError if the stream is being captured into a CUDA graph: waiting for it would break the capture.
+void RefuseCapture(const paddle::Tensor& cache, int64_t stream);
+
 // Returns when all that was enqueued on the stream is done.
 void WaitForSwap(const paddle::Tensor& cache, int64_t stream);
 
