@@ -5,8 +5,8 @@
 
 PADDLE ?= auto
 PYTHON ?= python3
-python = @$(PYTHON) tools/environment.py --paddle $(PADDLE)
-tool = @$(PYTHON) tools/environment.py --paddle cpu --no-build -m
+python = @$(PYTHON) tools/environment.py --paddle $(PADDLE) --
+tool = @$(PYTHON) tools/environment.py --paddle cpu --no-build -- -m
 cpp_sources = $(shell find custom_ops -name '*.h' -o -name '*.cuh' -o -name '*.cc' -o -name '*.cu')
 
 .DEFAULT_GOAL := help

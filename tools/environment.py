@@ -1,6 +1,6 @@
 """Makes the virtual environment that the Makefile works in, builds the operators there, and runs Python in it.
 
-    python3 tools/environment.py [--paddle auto|cpu|gpu] [--no-build] [arguments for Python ...]
+    python3 tools/environment.py [--paddle auto|cpu|gpu] [--no-build] [-- arguments for Python ...]
 
 The CPU build of Paddle lives in .venv, the GPU build in .venv-gpu. What is there already is used again: packages until
 the requirements change, the library until a source changes. Needs nothing but Python itself.
@@ -29,8 +29,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     options.add_argument("--paddle", choices=("auto", "cpu", "gpu"), default="auto")
     options.add_argument("--no-build", action="store_true", help="the operators are not needed")
-    options.add_argument("arguments", nargs=argparse.REMAINDER, help="handed to the Python of the environment")
-    given = options.parse_args()
+    options.usage = "environment.py [--paddle auto|cpu|gpu] [--no-build] [-- arguments for Python ...]"
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, arguments = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     use_a_known_python()
     try:
         kind = choose_paddle() if given.paddle == "auto" else given.paddle
@@ -39,9 +40,9 @@ def main() -> None:
             build(python, kind)
     except SetupError as error:
         sys.exit(f"paddle_kv: {error}")
-    if given.arguments:
+    if arguments:
         os.chdir(ROOT)
-        os.execv(python, [python, *given.arguments])
+        os.execv(python, [python, *arguments])
 
 
 def use_a_known_python() -> None:
@@ -78,13 +79,13 @@ def ready(kind: str) -> str:
             )
     print(f"paddle_kv: installing {PADDLE[kind]} and the tools into {venv.name} (once)", flush=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
-    if subprocess.run([*pip, "--quiet", "--upgrade", "pip", "setuptools"]).returncode == 0:
-        if subprocess.run([*pip, *wanted]).returncode == 0:
-            site = next((venv / "lib").glob("python3*/site-packages"))
-            (site / "paddle_kv.pth").write_text(f"{ROOT}\n")  # an activated environment finds the package too
-            stamp.write_text(key)
-            return str(python)
-    raise SetupError(f"pip could not install {', '.join(wanted)}; its message is above")
+    for arguments in (["--quiet", "--upgrade", "pip", "setuptools"], wanted):
+        if subprocess.run([*pip, *arguments]).returncode:
+            raise SetupError(f"pip could not install {', '.join(wanted)}; its message is above")
+    site = next((venv / "lib").glob("python3*/site-packages"))
+    (site / "paddle_kv.pth").write_text(f"{ROOT}\n")  # an activated environment finds the package too
+    stamp.write_text(key)
+    return str(python)
 
 
 def requirements(kind: str) -> list:

@@ -95,7 +95,7 @@ def choose_architectures(asked: str, known: set[int], seen: set[int], nvcc: str)
         chosen = {int(word.replace(".", "")) for word in words}
         if chosen - known:
             raise BuildError(
-                f'PADDLE_KV_CUDA_ARCHS is "{asked}", but {nvcc} does not know {sorted(chosen - known)}; it knows {legal}'
+                f'PADDLE_KV_CUDA_ARCHS is "{asked}", but {nvcc} knows no {sorted(chosen - known)}, only {legal}'
             )
     elif seen:
         chosen = seen
@@ -107,7 +107,7 @@ def choose_architectures(asked: str, known: set[int], seen: set[int], nvcc: str)
     else:
         chosen = set(DEFAULT_ARCHITECTURES) & known
         if not chosen:
-            raise BuildError(f"{nvcc} knows none of {list(DEFAULT_ARCHITECTURES)}, only {legal}; install a CUDA 11.8+ toolkit")
+            raise BuildError(f"{nvcc} knows none of {list(DEFAULT_ARCHITECTURES)}, only {legal}")
     return tuple(sorted(chosen))
 
 
@@ -124,7 +124,7 @@ def _import_paddle():
         ) from None
     if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
         raise BuildError(
-            f"setuptools {setuptools.__version__} is too old; {sys.executable} needs {OLDEST_SETUPTOOLS} or later to build"
+            f"setuptools {setuptools.__version__} of {sys.executable} is too old; it takes {OLDEST_SETUPTOOLS} or later"
         )
     version = tuple(int(part) for part in re.findall(r"\d+", paddle.__version__)[:2])
     if (0, 0) < version < OLDEST_PADDLE:
@@ -155,7 +155,8 @@ def _cuda_home() -> Path | None:
     for nvcc in found:
         if nvcc.exists():
             # The nvcc on PATH may be a script or a link: it knows best where its toolkit is.
-            top = re.search(r"^#\$ TOP=(.*)$", _try([str(nvcc), "--dryrun", "-x", "cu", "-c", "/dev/null"]).stderr, re.M)
+            told = _try([str(nvcc), "--dryrun", "-x", "cu", "-c", "/dev/null"]).stderr
+            top = re.search(r"^#\$ TOP=(.*)$", told, re.M)
             return Path(top[1]).resolve() if top else nvcc.resolve().parent.parent
     return None
 
@@ -171,7 +172,7 @@ def _known_to(nvcc: Path) -> set[int]:
     listed = _try([str(nvcc), "--list-gpu-arch"])
     known = {int(number) for number in re.findall(r"compute_(\d+)\b", listed.stdout)}
     if not known:
-        raise BuildError(f"{nvcc} does not list its GPU architectures; a CUDA toolkit of version 11.8 or later is needed")
+        raise BuildError(f"{nvcc} does not list its architectures; CUDA 11.8 or later is needed")
     return known
 
 
@@ -200,7 +201,7 @@ def _check_cudart(toolchain: Toolchain) -> None:
         return
     library = "libcudart_static.a"
     if _output([*shlex.split(toolchain.compiler), f"-print-file-name={library}"]).strip() == library:
-        raise BuildError(f"there is no {library} in {toolchain.cuda_home}; install the CUDA runtime's development files")
+        raise BuildError(f"there is no {library} in {toolchain.cuda_home}; install CUDA's runtime for developers")
 
 
 def _try(command: list[str], given: str = "") -> subprocess.CompletedProcess[str]:

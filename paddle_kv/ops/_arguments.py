@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
-Tensor = paddle.Tensor
+if TYPE_CHECKING:
+
+    class Tensor(Any):  # type: ignore[misc]  # Paddle 2.6 ships no types
+        """paddle.Tensor."""
+else:
+    Tensor = paddle.Tensor
 
 
 def block_ids(ids: Any, name: str) -> list[int]:
