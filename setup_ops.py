@@ -142,11 +142,19 @@ class Build(BuildExtension):
             raise toolchain.BuildError(f"not compiled: {failed[0]} (the compiler's message is above)")
 
 
+os.chdir(ROOT)  # setuptools looks for pyproject.toml and the sources where it runs
 if len(sys.argv) < 2:
     sys.exit(__doc__)
+WHEEL_FILES = ROOT / "build" / "wheel"
+shutil.rmtree(WHEEL_FILES, ignore_errors=True)  # a file that has left the package must not stay in the wheel
 # "build" means in place: nothing but the library is of use outside a wheel.
 arguments = ["-q", "build_ext", "--inplace"] if sys.argv[1:] == ["build"] else sys.argv[1:]
 try:
-    setup(script_args=arguments, ext_modules=[extension()], cmdclass={"build_ext": Build})
+    setup(
+        script_args=arguments,
+        ext_modules=[extension()],
+        cmdclass={"build_ext": Build},
+        options={"build": {"build_base": str(WHEEL_FILES)}},
+    )
 except toolchain.BuildError as error:
     sys.exit(f"paddle_kv: {error}")
