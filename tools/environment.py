@@ -65,8 +65,8 @@ def ready(kind: str) -> str:
     python = venv / "bin" / "python"
     wanted = requirements(kind)
     stamp = venv / "paddle_kv-ready"
-    key = "\n".join([sys.version, *wanted])
-    if stamp.exists() and stamp.read_text() == key:
+    key = "\n".join(wanted)
+    if python.exists() and stamp.exists() and stamp.read_text() == key:
         return str(python)
     if not python.exists() or not stamp.exists():
         print(f"paddle_kv: making {venv.name}", flush=True)
