@@ -20,8 +20,9 @@ help: ## this list
 demo: ## serve conversations whose KV cache does not fit, and check every token
 	$(python) examples/demo.py $(ARGS)
 
+# Modules that need CuPy cannot be imported where there is none; any other import error fails the tests themselves.
 test: ## all tests, and the examples in the docstrings
-	$(python) -m pytest -q tests --doctest-modules paddle_kv $(ARGS)
+	$(python) -m pytest -q tests --doctest-modules --doctest-ignore-import-errors paddle_kv $(ARGS)
 
 build: ## compile the operators into paddle_kv/_lib
 	$(python)
