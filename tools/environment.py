@@ -82,8 +82,6 @@ def ready(kind: str) -> str:
     for arguments in (["--quiet", "--upgrade", "pip", "setuptools"], wanted):
         if subprocess.run([*pip, *arguments]).returncode:
             raise SetupError(f"pip could not install {', '.join(wanted)}; its message is above")
-    site = next((venv / "lib").glob("python3*/site-packages"))
-    (site / "paddle_kv.pth").write_text(f"{ROOT}\n")  # an activated environment finds the package too
     stamp.write_text(key)
     return str(python)
 
@@ -116,6 +114,19 @@ def build(python: str, kind: str) -> None:
         return
     if subprocess.run([python, str(ROOT / "setup_ops.py"), "build"]).returncode:
         raise SetupError("the operators were not built; the reason is above")
+    # An activated environment finds the package and its command too.
+    pip = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-build-isolation",
+        "--no-deps",
+    ]
+    if not (VENV[kind] / "bin" / "paddle-kv").exists() and subprocess.run([*pip, "--editable", str(ROOT)]).returncode:
+        raise SetupError("pip could not install paddle_kv; its message is above")
     stamp.write_text(f"{digest.hexdigest()} {library.stat().st_mtime_ns}")
 
 

@@ -54,7 +54,9 @@ def _gpu() -> str:
             return "none seen: the operators have CUDA code, Paddle runs on the CPU"
         return "none: everything runs on the CPU"
     if ops.is_stub_build():
-        raise RuntimeError("Paddle sees a GPU, the operators have no CUDA code; rebuild with nvcc: python setup_ops.py build")
+        raise RuntimeError(
+            "Paddle sees a GPU, the operators have no CUDA code; rebuild with nvcc: python setup_ops.py build"
+        )
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
@@ -113,7 +115,9 @@ def _method(name: str) -> Callable[[], str]:
                 case.close()
                 return "not on this machine"
             if not moves_the_bytes(case, way, enqueue, clock.stream):  # type: ignore[arg-type]
-                raise RuntimeError(f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json")
+                raise RuntimeError(
+                    f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json"
+                )
             case.close()
             done.append(way)
         return f"right bytes: {', '.join(done)}"
