@@ -115,18 +115,11 @@ def build(python: str, kind: str) -> None:
     if subprocess.run([python, str(ROOT / "setup_ops.py"), "build"]).returncode:
         raise SetupError("the operators were not built; the reason is above")
     # An activated environment finds the package and its command too.
-    pip = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-build-isolation",
-        "--no-deps",
-    ]
-    if not (VENV[kind] / "bin" / "paddle-kv").exists() and subprocess.run([*pip, "--editable", str(ROOT)]).returncode:
-        raise SetupError("pip could not install paddle_kv; its message is above")
+    if not (VENV[kind] / "bin" / "paddle-kv").exists():
+        pip = [python, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)]
+        installed = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if installed.returncode:
+            raise SetupError(f"pip could not install paddle_kv:\n{installed.stdout}")
     stamp.write_text(f"{digest.hexdigest()} {library.stat().st_mtime_ns}")
 
 

@@ -1,4 +1,4 @@
-"""The ways of moving the pieces of a case that are compared. Each returns a call that enqueues all of it on a stream."""
+"""The ways of moving the pieces of a case, compared here. Each returns a call that enqueues all of it on a stream."""
 
 from __future__ import annotations
 

@@ -109,12 +109,12 @@ def _method(name: str) -> Callable[[], str]:
         clock = CudaClock() if has_gpu() else HostClock()
         done = []
         for way in ("h2d", "d2h"):
-            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0)  # type: ignore[arg-type]
-            enqueue = methods.METHODS[name](case, way, clock.stream)  # type: ignore[arg-type]
+            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0)
+            enqueue = methods.METHODS[name](case, way, clock.stream)
             if enqueue is None:
                 case.close()
                 return "not on this machine"
-            if not moves_the_bytes(case, way, enqueue, clock.stream):  # type: ignore[arg-type]
+            if not moves_the_bytes(case, way, enqueue, clock.stream):
                 raise RuntimeError(
                     f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json"
                 )
