@@ -147,7 +147,7 @@ def choose_paddle() -> str:
     chosen = answer.read_text()[len(question) :]
     if chosen == "cpu":
         print(
-            f"paddle_kv: {PADDLE['gpu']} computes wrongly on {gpu.splitlines()[0].split(',')[0]}: "
+            f"paddle_kv: {PADDLE['gpu']} gives wrong answers on {gpu.splitlines()[0].split(',')[0]}: "
             "using the CPU build of Paddle (PADDLE=gpu insists)",
             flush=True,
         )

@@ -4,13 +4,14 @@
     python3 tools/gen_op_index.py --check    fail when a file is missing or docs/ops.md is out of date
     python3 tools/gen_op_index.py --write    write docs/ops.md
 
-An operator called X of a family F is registered in custom_ops/ops/F/; its header, kernel and CPU twin are called X, the
-Python function X is in paddle_kv/ops/F.py, its NumPy reference in tests/reference/F.py. The tables below name what
-deviates.
+An operator called X of a family F is registered in custom_ops/ops/F/, the Python function X is in paddle_kv/ops/F.py,
+its NumPy reference in tests/reference/F.py. Header, kernel and CPU twin are called X too, or are those that the glue
+includes, where several operators share a kernel.
 """
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,19 +21,9 @@ COLUMNS = ("glue", "header", "kernel", "CPU twin", "Python", "reference", "test"
 # Variants that share every file with the operator whose name remains without the suffix.
 VARIANT_SUFFIXES = ("_async", "_in_place")
 
-# Operators that run the kernel of another one.
-KERNEL_OF = {
-    "swap_cache_per_layer": "transfer_blocks",
-    "swap_cache_all_layers": "transfer_blocks",
-    "register_transfer_plan": "transfer_layers",
-    "release_transfer_plan": "transfer_layers",
-}
-
-# Operators behind the scheduler, without a public function or reference of their own: (Python, reference, test).
-SCHEDULER_OPERATORS = {
-    name: ("paddle_kv/backend/binding.py", "tests/reference/swap.py", "tests/schedule/test_scheduler.py")
-    for name in ("register_transfer_plan", "release_transfer_plan", "transfer_layers")
-}
+# Operators that tell something about the build or the machine and move nothing: neither kernel nor reference.
+QUERIES = ("build_info", "cuda_version", "device_of_pointers", "has_memcpy_batch_async")
+NOT_APPLICABLE = ""
 
 
 def registered() -> dict[str, Path]:
@@ -40,46 +31,56 @@ def registered() -> dict[str, Path]:
     found = {}
     for glue in sorted((ROOT / "custom_ops" / "ops").rglob("*.cc")):
         for name in re.findall(r"^PD_BUILD_STATIC_OP\(paddle_kv_(\w+)\)", glue.read_text(), re.M):
-            for suffix in VARIANT_SUFFIXES:
-                name = name.removesuffix(suffix)
             found[name] = glue
-    return found
+    variants = {base + suffix for base in found for suffix in VARIANT_SUFFIXES}
+    return {name: glue for name, glue in found.items() if name not in variants}
 
 
 def files_of(name: str, glue: Path) -> dict[str, str | None]:
-    """Column -> path, None where the file (or what should be in it) is missing."""
+    """Column -> path, None where there is none that should be."""
     family = glue.parent.name
-    kernel = KERNEL_OF.get(name, name)
-    python = f"paddle_kv/ops/{family}.py"
-    reference = f"tests/reference/{family}.py"
-    test = test_of(name)
-    if name in SCHEDULER_OPERATORS:
-        python, reference, test = SCHEDULER_OPERATORS[name]
-    paths = (
-        str(glue.relative_to(ROOT)),
-        f"custom_ops/include/paddle_kv/{family}/{kernel}.h",
-        f"custom_ops/kernels/{family}/{kernel}.cu",
-        f"custom_ops/kernels/{family}/{kernel}_cpu.cc",
-        python if mentions(python, name) else None,
-        reference,
-        test,
-    )
-    return {
-        column: path if path and (ROOT / path).exists() else None for column, path in zip(COLUMNS, paths, strict=True)
+    include, kernels = f"custom_ops/include/paddle_kv/{family}", f"custom_ops/kernels/{family}"
+    shared = [name, *kernels_included_by(glue)]
+    python, references, tests = python_in("paddle_kv"), python_in("tests/reference"), python_in("tests/ops", "tests")
+    paths = {
+        "glue": str(glue.relative_to(ROOT)),
+        "header": first(f"{include}/{kernel}.h" for kernel in shared),
+        "kernel": first(f"{kernels}/{kernel}.cu" for kernel in shared),
+        "CPU twin": first(f"{kernels}/{kernel}_cpu.cc" for kernel in shared),
+        "Python": first([f"paddle_kv/ops/{family}.py", *python], mentioning=name),
+        "reference": first([f"tests/reference/{family}.py"]) or first(references, mentioning=name),
+        "test": first([f"tests/ops/test_{name}.py"]) or first(tests, mentioning=name),
     }
+    if name in QUERIES:
+        paths |= dict.fromkeys(("header", "kernel", "CPU twin", "reference"), NOT_APPLICABLE)
+    return paths
 
 
-def test_of(name: str) -> str | None:
-    """The test called after the operator, else the first that mentions it."""
-    tests = sorted(path for path in (ROOT / "tests").rglob("test_*.py") if "gpu" not in path.parts)
-    tests.sort(key=lambda path: path.stem != f"test_{name}")
-    found = (str(path.relative_to(ROOT)) for path in tests)
-    return next((path for path in found if mentions(path, name)), None)
+def kernels_included_by(glue: Path) -> list[str]:
+    """Names of the kernels whose headers the glue includes, the nearest first."""
+    family, found, queue = glue.parent.name, [], [glue]
+    for file in queue:  # grows
+        includes = re.findall(r'^#include "(.+)"', file.read_text(), re.M)
+        found += [Path(path).stem for path in includes if path.startswith(f"paddle_kv/{family}/")]
+        local = [glue.parent / path for path in includes if "/" not in path]
+        parts = [part for header in local for part in (header, header.with_suffix(".cc"))]
+        queue += [part for part in parts if part.exists() and part not in queue]
+    return [name for name in found if (ROOT / "custom_ops" / "kernels" / family / f"{name}.cu").exists()]
 
 
-def mentions(path: str, name: str) -> bool:
-    file = ROOT / path
-    return file.exists() and re.search(rf"\b{name}\b", file.read_text()) is not None
+def python_in(*folders: str) -> list[str]:
+    found = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    return [str(path.relative_to(ROOT)) for path in found if "gpu" not in path.parts]
+
+
+def first(paths: Iterable[str], mentioning: str = "") -> str | None:
+    """The first of the paths that exists (and has the word in it)."""
+    word = re.compile(rf"\b{mentioning}({'|'.join(VARIANT_SUFFIXES)})?\b")
+    for path in paths:
+        file = ROOT / path
+        if file.exists() and (not mentioning or word.search(file.read_text())):
+            return path
+    return None
 
 
 def table(rows: dict[str, dict[str, str | None]]) -> str:
@@ -92,9 +93,15 @@ def table(rows: dict[str, dict[str, str | None]]) -> str:
         "| --- " * (len(COLUMNS) + 1) + "|",
     ]
     for name, files in sorted(rows.items()):
-        cells = [f"[{Path(path).name}](../{path})" if path else "**missing**" for path in files.values()]
+        cells = [cell(path) for path in files.values()]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def cell(path: str | None) -> str:
+    if path is None:
+        return "**missing**"
+    return f"[{Path(path).name}](../{path})" if path else ""
 
 
 def main() -> None:
@@ -103,7 +110,9 @@ def main() -> None:
     if sys.argv[1:] == ["--write"]:
         PAGE.write_text(page)
     elif sys.argv[1:] == ["--check"]:
-        missing = [f"{name}: no {column}" for name, files in rows.items() for column, path in files.items() if not path]
+        missing = [
+            f"{name}: no {column}" for name, files in rows.items() for column, path in files.items() if path is None
+        ]
         if not missing and (not PAGE.exists() or PAGE.read_text() != page):
             missing = ["docs/ops.md is out of date: python3 tools/gen_op_index.py --write"]
         if missing:
