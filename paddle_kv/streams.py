@@ -1,8 +1,8 @@
 """Which CUDA stream is meant by ``stream=``, as an integer handle.
 
-``None`` means Paddle's current stream, or inside ``with cupy_stream:`` that CuPy stream, which first is made to wait for
-Paddle's current stream. A stream that is named gets no hidden ordering. Paddle's own lookup never sees CuPy's current
-stream: operators that ask the tensor for its stream run on Paddle's, whatever ``with`` block they are in.
+``None`` means Paddle's current stream, or inside ``with cupy_stream:`` that CuPy stream, which first is made to wait
+for Paddle's current stream. A stream that is named gets no hidden ordering. Paddle's own lookup never sees CuPy's
+current stream: operators that ask the tensor for its stream run on Paddle's, whatever ``with`` block they are in.
 """
 
 from __future__ import annotations

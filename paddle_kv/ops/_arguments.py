@@ -8,13 +8,19 @@ import reprlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import paddle
 from paddle.jit.sot import psdb
 
-Tensor = paddle.Tensor
+if TYPE_CHECKING:
+
+    class Tensor(Any):  # type: ignore[misc]  # Paddle 2.6 ships no types
+        """paddle.Tensor."""
+else:
+    Tensor = paddle.Tensor
+
 P = ParamSpec("P")
 R = TypeVar("R")
 _INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddle.uint8}
