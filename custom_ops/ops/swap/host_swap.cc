@@ -47,33 +47,26 @@ void CheckApart(std::vector<MemoryRange> ranges, const HostSwapNames& names, boo
   }
 }
 
-// The bytes behind a host address, after a check that they can be there.
-int64_t CheckHostRange(int64_t pointer, int64_t block_count, int64_t block_bytes, const std::string& name,
-                       const paddle::Tensor& cache) {
+}  // namespace
+
+void CheckHostRange(int64_t pointer, int64_t bytes, const std::string& name, const std::string& extent, int device) {
   if (pointer <= 0) ThrowValueError(name + " = " + std::to_string(pointer) + " must be the address of host memory");
-  const int64_t bytes = CheckedProduct(block_count, block_bytes, "max_block_num_cpu x bytes of one block");
-  const auto range = [&] {
-    return name + ": the " + std::to_string(bytes) + " bytes (max_block_num_cpu = " + std::to_string(block_count) +
-           " blocks) at " + std::to_string(pointer);
-  };
-  if (bytes > std::numeric_limits<int64_t>::max() - pointer) ThrowValueError(range() + " do not fit in 64 bits");
+  const std::string range =
+      name + ": the " + std::to_string(bytes) + " bytes (" + extent + ") at " + std::to_string(pointer);
+  if (bytes > std::numeric_limits<int64_t>::max() - pointer) ThrowValueError(range + " do not fit in 64 bits");
   const void* first = reinterpret_cast<const void*>(pointer);
-  if (!OnGpu(cache)) {
-    if (!HostRangeIsMapped(first, bytes)) ThrowValueError(range() + " are not all memory of this process");
-    return bytes;
+  if (device < 0) {
+    if (!HostRangeIsMapped(first, bytes)) ThrowValueError(range + " are not all memory of this process");
+    return;
   }
   bool reachable = false;
-  const int device = static_cast<int>(cache.place().GetDeviceId());
   LAUNCH_CUDA(device, HostRangeIsReachable(first, bytes, device, &reachable));
   if (!reachable) {
-    ThrowValueError(range() +
+    ThrowValueError(range +
                     " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
                     "cudaHostAlloc) or register them");
   }
-  return bytes;
 }
-
-}  // namespace
 
 void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<int64_t>& host_pointers,
                   int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,
@@ -108,7 +101,10 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
                       " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
     }
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
-    const int64_t host_bytes = CheckHostRange(host_pointers[i], max_block_num_cpu, block_bytes, pointer_name, cache);
+    const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, "max_block_num_cpu x bytes of one block");
+    CheckHostRange(host_pointers[i], host_bytes, pointer_name,
+                   "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks",
+                   on_gpu ? cache.place().GetDeviceId() : -1);
     auto* host = reinterpret_cast<std::uint8_t*>(host_pointers[i]);
     std::uint8_t* device = BytesOf(cache);
     rows.push_back({to_host ? device : host, to_host ? host : device, block_bytes, block_bytes, block_bytes});

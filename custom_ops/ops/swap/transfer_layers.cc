@@ -9,6 +9,7 @@
 #include "../common/guarded_kernel.h"
 #include "../common/launch.h"
 #include "../common/validate.h"
+#include "host_swap.h"
 
 namespace paddle_kv {
 namespace {
@@ -47,6 +48,13 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
                       std::to_string(block_bytes[t]) + " bytes at strides of " + std::to_string(device_strides[t]) +
                       " (device) and " + std::to_string(host_strides[t]) + " (host)");
     }
+  }
+  for (std::size_t i = 0; i < host_pointers.size(); ++i) {
+    const std::size_t t = i % per_layer;
+    const int64_t bytes =
+        host_blocks == 0 ? 0 : CheckedProduct(host_blocks - 1, host_strides[t], "host pool") + block_bytes[t];
+    CheckHostRange(host_pointers[i], bytes, "host pool, layer " + std::to_string(i / per_layer),
+                   std::to_string(host_blocks) + " blocks", static_cast<int>(device));
   }
   auto plan = std::make_shared<TransferPlan>();
   plan->device = static_cast<int>(device);
