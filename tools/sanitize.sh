@@ -12,5 +12,5 @@ targets=("$@")
 for tool in ${TOOLS:-memcheck initcheck synccheck}; do
   echo "== compute-sanitizer --tool $tool"
   PADDLE_KV_SANITIZER=$tool compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
-    --kernel-name regex:paddle_kv ${PYTHON:-python3} -W ignore -m pytest -q -p no:cacheprovider "${targets[@]}"
+    --kernel-name kernel_substring=paddle_kv ${PYTHON:-python3} -W ignore -m pytest -q -p no:cacheprovider "${targets[@]}"
 done
