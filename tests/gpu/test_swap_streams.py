@@ -80,6 +80,7 @@ class TestNamedStream:
         other_stream.synchronize()
         assert swap.has_landed()
 
+    @pytest.mark.concurrent_kernels
     def test_the_copy_does_not_wait_for_paddles_stream(
         self, machine: Machine, op: str, form: str, block_bytes: int, paddle_stream: int, other_stream: Any
     ) -> None:
@@ -106,6 +107,7 @@ class TestNoStreamNamed:
         cupy_stream(paddle_stream).synchronize()
         assert swap.has_landed()
 
+    @pytest.mark.concurrent_kernels
     def test_it_does_not_wait_for_another_stream(
         self, machine: Machine, op: str, paddle_stream: int, other_stream: Any
     ) -> None:
@@ -118,6 +120,7 @@ class TestNoStreamNamed:
         assert not behind_other.done, "the delay is too short to show anything"
         assert landed
 
+    @pytest.mark.concurrent_kernels
     def test_inside_a_cupy_stream_it_runs_there(
         self, machine: Machine, op: str, paddle_stream: int, other_stream: Any
     ) -> None:
@@ -146,6 +149,7 @@ class TestNoStreamNamed:
         bits[:] = 0xA7
         assert swap.has_landed()
 
+    @pytest.mark.concurrent_kernels
     def test_a_stream_that_is_named_inside_a_cupy_stream_wins(
         self, machine: Machine, op: str, paddle_stream: int, other_stream: Any
     ) -> None:
