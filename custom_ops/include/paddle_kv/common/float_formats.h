@@ -188,12 +188,14 @@ struct Int8 {
     return static_cast<Bits>(RoundToInteger(ClipTo127(value / scale)));
   }
   static PADDLE_KV_HOST_DEVICE float Dequantize(Bits code, float scale) {
-    return RoundedProduct(static_cast<float>(static_cast<std::int8_t>(code)), scale);
+    const float value = static_cast<float>(static_cast<std::int8_t>(code));
+    return WithNanOf(value, RoundedProduct(value, scale));
   }
 };
 
 // What Paddle's block_multihead_attention keeps in its quantised caches. The scale multiplies: value * scale * 127,
 // clipped to +-127, rounded to nearest even (its quant_round_type 0), plus 128. NaN becomes 128, the code of zero.
+// Back: (code - 128) / (scale * 127).
 struct PaddleUint8 {
   using Bits = std::uint8_t;
   static PADDLE_KV_HOST_DEVICE Bits Quantize(float value, float scale) {
@@ -201,7 +203,8 @@ struct PaddleUint8 {
     return static_cast<Bits>(RoundToInteger(ClipTo127(scaled)) + 128);
   }
   static PADDLE_KV_HOST_DEVICE float Dequantize(Bits code, float scale) {
-    return static_cast<float>(static_cast<std::int32_t>(code) - 128) / RoundedProduct(scale, 127.0f);
+    const float value = static_cast<float>(static_cast<std::int32_t>(code) - 128);
+    return WithNanOf(value, value / RoundedProduct(scale, 127.0f));
   }
 };
 
