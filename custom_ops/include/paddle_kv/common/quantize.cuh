@@ -201,12 +201,12 @@ __device__ inline void DequantizeFour(std::uint32_t codes, float scale, typename
 
 // One 16-byte word of a plain format, and as many codes.
 template <class Plain>
-struct PlainWord {
+struct alignas(16) PlainWord {
   static constexpr int kElements = 16 / sizeof(typename Plain::Bits);
   typename Plain::Bits elements[kElements];
 };
 template <class Plain>
-struct CodeWord {
+struct alignas(PlainWord<Plain>::kElements) CodeWord {
   std::uint32_t fours[PlainWord<Plain>::kElements / 4];
 };
 
