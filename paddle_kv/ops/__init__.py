@@ -1,5 +1,6 @@
 """The operators, as functions on Paddle tensors."""
 
+from ._cache_convert import convert_fp8, convert_layout, gather_cache, scatter_cache
 from .copy import copy_blocks, copy_single_block, swap_blocks
 from .swap import (
     swap_cache_all_layers,
@@ -10,8 +11,12 @@ from .swap import (
 )
 
 __all__ = [
+    "convert_fp8",
+    "convert_layout",
     "copy_blocks",
     "copy_single_block",
+    "gather_cache",
+    "scatter_cache",
     "swap_blocks",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",
