@@ -1,6 +1,14 @@
 """The operators, as functions on Paddle tensors."""
 
-from ._cache_convert import convert_fp8, convert_layout, gather_cache, scatter_cache
+from .cache_write import (
+    concat_and_cache_mla,
+    convert_fp8,
+    convert_layout,
+    gather_cache,
+    reshape_and_cache,
+    reshape_and_cache_dynamic,
+    scatter_cache,
+)
 from .copy import copy_blocks, copy_single_block, swap_blocks
 from .swap import (
     swap_cache_all_layers,
@@ -11,11 +19,14 @@ from .swap import (
 )
 
 __all__ = [
+    "concat_and_cache_mla",
     "convert_fp8",
     "convert_layout",
     "copy_blocks",
     "copy_single_block",
     "gather_cache",
+    "reshape_and_cache",
+    "reshape_and_cache_dynamic",
     "scatter_cache",
     "swap_blocks",
     "swap_cache_all_layers",

@@ -110,6 +110,49 @@ def readable(tensor: Any, name: str) -> Tensor:
     return tensor
 
 
+# Numbers of Paddle's dtypes in C++, the same in all versions. 2.6 has no fp8.
+_DTYPE_NUMBERS = {
+    getattr(paddle, name): number
+    for name, number in (
+        ("bool", 1),
+        ("uint8", 2),
+        ("int8", 3),
+        ("int16", 5),
+        ("int32", 7),
+        ("int64", 9),
+        ("float32", 10),
+        ("float64", 11),
+        ("float16", 15),
+        ("bfloat16", 16),
+        ("float8_e4m3fn", 17),
+        ("float8_e5m2", 18),
+    )
+    if hasattr(paddle, name)
+}
+_CPU, _ELSEWHERE = -1, -2
+
+
+def strided(tensor: Any, name: str) -> list[int]:
+    """A tensor with any strides that an operator reads, as numbers: Paddle would copy the tensor itself.
+
+    Address, dtype, device, shape, strides: what ``StridedFromNumbers`` in C++ takes. The tensor must stay alive as long
+    as the operator reads it.
+
+    Raises:
+        TypeError: not a Paddle tensor, or of a dtype that no operator takes.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    number = _DTYPE_NUMBERS.get(tensor.dtype)
+    if number is None:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, which no operator takes")
+    place = tensor.place
+    device = place.gpu_device_id() if place.is_gpu_place() else _CPU if place.is_cpu_place() else _ELSEWHERE
+    shape = tensor.shape
+    address = tensor.data_ptr() if 0 not in shape else 0
+    return [address, number, device, *shape, *tensor.get_strides()]
+
+
 def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
     """A scale as what an operator takes: the tensor or None, and the number that counts where it is None.
 

@@ -120,8 +120,8 @@ Status Launch(const DynamicTokenWrite& write, bool whole_words, const DeviceStre
   const std::int64_t rows_of_cta = Tuning::kThreads / shape.lanes;
   const std::int64_t grid = (shape.rows + rows_of_cta - 1) / rows_of_cta;
   if (grid >= std::int64_t{1} << 31) return ToStatus(cudaErrorInvalidConfiguration, "WriteDynamic");
-  WriteDynamic<Source, Format, Access><<<static_cast<unsigned>(grid), Tuning::kThreads, 0, StreamOf(where)>>>(write,
-                                                                                                             shape);
+  WriteDynamic<Source, Format, Access>
+      <<<static_cast<unsigned>(grid), Tuning::kThreads, 0, StreamOf(where)>>>(write, shape);
   return LaunchStatus("WriteDynamic");
 }
 
@@ -142,8 +142,9 @@ Status ReshapeAndCacheDynamicCuda(const DynamicTokenWrite& write, const DeviceSt
     source_bits |= reinterpret_cast<std::uintptr_t>(part.source.data) | static_cast<std::uint64_t>(row_bytes);
     if (tokens.tokens > 1) source_bits |= static_cast<std::uint64_t>(part.source.token_stride);
     if (part.heads > 1) source_bits |= static_cast<std::uint64_t>(part.source.head_stride);
-    cache_bits |= reinterpret_cast<std::uintptr_t>(part.cache.data) |
-                  static_cast<std::uint64_t>(part.cache.block_stride | part.cache.token_stride | part.cache.head_stride);
+    cache_bits |=
+        reinterpret_cast<std::uintptr_t>(part.cache.data) |
+        static_cast<std::uint64_t>(part.cache.block_stride | part.cache.token_stride | part.cache.head_stride);
     one_row = one_row && part.cache.group_bytes >= part.head_size;
     dense = dense && part.source.element_stride == ElementBytes(tokens.plain);
   }

@@ -35,10 +35,10 @@ void WritePart(const TokenWrite& write, const TokenPart& part, float* scale_cach
       const std::int64_t slot = write.slots.Of(token);
       if (slot < 0) continue;
       for (std::int64_t head = 0; head < part.heads; ++head) {
-        WriteRow<Source, Format>(
-            part, part.source.data + token * part.source.token_stride + head * part.source.head_stride,
-            part.cache.data + OffsetOfSlot(part.cache, slot) + head * part.cache.head_stride,
-            scale_cache + IndexOfScale(part, slot, head));
+        WriteRow<Source, Format>(part,
+                                 part.source.data + token * part.source.token_stride + head * part.source.head_stride,
+                                 part.cache.data + OffsetOfSlot(part.cache, slot) + head * part.cache.head_stride,
+                                 scale_cache + IndexOfScale(part, slot, head));
       }
     }
   });

@@ -20,11 +20,11 @@ namespace {
 
 struct Tuning {
   static constexpr int kThreads = 256;
-  static constexpr int kTokensInFlight = 4;     // of one thread of WriteRows
+  static constexpr int kTokensInFlight = 4;         // of one thread of WriteRows
   static constexpr int kCtasPerMultiprocessor = 8;  // fewer than that, and a CTA takes one token at a time
   static constexpr int kTileTokens = 64;
   static constexpr int kTileWordsInFlight = 4;  // of one thread: a whole tile of 16-byte words
-  static constexpr int kTileBytes = 256;  // of the cache, in each token
+  static constexpr int kTileBytes = 256;        // of the cache, in each token
 };
 
 constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
@@ -32,7 +32,7 @@ constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
 // Where a slot lies, without a 64-bit division in the usual cases.
 struct SlotOffset {
   std::int64_t block_size;
-  int shift;  // block size is 1 << shift; -1 otherwise
+  int shift;    // block size is 1 << shift; -1 otherwise
   bool narrow;  // slots fit in 32 bits
 
   __device__ std::int64_t In(const RowPlace& place, std::int64_t slot) const {
@@ -145,7 +145,7 @@ struct TileShape {
   std::int64_t source_word_stride[kMostParts];
   unsigned words_of_row[kMostParts];
   unsigned tiles_of_row[kMostParts];
-  unsigned unit_bytes[kMostParts];     // what is contiguous and aligned in the cache
+  unsigned unit_bytes[kMostParts];      // what is contiguous and aligned in the cache
   unsigned tokens_of_word[kMostParts];  // whose units make 16 bytes when their slots are consecutive; 1: never joined
   unsigned tiles_of_first_part;
   unsigned tiles_of_tokens;  // all tiles of the same tokens
@@ -251,8 +251,8 @@ __global__ void __launch_bounds__(Tuning::kThreads)
       if (i >= tokens * words) continue;
       const unsigned token = i / words;
       const unsigned word = i - token * words;
-      held[k] = LoadStreaming<Plain>(source + token * part.source.token_stride +
-                                     word * shape.source_word_stride[second]);
+      held[k] =
+          LoadStreaming<Plain>(source + token * part.source.token_stride + word * shape.source_word_stride[second]);
       places[k] = tile.At(token, word * Codec::kStoredBytes);
     }
 #pragma unroll
@@ -266,8 +266,7 @@ __global__ void __launch_bounds__(Tuning::kThreads)
     if (threadIdx.x < kTokens / tokens_of_word) {
       const unsigned start = threadIdx.x * tokens_of_word;
       const std::int64_t offset_of_first = offsets[start];
-      bool consecutive =
-          offset_of_first >= 0 && (reinterpret_cast<std::uintptr_t>(target) + offset_of_first) % 16 == 0;
+      bool consecutive = offset_of_first >= 0 && (reinterpret_cast<std::uintptr_t>(target) + offset_of_first) % 16 == 0;
       for (unsigned k = 1; k < tokens_of_word; ++k) {
         consecutive = consecutive && offsets[start + k] == offset_of_first + k * shape.unit_bytes[second];
       }
@@ -372,7 +371,8 @@ Status LaunchRows(const TokenWrite& write, const DeviceStream& where) {
   return LaunchStatus("WriteRows");
 }
 
-// The widest unit in which a row can be written: it divides a group, and all addresses of the cache are multiples of it.
+// The widest unit in which a row can be written: it divides a group, and all addresses of the cache are multiples of
+// it.
 unsigned UnitBytes(const RowPlace& place, std::int64_t row_bytes) {
   std::uint64_t bits = AddressBits(place) | static_cast<std::uint64_t>(row_bytes) | 16;
   if (place.group_bytes < row_bytes) bits |= static_cast<std::uint64_t>(place.group_bytes | place.group_stride);
@@ -401,8 +401,8 @@ Status LaunchTiles(const TokenWrite& write, const DeviceStream& where) {
   const std::int64_t grid = (write.tokens + Tuning::kTileTokens - 1) / Tuning::kTileTokens * shape.tiles_of_tokens;
   if (grid == 0) return {};
   if (grid > kLargestGrid) return ToStatus(cudaErrorInvalidConfiguration, "WriteTiles");
-  WriteTiles<Codec><<<static_cast<unsigned>(grid), Tuning::kThreads, 0, StreamOf(where)>>>(write, shape,
-                                                                                          SlotOffsetOf(write));
+  WriteTiles<Codec>
+      <<<static_cast<unsigned>(grid), Tuning::kThreads, 0, StreamOf(where)>>>(write, shape, SlotOffsetOf(write));
   return LaunchStatus("WriteTiles");
 }
 

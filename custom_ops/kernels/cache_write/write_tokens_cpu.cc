@@ -53,8 +53,9 @@ void Copy(const TokenWrite& write, const TokenPart& part) {
     if (dense && part.cache.group_bytes >= row_bytes) {
       std::memcpy(target, source, row_bytes);
     } else {
-      ForEachElement(part, kBytes,
-                     [&](std::int64_t from, std::int64_t to) { std::memcpy(target + to, source + from, sizeof(Bits)); });
+      ForEachElement(part, kBytes, [&](std::int64_t from, std::int64_t to) {
+        std::memcpy(target + to, source + from, sizeof(Bits));
+      });
     }
   });
 }
@@ -73,7 +74,8 @@ void Quantize(const TokenWrite& write, const TokenPart& part) {
       return Format::Quantize(Source::ToFloat(bits), scale);
     };
     if (one_row && dense) {  // strides known at compile time: the compiler makes vector code of this
-      for (std::int64_t e = 0; e < part.head_size; ++e) target[e] = code_at(e * static_cast<std::int64_t>(sizeof(Bits)));
+      for (std::int64_t e = 0; e < part.head_size; ++e)
+        target[e] = code_at(e * static_cast<std::int64_t>(sizeof(Bits)));
     } else {
       ForEachElement(part, 1, [&](std::int64_t from, std::int64_t to) { target[to] = code_at(from); });
     }
@@ -94,8 +96,7 @@ void WriteTokensCpu(const TokenWrite& write) {
       continue;
     }
     DispatchPlain(write.plain, [&](auto source) {
-      DispatchQuantized(write.stored,
-                        [&](auto format) { Quantize<decltype(source), decltype(format)>(write, part); });
+      DispatchQuantized(write.stored, [&](auto format) { Quantize<decltype(source), decltype(format)>(write, part); });
     });
   }
 }

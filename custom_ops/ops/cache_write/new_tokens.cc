@@ -1,71 +1,19 @@
 #include "new_tokens.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "../common/element_type.h"
 #include "../common/validate.h"
+#include "cache_layout.h"
 #include "paddle_kv/common/cuda_device.h"
+#include "scale_argument.h"
 
 namespace paddle_kv {
 namespace {
 
-// A cache of one of the layouts, taken apart.
-struct CacheShape {
-  int64_t blocks;
-  int64_t heads;
-  int64_t block_size;
-  int64_t head_size;
-  int64_t packed;  // elements of a group: x of packed keys, 1 of packed values, 0 where a row is one piece
-};
-
-CacheShape ShapeOf(const paddle::Tensor& cache, const std::string& name, const std::string& layout, bool is_key) {
-  CheckCache(cache, name);
-  const auto shape = cache.shape();
-  const std::string have = name + " has shape " + ShapeText(shape) + "; layout \"" + layout + "\" expects ";
-  if (layout == "packed" && is_key) {
-    if (shape.size() != 5) ThrowValueError(have + "[blocks, heads, head size / x, block size, x]");
-    return {shape[0], shape[1], shape[3], CheckedProduct(shape[2], shape[4], name), shape[4]};
-  }
-  if (shape.size() != 4) {
-    ThrowValueError(have + (layout == "HND"   ? "[blocks, heads, block size, head size]"
-                            : layout == "NHD" ? "[blocks, block size, heads, head size]"
-                                              : "[blocks, heads, head size, block size]"));
-  }
-  if (layout == "HND") return {shape[0], shape[1], shape[2], shape[3], 0};
-  if (layout == "NHD") return {shape[0], shape[2], shape[1], shape[3], 0};
-  return {shape[0], shape[1], shape[3], shape[2], 1};
-}
-
-RowPlace PlaceOf(const paddle::Tensor& cache, const CacheShape& shape, const std::string& layout) {
-  const auto item_bytes = static_cast<int64_t>(phi::SizeOf(cache.dtype()));
-  const int64_t row_bytes = shape.head_size * item_bytes;
-  RowPlace place{};
-  place.data = BytesOf(cache);
-  place.block_size = shape.block_size;
-  place.block_stride = shape.heads * shape.block_size * row_bytes;
-  place.head_stride = shape.block_size * row_bytes;
-  place.token_stride = row_bytes;
-  place.group_bytes = row_bytes;
-  place.group_stride = row_bytes;
-  if (layout == "NHD") {
-    place.token_stride = shape.heads * row_bytes;
-    place.head_stride = row_bytes;
-  } else if (shape.packed > 0) {
-    place.group_bytes = shape.packed * item_bytes;
-    place.token_stride = place.group_bytes;
-    place.group_stride = shape.block_size * place.group_bytes;
-  }
-  return place;
-}
-
 void CheckFits(const StridedInput& tokens, const std::string& name, const CacheShape& shape,
-               const std::string& cache_name, const std::string& layout) {
+               const std::string& cache_name) {
   CheckRank(tokens, name, 3, "[tokens, heads, head size]");
-  if (layout == "packed" && shape.packed > 1 && tokens.shape[2] % shape.packed != 0) {
-    ThrowValueError(name + " has head size " + std::to_string(tokens.shape[2]) + "; layout \"packed\" with x = " +
-                    std::to_string(shape.packed) + " (the last dimension of " + cache_name + ") expects a multiple of x");
-  }
   if (tokens.shape[1] != shape.heads || tokens.shape[2] != shape.head_size) {
     ThrowValueError(name + " has shape " + ShapeText(tokens.shape) + ", " + cache_name + " has " +
                     std::to_string(shape.heads) + " heads of size " + std::to_string(shape.head_size) +
@@ -79,32 +27,19 @@ SourceRows SourceOf(const StridedInput& tokens) {
 
 }  // namespace
 
-void CheckOnCpuOrGpu(const paddle::Tensor& cache, const std::string& name) {
-  if (!OnGpu(cache) && !cache.is_cpu()) {
-    ThrowValueError(name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
-  }
-}
-
 TokenWrite CheckKeyValueWrite(const KeyValueWrite& given, const paddle::Tensor& key_cache,
                               const paddle::Tensor& value_cache) {
-  const std::string& layout = given.layout;
-  if (layout != "HND" && layout != "NHD" && layout != "packed") {
-    ThrowValueError("layout = \"" + layout + "\" must be \"HND\", \"NHD\" or \"packed\"");
-  }
-  const CacheShape key_shape = ShapeOf(key_cache, "key_cache", layout, true);
-  const CacheShape value_shape = ShapeOf(value_cache, "value_cache", layout, false);
-  if (key_shape.blocks != value_shape.blocks || key_shape.block_size != value_shape.block_size) {
-    ThrowValueError("key_cache has " + std::to_string(key_shape.blocks) + " blocks of " +
-                    std::to_string(key_shape.block_size) + " tokens, value_cache has " +
-                    std::to_string(value_shape.blocks) + " of " + std::to_string(value_shape.block_size) +
+  const CacheTensor keys = CheckCacheTensor(key_cache, "key_cache", LayoutNamed(given.layout, "layout", true));
+  const CacheTensor values = CheckCacheTensor(value_cache, "value_cache", LayoutNamed(given.layout, "layout", false));
+  if (keys.shape.blocks != values.shape.blocks || keys.shape.block_size != values.shape.block_size) {
+    ThrowValueError("key_cache has " + std::to_string(keys.shape.blocks) + " blocks of " +
+                    std::to_string(keys.shape.block_size) + " tokens, value_cache has " +
+                    std::to_string(values.shape.blocks) + " of " + std::to_string(values.shape.block_size) +
                     "; both must agree");
   }
-  CheckOnCpuOrGpu(key_cache, "key_cache");
-  if (key_cache.place() != value_cache.place()) {
-    ThrowValueError("key_cache and value_cache are on different devices; both must be on one");
-  }
-  CheckFits(given.key, "key", key_shape, "key_cache", layout);
-  CheckFits(given.value, "value", value_shape, "value_cache", layout);
+  CheckSameDevice(value_cache, "value_cache", key_cache, "key_cache");
+  CheckFits(given.key, "key", keys.shape, "key_cache");
+  CheckFits(given.value, "value", values.shape, "value_cache");
   if (given.key.shape[0] != given.value.shape[0]) {
     ThrowValueError("key has " + std::to_string(given.key.shape[0]) + " tokens, value has " +
                     std::to_string(given.value.shape[0]) + "; both must have the same number");
@@ -127,40 +62,22 @@ TokenWrite CheckKeyValueWrite(const KeyValueWrite& given, const paddle::Tensor& 
     ThrowValueError("key has dtype " + DtypeName(given.key.dtype) + ", key_cache has " + DtypeName(key_cache.dtype()) +
                     "; with kv_cache_dtype \"auto\" both must have the same");
   }
-  write.parts[0] = {SourceOf(given.key), PlaceOf(key_cache, key_shape, layout), key_shape.heads, key_shape.head_size, {}};
-  write.parts[1] = {SourceOf(given.value), PlaceOf(value_cache, value_shape, layout), value_shape.heads,
-                    value_shape.head_size, {}};
-  CheckApart({{BytesOf(key_cache), key_shape.blocks * write.parts[0].cache.block_stride},
-              {BytesOf(value_cache), value_shape.blocks * write.parts[1].cache.block_stride}},
+  write.parts[0] = {SourceOf(given.key), keys.place, keys.shape.heads, keys.shape.head_size, {}};
+  write.parts[1] = {SourceOf(given.value), values.place, values.shape.heads, values.shape.head_size, {}};
+  CheckApart({{BytesOf(key_cache), keys.shape.blocks * keys.place.block_stride},
+              {BytesOf(value_cache), values.shape.blocks * values.place.block_stride}},
              "key_cache and value_cache");
-  CheckSlots(given.slot_mapping, CheckedProduct(key_shape.blocks, key_shape.block_size, "key_cache"),
+  CheckSlots(given.slot_mapping, CheckedProduct(keys.shape.blocks, keys.shape.block_size, "key_cache"),
              given.key.shape[0], "key", given.padded, key_cache, &write);
   return write;
 }
 
-HeadScale CheckScale(const GivenScale& given, const std::string& name, int64_t heads, ElementType stored,
-                     const paddle::Tensor& cache) {
+HeadScale ScaleOf(const paddle::optional<paddle::Tensor>& tensor, float number, const std::string& name, int64_t heads,
+                  const paddle::Tensor& cache) {
   HeadScale scale;
-  if (given.tensor.data == nullptr) {
-    scale.value = static_cast<float>(given.number);
-    if (!(scale.value > 0.0f) || std::isinf(scale.value)) {
-      ThrowValueError(name + " = " + std::to_string(given.number) + " must be a positive finite float32");
-    }
-    return scale;
-  }
-  if (!IsQuantized(stored)) ThrowValueError(name + " is given, but kv_cache_dtype \"auto\" has no scales");
-  const StridedInput& tensor = given.tensor;
-  if (tensor.dtype != paddle::DataType::FLOAT32) {
-    ThrowValueError(name + " has dtype " + DtypeName(tensor.dtype) + "; float32 is expected");
-  }
-  CheckBeside(tensor, name, cache, "the cache");
-  const bool one = tensor.Rank() == 0 || (tensor.Rank() == 1 && tensor.shape[0] == 1);
-  if (!one && !(tensor.Rank() == 1 && tensor.shape[0] == heads)) {
-    ThrowValueError(name + " has shape " + ShapeText(tensor.shape) + "; one value or [" + std::to_string(heads) +
-                    "], one for each head, is expected");
-  }
-  scale.pointer = reinterpret_cast<const float*>(tensor.data);
-  scale.stride_per_head = one ? 0 : tensor.strides[0] / static_cast<int64_t>(sizeof(float));
+  scale.value = number;
+  scale.pointer = CheckScale(tensor, name, heads, cache, "the cache");
+  scale.stride_per_head = scale.pointer != nullptr && tensor->numel() > 1 ? 1 : 0;
   return scale;
 }
 

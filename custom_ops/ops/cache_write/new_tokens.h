@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "../common/launch.h"
-#include "../common/strided_input.h"
 #include "paddle_kv/cache_write/write_tokens.h"
+#include "strided_input.h"
 
 namespace paddle_kv {
 
@@ -23,13 +23,9 @@ struct KeyValueWrite {
 TokenWrite CheckKeyValueWrite(const KeyValueWrite& given, const paddle::Tensor& key_cache,
                               const paddle::Tensor& value_cache);
 
-// One of the two: a tensor ([], [1] or one entry per head), or a number.
-struct GivenScale {
-  StridedInput tensor;
-  double number = 1.0;
-};
-HeadScale CheckScale(const GivenScale& given, const std::string& name, int64_t heads, ElementType stored,
-                     const paddle::Tensor& cache);
+// The scale of a part: the tensor ([], [1] or one entry per head) or, where it is absent, the number.
+HeadScale ScaleOf(const paddle::optional<paddle::Tensor>& tensor, float number, const std::string& name, int64_t heads,
+                  const paddle::Tensor& cache);
 
 // Fills in slots and token count. `rows` is the length of the tensor called `rows_name`.
 void CheckSlots(const StridedInput& slot_mapping, int64_t slot_limit, int64_t rows, const std::string& rows_name,
@@ -37,7 +33,5 @@ void CheckSlots(const StridedInput& slot_mapping, int64_t slot_limit, int64_t ro
 
 // Under PADDLE_KV_CHECK=1 reads the slots back: IndexError for one beyond the caches, ValueError for one named twice.
 void CheckSlotValues(const TokenWrite& write, const paddle::Tensor& cache, const DeviceStream& where);
-
-void CheckOnCpuOrGpu(const paddle::Tensor& cache, const std::string& name);
 
 }  // namespace paddle_kv

@@ -4,6 +4,7 @@
 #include "../common/element_type.h"
 #include "../common/guarded_kernel.h"
 #include "../common/validate.h"
+#include "cache_layout.h"
 #include "new_tokens.h"
 
 namespace paddle_kv {
@@ -14,13 +15,13 @@ float* CheckScaleCache(const paddle::Tensor& scale_cache, const std::string& nam
   const int64_t block_size = part.cache.block_size;
   const std::vector<int64_t> expected{block_size == 0 ? 0 : slot_limit / block_size, part.heads, block_size};
   if (!scale_cache.initialized() || scale_cache.shape() != expected) {
-    ThrowValueError(name + " has shape " + ShapeText(scale_cache.shape()) + "; [blocks, heads, block size] = " +
-                    ShapeText(expected) + " is expected");
+    ThrowValueError(name + " has shape " + ShapeText(scale_cache.shape()) +
+                    "; [blocks, heads, block size] = " + ShapeText(expected) + " is expected");
   }
   if (scale_cache.dtype() != paddle::DataType::FLOAT32) {
     ThrowValueError(name + " has dtype " + DtypeName(scale_cache.dtype()) + "; float32 is expected");
   }
-  if (scale_cache.place() != cache.place()) ThrowValueError(name + " is on another device than the caches");
+  CheckSameDevice(scale_cache, name, cache, "the caches");
   return reinterpret_cast<float*>(BytesOf(scale_cache));
 }
 
@@ -65,10 +66,11 @@ void ReshapeAndCacheDynamic(const paddle::Tensor& key_cache, const paddle::Tenso
         key_cache, value_cache, k_scale_cache, v_scale_cache, stream);
 }
 
-void ReshapeAndCacheDynamicInPlace(const paddle::Tensor& key, const paddle::Tensor& value, paddle::Tensor& key_cache,
-                                   paddle::Tensor& value_cache, paddle::Tensor& k_scale_cache,
-                                   paddle::Tensor& v_scale_cache, const paddle::Tensor& slot_mapping,
-                                   const std::string& layout, const std::string& kv_cache_dtype, int64_t stream) {
+void ReshapeAndCacheDynamicInPlace(paddle::Tensor& key_cache, paddle::Tensor& value_cache,
+                                   paddle::Tensor& k_scale_cache, paddle::Tensor& v_scale_cache,
+                                   const paddle::Tensor& key, const paddle::Tensor& value,
+                                   const paddle::Tensor& slot_mapping, const std::string& layout,
+                                   const std::string& kv_cache_dtype, int64_t stream) {
   Write({StridedFromTensor(key), StridedFromTensor(value), StridedFromTensor(slot_mapping), layout, kv_cache_dtype,
          false},
         key_cache, value_cache, k_scale_cache, v_scale_cache, stream);
@@ -84,7 +86,7 @@ PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_dynamic)
     .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheDynamic));
 
 PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_dynamic_in_place)
-    .Inputs({"key", "value", "key_cache", "value_cache", "k_scale_cache", "v_scale_cache", "slot_mapping"})
+    .Inputs({"key_cache", "value_cache", "k_scale_cache", "v_scale_cache", "key", "value", "slot_mapping"})
     .Outputs({"key_cache_out", "value_cache_out", "k_scale_cache_out", "v_scale_cache_out"})
     .Attrs({"layout: std::string", "kv_cache_dtype: std::string", "stream: int64_t"})
     .SetInplaceMap({{"key_cache", "key_cache_out"},

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "paddle_api.h"
+#include "../common/paddle_api.h"
 
 namespace paddle_kv {
 
@@ -25,13 +25,11 @@ struct StridedInput {
   int64_t ItemBytes() const { return static_cast<int64_t>(phi::SizeOf(dtype)); }
 };
 
-// From what _arguments.strided() in Python makes: [address, dtype, device, shape..., strides in elements...]. An empty
-// list is an absent input: its data is null.
+// From what _arguments.strided() in Python makes: [address, dtype, device, shape..., strides in elements...].
 StridedInput StridedFromNumbers(const std::vector<int64_t>& numbers);
 
 // From a tensor of a traced program, which is contiguous.
 StridedInput StridedFromTensor(const paddle::Tensor& tensor);
-StridedInput StridedFromTensor(const paddle::optional<paddle::Tensor>& tensor);  // absent: data is null
 
 // ValueError unless the input is where `cache` is.
 void CheckBeside(const StridedInput& input, const std::string& name, const paddle::Tensor& cache,
@@ -39,7 +37,5 @@ void CheckBeside(const StridedInput& input, const std::string& name, const paddl
 
 // ValueError unless the input has the rank; `expected` describes the shape.
 void CheckRank(const StridedInput& input, const std::string& name, int64_t rank, const std::string& expected);
-
-std::string ShapeText(const std::vector<int64_t>& shape);
 
 }  // namespace paddle_kv

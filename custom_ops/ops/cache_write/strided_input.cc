@@ -1,6 +1,7 @@
 #include "strided_input.h"
 
-#include "errors.h"
+#include "../common/errors.h"
+#include "cache_layout.h"
 
 namespace paddle_kv {
 namespace {
@@ -20,7 +21,6 @@ std::string DeviceText(int device) {
 StridedInput StridedFromNumbers(const std::vector<int64_t>& numbers) {
   constexpr std::size_t kHead = 3;
   StridedInput input;
-  if (numbers.empty()) return input;
   if (numbers.size() < kHead || (numbers.size() - kHead) % 2 != 0) ThrowValueError("a strided input has wrong numbers");
   input.data = reinterpret_cast<const std::uint8_t*>(numbers[0]);
   input.dtype = static_cast<paddle::DataType>(numbers[1]);
@@ -47,10 +47,6 @@ StridedInput StridedFromTensor(const paddle::Tensor& tensor) {
   return input;
 }
 
-StridedInput StridedFromTensor(const paddle::optional<paddle::Tensor>& tensor) {
-  return tensor ? StridedFromTensor(*tensor) : StridedInput{};
-}
-
 void CheckBeside(const StridedInput& input, const std::string& name, const paddle::Tensor& cache,
                  const std::string& cache_name) {
   const int expected = DeviceOf(cache);
@@ -64,12 +60,6 @@ void CheckRank(const StridedInput& input, const std::string& name, int64_t rank,
   if (input.Rank() != rank) {
     ThrowValueError(name + " has shape " + ShapeText(input.shape) + "; " + expected + " is expected");
   }
-}
-
-std::string ShapeText(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
 }
 
 }  // namespace paddle_kv
