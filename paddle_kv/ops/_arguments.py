@@ -160,7 +160,11 @@ def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
         TypeError: neither a number nor a tensor.
         ValueError: a number that is not positive and finite as a float32, or a tensor that is not contiguous.
     """
-    if isinstance(value, Tensor) or (tracing() and is_variable(value)):
+    if tracing() and is_variable(value):
+        return value, 1.0
+    if isinstance(value, Tensor):
+        if 0 in value.shape:  # Paddle takes it for an absent input
+            raise ValueError(f"{name} has shape {list(value.shape)}; one value or one for each head is expected")
         return readable(value, name), 1.0
     if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         raise TypeError(f"{name} is {type(value).__name__}; a number or a float32 tensor is expected")
