@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import paddle
 
+from ._tracing import is_variable, tracing
+
 Tensor = paddle.Tensor
 
 
@@ -73,12 +75,14 @@ def integer(value: Any, name: str) -> int:
 
 
 def cache(tensor: Any, name: str) -> Tensor:
-    """A contiguous dygraph tensor that an operator may write in place.
+    """A contiguous dygraph tensor that an operator may write in place; while tracing any variable of the program.
 
     Raises:
         TypeError: not a Paddle tensor.
         ValueError: not contiguous (Paddle would silently write to a copy), or without memory.
     """
+    if tracing() and is_variable(tensor):
+        return tensor  # type: ignore[no-any-return]
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
     if not tensor._is_initialized():
@@ -93,6 +97,20 @@ def caches(tensors: Any, name: str) -> list[Tensor]:
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{name} is {type(tensors).__name__}; a list of paddle.Tensor is expected")
     return [cache(tensor, f"{name}[{i}]") for i, tensor in enumerate(tensors)]
+
+
+def known_on_device_only(ids: Any) -> bool:
+    """Whether ids can be read only when the operator runs: a GPU tensor, or a variable of a program."""
+    if tracing():
+        return is_variable(ids)
+    return isinstance(ids, Tensor) and ids.place.is_gpu_place()
+
+
+def device_ids(ids: Any, name: str) -> Any:
+    """A GPU tensor or variable of ids as an operator takes it; C++ checks shape and dtype."""
+    if not tracing() and not ids.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (shape {list(ids.shape)}); Paddle would copy it behind our back")
+    return ids
 
 
 def refuse_tracing(op: str) -> None:
