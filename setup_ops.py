@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
 from pathlib import Path
@@ -35,11 +36,21 @@ def architectures():
     return os.environ.get("PADDLE_KV_CUDA_ARCHS", "90").split(";")
 
 
+def commit():
+    """The last commit that changed the operators: any other would make the library look out of date."""
+    command = ["git", "log", "-1", "--format=%h", "--", "custom_ops"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def extension():
     archs = architectures()
     gencode = [f for a in archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
     gencode += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
     macros = [f"-DPADDLE_KV_PADDLE_MAJOR={paddle.__version__.split('.')[0]}"]
+    macros += [f'-DPADDLE_KV_BUILT_COMMIT="{commit()}"']
     if WITH_CUDA:
         macros += ["-DPADDLE_KV_WITH_CUDA", f'-DPADDLE_KV_BUILT_CUDA_ARCHS="{";".join(archs)}"']
     made = (CUDAExtension if WITH_CUDA else CppExtension)(

@@ -93,11 +93,11 @@ Status CopyBatched(const CopyPair* pairs, std::int64_t pair_count, cudaStream_t 
   for (std::int64_t first = 0; first < pair_count; first += kCopiesPerCall) {
     const auto count = static_cast<std::size_t>(std::min(kCopiesPerCall, pair_count - first));
     std::size_t failed_copy = 0;
-    const CUresult result =
-        Functions().of_13 != nullptr
-            ? Functions().of_13(&targets[first], &sources[first], &sizes[first], count, &attributes, &first_copy, 1, stream)
-            : Functions().of_12(&targets[first], &sources[first], &sizes[first], count, &attributes, &first_copy, 1,
-                                &failed_copy, stream);
+    const CUresult result = Functions().of_13 != nullptr
+                                ? Functions().of_13(&targets[first], &sources[first], &sizes[first], count, &attributes,
+                                                    &first_copy, 1, stream)
+                                : Functions().of_12(&targets[first], &sources[first], &sizes[first], count, &attributes,
+                                                    &first_copy, 1, &failed_copy, stream);
     PADDLE_KV_RETURN_IF_ERROR(DriverStatus(result));
   }
   return {};

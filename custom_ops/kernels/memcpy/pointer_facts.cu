@@ -27,6 +27,8 @@ bool FindRange(std::uintptr_t address, PointerFacts* facts) {
 
 }  // namespace
 
+int BuiltCudaVersion() { return CUDART_VERSION; }
+
 bool HasDevice() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count > 0;

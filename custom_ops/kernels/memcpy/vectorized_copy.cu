@@ -21,7 +21,8 @@ struct Tuning {
   static constexpr std::int64_t kChunkBytes = 4 << 10;
   static constexpr int kThreads = 256;
   static constexpr int kCtasPerMultiprocessor = 4;
-  static constexpr int kHostLinkCtas = 8;  // reaches the rate of the link; more only take bandwidth from a running model
+  static constexpr int kHostLinkCtas =
+      8;  // reaches the rate of the link; more only take bandwidth from a running model
 };
 
 constexpr int kWarpsPerCta = Tuning::kThreads / kWarpLanes;
@@ -84,7 +85,8 @@ __global__ void __launch_bounds__(Tuning::kThreads, Tuning::kCtasPerMultiprocess
 
 }  // namespace
 
-Status VectorizedCopyCuda(const CopyPair* pairs, std::int64_t pair_count, bool touches_host, const DeviceStream& where) {
+Status VectorizedCopyCuda(const CopyPair* pairs, std::int64_t pair_count, bool touches_host,
+                          const DeviceStream& where) {
   if (pair_count == 0) return {};
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
@@ -109,7 +111,8 @@ Status VectorizedCopyCuda(const CopyPair* pairs, std::int64_t pair_count, bool t
 
   int multiprocessors = 0;
   PADDLE_KV_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, where.device));
-  const std::int64_t largest_grid = touches_host ? Tuning::kHostLinkCtas : multiprocessors * Tuning::kCtasPerMultiprocessor;
+  const std::int64_t largest_grid =
+      touches_host ? Tuning::kHostLinkCtas : multiprocessors * Tuning::kCtasPerMultiprocessor;
   const auto grid = static_cast<int>(std::min(largest_grid, (launch.items + kWarpsPerCta - 1) / kWarpsPerCta));
   CopyPieces<<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
   return LaunchStatus("CopyPieces");

@@ -23,7 +23,8 @@ struct Tuning {
   static constexpr std::int64_t kTileBytes = 4 << 10;
   static constexpr int kThreads = 256;
   static constexpr int kCtasPerMultiprocessor = 4;
-  static constexpr int kHostLinkCtas = 8;  // reaches the rate of the link; more only take bandwidth from a running model
+  static constexpr int kHostLinkCtas =
+      8;  // reaches the rate of the link; more only take bandwidth from a running model
   static constexpr int kWordsInFlight = 4;
 };
 
@@ -101,9 +102,9 @@ __device__ void CopyRows(const std::uint8_t* source, std::uint8_t* target, std::
 __device__ void CopyTile(const std::uint8_t* source, std::uint8_t* target, std::int64_t source_stride,
                          std::int64_t target_stride, std::uint32_t rows, std::uint32_t row_bytes, std::uint32_t lane) {
   // Its low zero bits are those that all addresses of the tile have in common.
-  const auto alignment = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(source) |
-                                                    reinterpret_cast<std::uintptr_t>(target) | source_stride |
-                                                    target_stride | row_bytes);
+  const auto alignment =
+      static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(source) | reinterpret_cast<std::uintptr_t>(target) |
+                                 source_stride | target_stride | row_bytes);
   if (alignment % 16 == 0) {
     CopyRows<uint4>(source, target, source_stride, target_stride, rows, row_bytes / 16, lane);
   } else if (alignment % 8 == 0) {
@@ -121,8 +122,8 @@ __device__ std::int64_t BlockId(const Launch& launch, const std::int64_t* words,
   if (launch.has_ids) return words[launch.id_position + block];
   const DeviceIds& given = launch.device_ids;
   if (given.ids == nullptr) return block;
-  const std::int64_t id =
-      given.is_int64 ? static_cast<const std::int64_t*>(given.ids)[block] : static_cast<const std::int32_t*>(given.ids)[block];
+  const std::int64_t id = given.is_int64 ? static_cast<const std::int64_t*>(given.ids)[block]
+                                         : static_cast<const std::int32_t*>(given.ids)[block];
   return id < given.limit ? id : -1;
 }
 
@@ -185,7 +186,8 @@ Status PermuteChunksCuda(const PermuteShape& given_shape, const ChunkSide& given
   ChunkSide chunks = given_chunks;
   MergeRows(&launch.shape, &chunks, &launch.dense);
   const PermuteShape& shape = launch.shape;
-  if (shape.blocks == 0 || shape.chunks == 0 || shape.heads == 0 || shape.tokens == 0 || shape.row_bytes == 0) return {};
+  if (shape.blocks == 0 || shape.chunks == 0 || shape.heads == 0 || shape.tokens == 0 || shape.row_bytes == 0)
+    return {};
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
 
@@ -211,7 +213,8 @@ Status PermuteChunksCuda(const PermuteShape& given_shape, const ChunkSide& given
 
   int multiprocessors = 0;
   PADDLE_KV_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, where.device));
-  const std::int64_t largest_grid = touches_host ? Tuning::kHostLinkCtas : multiprocessors * Tuning::kCtasPerMultiprocessor;
+  const std::int64_t largest_grid =
+      touches_host ? Tuning::kHostLinkCtas : multiprocessors * Tuning::kCtasPerMultiprocessor;
   const auto grid = static_cast<int>(std::min(largest_grid, (launch.items + kWarpsPerCta - 1) / kWarpsPerCta));
   if (launch.tile_tokens == 1) {
     PermuteTiles<true><<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);

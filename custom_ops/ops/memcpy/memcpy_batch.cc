@@ -10,15 +10,16 @@ namespace paddle_kv {
 
 void MemcpyBatch(const std::vector<int64_t>& source_pointers, const std::vector<int64_t>& target_pointers,
                  const std::vector<int64_t>& sizes, bool batched, int64_t device, int64_t stream) {
-  const std::vector<CopyPair> pairs = CheckPairs(source_pointers, target_pointers, sizes);
+  const std::vector<CopyPair> pairs = CheckCopyPairs(source_pointers, target_pointers, sizes);
   const auto pair_count = static_cast<int64_t>(pairs.size());
   if (device == kNoDevice) {
     VectorizedCopyCpu(pairs.data(), pair_count);
     return;
   }
   const DeviceStream where{static_cast<int>(device), stream};
-  CheckPairsReachable(source_pointers, target_pointers, sizes, where.device);
-  LAUNCH_CUDA(where.device, MemcpyBatchCuda(pairs.data(), pair_count, batched, where));
+  const PairMemory memory = CheckPairMemory(source_pointers, target_pointers, sizes, where.device, true);
+  // The single copy stages pageable memory before it returns; the batched one makes no such promise.
+  LAUNCH_CUDA(where.device, MemcpyBatchCuda(pairs.data(), pair_count, batched && !memory.pageable, where));
 }
 
 }  // namespace paddle_kv

@@ -7,7 +7,9 @@
 namespace paddle_kv {
 namespace {
 
-std::string NameOf(const char* list, std::size_t position) { return std::string(list) + "[" + std::to_string(position) + "]"; }
+std::string NameOf(const char* list, std::size_t position) {
+  return std::string(list) + "[" + std::to_string(position) + "]";
+}
 
 int64_t SizeOf(const Ids& sizes, std::size_t i) { return sizes.size() == 1 ? sizes[0] : sizes[i]; }
 
@@ -63,25 +65,30 @@ const PointerFacts& PointerRanges::FactsOf(std::uintptr_t address) {
   return *last_;
 }
 
-MemoryKind PointerRanges::CheckReachable(int64_t address, int64_t bytes, const char* list, std::size_t position) {
+MemoryKind PointerRanges::KindOf(int64_t address, int64_t bytes, const char* list, std::size_t position) {
   if (bytes == 0) return MemoryKind::kDevice;
   const auto first = static_cast<std::uintptr_t>(address);
   const PointerFacts facts = FactsOf(first);
-  const PointerFacts& last = FactsOf(first + static_cast<std::uintptr_t>(bytes) - 1);
-  const std::string gpu = "GPU " + std::to_string(device_);
-  if (facts.kind == MemoryKind::kPageable) {
-    ThrowValueError(NameOf(list, position) + " = " + std::to_string(address) + " is no memory that " + gpu +
-                    " can reach (pageable host memory?); use pinned memory");
-  }
   if (facts.kind == MemoryKind::kDevice && facts.device != device_) {
-    ThrowValueError(NameOf(list, position) + " is on GPU " + std::to_string(facts.device) + ", the copy is done by " + gpu +
-                    "; all memory must be on one GPU or pinned");
+    ThrowValueError(NameOf(list, position) + " is on GPU " + std::to_string(facts.device) +
+                    ", the copy is done by GPU " + std::to_string(device_) +
+                    "; all memory must be on one GPU or on the host");
   }
+  const PointerFacts& last = FactsOf(first + static_cast<std::uintptr_t>(bytes) - 1);
   if (last.kind != facts.kind || last.device != facts.device) {
     ThrowValueError(NameOf(list, position) + ": " + std::to_string(bytes) +
                     " bytes run past the end of the memory at this address");
   }
   return facts.kind;
+}
+
+MemoryKind PointerRanges::CheckReachable(int64_t address, int64_t bytes, const char* list, std::size_t position) {
+  const MemoryKind kind = KindOf(address, bytes, list, position);
+  if (kind == MemoryKind::kPageable) {
+    ThrowValueError(NameOf(list, position) + " = " + std::to_string(address) + " is not memory that GPU " +
+                    std::to_string(device_) + " can reach (pageable host memory?); use pinned memory");
+  }
+  return kind;
 }
 
 int64_t DeviceOfPointers(const Ids& addresses) {
@@ -96,7 +103,7 @@ int64_t DeviceOfPointers(const Ids& addresses) {
   return kNoDevice;
 }
 
-std::vector<CopyPair> CheckPairs(const Ids& sources, const Ids& targets, const Ids& sizes) {
+std::vector<CopyPair> CheckCopyPairs(const Ids& sources, const Ids& targets, const Ids& sizes) {
   CheckSameLength(sources, "source_pointers", targets, "target_pointers");
   if (sizes.size() != 1) CheckSameLength(sources, "source_pointers", sizes, "sizes");
   std::vector<CopyPair> pairs;
@@ -105,24 +112,33 @@ std::vector<CopyPair> CheckPairs(const Ids& sources, const Ids& targets, const I
     const int64_t bytes = SizeOf(sizes, i);
     if (bytes < 0) ThrowValueError(NameOf("sizes", i) + " = " + std::to_string(bytes) + " must not be negative");
     if (bytes == 0) continue;
-    if (sources[i] == 0) ThrowValueError(NameOf("source_pointers", i) + " is null, its size is " + std::to_string(bytes));
-    if (targets[i] == 0) ThrowValueError(NameOf("target_pointers", i) + " is null, its size is " + std::to_string(bytes));
-    pairs.push_back({reinterpret_cast<const std::uint8_t*>(sources[i]), reinterpret_cast<std::uint8_t*>(targets[i]), bytes});
+    if (sources[i] == 0)
+      ThrowValueError(NameOf("source_pointers", i) + " is null, its size is " + std::to_string(bytes));
+    if (targets[i] == 0)
+      ThrowValueError(NameOf("target_pointers", i) + " is null, its size is " + std::to_string(bytes));
+    pairs.push_back(
+        {reinterpret_cast<const std::uint8_t*>(sources[i]), reinterpret_cast<std::uint8_t*>(targets[i]), bytes});
   }
   CheckOverlap(sources, targets, sizes);
   return pairs;
 }
 
-bool CheckPairsReachable(const Ids& sources, const Ids& targets, const Ids& sizes, int device) {
+PairMemory CheckPairMemory(const Ids& sources, const Ids& targets, const Ids& sizes, int device,
+                           bool pageable_allowed) {
   PointerRanges source_ranges(device);
   PointerRanges target_ranges(device);
-  bool touches_host = false;
+  PairMemory memory;
+  const auto look = [&](PointerRanges* ranges, int64_t address, int64_t bytes, const char* list, std::size_t i) {
+    const MemoryKind kind =
+        pageable_allowed ? ranges->KindOf(address, bytes, list, i) : ranges->CheckReachable(address, bytes, list, i);
+    memory.host |= kind == MemoryKind::kHost;
+    memory.pageable |= kind == MemoryKind::kPageable;
+  };
   for (std::size_t i = 0; i < sources.size(); ++i) {
-    const int64_t bytes = SizeOf(sizes, i);
-    touches_host |= source_ranges.CheckReachable(sources[i], bytes, "source_pointers", i) == MemoryKind::kHost;
-    touches_host |= target_ranges.CheckReachable(targets[i], bytes, "target_pointers", i) == MemoryKind::kHost;
+    look(&source_ranges, sources[i], SizeOf(sizes, i), "source_pointers", i);
+    look(&target_ranges, targets[i], SizeOf(sizes, i), "target_pointers", i);
   }
-  return touches_host;
+  return memory;
 }
 
 }  // namespace paddle_kv

@@ -19,8 +19,11 @@ class PointerRanges {
  public:
   explicit PointerRanges(int device) : device_(device) {}
 
-  // Whether [address, address + bytes) is host memory or memory of the device, judged by its first and last byte.
-  // ValueError naming list[position] if the device cannot reach it. Zero bytes are never looked at.
+  // What kind of memory [address, address + bytes) is, judged by its first and last byte. ValueError naming
+  // list[position] if it is on another GPU or runs past its end. Zero bytes are never looked at.
+  MemoryKind KindOf(int64_t address, int64_t bytes, const char* list, std::size_t position);
+
+  // The same, ValueError for pageable memory too.
   MemoryKind CheckReachable(int64_t address, int64_t bytes, const char* list, std::size_t position);
 
  private:
@@ -36,9 +39,15 @@ int64_t DeviceOfPointers(const Ids& addresses);
 
 // The pairs of a call, without those of zero bytes. One size may stand for all. ValueError for lists that differ in
 // length, a negative size, a null address, or targets that overlap each other or a source.
-std::vector<CopyPair> CheckPairs(const Ids& sources, const Ids& targets, const Ids& sizes);
+std::vector<CopyPair> CheckCopyPairs(const Ids& sources, const Ids& targets, const Ids& sizes);
 
-// ValueError unless the device reaches both sides of each pair. Returns whether one side is host memory.
-bool CheckPairsReachable(const Ids& sources, const Ids& targets, const Ids& sizes, int device);
+// What kinds of memory the pairs of a call name, beside the device's own.
+struct PairMemory {
+  bool host = false;
+  bool pageable = false;
+};
+
+// ValueError unless each pair is on this device or on the host; `pageable_allowed`: or in pageable memory.
+PairMemory CheckPairMemory(const Ids& sources, const Ids& targets, const Ids& sizes, int device, bool pageable_allowed);
 
 }  // namespace paddle_kv

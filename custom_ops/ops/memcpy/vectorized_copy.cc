@@ -9,15 +9,15 @@ namespace paddle_kv {
 
 void VectorizedCopy(const std::vector<int64_t>& source_pointers, const std::vector<int64_t>& target_pointers,
                     const std::vector<int64_t>& sizes, int64_t device, int64_t stream) {
-  const std::vector<CopyPair> pairs = CheckPairs(source_pointers, target_pointers, sizes);
+  const std::vector<CopyPair> pairs = CheckCopyPairs(source_pointers, target_pointers, sizes);
   const auto pair_count = static_cast<int64_t>(pairs.size());
   if (device == kNoDevice) {
     VectorizedCopyCpu(pairs.data(), pair_count);
     return;
   }
   const DeviceStream where{static_cast<int>(device), stream};
-  const bool touches_host = CheckPairsReachable(source_pointers, target_pointers, sizes, where.device);
-  LAUNCH_CUDA(where.device, VectorizedCopyCuda(pairs.data(), pair_count, touches_host, where));
+  const PairMemory memory = CheckPairMemory(source_pointers, target_pointers, sizes, where.device, false);
+  LAUNCH_CUDA(where.device, VectorizedCopyCuda(pairs.data(), pair_count, memory.host, where));
 }
 
 }  // namespace paddle_kv

@@ -18,12 +18,14 @@ int64_t BytesIn(const paddle::Tensor& tensor, const std::string& name) {
 
 void CheckHasMemory(const paddle::Tensor& tensor, const std::string& name) {
   // A tensor without elements never has memory.
-  if (!tensor.initialized() && tensor.numel() != 0) ThrowValueError(name + " holds no memory; an allocated tensor is expected");
+  if (!tensor.initialized() && tensor.numel() != 0)
+    ThrowValueError(name + " holds no memory; an allocated tensor is expected");
 }
 
 void CheckDtype(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& like,
                 const std::string& like_name) {
-  if (tensor.dtype() != like.dtype()) ThrowValueError(name + " and " + like_name + " differ in dtype; both must have the same");
+  if (tensor.dtype() != like.dtype())
+    ThrowValueError(name + " and " + like_name + " differ in dtype; both must have the same");
 }
 
 void CheckShape(const paddle::Tensor& tensor, const std::string& name, const std::vector<int64_t>& expected,
@@ -44,8 +46,8 @@ int64_t BlockCount(std::size_t chunk_count, int64_t num_layers, int64_t num_oute
   const int64_t per_block = CheckedProduct(num_layers, num_outer, "num_layers * num_outer");
   const auto count = static_cast<int64_t>(chunk_count);
   if (count % per_block != 0) {
-    ThrowValueError("chunks has " + std::to_string(count) + " entries; a multiple of num_layers * num_outer = " +
-                    std::to_string(per_block) + " is expected");
+    ThrowValueError("chunks has " + std::to_string(count) +
+                    " entries; a multiple of num_layers * num_outer = " + std::to_string(per_block) + " is expected");
   }
   return count / per_block;
 }
@@ -70,7 +72,8 @@ DenseSide UniversalSide(const paddle::Tensor& universal, const PermuteShape& sha
 void Launch(const PermuteShape& shape, const ChunkSide& chunks, const DenseSide& dense, PermuteDirection direction,
             const Placement& place) {
   if (place.on_gpu) {
-    LAUNCH_CUDA(place.where.device, PermuteChunksCuda(shape, chunks, dense, direction, place.touches_host, place.where));
+    LAUNCH_CUDA(place.where.device,
+                PermuteChunksCuda(shape, chunks, dense, direction, place.touches_host, place.where));
   } else {
     PermuteChunksCpu(shape, chunks, dense, direction);
   }
@@ -150,13 +153,14 @@ void PermuteGivenChunks(const PermuteShape& shape, ChunkSide chunk_side, const D
     place.where = {static_cast<int>(chunks.device), stream};
     PointerRanges ranges(place.where.device);
     for (std::size_t i = 0; i < bases.size(); ++i) {
-      const std::string name = "chunks[" + std::to_string(i) + "]";
-      place.touches_host |= ranges.CheckReachable(bases[i], chunk_bytes, name) == MemoryKind::kHost;
+      place.touches_host |= ranges.CheckReachable(bases[i], chunk_bytes, "chunks", i) == MemoryKind::kHost;
     }
-    place.touches_host |= ranges.CheckReachable(reinterpret_cast<int64_t>(dense.data()), dense_bytes, dense_name) == MemoryKind::kHost;
+    const auto dense_address = reinterpret_cast<int64_t>(dense.data());
+    place.touches_host |= ranges.CheckReachable(dense_address, dense_bytes, dense_name.c_str(), 0) == MemoryKind::kHost;
   } else {
     for (std::size_t i = 0; i < bases.size(); ++i) {
-      if (bases[i] == 0 && chunk_bytes > 0) ThrowValueError("chunks[" + std::to_string(i) + "] = 0; an address is expected");
+      if (bases[i] == 0 && chunk_bytes > 0)
+        ThrowValueError("chunks[" + std::to_string(i) + "] = 0; an address is expected");
     }
   }
   if (chunk_bytes == 0 || dense_bytes == 0) return;
@@ -200,14 +204,17 @@ void PermuteUniversal(const GivenChunks& chunks, const paddle::Tensor& universal
     CheckAlike(list);
     CheckDtype(universal, universal_name, chunks.tensors->front(), "chunks[0]");
     if (heads_first) {
-      CheckShape(chunks.tensors->front(), "chunks[0]", {shape.heads, shape.tokens, size[5]}, "heads, tokens, head size of " + universal_name);
+      CheckShape(chunks.tensors->front(), "chunks[0]", {shape.heads, shape.tokens, size[5]},
+                 "heads, tokens, head size of " + universal_name);
     } else {
-      CheckShape(chunks.tensors->front(), "chunks[0]", {shape.tokens, shape.heads, size[5]}, "tokens, heads, head size of " + universal_name);
+      CheckShape(chunks.tensors->front(), "chunks[0]", {shape.tokens, shape.heads, size[5]},
+                 "tokens, heads, head size of " + universal_name);
     }
   }
   ChunkSide side;
   SetRowStrides(&side, shape, heads_first);
-  PermuteGivenChunks(shape, side, UniversalSide(universal, shape), chunks, universal, universal_name, direction, stream);
+  PermuteGivenChunks(shape, side, UniversalSide(universal, shape), chunks, universal, universal_name, direction,
+                     stream);
 }
 
 void PermuteOperational(const GivenChunks& chunks, const paddle::Tensor& operational,
@@ -217,7 +224,8 @@ void PermuteOperational(const GivenChunks& chunks, const paddle::Tensor& operati
   const int64_t block_count = BlockCount(count, num_layers, num_outer);
   const std::vector<int64_t> size = operational.shape();
   if (size.size() != 4) {
-    ThrowValueError(operational_name + " has shape " + ShapeText(size) + "; [blocks, layers, outer, inner] is expected");
+    ThrowValueError(operational_name + " has shape " + ShapeText(size) +
+                    "; [blocks, layers, outer, inner] is expected");
   }
   int64_t inner = size[3];
   if (chunks.tensors != nullptr && count > 0) {
@@ -294,7 +302,8 @@ void CheckCacheIds(const Ids& ids, int64_t limit, PermuteDirection direction) {
 }
 
 // Ids that only the GPU knows; read back under PADDLE_KV_CHECK=1.
-DeviceIds CheckDeviceIds(const paddle::Tensor& tensor, int64_t limit, PermuteDirection direction, const Placement& place) {
+DeviceIds CheckDeviceIds(const paddle::Tensor& tensor, int64_t limit, PermuteDirection direction,
+                         const Placement& place) {
   const DeviceIds ids{tensor.data(), tensor.dtype() == phi::DataType::INT64, limit};
   const int64_t count = tensor.shape()[0];
   if (!CheckRequested() || count == 0) return ids;
@@ -329,7 +338,8 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
   const int64_t block_bytes = shape.heads * shape.tokens * shape.row_bytes;
 
   if (id_tensor) {
-    if (id_tensor->shape().size() != 1) ThrowValueError("block_ids has shape " + ShapeText(id_tensor->shape()) + "; 1-D ids are expected");
+    if (id_tensor->shape().size() != 1)
+      ThrowValueError("block_ids has shape " + ShapeText(id_tensor->shape()) + "; 1-D ids are expected");
     if (id_tensor->dtype() != phi::DataType::INT32 && id_tensor->dtype() != phi::DataType::INT64) {
       ThrowValueError("block_ids must have dtype int32 or int64");
     }
@@ -341,7 +351,8 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
              "ids, heads, layers, outer, tokens, head size");
 
   const std::vector<paddle::Tensor> universal_list{universal};
-  const Placement place = PlaceTensors({{caches, "key_caches + value_caches"}, {universal_list, universal_name}}, stream);
+  const Placement place =
+      PlaceTensors({{caches, "key_caches + value_caches"}, {universal_list, universal_name}}, stream);
   std::vector<std::pair<const std::uint8_t*, int64_t>> ranges;
   const int64_t universal_bytes = BytesIn(universal, universal_name);
   for (std::size_t i = 0; i < caches.size(); ++i) {
@@ -357,7 +368,8 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
   Ids ids = id_list;
   if (id_tensor && OnGpu(*id_tensor)) {
     if (!place.on_gpu || id_tensor->place().GetDeviceId() != place.where.device) {
-      ThrowValueError("block_ids is on another device than the caches; ids are expected on the host or on the caches' device");
+      ThrowValueError(
+          "block_ids is on another device than the caches; ids are expected on the host or on the caches' device");
     }
     side.device_ids = CheckDeviceIds(*id_tensor, limit, direction, place);
   } else {

@@ -14,8 +14,9 @@ inline void* DriverEntry(const char* name, unsigned version) {
   const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
 #else
   // This call knows versions up to its own runtime's only.
-  const cudaError_t error =
-      version > CUDART_VERSION ? cudaErrorNotSupported : cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+  const cudaError_t error = version > CUDART_VERSION
+                                ? cudaErrorNotSupported
+                                : cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
 #endif
   if (error != cudaSuccess) cudaGetLastError();
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;

@@ -15,10 +15,13 @@ enum class MemoryKind {
 
 struct PointerFacts {
   MemoryKind kind = MemoryKind::kPageable;
-  int device = -1;                // of device memory
+  int device = -1;                 // of device memory
   std::uintptr_t range_begin = 0;  // the allocation around the address: the facts hold for all of it
   std::uintptr_t range_end = 0;
 };
+
+// The CUDA toolkit that the operators were built with: 13000 for 13.0.
+int BuiltCudaVersion();
 
 // Whether the machine has a GPU that can be used. Never fails: without a driver there is none.
 bool HasDevice();
