@@ -38,6 +38,10 @@ class Machine:
     allocate_host: Callable[[int], np.ndarray]
     synchronize: Callable[[], None]
 
+    @property
+    def on_cpu(self) -> bool:
+        return isinstance(self.place, paddle.CPUPlace)
+
 
 def cpu_machine() -> Machine:
     return Machine(paddle.CPUPlace(), lambda num_bytes: np.empty(num_bytes, np.uint8), lambda: None)

@@ -1,5 +1,6 @@
 """The operators, as functions on Paddle tensors."""
 
+from ._cache_convert import convert_fp8, convert_layout, gather_cache, scatter_cache
 from .copy import copy_blocks, copy_single_block, swap_blocks
 from .memcpy import build_info, has_memcpy_batch_async, is_stub_build, memcpy_batch, vectorized_copy
 from .permute import (
@@ -24,13 +25,17 @@ __all__ = [
     "block_from_universal",
     "build_info",
     "cache_from_universal",
+    "convert_fp8",
+    "convert_layout",
     "copy_blocks",
     "copy_single_block",
+    "gather_cache",
     "has_memcpy_batch_async",
     "is_stub_build",
     "memcpy_batch",
     "operational_from_block",
     "reshard_universal",
+    "scatter_cache",
     "swap_blocks",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",

@@ -92,6 +92,42 @@ def cache(tensor: Any, name: str) -> Tensor:
     return tensor
 
 
+def readable(tensor: Any, name: str) -> Tensor:
+    """A contiguous dygraph tensor, perhaps empty, that an operator reads; while tracing any variable of the program.
+
+    Raises:
+        TypeError: not a Paddle tensor.
+        ValueError: not contiguous: Paddle would read it into a copy, on its own stream.
+    """
+    if tracing() and is_variable(tensor):
+        return tensor  # type: ignore[no-any-return]
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected ({name}.contiguous())"
+        )
+    return tensor
+
+
+def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
+    """A scale as what an operator takes: the tensor or None, and the number that counts where it is None.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: a number that is not positive and finite as a float32, or a tensor that is not contiguous.
+    """
+    if isinstance(value, Tensor) or (tracing() and is_variable(value)):
+        return readable(value, name), 1.0
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
+        raise TypeError(f"{name} is {type(value).__name__}; a number or a float32 tensor is expected")
+    with np.errstate(over="ignore", under="ignore"):
+        number = float(np.float32(float(value)))
+    if not 0.0 < number < float("inf"):
+        raise ValueError(f"{name} = {value} must be positive and finite in float32")
+    return None, number
+
+
 def caches(tensors: Any, name: str) -> list[Tensor]:
     """A non-empty list of caches: an empty one kills the process inside Paddle."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):

@@ -26,6 +26,7 @@ In a traced program tensors and caches work as in dygraph, on Paddle's current s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -37,10 +38,11 @@ from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
 from ._library import call, call_traceable
-from ._tracing import traceable, tracing
+from ._tracing import is_variable, traceable, tracing
 from .memcpy import NO_DEVICE, device_of_pointers
 
 InnerLayout = Literal["NHD", "HND"]
+_tensor_numbers = itertools.count()
 
 
 @traceable
@@ -419,7 +421,7 @@ def _heads_first(layout: Any, name: str) -> bool:
 
 
 def _sizes(tensor: Any, name: str, *ranks: int) -> list[int]:
-    if not hasattr(tensor, "shape"):
+    if not (isinstance(tensor, Tensor) or is_variable(tensor)):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
     shape = [int(size) for size in tensor.shape]
     if len(shape) not in ranks:
@@ -436,7 +438,9 @@ def _is_empty(tensor: Any) -> bool:
 def _allocate(shape: list[int], like: Any) -> Tensor:
     """Where ``like`` is, not where Paddle would put a tensor by default."""
     if tracing():
-        return paddle.empty(shape, like.dtype)
+        # Not paddle.empty: a program merges two of those that are alike, and two results would share one memory.
+        text = " ".join(map(str, shape))
+        return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]  # type: ignore[no-any-return]
     return paddle._C_ops.empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
 
 
