@@ -31,7 +31,7 @@ void CheckDtype(const paddle::Tensor& tensor, const std::string& name, const pad
 void CheckShape(const paddle::Tensor& tensor, const std::string& name, const std::vector<int64_t>& expected,
                 const std::string& meaning) {
   if (tensor.shape() != expected) {
-    ThrowValueError(name + " has shape " + ShapeText(tensor.shape()) + "; " + ShapeText(expected) + " (" + meaning +
+    ThrowValueError(name + " has shape " + SizesText(tensor.shape()) + "; " + SizesText(expected) + " (" + meaning +
                     ") is expected");
   }
 }
@@ -81,7 +81,7 @@ void Launch(const PermuteShape& shape, const ChunkSide& chunks, const DenseSide&
 
 }  // namespace
 
-std::string ShapeText(const std::vector<int64_t>& shape) {
+std::string SizesText(const std::vector<int64_t>& shape) {
   std::string text;
   for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
   return "[" + text + "]";
@@ -188,7 +188,7 @@ void PermuteUniversal(const GivenChunks& chunks, const paddle::Tensor& universal
   const int64_t block_count = BlockCount(count, num_layers, num_outer);
   const std::vector<int64_t> size = universal.shape();
   if (size.size() != 6) {
-    ThrowValueError(universal_name + " has shape " + ShapeText(size) +
+    ThrowValueError(universal_name + " has shape " + SizesText(size) +
                     "; [blocks, heads, layers, outer, tokens, head size] is expected");
   }
   CheckShape(universal, universal_name, {block_count, size[1], num_layers, num_outer, size[4], size[5]},
@@ -224,7 +224,7 @@ void PermuteOperational(const GivenChunks& chunks, const paddle::Tensor& operati
   const int64_t block_count = BlockCount(count, num_layers, num_outer);
   const std::vector<int64_t> size = operational.shape();
   if (size.size() != 4) {
-    ThrowValueError(operational_name + " has shape " + ShapeText(size) +
+    ThrowValueError(operational_name + " has shape " + SizesText(size) +
                     "; [blocks, layers, outer, inner] is expected");
   }
   int64_t inner = size[3];
@@ -266,7 +266,7 @@ PermuteShape CheckCaches(const CacheList& list, bool heads_first, int64_t* width
   const paddle::Tensor& first = list.caches.front();
   const std::vector<int64_t> size = first.shape();
   if (size.size() != 3 && size.size() != 4) {
-    ThrowValueError(list.NameOf(0) + " has shape " + ShapeText(size) + "; " +
+    ThrowValueError(list.NameOf(0) + " has shape " + SizesText(size) + "; " +
                     (heads_first ? "[blocks, heads, tokens, head size]" : "[blocks, tokens, heads, head size]") +
                     " or [blocks, tokens, size] is expected");
   }
@@ -339,7 +339,7 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
 
   if (id_tensor) {
     if (id_tensor->shape().size() != 1)
-      ThrowValueError("block_ids has shape " + ShapeText(id_tensor->shape()) + "; 1-D ids are expected");
+      ThrowValueError("block_ids has shape " + SizesText(id_tensor->shape()) + "; 1-D ids are expected");
     if (id_tensor->dtype() != phi::DataType::INT32 && id_tensor->dtype() != phi::DataType::INT64) {
       ThrowValueError("block_ids must have dtype int32 or int64");
     }
