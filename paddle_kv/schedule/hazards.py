@@ -31,6 +31,10 @@ changed = threading.Condition(lock)
 class Tracked(Protocol):
     """What the tracker needs of a transfer."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that its targets are not written completely."""
+
     def poll(self) -> None:
         """Look at the device; release the blocks if the transfer is over."""
 
@@ -84,7 +88,8 @@ class BlockDomain:
                 raise RuntimeError(
                     f"block {block_id} of the {pool} is leased; release the lease before moving the block"
                 )
-            if not writing and block_id in self._poison and (slot is None or slot.writer is None):
+            rewriter = slot.writer if slot is not None else None
+            if not writing and block_id in self._poison and (rewriter is None or rewriter.failed):
                 raise TransferError(
                     f"block {block_id} of the {pool} holds no usable data ({self._poison[block_id]}); rewrite it first",
                     block_ids=self.poisoned(block_ids),
@@ -224,7 +229,7 @@ def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: 
     """Raises RuntimeError if work on ``stream`` touches blocks of a pool's tensor that a transfer is moving, without
     having waited for it (clause 5 of the contract; the debug mode asks)."""
     with lock:
-        for extent, attached in _attached.items():
+        for extent, attached in list(_attached.items()):  # a pool may be collected meanwhile
             if not extent.start <= address < extent.end:
                 continue
             first = (address - extent.start) // extent.stride_bytes

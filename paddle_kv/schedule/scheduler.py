@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -152,9 +153,12 @@ class LayerwiseScheduler:
             target.domain.check(plan.target_ids, names[1], writing=True)
             transfer = Transfer(self, plan, self._streams[direction], layerwise=layerwise)
             if not layerwise and plan.num_groups:
-                event = self._take_event()
-                transfer._extra_events.append(event)
-                self._backend.record(event, compute)
+                try:
+                    event = transfer._take_event()
+                    self._backend.record(event, compute)
+                except BaseException:
+                    transfer._give_back_events()
+                    raise
                 transfer._after.append(event)
             depend(
                 transfer,
@@ -174,8 +178,9 @@ class LayerwiseScheduler:
         object with ``done()`` and ``wait(timeout_s)``."""
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
-        self._check_open()
-        return self._backend.user_event(self._streams[direction])
+        with hazards.lock:
+            self._check_open()
+            return self._backend.user_event(self._streams[direction])
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -187,7 +192,7 @@ class LayerwiseScheduler:
         while True:
             with hazards.changed:
                 hazards.collect()
-                left = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+                left = self._in_flight()
                 if not left:
                     return
                 if deadline is not None and time.monotonic() >= deadline:
@@ -202,26 +207,27 @@ class LayerwiseScheduler:
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
         """
-        if self._closed or self._process_id != os.getpid():
+        if self._process_id != os.getpid():
             return
-        with hazards.lock:
-            for transfer in hazards.in_flight():
-                if isinstance(transfer, Transfer) and transfer._scheduler is self:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            with hazards.lock:
+                for transfer in self._in_flight():
                     transfer.cancel()
-        self.drain(timeout_s)
-        with hazards.lock:
-            if not self._closed:
+            self.drain(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            with hazards.lock:
+                if self._closed or self._in_flight():  # another thread was quicker, or has started one meanwhile
+                    continue
                 self._closed = True
-                self._give_up()
+            self._give_up()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now."""
         with hazards.lock:
             hazards.collect()
-            mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
             return {
                 **self._counters,
-                "in_flight": len(mine),
+                "in_flight": len(self._in_flight()),
                 "events": self._num_events,
                 "streams": len(self._streams),
                 "pinned_bytes": self.host_pool.pinned_bytes,
@@ -253,14 +259,19 @@ class LayerwiseScheduler:
             self._backend.destroy_event(event)
         self._num_events -= len(events)
 
+    def _in_flight(self) -> list[Transfer]:
+        mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+        return [transfer for transfer in mine if not transfer.is_settled]
+
     def _give_up(self) -> None:
-        for stream in self._streams.values():
-            self._backend.destroy_stream(stream)
-        self._streams = {}
-        if hasattr(self, "origin_event"):
-            self._give_back([self.origin_event])
-        self._backend.unbind(self._binding)
-        self._backend.close()
+        # Outside of the lock: a stream that ends may wait for a thread, and that thread for the lock.
+        with contextlib.ExitStack() as steps:  # one that fails (a lost device) must not keep the others
+            steps.callback(self._backend.close)
+            steps.callback(self._backend.unbind, self._binding)
+            if hasattr(self, "origin_event"):
+                steps.callback(self._give_back, [self.origin_event])
+            while self._streams:
+                steps.callback(self._backend.destroy_stream, self._streams.popitem()[1])
 
     def _check_open(self) -> None:
         if self._closed:
