@@ -436,6 +436,11 @@ class Transfer:
                 begin = end
         self._layer_times_ms = [times[layer] for layer in sorted(times)]
 
+    def abandon(self) -> None:
+        self._drop(self._failure(f"the process forked while the {self._plan.direction} was in flight", None))
+        self._over = True
+        self._retire()
+
     def _retire(self) -> None:
         self._retired = True
         written = self._error is None
