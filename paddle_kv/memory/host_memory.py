@@ -26,8 +26,9 @@ class HostMemory:
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.size_bytes = size_bytes
-        self._owner: Any = _pinned(size_bytes) if pinned else _pageable(size_bytes)
-        self.address: int = self._owner.ptr if pinned else ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
+        owner: Any = _pinned(size_bytes) if pinned else _pageable(size_bytes)
+        self._owner = owner
+        self.address: int = owner.ptr if pinned else ctypes.addressof(ctypes.c_char.from_buffer(owner))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
