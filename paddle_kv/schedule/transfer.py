@@ -489,7 +489,7 @@ class Transfer:
             self._scheduler._backend.wait_on_stream(None, event, left)
             self._waiting.setdefault(None, set()).update(groups)
         except TimeoutError:
-            raise
+            raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
         except Exception as error:
             with hazards.lock:
                 if self._error is None:
