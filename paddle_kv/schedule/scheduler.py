@@ -16,7 +16,7 @@ from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
 from . import hazards
-from .plan import Direction, make_plan
+from .plan import Direction, check_timeout, make_plan
 from .transfer import Transfer, depend
 
 EXIT_TIMEOUT_S = 30.0
@@ -77,6 +77,8 @@ class LayerwiseScheduler:
             raise ValueError(f"engine = {engine!r} must be 'auto'")
         if isinstance(layers_per_event, bool) or not isinstance(layers_per_event, int) or layers_per_event < 1:
             raise ValueError(f"layers_per_event = {layers_per_event!r} must be an integer of at least 1")
+        if device_cache.domain is host_pool.domain:
+            raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
         self._default_stream = compute_stream
@@ -188,6 +190,7 @@ class LayerwiseScheduler:
         Raises:
             TimeoutError: not after ``timeout_s``, for example because a layer was never marked as written.
         """
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with hazards.changed:
@@ -209,6 +212,7 @@ class LayerwiseScheduler:
         """
         if self._process_id != os.getpid():
             return
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._closed:
             with hazards.lock:

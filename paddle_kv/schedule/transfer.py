@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ..backend.protocol import Event, LayerWork, Stream
 from ..errors import TransferError
 from . import hazards
-from .plan import TransferPlan
+from .plan import TransferPlan, check_timeout
 
 if TYPE_CHECKING:
     from .scheduler import LayerwiseScheduler
@@ -80,6 +80,7 @@ class Transfer:
             TransferError: the transfer failed or was cancelled.
         """
         self._check_layer(layer)
+        check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
         if not self._plan.num_groups:
@@ -153,6 +154,7 @@ class Transfer:
             TimeoutError: ``timeout_s`` is over; the transfer goes on.
             TransferError: it failed or was cancelled; ``__cause__`` is what the device reported (CudaError).
         """
+        check_timeout(timeout_s)
         started = time.monotonic()
         while True:
             with hazards.changed:
@@ -436,6 +438,11 @@ class Transfer:
                 begin = end
         self._layer_times_ms = [times[layer] for layer in sorted(times)]
 
+    def abandon(self) -> None:
+        self._drop(self._failure(f"the process forked while the {self._plan.direction} was in flight", None))
+        self._over = True
+        self._retire()
+
     def _retire(self) -> None:
         self._retired = True
         written = self._error is None
@@ -464,7 +471,7 @@ class Transfer:
         return domain
 
     def _check_layer(self, layer: int) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int):
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
             raise TypeError(f"layer is {layer!r}; an integer is expected")
         if not 0 <= layer < self._plan.num_layers:
             raise IndexError(f"layer = {layer} must be in [0, {self._plan.num_layers})")
