@@ -1,4 +1,4 @@
-"""The simulated device behind the protocol. Events are handed out again as soon as they are given back, as CUDA's are."""
+"""The simulated device behind the protocol. Events that are given back are handed out again at once, as CUDA's are."""
 
 from __future__ import annotations
 
@@ -170,6 +170,6 @@ def _cells(binding: Binding, work: LayerWork, layer: int) -> list[tuple[Cell, Ce
     source, target = (binding.device, binding.host) if plan.direction == "offload" else (binding.host, binding.device)
     return [
         (Cell(source.key, name, layer, source_id), Cell(target.key, name, layer, target_id))
-        for source_id, target_id in zip(plan.source_ids, plan.target_ids)
+        for source_id, target_id in zip(plan.source_ids, plan.target_ids, strict=True)
         for name in source.spec.tensor_names
     ]

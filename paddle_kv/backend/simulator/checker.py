@@ -1,8 +1,8 @@
 """The happens-before checker: vector clocks over a log of submissions.
 
-Each stream, and the host, counts its accesses. The clock of a point is, for each of them, the number of accesses that are
-certainly over when the point is reached. A submission starts from the clock of the submission before it on its stream,
-joined with what the host knows; ``wait`` joins the clock at the recording, ``observe`` joins it to the host's.
+Each stream, and the host, counts its accesses. The clock of a point is, for each of them, the number of accesses that
+are certainly over when the point is reached. A submission starts from the clock of the submission before it on its
+stream, joined with what the host knows; ``wait`` joins the clock at the recording, ``observe`` joins it to the host's.
 An access is ordered behind an earlier one if its clock has reached the earlier one's count. So the verdict is about the
 edges alone, not about the order in which things happened to run.
 

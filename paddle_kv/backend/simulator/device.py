@@ -1,8 +1,8 @@
 """A device that runs nothing until it is told what: streams are queues of steps, events are marks between them.
 
-The host program (the scheduler and its user) runs until it looks at the device: asks whether an event was passed, waits for
-one, touches memory. There a chooser decides, step by step, which stream goes on, or that the host does. Markers (waits and
-records at the head of a queue) cost nothing: they are passed as soon as they can be.
+The host program (the scheduler and its user) runs until it looks at the device: asks whether an event was passed, waits
+for one, touches memory. There a chooser decides, step by step, which stream goes on, or that the host does. Markers
+(waits and records at the head of a queue) cost nothing: they are passed as soon as they can be.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Device:
         positions = [stream.position for stream in self.streams]
         for mark in self._cascade(positions):
             mark.passed, mark.time = True, self._time
-        for stream, position in zip(self.streams, positions):
+        for stream, position in zip(self.streams, positions, strict=True):
             for item in stream.items[stream.position : position]:
                 if isinstance(item, _Record) and item.job is not None:
                     item.mark.error = item.job.error

@@ -1,7 +1,7 @@
 """What simulated memory holds: for each block of a layer and tensor a version per piece, and the real bytes as well.
 
-A piece is what moves at once. A copy or a computation in several pieces first poisons the whole target: between its first
-and last step it holds pieces of poison, as a real copy leaves a mixture of old and new.
+A piece is what moves at once. A copy or a computation in several pieces first poisons the whole target: between its
+first and last step it holds pieces of poison, as a real copy leaves a mixture of old and new.
 """
 
 from __future__ import annotations

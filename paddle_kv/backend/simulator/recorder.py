@@ -100,7 +100,7 @@ class RecordingBackend:
         # Logged first, as if all of it were enqueued: of a call that raises an unknown part is.
         name, names, site = self._stream_name(stream), self._pools[binding], call_site()
         marks = []
-        for group, waits in zip(range(work.first_group, work.end_group), work.waits):
+        for group, waits in zip(range(work.first_group, work.end_group), work.waits, strict=True):
             for event in waits:
                 self._wait(event, name)
             if group == work.first_group:
