@@ -28,7 +28,8 @@ def orders(streams: list[list[tuple[str, tuple[Cell, ...], tuple[Cell, ...]]]]) 
             stream = device.add_stream(str(number))
             device.steps(stream, [step(name, order, reads, writes) for name, reads, writes in steps])
         device.drain(device.streams)
-        tried.append("".join(order))
+        if not chooser.pruned:  # type: ignore[attr-defined]
+            tried.append("".join(order))
 
     return tried, explore(scenario)
 
@@ -37,7 +38,7 @@ def test_independent_streams_need_one_order() -> None:
     one = [("a", (), (cell(0),)), ("b", (), (cell(0),))]
     two = [("c", (), (cell(1),)), ("d", (cell(1),), ())]
     tried, result = orders([one, two])
-    assert result == Exploration(1, complete=True) and len(tried) == 1
+    assert result.orders == len(tried) == 1 and result.complete
 
 
 def test_readers_need_one_order() -> None:
@@ -54,7 +55,7 @@ def test_conflicting_queues_need_all_interleavings() -> None:
     one = [(name, (), (cell(0),)) for name in "ab"]
     two = [(name, (), (cell(0),)) for name in "xyz"]
     tried, result = orders([one, two])
-    assert len(set(tried)) == len(tried) == result.runs == 10  # 5 over 2
+    assert len(set(tried)) == len(tried) == result.orders == 10  # 5 over 2
 
 
 def test_only_the_conflict_counts() -> None:
@@ -74,8 +75,10 @@ def test_host_sees_both_answers() -> None:
         stream = device.add_stream("a")
         device.steps(stream, [step("a", []), step("b", [])])
         mark = device.record(stream)
-        answers.append(device.look(mark, may_leave=True))
+        answer = device.look(mark, may_leave=True)
         device.drain(device.streams)
+        if not chooser.pruned:  # type: ignore[attr-defined]
+            answers.append(answer)
 
     assert explore(scenario).complete
     assert sorted(answers) == [False, True]
@@ -90,7 +93,7 @@ def test_search_ends_at_the_bound() -> None:
             device.steps(device.add_stream(steps[0][0]), [step(*s[:1], [], *s[1:]) for s in steps])
         device.drain(device.streams)
 
-    assert explore(scenario, max_runs=7) == Exploration(7, complete=False)
+    assert explore(scenario, max_runs=7) == Exploration(orders=7, runs=7, complete=False)
 
 
 def test_wait_holds_a_stream_until_the_event() -> None:

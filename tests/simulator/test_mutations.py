@@ -81,7 +81,7 @@ def test_scenario_holds_when_the_device_is_late(scenario: str) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario_holds_in_every_order(scenario: str) -> None:
     result = explore(lambda chooser: play(scenario, chooser), max_runs=400)
-    assert result.complete and result.runs > 1
+    assert result.complete and result.orders > 1
 
 
 def test_removal_that_does_not_exist() -> None:

@@ -73,8 +73,10 @@ class _Node:
 
 @dataclass(frozen=True)
 class Exploration:
-    """``runs`` orders were tried; ``complete`` says that no other one differs from all of them."""
+    """``orders`` that differ were tried, in ``runs`` (the others turned out to repeat an order and were not looked into).
+    ``complete`` says that there is no further order."""
 
+    orders: int
     runs: int
     complete: bool
 
@@ -86,7 +88,7 @@ class _ScriptChooser:
     path: list[_Node]
     depth: int = 0
     asleep: list[Transition] = field(default_factory=list)
-    pruned: bool = False
+    pruned: bool = False  # this order was tried already
     needs_footprints: bool = True
 
     def choose(self, options: Sequence[Transition]) -> Transition:
@@ -118,14 +120,16 @@ def explore(scenario: Callable[[Chooser], None], *, max_runs: int = 10_000) -> E
     Source of the method: P. Godefroid, Partial-Order Methods for the Verification of Concurrent Systems, 1996.
     """
     path: list[_Node] = []
-    runs = 0
+    orders = runs = 0
     while True:
-        scenario(_ScriptChooser(path))
+        chooser = _ScriptChooser(path)
+        scenario(chooser)
         runs += 1
+        orders += not chooser.pruned
         while path and path[-1].current == len(path[-1].options) - 1:
             path.pop()
         if not path:
-            return Exploration(runs, complete=True)
+            return Exploration(orders, runs, complete=True)
         if runs == max_runs:
-            return Exploration(runs, complete=False)
+            return Exploration(orders, runs, complete=False)
         path[-1].current += 1
