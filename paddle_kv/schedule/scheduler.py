@@ -97,9 +97,9 @@ class LayerwiseScheduler:
             for direction in ("onload", "offload"):
                 self._streams[direction] = self._backend.create_stream()
             self.origin_event = self._take_event()
+            self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
             self._backend.record(self.origin_event, self._streams["onload"])
             self._backend.wait(self.origin_event, None)
-            self._origin_s = time.perf_counter()
         except BaseException:
             self._give_up()
             raise

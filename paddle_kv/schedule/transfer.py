@@ -410,13 +410,15 @@ class Transfer:
         hazards.changed.notify_all()
 
     def _first_failed_layer(self) -> int | None:
+        unknown = None
         for group, event in enumerate(self._events):
+            layer = self._plan.layers_of(group).start
             try:
                 if event is None or not self._scheduler._backend.is_complete(event):
-                    return self._plan.layers_of(group).start
+                    unknown = layer if unknown is None else unknown
             except Exception:  # noqa: BLE001
-                return self._plan.layers_of(group).start
-        return None
+                return layer
+        return unknown
 
     def _measure(self) -> None:
         if self._error is not None or not self._starts:
@@ -489,7 +491,7 @@ class Transfer:
             self._scheduler._backend.wait_on_stream(None, event, left)
             self._waiting.setdefault(None, set()).update(groups)
         except TimeoutError:
-            raise
+            raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
         except Exception as error:
             with hazards.lock:
                 if self._error is None:
