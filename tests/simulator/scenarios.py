@@ -13,7 +13,6 @@ from typing import Any
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.backend.simulator import LateChooser, OrderingError, Simulation
 from paddle_kv.backend.simulator.chooser import Chooser
-from paddle_kv.backend.simulator.mutations import MutatedBackend
 from paddle_kv.schedule import hazards
 
 LAYERS = 2
@@ -71,9 +70,7 @@ class Setting:
 
     def clean(self) -> None:
         """Whatever happened: no transfer stays behind."""
-        for backend in self._backends:
-            if isinstance(backend, MutatedBackend):
-                backend.restore()
+        self.simulation.restore()
         self.simulation.device.chooser = LateChooser()
         for stream in self.simulation.device.streams:
             stream.held = stream.capturing = False
@@ -327,7 +324,7 @@ def host_writes_under_a_lease(s: Setting) -> None:
 # ---- 7: no failure looks like success ----
 def copy_that_breaks(s: Setting) -> None:
     scheduler = s.scheduler()
-    s.simulation.device.fail_step = 3
+    s.simulation.device.break_copy(3)
     s.compute(writes=0, version="prompt")
     saves = []
     try:
@@ -344,7 +341,7 @@ def copy_that_breaks(s: Setting) -> None:
 
 def reader_of_a_copy_that_breaks(s: Setting) -> None:
     scheduler = s.scheduler()
-    s.simulation.device.fail_step = 3
+    s.simulation.device.break_copy(3)
     s.compute(writes=0, version="prompt")
     try:
         scheduler.offload([0], [2])
@@ -358,7 +355,7 @@ def reader_of_a_copy_that_breaks(s: Setting) -> None:
 
 def submission_that_breaks(s: Setting) -> None:
     scheduler = s.scheduler()
-    s.simulation.device.fail_submission = 1
+    s.simulation.device.break_submission(1)
     s.compute(writes=0, version="prompt")
     try:
         scheduler.offload([0], [2])
@@ -372,7 +369,7 @@ def block_of_a_broken_submission_is_overwritten(s: Setting) -> None:
     scheduler = s.scheduler()
     s.fill_host(3, "prefix")
     s.compute(writes=0, version="prompt")
-    s.simulation.device.fail_submission = 1
+    s.simulation.device.break_submission(1)
     refused(scheduler.offload, [0], [2], error=TransferError)
     read_layer_by_layer(s, scheduler.onload([3], [0]), 0, "prefix")
 
@@ -381,7 +378,7 @@ def freed_block_of_a_broken_submission_stays_in_quarantine(s: Setting) -> None:
     scheduler = s.scheduler()
     [block] = s.pool.allocate(1)
     s.compute(writes=0, version="prompt")
-    s.simulation.device.fail_submission = 1
+    s.simulation.device.break_submission(1)
     refused(scheduler.offload, [0], [block], error=TransferError)
     s.pool.free([block])
     for other in s.pool.allocate(s.pool.num_free_blocks):

@@ -86,10 +86,9 @@ class Device:
         self.streams: list[SimulatedStream] = []
         self.problems: list[str] = []  # what went wrong while running, beside what the checker finds
         self.history: list[str] = []  # steps in the order in which they ran
-        self.fail_step: int | None = None  # the copy step of this number breaks while it runs
-        self.fail_submission: int | None = None  # the submission of this number breaks half way
-        self._num_copy_steps = 0
-        self._num_submissions = 0
+        self.num_broken = 0  # copy steps and submissions that were made to break
+        self._until_copy_breaks = 0
+        self._until_submission_breaks = 0
         self._time = 0
         self._num_marks = 0
         self._num_looks = 0
@@ -233,14 +232,24 @@ class Device:
             for piece in range(self.memory.pieces)
         ]
 
+    def break_copy(self, ahead: int) -> None:
+        """The copy step that many steps ahead (1: the next one) breaks while it runs."""
+        self._until_copy_breaks = ahead
+
+    def break_submission(self, ahead: int) -> None:
+        """The submission that many ahead (1: the next one) breaks half way."""
+        self._until_submission_breaks = ahead
+
     def submission_breaks(self) -> bool:
         """Whether the submission that is about to be made is the one to break."""
-        self._num_submissions += 1
-        return self._num_submissions == self.fail_submission
+        self._until_submission_breaks -= 1
+        self.num_broken += self._until_submission_breaks == 0
+        return self._until_submission_breaks == 0
 
     def _copy(self, job: Job, source: Cell, target: Cell, piece: int) -> None:
-        self._num_copy_steps += 1
-        if self._num_copy_steps == self.fail_step:
+        self._until_copy_breaks -= 1
+        if self._until_copy_breaks == 0:
+            self.num_broken += 1
             self.memory.poison(target)
             raise RuntimeError("the simulated copy engine failed")
         if not self.memory.copy_piece(source, target, piece):

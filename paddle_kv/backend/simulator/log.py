@@ -8,13 +8,16 @@ import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 HOST = "host"  # the name of the thread that submits, among the streams
 ALL_LAYERS = -1
 
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_SITE_FRAMES = 5
+_PACKAGE_DIRECTORY = os.path.dirname(os.path.dirname(os.path.dirname(_OWN_DIRECTORY))) + os.sep
+_DRIVERS = ("traffic.py",)  # users of the scheduler although they lie here
+_USER_FRAMES = 2
 _RUNNERS = ("/_pytest/", "/pluggy/", "/hypothesis/", "/runpy.py", "<frozen")
 
 
@@ -110,15 +113,19 @@ class Log:
 
 
 def call_site() -> str:
-    """Who called, innermost first, as far as it is not the simulator or a test runner."""
+    """Who called, innermost first: the line inside of paddle_kv that did it, the public calls that led there, and two
+    lines of the user."""
     frames: list[str] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(frames) < _SITE_FRAMES:
-        path = frame.f_code.co_filename
-        if any(runner in path for runner in _RUNNERS):
-            if frames:
+    users = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and users < _USER_FRAMES:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        is_user = not path.startswith(_PACKAGE_DIRECTORY) or path.endswith(_DRIVERS)
+        if is_user and any(runner in path for runner in _RUNNERS):
+            if users:
                 break
-        elif not path.startswith(_OWN_DIRECTORY) or path.endswith(("traffic.py", "__main__.py")):
-            frames.append(f"{os.path.basename(path)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        elif is_user or not (path.startswith(_OWN_DIRECTORY) or (frames and name.startswith("_"))):
+            frames.append(f"{os.path.basename(path)}:{frame.f_lineno} {name}")
+            users += is_user
+        frame = frame.f_back
     return " < ".join(frames)

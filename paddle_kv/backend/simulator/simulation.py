@@ -66,6 +66,7 @@ class Simulation:
         self._drop = frozenset(drop)
         self._versions = itertools.count(1)
         self._backends: list[SimulatedBackend] = []
+        self._mutated: list[MutatedBackend] = []
         self._directions: dict[Any, str] = {}
 
     def backend(self) -> Backend:
@@ -73,7 +74,15 @@ class Simulation:
         simulated = SimulatedBackend(self.device, self.log, self.compute_stream)
         self._backends.append(simulated)
         recording: Backend = RecordingBackend(simulated, self.log)
-        return MutatedBackend(recording, self._drop, self._directions) if self._drop else recording
+        if not self._drop:
+            return recording
+        self._mutated.append(MutatedBackend(recording, self._drop, self._directions))
+        return self._mutated[-1]
+
+    def restore(self) -> None:
+        """From now on the backends leave nothing out."""
+        for mutated in self._mutated:
+            mutated.restore()
 
     def stream(self, name: str) -> SimulatedStream:
         """One more compute stream."""
