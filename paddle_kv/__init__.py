@@ -1,7 +1,21 @@
-"""KV-cache memory operations for PaddlePaddle."""
+"""KV-cache memory operations for PaddlePaddle: operators on paged caches, and a scheduler that overlaps their transfer
+to and from host memory with the model's computation."""
 
 from . import ops
 from .errors import CudaError, TransferError
+from .layout import KVCacheSpec
+from .memory import DeviceCache, HostPool
+from .schedule.scheduler import LayerwiseScheduler
+from .schedule.transfer import Transfer
 
 __version__ = "0.1.0"
-__all__ = ["CudaError", "TransferError", "ops"]
+__all__ = [
+    "CudaError",
+    "DeviceCache",
+    "HostPool",
+    "KVCacheSpec",
+    "LayerwiseScheduler",
+    "Transfer",
+    "TransferError",
+    "ops",
+]

@@ -47,18 +47,28 @@ def cupy_stream() -> Any | None:
     return current if current.ptr != 0 else None
 
 
+def current(device_id: int) -> int:
+    """The handle that None stands for. Orders nothing."""
+    stream = cupy_stream()
+    return paddle_stream(device_id) if stream is None else int(stream.ptr)
+
+
+def resolve_on(stream: Any, device_id: int) -> int:
+    """The handle on which work for a GPU is enqueued, with the ordering that None stands for."""
+    if stream is not None:
+        return handle_of(stream)
+    surrounding = cupy_stream()
+    if surrounding is None:
+        return paddle_stream(device_id)
+    cupy = sys.modules["cupy"]
+    event = cupy.cuda.Event(disable_timing=True)
+    event.record(cupy.cuda.ExternalStream(paddle_stream(device_id), device_id))
+    surrounding.wait_event(event)
+    return int(surrounding.ptr)
+
+
 def resolve(stream: Any, tensor: paddle.Tensor) -> int:
     """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU."""
     if not tensor.place.is_gpu_place():
         return 0
-    if stream is not None:
-        return handle_of(stream)
-    device = tensor.place.gpu_device_id()
-    current = cupy_stream()
-    if current is None:
-        return paddle_stream(device)
-    cupy = sys.modules["cupy"]
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record(cupy.cuda.ExternalStream(paddle_stream(device), device))
-    current.wait_event(event)
-    return int(current.ptr)
+    return resolve_on(stream, tensor.place.gpu_device_id())

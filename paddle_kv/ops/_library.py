@@ -33,7 +33,9 @@ _load()
 # 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it in core.eager only.
 _run = getattr(paddle._C_ops, "_run_custom_op", None) or core.eager._run_custom_op
 
-_PADDLE_DECORATION = re.compile(r"^.*?\((?:InvalidArgument|OutOfRange|Unimplemented|ResourceExhausted|External)\) ", re.S)
+_PADDLE_DECORATION = re.compile(
+    r"^.*?\((?:InvalidArgument|OutOfRange|Unimplemented|ResourceExhausted|External)\) ", re.S
+)
 _PADDLE_POSITION = re.compile(r"\s*(\[Hint:[^\n]*)?\(at [^\n]*:\d+\)\s*.*$", re.S)
 _CUDA_ERROR = re.compile(r"CUDA error (\w+) \((\d+)\)")
 

@@ -1,0 +1,50 @@
+"""The pointers of a pair of pools, registered once with the compiled library and named by a number from then on."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from ..ops._library import call
+from ..schedule.plan import Direction, TransferPlan
+
+DIRECTION_CODES: dict[Direction, int] = {"offload": 0, "onload": 1}
+
+_numbers = itertools.count(1)
+
+
+def register(device_cache: Any, host_pool: Any, device: int) -> int:
+    """``device`` is the CUDA ordinal, -1 where the device cache lies in RAM.
+
+    Raises:
+        ValueError: the pools have different specs, or the GPU cannot reach the host memory.
+    """
+    spec = device_cache.spec
+    if host_pool.spec != spec:
+        raise ValueError(f"host_pool has {host_pool.spec}, device_cache has {spec}; both must have the same spec")
+    number = next(_numbers)
+    names, layers = spec.tensor_names, range(spec.num_layers)
+    call(
+        "register_transfer_plan",
+        number,
+        device,
+        device_cache.num_blocks,
+        host_pool.num_blocks,
+        [device_cache.tensor(name, layer).data_ptr() for layer in layers for name in names],
+        [host_pool.pointer(name, layer) for layer in layers for name in names],
+        [spec.tensor_block_bytes(name) for name in names],
+        [host_pool.stride_bytes(name) for name in names],
+        [spec.tensor_block_bytes(name) for name in names],
+    )
+    return number
+
+
+def release(number: int) -> None:
+    call("release_transfer_plan", number)
+
+
+def copy(number: int, plan: TransferPlan, layers: range) -> None:
+    """Copies the layers in the calling thread, without a stream (device in RAM only)."""
+    direction = DIRECTION_CODES[plan.direction]
+    device_ids, host_ids = list(plan.device_ids), list(plan.host_ids)
+    call("transfer_layers", number, direction, device_ids, host_ids, layers.start, layers.stop, 1, [], [], 0, [], 0)

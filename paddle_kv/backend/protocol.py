@@ -1,0 +1,80 @@
+"""What the scheduler needs of a device. It reaches one through nothing else.
+
+Streams are queues that run their work in order; events mark a point of a stream. Streams and events are opaque to the
+scheduler. Only events that have been recorded are ever waited for: waiting for an unrecorded CUDA event is a no-op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..schedule.plan import TransferPlan
+
+Stream = Any
+Event = Any
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Consecutive groups of layers of one transfer, to be enqueued by one call."""
+
+    plan: TransferPlan
+    first_group: int
+    end_group: int
+    waits: Sequence[Sequence[Event]]  # for each group: events that come before it
+    start: Event  # recorded behind the first group's waits
+    records: Sequence[Event]  # for each group: recorded when its layers are copied
+
+
+class Backend(Protocol):
+    """One device and the host memory beside it."""
+
+    name: str
+
+    def bind(self, device_cache: Any, host_pool: Any) -> Any:
+        """Registers the pointers of both pools; returns what ``copy_layers`` takes as ``binding``.
+
+        Raises ValueError where the pools do not fit the device or each other."""
+
+    def unbind(self, binding: Any) -> None: ...
+
+    def create_stream(self) -> Stream:
+        """A stream that is ordered against no other one."""
+
+    def destroy_stream(self, stream: Stream) -> None: ...
+
+    def create_event(self) -> Event:
+        """An event that is not recorded; may be one that was given back."""
+
+    def destroy_event(self, event: Event) -> None:
+        """Gives an event back. It was passed, or was never recorded."""
+
+    def close(self) -> None:
+        """Frees what the backend keeps for re-use."""
+
+    def compute_stream(self, stream: Any) -> Stream:
+        """The stream that the user means (see :mod:`paddle_kv.streams`).
+
+        Raises RuntimeError if it is being captured into a graph: nothing that follows would be replayed."""
+
+    def record(self, event: Event, stream: Stream) -> None: ...
+
+    def wait_on_stream(self, stream: Stream, event: Event, timeout_s: float | None) -> None:
+        """Work submitted to the stream from now on runs after the event. Where compute has no stream, the caller blocks;
+        TimeoutError after ``timeout_s``."""
+
+    def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
+        """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
+
+    def is_complete(self, event: Event) -> bool:
+        """Whether the event was passed. Raises what went wrong before it."""
+
+    def wait(self, event: Event, timeout_s: float | None) -> bool:
+        """Blocks the host until the event was passed (True) or the time is over (False). Raises as ``is_complete``."""
+
+    def elapsed_ms(self, start: Event, end: Event) -> float: ...
+
+    def user_event(self, stream: Stream) -> Any:
+        """A recorded event that the user may keep."""

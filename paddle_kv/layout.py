@@ -1,0 +1,163 @@
+"""Shapes, strides and byte counts of a KV cache: the only place that knows them.
+
+Layouts of one layer, with nb blocks, nh KV heads, bs tokens per block, hd head size (hv for values):
+
+========  ==========================================  =====================
+layout    key                                         value
+========  ==========================================  =====================
+HND       [nb, nh, bs, hd]                            [nb, nh, bs, hv]
+NHD       [nb, bs, nh, hd]                            [nb, bs, nh, hv]
+packed    [nb, nh, hd/x, bs, x], x = 16/element size  [nb, nh, hv, bs]
+latent    [nb, bs, hd] (one tensor, as MLA keeps it)  none
+========  ==========================================  =====================
+
+HND is what ``paddle.incubate.nn.functional.block_multihead_attention`` keeps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Layout = Literal["HND", "NHD", "packed"]
+
+# Bytes of one element, and the NumPy type as which paddle.Tensor.numpy() shows it.
+_DTYPES = {
+    "bfloat16": (2, "uint16"),
+    "float16": (2, "float16"),
+    "float32": (4, "float32"),
+    "float64": (8, "float64"),
+    "int8": (1, "int8"),
+    "uint8": (1, "uint8"),
+    "int16": (2, "int16"),
+    "int32": (4, "int32"),
+    "int64": (8, "int64"),
+    "bool": (1, "bool"),
+    "float8_e4m3fn": (1, "int8"),
+    "float8_e5m2": (1, "int8"),
+}
+PACKED_BYTES = 16  # the innermost dimension of packed keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """What one layer's cache looks like, and how many layers there are.
+
+    Args:
+        num_layers: layers of the model.
+        num_kv_heads: KV heads held by this rank (1 for a latent cache).
+        head_dim: head size of keys; for a latent cache the width of the one tensor (rank + rope).
+        block_size: tokens per block.
+        dtype: element type, as Paddle names it.
+        v_head_dim: head size of values where it differs.
+        layout: see the module.
+        latent: one tensor per layer instead of keys and values (MLA).
+        extra: further tensors that belong to each block, name -> (shape of one block, dtype), e.g. scales.
+
+    Raises:
+        ValueError: a size below 1, an unknown dtype or layout, a packed head size that x does not divide.
+
+    Example:
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16",
+        ...                    extra={"scale": ((8, 16), "float32")})
+        >>> spec.tensor_names, spec.block_bytes
+        (('key', 'value', 'scale'), 66048)
+        >>> spec.block_shape("key")
+        (8, 16, 128)
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str
+    v_head_dim: int | None = None
+    layout: Layout = "HND"
+    latent: bool = False
+    extra: Mapping[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "v_head_dim"):
+            value = getattr(self, name)
+            if name == "v_head_dim" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+        if self.layout not in ("HND", "NHD", "packed"):
+            raise ValueError(f"layout = {self.layout!r} must be 'HND', 'NHD' or 'packed'")
+        _dtype(self.dtype, "dtype")
+        if self.layout == "packed" and not self.latent and self.head_dim % self._packed_x:
+            raise ValueError(f"head_dim = {self.head_dim} must be a multiple of {self._packed_x} in the packed layout")
+        for name, (shape, dtype) in self.extra.items():
+            if name in ("key", "value", "latent"):
+                raise ValueError(f"extra names a tensor {name!r}, which the cache itself has")
+            if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
+                raise ValueError(f"extra[{name!r}] has block shape {shape!r}; integers of at least 1 are expected")
+            _dtype(dtype, f"dtype of extra[{name!r}]")
+        copied = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.extra.items()}
+        object.__setattr__(self, "extra", MappingProxyType(copied))
+
+    def __hash__(self) -> int:
+        return hash((self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.layout))
+
+    @property
+    def _packed_x(self) -> int:
+        return PACKED_BYTES // _DTYPES[self.dtype][0]
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """``("key", "value", *extra)`` or ``("latent", *extra)``."""
+        return (("latent",) if self.latent else ("key", "value")) + tuple(self.extra)
+
+    def tensor_dtype(self, name: str) -> str:
+        """Element type of a tensor."""
+        self._known(name)
+        return self.extra[name][1] if name in self.extra else self.dtype
+
+    def block_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one block of a tensor."""
+        self._known(name)
+        if name in self.extra:
+            return self.extra[name][0]
+        heads, tokens = self.num_kv_heads, self.block_size
+        width = self.v_head_dim or self.head_dim if name == "value" else self.head_dim
+        if name == "latent":
+            return (tokens, width)
+        if self.layout == "HND":
+            return (heads, tokens, width)
+        if self.layout == "NHD":
+            return (tokens, heads, width)
+        if name == "key":
+            return (heads, width // self._packed_x, tokens, self._packed_x)
+        return (heads, width, tokens)
+
+    def tensor_block_bytes(self, name: str) -> int:
+        """Bytes of one block of one tensor of one layer."""
+        return math.prod(self.block_shape(name)) * _DTYPES[self.tensor_dtype(name)][0]
+
+    def tensor_offset_bytes(self, name: str) -> int:
+        """Where the tensor starts inside one block of one layer, all tensors adjacent."""
+        self._known(name)
+        names = self.tensor_names
+        return sum(self.tensor_block_bytes(before) for before in names[: names.index(name)])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of one layer, all tensors."""
+        return sum(self.tensor_block_bytes(name) for name in self.tensor_names)
+
+    def numpy_dtype(self, name: str) -> str:
+        """The NumPy type in which ``paddle.Tensor.numpy()`` shows the tensor (bfloat16 as uint16, fp8 as int8)."""
+        return _DTYPES[self.tensor_dtype(name)][1]
+
+    def _known(self, name: str) -> None:
+        if name not in self.tensor_names:
+            raise ValueError(f"name = {name!r} must be one of {self.tensor_names}")
+
+
+def _dtype(dtype: str, name: str) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name} = {dtype!r} must be one of {', '.join(_DTYPES)}")

@@ -1,0 +1,141 @@
+"""The paged cache on the device, one tensor per name and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from ..layout import KVCacheSpec
+from ..ops import _arguments as arguments
+from ..schedule import hazards
+from .host_memory import has_gpu
+
+Tensor = paddle.Tensor
+
+
+class DeviceCache:
+    """Cache tensors of all layers, allocated here (zeroed) or adopted from the user.
+
+    Args:
+        spec: shapes and dtypes.
+        num_blocks: blocks per tensor.
+        device: a Paddle device ("gpu:0", "cpu"); None is the current GPU, or the CPU where there is none.
+
+    Attributes:
+        spec: the spec.
+        num_blocks: blocks per tensor.
+        device_id: CUDA ordinal, None on the CPU.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, KVCacheSpec
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> DeviceCache(spec, 5, "cpu").tensor("key", 1).shape == [5, 1, 3, 4]
+        True
+    """
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None) -> None:
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
+        place = _place(device)
+        tensors = {
+            name: [
+                _zeros((num_blocks, *spec.block_shape(name)), spec.tensor_dtype(name), place)
+                for _ in range(spec.num_layers)
+            ]
+            for name in spec.tensor_names
+        }
+        self._take(spec, tensors)
+
+    @classmethod
+    def adopt(cls, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]]) -> DeviceCache:
+        """A cache over the user's own tensors: name -> one tensor per layer. They are used in place and kept alive.
+
+        Raises:
+            TypeError: not Paddle tensors.
+            ValueError: names, number, shapes, dtypes or devices do not fit the spec, or a tensor is not contiguous.
+        """
+        made = cls.__new__(cls)
+        made._take(spec, tensors)
+        return made
+
+    def _take(self, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        if set(tensors) != set(spec.tensor_names):
+            raise ValueError(f"tensors has the names {sorted(tensors)}; {sorted(spec.tensor_names)} are expected")
+        first = None
+        for name in spec.tensor_names:
+            if len(tensors[name]) != spec.num_layers:
+                raise ValueError(f"tensors[{name!r}] has {len(tensors[name])} layers; {spec.num_layers} are expected")
+            for layer, tensor in enumerate(tensors[name]):
+                label = f"tensors[{name!r}][{layer}]"
+                arguments.cache(tensor, label)
+                first = tensor if first is None else first
+                _check_tensor(spec, name, tensor, first, label)
+        assert first is not None
+        self.spec = spec
+        self.num_blocks = int(first.shape[0])
+        self.device_id: int | None = first.place.gpu_device_id() if first.place.is_gpu_place() else None
+        self._tensors = {name: tuple(tensors[name]) for name in spec.tensor_names}
+        extents = [
+            hazards.Extent(start, start + self.num_blocks * stride, stride)
+            for name in spec.tensor_names
+            for stride in [spec.tensor_block_bytes(name)]
+            for start in [tensor.data_ptr() for tensor in self._tensors[name]]
+        ]
+        if len({extent.start for extent in extents}) != len(extents):
+            raise ValueError("tensors names one tensor twice; each name and layer needs its own")
+        self.domain, _ = hazards.attach(self, extents)
+
+    def tensor(self, name: str, layer: int) -> Tensor:
+        """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``."""
+        if name not in self._tensors:
+            raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
+        if not 0 <= layer < self.spec.num_layers:
+            raise IndexError(f"layer = {layer} must be in [0, {self.spec.num_layers})")
+        return self._tensors[name][layer]
+
+    def mark_rewritten(self, block_ids: Any) -> None:
+        """Compute has rewritten these blocks: they may be read again although an onload into them failed."""
+        self.domain.mark_rewritten(arguments.block_ids(block_ids, "block_ids"))
+
+
+def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, label: str) -> None:
+    shape, expected = list(tensor.shape), list(spec.block_shape(name))
+    if shape[1:] != expected or not shape[0]:
+        raise ValueError(f"{label} has shape {shape}; [num_blocks, {', '.join(map(str, expected))}] is expected")
+    if shape[0] != first.shape[0]:
+        raise ValueError(f"{label} has {shape[0]} blocks, the first tensor {first.shape[0]}; all must have as many")
+    if tensor.place != first.place:
+        raise ValueError(f"{label} is on {tensor.place}, the first tensor on {first.place}; all must be on one device")
+    dtype = str(tensor.dtype).rsplit(".", 1)[-1]
+    allowed = {spec.tensor_dtype(name)} | ({"uint8"} if spec.tensor_dtype(name).startswith("float8") else set())
+    if dtype not in allowed:
+        raise ValueError(f"{label} has dtype {dtype}; {spec.tensor_dtype(name)} is expected")
+
+
+def _place(device: str | None) -> Any:
+    if device is None:
+        device = "gpu" if has_gpu() else "cpu"
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return paddle.CPUPlace()
+    if kind != "gpu" or (index and not index.isdigit()):
+        raise ValueError(f"device = {device!r} must be 'cpu', 'gpu' or 'gpu:N'")
+    if not has_gpu():
+        raise ValueError(f"device = {device!r}, but Paddle sees no GPU here")
+    count = paddle.device.cuda.device_count()
+    number = int(index) if index else int(paddle.device.get_device().partition(":")[2] or 0)
+    if number >= count:
+        raise ValueError(f"device = {device!r} must name one of the {count} GPUs")
+    return paddle.CUDAPlace(number)
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, place: Any) -> Tensor:
+    # The newest Paddle for CUDA 11 has no fp8 type: the same bits are kept as uint8.
+    if dtype.startswith("float8") and not hasattr(paddle, dtype):
+        dtype = "uint8"
+    as_bytes = {"float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "bfloat16": "int16"}.get(dtype, dtype)
+    zeros = paddle.to_tensor(np.zeros(shape, as_bytes), place=place)
+    return zeros if as_bytes == dtype else zeros.view(dtype)

@@ -1,0 +1,288 @@
+"""The blocks in host memory, and who may use them when."""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+
+from ..layout import KVCacheSpec
+from ..ops import _arguments as arguments
+from ..schedule import hazards
+from ..schedule.plan import check_distinct, check_ids
+from .host_memory import HostMemory, has_gpu
+
+POLL_S = 0.001
+
+
+class HostPool:
+    """Blocks of all layers in host memory: page-locked where there is a GPU, plain RAM where there is none.
+
+    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first") or one piece in
+    which all layers of a block are adjacent ("block_first"). They are given back by :meth:`close`.
+
+    Args:
+        spec: shapes and dtypes.
+        num_blocks: blocks of the pool.
+        layout: order of the memory.
+
+    Attributes:
+        pinned_bytes: bytes that the pool holds; 0 for adopted memory and after :meth:`close`.
+
+    Raises:
+        MemoryError: names the bytes asked for and available.
+
+    Example:
+        >>> from paddle_kv import HostPool, KVCacheSpec
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> pool = HostPool(spec, 5)
+        >>> pool.pinned_bytes, pool.allocate(2), pool.view("key", 1, 0).shape
+        (960, [0, 1], (1, 3, 4))
+        >>> pool.close(); pool.pinned_bytes
+        0
+    """
+
+    def __init__(
+        self, spec: KVCacheSpec, num_blocks: int, *, layout: Literal["layer_first", "block_first"] = "layer_first"
+    ) -> None:
+        if layout not in ("layer_first", "block_first"):
+            raise ValueError(f"layout = {layout!r} must be 'layer_first' or 'block_first'")
+        self._set_up(spec, num_blocks)
+        layer_bytes = num_blocks * spec.block_bytes
+        sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
+        pinned = has_gpu()
+        self._memory = [HostMemory(size, pinned=pinned) for size in sizes]
+        block_first_stride = spec.num_layers * spec.block_bytes
+        for name in spec.tensor_names:
+            offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
+            self._strides[name] = own if layout == "layer_first" else block_first_stride
+            self._pointers[name] = [
+                self._memory[layer].address + offset * num_blocks
+                if layout == "layer_first"
+                else self._memory[0].address + layer * spec.block_bytes + offset
+                for layer in range(spec.num_layers)
+            ]
+        if layout == "layer_first":
+            self._attach(self._tensor_extents())
+        else:
+            start = self._memory[0].address
+            self._attach([hazards.Extent(start, start + sizes[0], block_first_stride)])
+
+    @classmethod
+    def adopt(cls, spec: KVCacheSpec, pointers: Mapping[str, Sequence[int]], num_blocks: int) -> HostPool:
+        """A pool over memory that the user has: name -> one address per layer, each of ``num_blocks`` dense blocks.
+
+        The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive until
+        :meth:`close` and until all transfers are over.
+
+        Raises:
+            ValueError: names or number of addresses do not fit the spec, an address is 0, or ranges overlap.
+        """
+        made = cls.__new__(cls)
+        made._set_up(spec, num_blocks)
+        if set(pointers) != set(spec.tensor_names):
+            raise ValueError(f"pointers has the names {sorted(pointers)}; {sorted(spec.tensor_names)} are expected")
+        for name in spec.tensor_names:
+            addresses = [arguments.integer(p, f"pointers[{name!r}][{i}]") for i, p in enumerate(pointers[name])]
+            if len(addresses) != spec.num_layers:
+                raise ValueError(f"pointers[{name!r}] has {len(addresses)} layers; {spec.num_layers} are expected")
+            for layer, address in enumerate(addresses):
+                if address <= 0:
+                    raise ValueError(f"pointers[{name!r}][{layer}] = {address} must be the address of host memory")
+            made._pointers[name] = addresses
+            made._strides[name] = spec.tensor_block_bytes(name)
+        extents = made._tensor_extents()
+        ordered = sorted(extents, key=lambda extent: extent.start)
+        for before, after in zip(ordered, ordered[1:]):
+            if before.end > after.start:
+                raise ValueError(f"pointers: the ranges at {before.start:#x} and {after.start:#x} overlap")
+        made._attach(extents)
+        return made
+
+    def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self._memory: list[HostMemory] = []
+        self._pointers: dict[str, list[int]] = {}
+        self._strides: dict[str, int] = {}
+        self._free = list(range(num_blocks))
+        self._allocated: set[int] = set()
+        self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
+        self._closed = False
+
+    def _tensor_extents(self) -> list[hazards.Extent]:
+        return [
+            hazards.Extent(start, start + self.num_blocks * self._strides[name], self._strides[name])
+            for name in self.spec.tensor_names
+            for start in self._pointers[name]
+        ]
+
+    def _attach(self, extents: list[hazards.Extent]) -> None:
+        self.domain, self._detach = hazards.attach(self, extents)
+
+    # ---- memory ----
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(memory.size_bytes for memory in self._memory)
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def pointer(self, name: str, layer: int) -> int:
+        """Address of block 0 of a tensor of a layer; block i is ``i * stride_bytes(name)`` behind it."""
+        self._check_open()
+        if name not in self._pointers:
+            raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
+        if not 0 <= layer < self.spec.num_layers:
+            raise IndexError(f"layer = {layer} must be in [0, {self.spec.num_layers})")
+        return self._pointers[name][layer]
+
+    def stride_bytes(self, name: str) -> int:
+        """Bytes from a block of a tensor to the next one."""
+        return self._strides[name]
+
+    def view(self, name: str, layer: int, block_id: int) -> np.ndarray:
+        """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would be.
+
+        Take a :meth:`lease` while you use it. A view of the pool's own memory keeps that memory alive beyond
+        :meth:`close`; adopted memory has to be kept alive by its owner.
+        """
+        address = self.pointer(name, layer)
+        check_ids([block_id], "block_id", self.num_blocks)
+        block_bytes = self.spec.tensor_block_bytes(name)
+        start = address + block_id * self._strides[name]
+        flat = _bytes_at(start, block_bytes, self._memory)
+        return flat.view(self.spec.numpy_dtype(name)).reshape(self.spec.block_shape(name))
+
+    def close(self) -> None:
+        """Gives the memory back. Again: does nothing.
+
+        Raises:
+            RuntimeError: a transfer or a lease still holds blocks; wait for it (``LayerwiseScheduler.close``).
+        """
+        with hazards.lock:
+            if self._closed:
+                return
+            hazards.collect()
+            busy = [block_id for block_id in range(self.num_blocks) if self.domain.is_busy(block_id)]
+            if busy:
+                raise RuntimeError(
+                    f"{len(busy)} blocks (first: {busy[0]}) are held by transfers or leases; wait for them"
+                )
+            self._closed = True
+            self._detach()
+            self._memory = []
+
+    # ---- blocks ----
+    def allocate(self, count: int) -> list[int]:
+        """``count`` block ids that nobody uses.
+
+        Raises:
+            MemoryError: names the blocks asked for and free. Nothing is allocated then.
+        """
+        count = arguments.integer(count, "count")
+        if count < 0:
+            raise ValueError(f"count = {count} must not be negative")
+        with hazards.lock:
+            self._check_open()
+            if count > len(self._free):
+                self._reclaim()
+            if count > len(self._free):
+                raise MemoryError(f"{count} blocks were asked for, {len(self._free)} of {self.num_blocks} are free")
+            taken, self._free = self._free[:count], self._free[count:]
+            self._allocated.update(taken)
+            return taken
+
+    def free(self, block_ids: Any) -> None:
+        """Gives blocks back. They can be allocated again once no transfer and no lease holds them.
+
+        Raises:
+            ValueError: a block is not allocated, or named twice. Nothing is freed then.
+        """
+        ids = arguments.block_ids(block_ids, "block_ids")
+        check_ids(ids, "block_ids", self.num_blocks)
+        check_distinct("block_ids", ids)
+        with hazards.lock:
+            self._check_open()
+            for position, block_id in enumerate(ids):
+                if block_id not in self._allocated:
+                    raise ValueError(f"block_ids[{position}] = {block_id} is not allocated")
+            self._allocated.difference_update(ids)
+            self._releasing.update(ids)
+            self._reclaim()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that :meth:`allocate` could give now."""
+        with hazards.lock:
+            self._reclaim()
+            return len(self._free)
+
+    def _reclaim(self) -> None:
+        if not self._releasing:
+            return
+        hazards.collect()
+        for block_id in sorted(self._releasing):
+            if not self.domain.is_busy(block_id):
+                self._releasing.remove(block_id)
+                bisect.insort(self._free, block_id)
+
+    @contextmanager
+    def lease(self, block_ids: Any, *, write: bool = False, timeout_s: float | None = None) -> Iterator[None]:
+        """Keeps blocks as they are (or, with ``write``, for this thread alone) while the ``with`` block runs.
+
+        Entering waits for the transfers in flight that conflict: those that write the blocks, with ``write`` also those
+        that read them. While the lease is held, a call that would start such a transfer raises RuntimeError, and freed
+        blocks are not given out again.
+
+        Raises:
+            TimeoutError: conflicting transfers or leases were not over after ``timeout_s``.
+        """
+        ids = arguments.block_ids(block_ids, "block_ids")
+        check_ids(ids, "block_ids", self.num_blocks)
+        check_distinct("block_ids", ids)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with hazards.changed:
+            self._check_open()
+            hazards.collect()
+            while not self.domain.try_lease(ids, write=write):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"blocks {ids[:8]} were still in use after timeout_s = {timeout_s}")
+                hazards.changed.wait(POLL_S)
+                hazards.collect()
+        try:
+            yield
+        finally:
+            with hazards.changed:
+                self.domain.end_lease(ids, write=write)
+                hazards.changed.notify_all()
+
+    def mark_rewritten(self, block_ids: Any) -> None:
+        """The host has rewritten these blocks: they may be read again although an offload into them failed."""
+        self.domain.mark_rewritten(arguments.block_ids(block_ids, "block_ids"))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the host pool is closed")
+
+
+class _Foreign:
+    """Memory that somebody else owns, as NumPy wants to see it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _bytes_at(address: int, size_bytes: int, owned: Sequence[HostMemory]) -> np.ndarray:
+    for memory in owned:
+        if memory.address <= address < memory.address + memory.size_bytes:
+            offset = address - memory.address
+            return memory.array()[offset : offset + size_bytes]
+    return np.asarray(_Foreign(address, size_bytes))

@@ -1,0 +1,1 @@
+"""Transfers and their order."""

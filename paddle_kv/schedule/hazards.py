@@ -1,0 +1,236 @@
+"""Which transfer has to run after which: hazard tracking per block, over all pools of the process.
+
+A pool is identified by the memory that it lies in, so two pools over the same tensors share one :class:`BlockDomain`, and
+several schedulers on one cache are ordered against each other. For each block the domain keeps the last transfer that
+writes it and the transfers that read it since; a new transfer depends on
+
+* the writer of a block that it reads (read after write),
+* the writer and the readers of a block that it writes (write after write, write after read).
+
+Blocks whose last writer failed or was cancelled are *poisoned*: reading them raises until they have been rewritten.
+Leases keep transfers away from blocks that the host is using.
+
+One lock guards all of this (``lock``, with the condition ``changed``), because dependencies cross schedulers and threads.
+Nothing here knows Paddle, CuPy or a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..errors import TransferError
+
+lock = threading.RLock()
+changed = threading.Condition(lock)
+
+
+class Tracked(Protocol):
+    """What the tracker needs of a transfer."""
+
+    def poll(self) -> None:
+        """Look at the device; release the blocks if the transfer is over."""
+
+
+@dataclass
+class _Slot:
+    writer: Tracked | None = None
+    readers: list[Tracked] = field(default_factory=list)
+    read_leases: int = 0
+    write_lease: bool = False
+
+    @property
+    def in_flight(self) -> bool:
+        return self.writer is not None or bool(self.readers)
+
+    @property
+    def unused(self) -> bool:
+        return not self.in_flight and not self.read_leases and not self.write_lease
+
+
+class BlockDomain:
+    """The blocks of one memory, shared by all pools that lie in it."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._poison: dict[int, TransferError] = {}
+
+    def is_busy(self, block_id: int) -> bool:
+        """Whether a transfer or a lease holds the block."""
+        return block_id in self._slots
+
+    def poisoned(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks whose content is not usable."""
+        return [block_id for block_id in block_ids if block_id in self._poison]
+
+    def mark_rewritten(self, block_ids: Iterable[int]) -> None:
+        """The blocks hold usable data again: somebody other than a transfer has rewritten them."""
+        with lock:
+            for block_id in block_ids:
+                self._poison.pop(block_id, None)
+
+    # ---- transfers ----
+    def check(self, block_ids: Sequence[int], pool: str, *, writing: bool) -> None:
+        """Raises where a lease forbids the access, or a poisoned block would be read."""
+        for block_id in block_ids:
+            slot = self._slots.get(block_id)
+            if slot is not None and (slot.write_lease or (writing and slot.read_leases)):
+                raise RuntimeError(
+                    f"block {block_id} of the {pool} is leased; release the lease before moving the block"
+                )
+            if not writing and block_id in self._poison and (slot is None or slot.writer is None):
+                raise TransferError(
+                    f"block {block_id} of the {pool} holds no usable data ({self._poison[block_id]}); rewrite it first",
+                    block_ids=self.poisoned(block_ids),
+                )
+
+    def read(self, block_ids: Sequence[int], transfer: Tracked) -> set[Tracked]:
+        """Notes the reads; returns the transfers whose result is read."""
+        writers: set[Tracked] = set()
+        for block_id in block_ids:
+            slot = self._slots.setdefault(block_id, _Slot())
+            if slot.writer is not None:
+                writers.add(slot.writer)
+            if not slot.readers or slot.readers[-1] is not transfer:  # one source may have many targets
+                slot.readers.append(transfer)
+        return writers
+
+    def write(self, block_ids: Sequence[int], transfer: Tracked) -> set[Tracked]:
+        """Notes the writes; returns the transfers that must be over first."""
+        before: set[Tracked] = set()
+        for block_id in block_ids:
+            slot = self._slots.setdefault(block_id, _Slot())
+            if slot.writer is not None:
+                before.add(slot.writer)
+            before.update(slot.readers)
+            slot.writer, slot.readers = transfer, []
+        return before
+
+    def poison(self, block_ids: Sequence[int], transfer: Tracked, error: TransferError) -> None:
+        """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
+        for block_id in block_ids:
+            slot = self._slots.get(block_id)
+            if slot is not None and slot.writer is transfer:
+                self._poison[block_id] = error
+
+    def release(self, block_ids: Sequence[int], transfer: Tracked, *, written: bool) -> None:
+        """The transfer is over. ``written``: it has rewritten the blocks completely."""
+        for block_id in block_ids:
+            slot = self._slots.get(block_id)
+            if slot is None:
+                continue
+            if slot.writer is transfer:
+                slot.writer = None
+                if written:
+                    self._poison.pop(block_id, None)
+            elif transfer in slot.readers:
+                slot.readers.remove(transfer)
+            if slot.unused:
+                del self._slots[block_id]
+
+    # ---- leases ----
+    def try_lease(self, block_ids: Sequence[int], *, write: bool) -> bool:
+        """Takes the lease, unless a transfer or another lease conflicts with it."""
+        for block_id in block_ids:
+            slot = self._slots.get(block_id)
+            if slot is None:
+                continue
+            if slot.writer is not None or slot.write_lease or (write and (slot.readers or slot.read_leases)):
+                return False
+        for block_id in block_ids:
+            slot = self._slots.setdefault(block_id, _Slot())
+            if write:
+                slot.write_lease = True
+            else:
+                slot.read_leases += 1
+        return True
+
+    def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
+        for block_id in block_ids:
+            slot = self._slots[block_id]
+            if write:
+                slot.write_lease = False
+            else:
+                slot.read_leases -= 1
+            if slot.unused:
+                del self._slots[block_id]
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Memory of one tensor of a pool: block i starts at start + i * stride_bytes."""
+
+    start: int
+    end: int
+    stride_bytes: int
+
+
+_in_flight: dict[Tracked, None] = {}  # in order of submission; also what keeps the memory of a transfer alive
+
+
+@dataclass
+class _Attached:
+    domain: BlockDomain
+    owners: int = 0
+
+
+_attached: dict[Extent, _Attached] = {}
+
+
+def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Callable[[], object]]:
+    """The domain of the memory that ``owner`` (a pool) lies in, and a call that ends the tie (it also ends with the owner).
+
+    Raises:
+        ValueError: the memory overlaps that of another pool without starting at the same block.
+    """
+    with lock:
+        found: dict[int, BlockDomain] = {}
+        for extent in extents:
+            for known, attached in list(_attached.items()):
+                if extent.start >= known.end or known.start >= extent.end:
+                    continue
+                if (extent.start, extent.stride_bytes) != (known.start, known.stride_bytes):
+                    raise ValueError(
+                        f"the memory at {extent.start:#x} overlaps that of another pool at {known.start:#x} but does not "
+                        "start at the same block with the same block size; give both pools the same tensors"
+                    )
+                found[id(attached.domain)] = attached.domain
+        if len(found) > 1:
+            raise ValueError("the tensors belong to several other pools; give all pools the same tensors")
+        domain = next(iter(found.values()), None) or BlockDomain()
+        for extent in extents:
+            _attached.setdefault(extent, _Attached(domain)).owners += 1
+    end = weakref.finalize(owner, _detach, tuple(extents))
+    end.atexit = False
+    return domain, end
+
+
+def _detach(extents: Sequence[Extent]) -> None:
+    with lock:
+        for extent in extents:
+            _attached[extent].owners -= 1
+            if _attached[extent].owners == 0:
+                del _attached[extent]
+
+
+def add_in_flight(transfer: Tracked) -> None:
+    _in_flight[transfer] = None
+
+
+def remove_in_flight(transfer: Tracked) -> None:
+    _in_flight.pop(transfer, None)
+
+
+def in_flight() -> list[Tracked]:
+    """All transfers of the process that are not over, in order of submission."""
+    return list(_in_flight)
+
+
+def collect() -> None:
+    """Looks at all transfers in flight and releases the blocks of those that are over."""
+    with lock:
+        for transfer in in_flight():
+            transfer.poll()

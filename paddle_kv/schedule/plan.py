@@ -1,0 +1,85 @@
+"""What a transfer is asked to do, checked. Pure: no device, no Paddle, no CuPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Direction = Literal["onload", "offload"]
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Blocks ``device_ids[i]`` and ``host_ids[i]`` of each layer, in groups of layers that share an event."""
+
+    direction: Direction
+    device_ids: Sequence[int]
+    host_ids: Sequence[int]
+    num_layers: int
+    layers_per_event: int
+
+    @property
+    def source_ids(self) -> Sequence[int]:
+        return self.device_ids if self.direction == "offload" else self.host_ids
+
+    @property
+    def target_ids(self) -> Sequence[int]:
+        return self.host_ids if self.direction == "offload" else self.device_ids
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_layers // self.layers_per_event) if self.device_ids else 0
+
+    def group_of(self, layer: int) -> int:
+        return layer // self.layers_per_event
+
+    def layers_of(self, group: int) -> range:
+        first = group * self.layers_per_event
+        return range(first, min(first + self.layers_per_event, self.num_layers))
+
+
+def make_plan(
+    direction: Direction,
+    device_ids: Sequence[int],
+    host_ids: Sequence[int],
+    *,
+    device_blocks: int,
+    host_blocks: int,
+    num_layers: int,
+    layers_per_event: int,
+) -> TransferPlan:
+    """A checked plan.
+
+    Raises:
+        IndexError: an id is outside its pool.
+        ValueError: the lists differ in length, or a target occurs twice.
+    """
+    check_ids(device_ids, "device_block_ids", device_blocks)
+    check_ids(host_ids, "host_block_ids", host_blocks)
+    if len(device_ids) != len(host_ids):
+        raise ValueError(
+            f"device_block_ids has {len(device_ids)} ids, host_block_ids has {len(host_ids)}; both must have the same number"
+        )
+    check_distinct(*(("host_block_ids", host_ids) if direction == "offload" else ("device_block_ids", device_ids)))
+    return TransferPlan(direction, tuple(device_ids), tuple(host_ids), num_layers, layers_per_event)
+
+
+def check_ids(ids: Sequence[int], name: str, num_blocks: int) -> None:
+    """IndexError unless each id lies in [0, num_blocks)."""
+    if not ids:
+        return
+    array = np.asarray(ids, dtype=np.int64)
+    outside = np.flatnonzero((array < 0) | (array >= num_blocks))
+    if outside.size:
+        position = int(outside[0])
+        raise IndexError(f"{name}[{position}] = {ids[position]} must be in [0, {num_blocks})")
+
+
+def check_distinct(name: str, ids: Sequence[int]) -> None:
+    """ValueError if an id occurs twice."""
+    if len(set(ids)) != len(ids):
+        values, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
+        raise ValueError(f"{name} names block {values[counts > 1][0]} more than once; each may occur only once")

@@ -1,0 +1,279 @@
+"""Loads and saves of the KV cache, layer by layer, beside the computation. The contract is in docs/ordering.md."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+from .. import backend as backends
+from ..backend.protocol import Backend, Event, Stream
+from ..memory import DeviceCache, HostPool
+from ..ops import _arguments as arguments
+from . import hazards
+from .plan import Direction, make_plan
+from .transfer import Transfer, depend
+
+EXIT_TIMEOUT_S = 30.0
+
+_schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
+
+
+class LayerwiseScheduler:
+    """Moves blocks between a device cache and a host pool on streams of its own, one per direction.
+
+    Args:
+        device_cache: the cache of this rank.
+        host_pool: blocks in host memory, same spec.
+        compute_stream: stream on which the model runs (int handle, CuPy or Paddle stream). None: at each call Paddle's
+            current stream, or the CuPy stream of the surrounding ``with`` block.
+        backend: "cupy" on a GPU, "cpu" without, "auto" picks; or an object that implements the protocol.
+        engine: how bytes are moved; "auto" is the only one.
+        layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
+        record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
+
+    Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> cache, pool = DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)
+        >>> cache.tensor("key", 1)[2] = 1.5
+        >>> with LayerwiseScheduler(cache, pool) as scheduler:
+        ...     [host] = pool.allocate(1)
+        ...     scheduler.offload([2], [host]).wait()
+        ...     load = scheduler.onload([host], [4])
+        ...     for layer in range(2):
+        ...         load.wait_layer(layer)  # then compute with the layer
+        ...     load.wait()
+        >>> cache.tensor("key", 1)[4].numpy().max()
+        np.float32(1.5)
+    """
+
+    def __init__(
+        self,
+        device_cache: DeviceCache,
+        host_pool: HostPool,
+        *,
+        compute_stream: Any = None,
+        backend: str | Backend = "auto",
+        engine: str = "auto",
+        layers_per_event: int = 1,
+        record_layer_times: bool = False,
+    ) -> None:
+        if not isinstance(device_cache, DeviceCache):
+            raise TypeError(f"device_cache is {type(device_cache).__name__}; a DeviceCache is expected")
+        if not isinstance(host_pool, HostPool):
+            raise TypeError(f"host_pool is {type(host_pool).__name__}; a HostPool is expected")
+        if host_pool.closed:
+            raise RuntimeError("the host pool is closed")
+        if engine != "auto":
+            raise ValueError(f"engine = {engine!r} must be 'auto'")
+        if isinstance(layers_per_event, bool) or not isinstance(layers_per_event, int) or layers_per_event < 1:
+            raise ValueError(f"layers_per_event = {layers_per_event!r} must be an integer of at least 1")
+        self.device_cache = device_cache
+        self.host_pool = host_pool
+        self._default_stream = compute_stream
+        self._layers_per_event = layers_per_event
+        self._record_layer_times = record_layer_times
+        self._backend = backends.create(backend, device_cache.device_id)
+        self._process_id = os.getpid()
+        self._num_events = 0
+        self._counters = dict.fromkeys(
+            ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
+        )
+        self._closed = False
+        self._binding = self._backend.bind(device_cache, host_pool)
+        self._streams: dict[str, Stream] = {}
+        try:
+            for direction in ("onload", "offload"):
+                self._streams[direction] = self._backend.create_stream()
+            self.origin_event = self._take_event()
+            self._backend.record(self.origin_event, self._streams["onload"])
+            self._backend.wait(self.origin_event, None)
+            self._origin_s = time.perf_counter()
+        except BaseException:
+            self._give_up()
+            raise
+        _schedulers.add(self)
+
+    # ---- transfers ----
+    def offload(self, device_block_ids: Any, host_block_ids: Any, *, layerwise: bool = False) -> Transfer:
+        """Saves blocks: ``device_block_ids[i]`` of every layer and tensor to ``host_block_ids[i]``.
+
+        Ordered after everything submitted to the compute stream before the call; with ``layerwise`` layer i is ordered
+        after :meth:`Transfer.mark_layer_written` of i instead, so that saving overlaps with the computation of later
+        layers. Compute may write the blocks again only after ``wait_layer``, ``wait_on`` or ``wait``.
+
+        Raises:
+            IndexError: an id is outside its pool.
+            ValueError: lists of different length, a host block named twice.
+            RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
+            TransferError: a device block holds no usable data after a failed onload, or the submission failed.
+        """
+        return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
+
+    def onload(self, host_block_ids: Any, device_block_ids: Any) -> Transfer:
+        """Loads blocks: ``host_block_ids[i]`` to ``device_block_ids[i]`` of every layer and tensor, layers in order.
+
+        Does not overwrite a block before the work submitted to the compute stream before the call is done. Compute may
+        touch the blocks only after ``wait_layer``, ``wait_on`` or ``wait``.
+
+        Raises:
+            As :meth:`offload`, with the roles of device and host exchanged.
+        """
+        return self._start("onload", device_block_ids, host_block_ids, layerwise=False)
+
+    def _start(self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool) -> Transfer:
+        self._check_open()
+        spec = self.device_cache.spec
+        plan = make_plan(
+            direction,
+            arguments.block_ids(device_ids, "device_block_ids"),
+            arguments.block_ids(host_ids, "host_block_ids"),
+            device_blocks=self.device_cache.num_blocks,
+            host_blocks=self.host_pool.num_blocks,
+            num_layers=spec.num_layers,
+            layers_per_event=self._layers_per_event,
+        )
+        compute = self._compute_stream(None)
+        to_host = direction == "offload"
+        source, target = (self.device_cache, self.host_pool) if to_host else (self.host_pool, self.device_cache)
+        names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
+        with hazards.changed:
+            self._check_open()
+            hazards.collect()
+            source.domain.check(plan.source_ids, names[0], writing=False)
+            target.domain.check(plan.target_ids, names[1], writing=True)
+            transfer = Transfer(self, plan, self._streams[direction], layerwise=layerwise)
+            if not layerwise and plan.num_groups:
+                event = self._take_event()
+                transfer._extra_events.append(event)
+                self._backend.record(event, compute)
+                transfer._after.append(event)
+            depend(
+                transfer,
+                source.domain.read(plan.source_ids, transfer),
+                target.domain.write(plan.target_ids, transfer),
+            )
+            hazards.add_in_flight(transfer)
+            self._counters[f"{direction}_transfers"] += 1
+            self._counters[f"{direction}_bytes"] += transfer.bytes
+            transfer._advance()
+            transfer.poll()
+            transfer._raise_if_failed()
+        return transfer
+
+    def record_event(self, direction: Literal["onload", "offload"]) -> Any:
+        """An event behind everything submitted so far in that direction: a ``cupy.cuda.Event``, on the CPU backend an
+        object with ``done()`` and ``wait(timeout_s)``."""
+        if direction not in ("onload", "offload"):
+            raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
+        self._check_open()
+        return self._backend.user_event(self._streams[direction])
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
+
+        Raises:
+            TimeoutError: not after ``timeout_s``, for example because a layer was never marked as written.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            with hazards.changed:
+                hazards.collect()
+                left = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+                if not left:
+                    return
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"{len(left)} transfers were not over after timeout_s = {timeout_s}")
+                hazards.changed.wait(0.001)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Drops what is not submitted, waits for the rest, and gives streams and events back. Again: does nothing.
+
+        The pools stay: they are the user's to close.
+
+        Raises:
+            TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
+        """
+        if self._closed or self._process_id != os.getpid():
+            return
+        with hazards.lock:
+            for transfer in hazards.in_flight():
+                if isinstance(transfer, Transfer) and transfer._scheduler is self:
+                    transfer.cancel()
+        self.drain(timeout_s)
+        with hazards.lock:
+            if not self._closed:
+                self._closed = True
+                self._give_up()
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the scheduler was made, and what it holds now."""
+        with hazards.lock:
+            hazards.collect()
+            mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+            return {
+                **self._counters,
+                "in_flight": len(mine),
+                "events": self._num_events,
+                "streams": len(self._streams),
+                "pinned_bytes": self.host_pool.pinned_bytes,
+            }
+
+    def now_ms(self) -> float:
+        """Host time since the scheduler was made: the axis of ``layer_times_ms`` on the CPU backend."""
+        return (time.perf_counter() - self._origin_s) * 1e3
+
+    def __enter__(self) -> LayerwiseScheduler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- for the transfers ----
+    def _compute_stream(self, stream: Any) -> Stream:
+        return self._backend.compute_stream(self._default_stream if stream is None else stream)
+
+    def _take_event(self) -> Event:
+        event = self._backend.create_event()
+        self._num_events += 1
+        return event
+
+    def _give_back(self, events: list[Event]) -> None:
+        for event in events:
+            self._backend.destroy_event(event)
+        self._num_events -= len(events)
+
+    def _give_up(self) -> None:
+        for stream in self._streams.values():
+            self._backend.destroy_stream(stream)
+        self._streams = {}
+        if hasattr(self, "origin_event"):
+            self._give_back([self.origin_event])
+        self._backend.unbind(self._binding)
+        self._backend.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the scheduler is closed")
+        if self._process_id != os.getpid():
+            raise RuntimeError("the scheduler was made before a fork; make one in this process")
+        if self.host_pool.closed:
+            raise RuntimeError("the host pool is closed")
+
+
+@atexit.register
+def _close_all() -> None:
+    """No memory may go away while a copy runs, not even at exit."""
+    for scheduler in list(_schedulers):
+        try:
+            scheduler.close(EXIT_TIMEOUT_S)
+        except Exception:  # noqa: BLE001  nobody is left to be told
+            continue

@@ -1,0 +1,470 @@
+"""One load or save: the handle that a scheduler's call returns.
+
+A transfer moves its layers in groups. A group is *submitted* (enqueued on the transfer stream, with an event behind it) as
+soon as its layers are marked (layerwise offload) and the same layers of all transfers that it depends on are submitted.
+So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by ``cancel`` or by
+a failure.
+
+Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done. It is *retired*, and
+its blocks, events and memory are given back, when in addition (if groups were dropped) the transfers that it depended on
+are retired: later ones that wait for this one inherit their order.
+
+State changes under ``hazards.lock``; host waits happen outside of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..backend.protocol import Event, LayerWork, Stream
+from ..errors import TransferError
+from . import hazards
+from .plan import TransferPlan
+
+if TYPE_CHECKING:
+    from .scheduler import LayerwiseScheduler
+
+POLL_S = 0.001  # how often a wait for something that is not submitted looks again
+
+
+class Transfer:
+    """A load or save in flight.
+
+    Attributes:
+        bytes: bytes that it moves.
+    """
+
+    def __init__(self, scheduler: LayerwiseScheduler, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
+        spec = scheduler.device_cache.spec
+        self.bytes: int = len(plan.device_ids) * spec.block_bytes * spec.num_layers
+        self._scheduler = scheduler
+        self._plan = plan
+        self._stream = stream
+        # Kept until retired: the memory must not go away under a copy, whatever becomes of scheduler and pools.
+        self._pools: tuple[Any, ...] = (scheduler.device_cache, scheduler.host_pool)
+        self._marks: list[Event | None] | None = [None] * plan.num_layers if layerwise else None
+        self._after: list[Event] = []  # events that come before the first layer: the compute stream's
+        self._depends_on: set[Transfer] = set()
+        self._reads_from: set[Transfer] = set()  # those of them whose result is read
+        self._dependents: list[Transfer] = []
+        self._events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
+        self._starts: list[tuple[Event, range]] = []  # one a submission
+        self._extra_events: list[Event] = []
+        self._last_event: Event | None = None
+        self._error: BaseException | None = None
+        self._dropped = False
+        self._over = False
+        self._retired = False
+        self._elapsed_ms = float("nan")
+        self._layer_times_ms: list[tuple[float, float]] = []
+
+    # ---- what the user calls ----
+    def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
+        """Work submitted to ``stream`` from now on runs after layer ``layer`` of this transfer.
+
+        On a GPU the host does not wait for the copy: only, at most ``timeout_s``, until it has been submitted (it is at
+        once, unless it depends on a layerwise offload whose layers are not marked yet). On the CPU backend the caller
+        blocks until the layer is there. ``stream`` is the compute stream of the scheduler if not given.
+
+        A failure that is already known is raised; a later one is raised by :meth:`wait` and by every later call, so
+        results are valid only after :meth:`wait` has returned.
+
+        Raises:
+            IndexError: no such layer.
+            TimeoutError: ``timeout_s`` is over.
+            TransferError: the transfer failed or was cancelled.
+        """
+        self._check_layer(layer)
+        queue = self._scheduler._compute_stream(stream)
+        started = time.monotonic()
+        if not self._plan.num_groups:
+            return
+        with hazards.changed:
+            self._raise_if_failed()
+            group = self._plan.group_of(layer)
+            while self._events[group] is None and not self._over:
+                self._sleep_until_changed(started, timeout_s, f"layer {layer} was not submitted")
+                self._raise_if_failed()
+            if self._over:
+                return
+            event = self._events[group]
+            if queue is not None:
+                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
+                return
+        self._wait_on_host(None, event, started, timeout_s)
+
+    def mark_layer_written(self, layer: int, *, stream: Any = None) -> None:
+        """Layer ``layer`` may be saved once the work submitted to ``stream`` so far is done.
+
+        For ``offload(..., layerwise=True)`` only; each layer once, in any order. ``stream`` is the compute stream of the
+        scheduler if not given.
+
+        Raises:
+            ValueError: the transfer is not a layerwise offload, or the layer is marked already.
+            TransferError: the transfer failed or was cancelled.
+        """
+        self._check_layer(layer)
+        if self._marks is None:
+            raise ValueError("mark_layer_written is for offload(..., layerwise=True); this transfer is not layerwise")
+        queue = self._scheduler._compute_stream(stream)
+        with hazards.changed:
+            self._raise_if_failed()
+            if self._marks[layer] is not None:
+                raise ValueError(f"layer = {layer} is marked as written already; each layer is marked once")
+            if self._over:
+                return
+            event = self._scheduler._take_event()
+            self._marks[layer] = event
+            self._extra_events.append(event)
+            self._scheduler._backend.record(event, queue)
+            self._advance()
+            self._raise_if_failed()
+
+    def wait_on(self, stream: Any = None) -> None:
+        """Work submitted to ``stream`` from now on runs after the whole transfer. As :meth:`wait_layer` for all layers."""
+        queue = self._scheduler._compute_stream(stream)
+        started = time.monotonic()
+        with hazards.changed:
+            self._raise_if_failed()
+            while not self._all_submitted and not self._over:
+                self._sleep_until_changed(started, None, "a layer was not submitted")
+                self._raise_if_failed()
+            if self._over:
+                return
+            event = self._last_event
+            if queue is not None:
+                self._scheduler._backend.wait_on_stream(queue, event, None)
+                return
+        self._wait_on_host(None, event, started, None)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks the host until the transfer is over; then all of its data is in place.
+
+        Raises:
+            TimeoutError: ``timeout_s`` is over; the transfer goes on.
+            TransferError: it failed or was cancelled; ``__cause__`` is what the device reported (CudaError).
+        """
+        started = time.monotonic()
+        while True:
+            with hazards.changed:
+                self.poll()
+                if self._over:
+                    self._raise_if_failed()
+                    return
+                if not self._all_submitted and not self._dropped:
+                    self._sleep_until_changed(started, timeout_s, "a layer was not submitted")
+                    continue
+                event = self._last_event
+            left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
+            try:
+                passed = self._scheduler._backend.wait(event, left)
+            except Exception:  # noqa: BLE001  poll() keeps it as the transfer's error
+                passed = True
+            if not passed:
+                raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
+            with hazards.lock:
+                self.poll()
+                blocked = not self._over  # by a transfer whose result it reads
+            if blocked:
+                if timeout_s is not None and time.monotonic() - started >= timeout_s:
+                    raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
+                time.sleep(POLL_S)
+
+    def done(self) -> bool:
+        """Whether the transfer is over: all data in place, failed, or cancelled with nothing of it running any more."""
+        with hazards.lock:
+            self.poll()
+            return self._over
+
+    def cancel(self) -> None:
+        """Drops the layers that are not submitted. What is submitted runs to its end.
+
+        If anything was dropped, the transfer ends as cancelled: every later call raises, and its target blocks hold no
+        usable data until they are rewritten. The blocks stay in use until the submitted part is done. A transfer that is
+        submitted completely ends as if it had not been cancelled.
+        """
+        with hazards.changed:
+            if not self._over and not self._all_submitted and not self._dropped:
+                layer = next(i for i in range(self._plan.num_layers) if self._events[self._plan.group_of(i)] is None)
+                self._scheduler._counters["cancelled"] += 1
+                self._drop(self._failure(f"{self._plan.direction} was cancelled before layer {layer} was moved", layer))
+            self.poll()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, as far as it is known."""
+        with hazards.lock:
+            self.poll()
+            return self._error
+
+    @property
+    def elapsed_ms(self) -> float:
+        """From the start of its first copy to the end of its last one; NaN until the transfer is over."""
+        return self._elapsed_ms
+
+    @property
+    def layer_times_ms(self) -> list[tuple[float, float]]:
+        """Start and end of each layer's copy since the scheduler was made, for a scheduler with ``record_layer_times``."""
+        return list(self._layer_times_ms)
+
+    # ---- submission (under the lock) ----
+    @property
+    def _all_submitted(self) -> bool:
+        return None not in self._events
+
+    def _advance(self) -> None:
+        """Submits what is ready, consecutive groups by one call."""
+        group = 0
+        while group < self._plan.num_groups and not self._dropped:
+            waits: list[list[Event]] = []
+            first = group
+            while group < self._plan.num_groups and self._events[group] is None:
+                ready = self._waits_of(group)
+                if ready is None:
+                    break
+                waits.append(ready)
+                group += 1
+            if waits:
+                self._submit(first, waits)
+            else:
+                group += 1
+        if self._all_submitted and not self._over:
+            hazards.changed.notify_all()
+
+    def _waits_of(self, group: int) -> list[Event] | None:
+        """What the group has to wait for on the device; None while something of it is not recorded yet."""
+        layers = self._plan.layers_of(group)
+        waits = list(self._after) if not self._last_event else []  # the stream keeps the order behind the first
+        if self._marks is not None:
+            marks = [self._marks[layer] for layer in layers]
+            if None in marks:
+                return None
+            waits.extend(marks)
+        for transfer in self._depends_on:
+            events = transfer._events_of(layers, self._stream)
+            if events is None:
+                return None
+            waits.extend(events)
+        return waits
+
+    def _events_of(self, layers: range, waiting_stream: Stream) -> list[Event] | None:
+        """Events behind which this transfer no longer touches these layers; None if one is not recorded yet."""
+        if self._retired:
+            return []
+        events: list[Event] = []
+        for group in sorted({self._plan.group_of(layer) for layer in layers}):
+            if self._events[group] is not None:
+                if self._stream is not waiting_stream:
+                    events.append(self._events[group])
+            elif self._dropped:
+                for before in self._depends_on:
+                    inherited = before._events_of(layers, waiting_stream)
+                    if inherited is None:
+                        return None
+                    events.extend(inherited)
+            else:
+                return None
+        return events
+
+    def _submit(self, first: int, waits: list[list[Event]]) -> None:
+        scheduler, backend = self._scheduler, self._scheduler._backend
+        groups = range(first, first + len(waits))
+        start = scheduler._take_event()
+        self._extra_events.append(start)
+        records = [scheduler._take_event() for _ in groups]
+        work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records)
+        try:
+            backend.copy_layers(scheduler._binding, work, self._stream)
+        except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it
+            self._extra_events.extend(records)
+            self._fence()
+            layer = self._plan.layers_of(first).start
+            self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
+            return
+        self._starts.append((start, groups))
+        for group, event in zip(groups, records):
+            self._events[group] = event
+        self._last_event = records[-1]
+        for dependent in list(self._dependents):
+            dependent._advance()
+        hazards.changed.notify_all()
+
+    def _fence(self) -> None:
+        """Part of a failed submission may run: an event behind all of it says when it has stopped touching memory."""
+        event = self._scheduler._take_event()
+        self._extra_events.append(event)
+        try:
+            self._scheduler._backend.record(event, self._stream)
+        except Exception:  # noqa: BLE001  the device is lost: nothing runs there any more
+            return
+        self._last_event = event
+
+    # ---- failure (under the lock) ----
+    def _failure(self, message: str, layer: int | None, cause: BaseException | None = None) -> TransferError:
+        error = TransferError(message, layer=layer, block_ids=self._plan.target_ids)
+        error.__cause__ = cause
+        return error
+
+    def _drop(self, error: TransferError) -> None:
+        """Nothing more is submitted; the targets are poisoned; what reads the result fails too."""
+        if self._error is None:
+            self._error = error
+        self._dropped = True
+        self._target_domain.poison(self._plan.target_ids, self, error)
+        for dependent in list(self._dependents):
+            if self in dependent._reads_from:
+                if not dependent._dropped:
+                    dependent._drop(
+                        dependent._failure(f"it reads blocks of a transfer that failed ({error})", None, error)
+                    )
+            else:
+                dependent._advance()
+        hazards.changed.notify_all()
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # ---- the end (under the lock) ----
+    def poll(self) -> None:
+        """Looks at the device and moves on to "over" and "retired" where that is so."""
+        if self._retired:
+            return
+        if not self._over and (self._all_submitted or self._dropped):
+            self._look_at_device()
+        if self._over and not (self._dropped and any(not before._poll_retired() for before in self._depends_on)):
+            self._retire()
+
+    def _poll_retired(self) -> bool:
+        self.poll()
+        return self._retired
+
+    def _look_at_device(self) -> None:
+        backend = self._scheduler._backend
+        try:
+            if self._last_event is not None and not backend.is_complete(self._last_event):
+                return
+            for event in self._events:
+                if event is not None:
+                    backend.is_complete(event)
+        except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
+            layer = self._first_failed_layer()
+            self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
+        else:
+            for source in self._reads_from if self._error is None else ():
+                source.poll()
+                if not source._over:
+                    return
+                if source._error is not None:
+                    self._drop(
+                        self._failure(
+                            f"it reads blocks of a transfer that failed ({source._error})", None, source._error
+                        )
+                    )
+        self._over = True
+        self._scheduler._counters["failed"] += self._error is not None
+        self._measure()
+        hazards.changed.notify_all()
+
+    def _first_failed_layer(self) -> int | None:
+        for group, event in enumerate(self._events):
+            try:
+                if event is None or not self._scheduler._backend.is_complete(event):
+                    return self._plan.layers_of(group).start
+            except Exception:  # noqa: BLE001
+                return self._plan.layers_of(group).start
+        return None
+
+    def _measure(self) -> None:
+        if self._error is not None or not self._starts:
+            self._elapsed_ms = 0.0 if self._error is None else float("nan")
+            return
+        scheduler = self._scheduler
+        elapsed = scheduler._backend.elapsed_ms
+        self._elapsed_ms = elapsed(self._starts[0][0], self._last_event)
+        if not scheduler._record_layer_times:
+            return
+        origin = scheduler.origin_event
+        times: dict[int, tuple[float, float]] = {}
+        for start, groups in self._starts:
+            begin = elapsed(origin, start)
+            for group in groups:
+                end = elapsed(origin, self._events[group])
+                for layer in self._plan.layers_of(group):
+                    times[layer] = (begin, end)
+                begin = end
+        self._layer_times_ms = [times[layer] for layer in sorted(times)]
+
+    def _retire(self) -> None:
+        self._retired = True
+        written = self._error is None
+        self._source_domain.release(self._plan.source_ids, self, written=False)
+        self._target_domain.release(self._plan.target_ids, self, written=written)
+        hazards.remove_in_flight(self)
+        for before in self._depends_on:
+            if self in before._dependents:
+                before._dependents.remove(self)
+        self._scheduler._give_back([event for event in self._events if event is not None] + self._extra_events)
+        self._depends_on, self._reads_from = set(), set()
+        self._pools, self._extra_events, self._after, self._starts = (), [], [], []
+        for dependent in list(self._dependents):
+            dependent._advance()
+        hazards.changed.notify_all()
+
+    # ---- helpers ----
+    @property
+    def _target_domain(self) -> hazards.BlockDomain:
+        pool = self._scheduler.host_pool if self._plan.direction == "offload" else self._scheduler.device_cache
+        domain: hazards.BlockDomain = pool.domain
+        return domain
+
+    @property
+    def _source_domain(self) -> hazards.BlockDomain:
+        pool = self._scheduler.device_cache if self._plan.direction == "offload" else self._scheduler.host_pool
+        domain: hazards.BlockDomain = pool.domain
+        return domain
+
+    def _check_layer(self, layer: int) -> None:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"layer is {layer!r}; an integer is expected")
+        if not 0 <= layer < self._plan.num_layers:
+            raise IndexError(f"layer = {layer} must be in [0, {self._plan.num_layers})")
+
+    def _sleep_until_changed(self, started: float, timeout_s: float | None, what: str) -> None:
+        """Under the lock, which it gives up for a moment; raises the error or TimeoutError."""
+        if timeout_s is not None and time.monotonic() - started >= timeout_s:
+            raise TimeoutError(f"{what} within timeout_s = {timeout_s}")
+        hazards.changed.wait(POLL_S)
+        hazards.collect()
+
+    def _wait_on_host(self, queue: Stream, event: Event, started: float, timeout_s: float | None) -> None:
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
+        try:
+            self._scheduler._backend.wait_on_stream(queue, event, left)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            with hazards.lock:
+                if self._error is None:
+                    layer = self._first_failed_layer()
+                    self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
+                self._raise_if_failed()
+
+
+def depend(transfer: Transfer, reads_from: set[Any], others: set[Any]) -> None:
+    """Orders the transfer behind those that the hazard tracker found (under the lock)."""
+    reads_from.discard(transfer)
+    others.discard(transfer)
+    transfer._reads_from = reads_from
+    transfer._depends_on = reads_from | others
+    for before in transfer._depends_on:
+        before._dependents.append(transfer)
+
+
+def unfinished(transfers: Sequence[Any]) -> list[Transfer]:
+    """Those of the transfers that are not retired, after a look at the device (under the lock)."""
+    for transfer in transfers:
+        transfer.poll()
+    return [transfer for transfer in transfers if not transfer._retired]
