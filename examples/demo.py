@@ -1,7 +1,7 @@
 """Several conversations share a device cache that is too small for them: python examples/demo.py
 
-Their KV blocks wait in host memory while nobody talks, come back layer by layer while the model computes, and everything
-is compared, bit for bit, with a run that recomputes it all. Exit code 1 if anything differs.
+Their KV blocks wait in host memory while nobody talks and come back layer by layer while the model computes. At the end
+everything is compared, bit for bit, with a run that recomputes it all. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Row:
-    """One turn in figures. `hidden_ms` is the part of `moving_ms`, the time of its transfers, during which the model was computing."""
+    """One turn in figures.
+
+    Attributes:
+        waited_ms: the model stood still for a layer of the prefix.
+        moving_ms: the copies of this turn's transfers.
+        hidden_ms: the part of moving_ms during which the model was computing.
+    """
 
     conversation: str
     turn: int
@@ -92,7 +98,9 @@ def split_texts(texts: Sequence[Path], options: argparse.Namespace) -> list[Conv
         prompts = []
         for size in sizes:
             if len(unread[source]) < size:
-                raise SystemExit(f"{texts[source].name} is too short for these conversations; ask for fewer or shorter ones")
+                raise SystemExit(
+                    f"{texts[source].name} is too short for these conversations; ask for fewer or shorter ones"
+                )
             prompts.append(unread[source][:size])
             unread[source] = unread[source][size:]
         conversations.append(Conversation(f"{texts[source].stem} {number // len(texts) + 1}", prompts))
@@ -106,8 +114,8 @@ def start_server(conversations: Sequence[Conversation], options: argparse.Namesp
     needed = [blocks_for(sum(map(len, c.prompts)) + options.turns * options.answer, spec) for c in conversations]
     device_blocks = max(needed) * 3 // 2
     print(
-        f"{len(conversations)} conversations, {options.turns} turns each, {options.layers} layers. Their KV cache takes "
-        f"{sum(needed)} blocks of {BLOCK_SIZE} tokens; the device cache has {device_blocks}, host memory {sum(needed)}.\n",
+        f"{len(conversations)} conversations, {options.turns} turns each, {options.layers} layers. Their KV cache "
+        f"takes {sum(needed)} blocks of {BLOCK_SIZE} tokens; the device has {device_blocks} of them.\n",
         flush=True,
     )
     return Server(model, block_size=BLOCK_SIZE, device_blocks=device_blocks, host_blocks=sum(needed))
@@ -121,8 +129,8 @@ def serve(server: Server, conversations: Sequence[Conversation], options: argpar
             turn = server.turn(conversation, options.answer)
             turns.append(turn)
             print(
-                f"{turn.conversation}, turn {turn.number}: {turn.reused_tokens} tokens re-used, {turn.prompt_tokens} new, "
-                f"{len(turn.answer)} generated in {time.perf_counter() - started:.2f} s",
+                f"{turn.conversation}, turn {turn.number}: {turn.reused_tokens} tokens re-used, "
+                f"{turn.prompt_tokens} new, {len(turn.answer)} generated in {time.perf_counter() - started:.2f} s",
                 flush=True,
             )
     server.scheduler.drain(TIMEOUT_S)
@@ -158,22 +166,23 @@ in, out  onloaded to the device, offloaded to host memory             waited   t
 moving   time of the transfers of this turn                           hidden   of it while the model was computing"""
 
 
+def cells_of(row: Row) -> list[str]:
+    counts = (row.turn, row.reused_tokens, row.new_tokens)
+    figures = (row.onload_bytes / MIB, row.offload_bytes / MIB, row.waited_ms, row.moving_ms, row.hidden_ms)
+    return [row.conversation, *map(str, counts), *(f"{figure:.1f}" for figure in figures)]
+
+
 def print_table(rows: Iterable[Row]) -> None:
-    cells = [
-        [row.conversation, str(row.turn), str(row.reused_tokens), str(row.new_tokens)]
-        + [f"{row.onload_bytes / MIB:.1f}", f"{row.offload_bytes / MIB:.1f}"]
-        + [f"{row.waited_ms:.1f}", f"{row.moving_ms:.1f}", f"{row.hidden_ms:.1f}"]
-        for row in rows
-    ]
+    cells = [cells_of(row) for row in rows]
     print()
     try:
         from rich import box
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        widths = [max(map(len, column)) for column in zip(HEADINGS, *cells)]
+        widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
         for line in [list(HEADINGS), *cells]:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)))
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in HEADINGS:
@@ -199,21 +208,21 @@ def timeline_of(turn: Turn) -> list[Span]:
     spans = transfer_spans("onload", turn.onload.layer_times_ms)
     spans += transfer_spans("offload", turn.offloads[0].layer_times_ms)
     layers = 1 + max(span.layer for span in turn.spans)
-    return spans + turn.spans[: 3 * layers]
+    return spans + turn.spans[: 1 + 3 * layers]
 
 
 def write_outputs(
     rows: Sequence[Row], turns: Sequence[Turn], server: Server, found: Sequence[str], options: argparse.Namespace
 ) -> None:
     shown = turns[-1]
+    title = f"{shown.conversation}, turn {shown.number}"
     spans = timeline_of(shown)
     trace = options.out / "demo_timeline.json"
     write_trace(spans, trace)
-    print(f"\nTrace of the prompt of {shown.conversation}, turn {shown.number}: {trace} (open in ui.perfetto.dev)")
+    print(f"\nTrace of the prompt of {title}: {trace} (open in ui.perfetto.dev)")
     picture = options.out / "demo_timeline.png"
     try:
-        title = f"{shown.conversation}, turn {shown.number}: {shown.reused_tokens} tokens come back, {shown.prompt_tokens} are new"
-        draw(spans, picture, title)
+        draw(spans, picture, f"{title}: {shown.reused_tokens} tokens come back, {shown.prompt_tokens} are new")
         print(f"Picture of it: {picture}")
     except ImportError:
         print("No picture of it: matplotlib is not installed")

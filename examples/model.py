@@ -42,6 +42,27 @@ class ModelConfig:
         )
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """What all layers need to know of the tokens that pass through them together.
+
+    Attributes:
+        positions: ``[tokens]``, where they stand in the conversation.
+        cosine, sine: ``[tokens, 1, head_dim / 2]``, the rotations of RoPE.
+        mask: ``[tokens, length]``, 0 where a token may look and very negative where it must not.
+    """
+
+    positions: Tensor
+    cosine: Tensor
+    sine: Tensor
+    mask: Tensor
+
+    @property
+    def length(self) -> int:
+        """Tokens of the conversation up to the end of the chunk."""
+        return int(self.mask.shape[1])
+
+
 class Layer:
     """The weights of one layer."""
 
@@ -74,11 +95,20 @@ class Model:
         self.final_norm = paddle.ones([config.hidden_size])
         self.head = _weight(random, config.hidden_size, config.vocab_size)
 
+    def chunk(self, position: int, count: int) -> Chunk:
+        """``count`` tokens behind ``position`` earlier ones."""
+        length, half = position + count, self.config.head_dim // 2
+        positions = paddle.arange(position, length, dtype="int64")
+        frequencies = self.config.rope_theta ** (-paddle.arange(half, dtype="float32") / half)
+        angles = (positions.astype("float32").unsqueeze(1) * frequencies).unsqueeze(1)
+        future = paddle.arange(length, dtype="int64").unsqueeze(0) > positions.unsqueeze(1)
+        return Chunk(positions, paddle.cos(angles), paddle.sin(angles), future.astype("float32") * -1e30)
+
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """``[tokens, hidden]``"""
         return functional.embedding(paddle.to_tensor(list(tokens), dtype="int64"), self.embedding)
 
-    def project(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, layer: int, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Query ``[tokens, heads, head_dim]``, key and value ``[tokens, kv_heads, head_dim]``, rotated where needed."""
         config, weights = self.config, self.layers[layer]
         count = hidden.shape[0]
@@ -86,21 +116,18 @@ class Model:
         query = (normed @ weights.query).reshape([count, config.num_heads, config.head_dim])
         key = (normed @ weights.key).reshape([count, config.num_kv_heads, config.head_dim])
         value = (normed @ weights.value).reshape([count, config.num_kv_heads, config.head_dim])
-        return self._rotate(query, positions), self._rotate(key, positions), value
+        return _rotate(query, chunk), _rotate(key, chunk), value
 
-    def attend(
-        self, layer: int, hidden: Tensor, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor
-    ) -> Tensor:
-        """The rest of the layer: attention over ``[kv_heads, length, head_dim]`` keys and values, then the SwiGLU block."""
+    def attend(self, layer: int, hidden: Tensor, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
+        """Attention over ``[kv_heads, length, head_dim]`` keys and values, then the SwiGLU block."""
         config, weights = self.config, self.layers[layer]
-        count, length = query.shape[0], keys.shape[1]
-        groups = config.num_heads // config.num_kv_heads
-        grouped = query.transpose([1, 0, 2]).reshape([config.num_kv_heads, groups * count, config.head_dim])
-        scores = paddle.matmul(grouped, keys, transpose_y=True) / math.sqrt(config.head_dim)
-        scores = scores.reshape([config.num_kv_heads, groups, count, length])
-        future = paddle.arange(length).unsqueeze(0) > positions.unsqueeze(1)
-        scores = scores + future.astype("float32") * -1e30
-        shares = functional.softmax(scores, axis=-1).reshape([config.num_kv_heads, groups * count, length])
+        count, groups = query.shape[0], config.num_heads // config.num_kv_heads
+        scaled = (query / math.sqrt(config.head_dim)).transpose([1, 0, 2])
+        scores = paddle.matmul(
+            scaled.reshape([config.num_kv_heads, groups * count, config.head_dim]), keys, transpose_y=True
+        )
+        scores = scores.reshape([config.num_heads, count, chunk.length]) + chunk.mask
+        shares = functional.softmax(scores, axis=-1).reshape([config.num_kv_heads, groups * count, chunk.length])
         mixed = (shares @ values).reshape([config.num_heads, count, config.head_dim])
         hidden = hidden + mixed.transpose([1, 0, 2]).reshape([count, -1]) @ weights.output
         normed = self._rms_norm(hidden, weights.ffn_norm)
@@ -115,25 +142,23 @@ class Model:
         mean_square = (hidden * hidden).mean(axis=-1, keepdim=True)
         return hidden * paddle.rsqrt(mean_square + self.config.norm_epsilon) * weight
 
-    def _rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
-        """RoPE with the two halves of a head as the rotated pairs."""
-        half = self.config.head_dim // 2
-        frequencies = self.config.rope_theta ** (-paddle.arange(half, dtype="float32") / half)
-        angles = (positions.astype("float32").unsqueeze(1) * frequencies).unsqueeze(1)
-        cosine, sine = paddle.cos(angles), paddle.sin(angles)
-        left, right = heads[..., :half], heads[..., half:]
-        return paddle.concat([left * cosine - right * sine, right * cosine + left * sine], axis=-1)
-
 
 def read_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens of the sequence whose blocks ``block_table`` names, as ``[kv_heads, length, head_dim]``.
+    """The first ``length`` tokens of a conversation, ``[kv_heads, length, head_dim]``, from the blocks that it has.
 
-    On a GPU this is what block_multihead_attention does inside its kernel. ``cache`` is ``[blocks, kv_heads, block_size,
-    head_dim]``; only the named blocks are touched, so others may be in transfer meanwhile.
+    ``cache`` is ``[blocks, kv_heads, block_size, head_dim]``. Only the named blocks are touched: others may be
+    in transfer meanwhile. On a GPU block_multihead_attention does this inside its kernel.
     """
     pages = paddle.gather(cache, block_table, axis=0)
     heads, head_dim = cache.shape[1], cache.shape[3]
     return pages.transpose([1, 0, 2, 3]).reshape([heads, -1, head_dim])[:, :length]
+
+
+def _rotate(heads: Tensor, chunk: Chunk) -> Tensor:
+    """RoPE with the two halves of a head as the rotated pairs."""
+    half = heads.shape[-1] // 2
+    left, right = heads[..., :half], heads[..., half:]
+    return paddle.concat([left * chunk.cosine - right * chunk.sine, right * chunk.cosine + left * chunk.sine], axis=-1)
 
 
 def _weight(random: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> Tensor:

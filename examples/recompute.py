@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-
 from model import Model
 from serving import TIMEOUT_S, Conversation, Server, blocks_for, run_chunk
 from timeline import Recorder
+
 from paddle_kv import DeviceCache
 
 
 def differences(server: Server, conversation: Conversation) -> Iterator[str]:
-    """One sentence for each way in which the conversation differs from its recomputation; none means that all is well."""
+    """One sentence for each way in which the conversation differs from its recomputation."""
     expected, predictions = recompute(server.model, conversation, server.spec.block_size)
     for index, (served, again) in enumerate(zip(conversation.predictions, predictions, strict=True)):
         if served != again:

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import paddle
-
 from model import Model, read_pages
 from timeline import Recorder, Span
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, ops
-from paddle_kv.schedule import Transfer
+
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, ops
 
 TIMEOUT_S = 60.0
 
@@ -105,12 +104,12 @@ class Server:
         changed, full = reused // self.spec.block_size, after_prompt // self.spec.block_size
         offload = self.scheduler.offload(table[changed:full], conversation.host_blocks[changed:full], layerwise=True)
 
-        def advance(chunk: list[int], wait_layer: LayerCall, layer_written: LayerCall) -> None:
+        def advance(tokens: list[int], wait_layer: LayerCall, layer_written: LayerCall) -> None:
             position = conversation.cached_tokens
             prediction = run_chunk(
-                self.model, self.device, table, position, chunk, recorder, wait_layer, layer_written
+                self.model, self.device, table, position, tokens, recorder, wait_layer, layer_written
             )
-            conversation.chunks.append(chunk)
+            conversation.chunks.append(tokens)
             conversation.predictions.append(prediction)
 
         advance(prompt, lambda layer: onload.wait_layer(layer, timeout_s=TIMEOUT_S), offload.mark_layer_written)
@@ -142,36 +141,36 @@ def run_chunk(
     cache: DeviceCache,
     block_table: Sequence[int],
     position: int,
-    chunk: Sequence[int],
+    tokens: Sequence[int],
     recorder: Recorder,
     wait_layer: LayerCall = nothing,
     layer_written: LayerCall = nothing,
 ) -> int:
-    """Runs ``chunk`` through the model behind ``position`` cached tokens and returns the most likely next token.
+    """Runs ``tokens`` through the model behind ``position`` cached tokens and returns the most likely next token.
 
     Args:
         block_table: the device blocks of the conversation, in order.
-        wait_layer: called before a layer's cache is touched, be it to write the chunk or to read the prefix: the block
+        wait_layer: called before a layer's cache is touched, be it to write the tokens or to read the prefix: the block
             in which the prefix ends belongs to both.
-        layer_written: called when the chunk is in that layer's cache.
+        layer_written: called when the tokens are in that layer's cache.
     """
-    length = position + len(chunk)
     block_size = cache.spec.block_size
-    positions = paddle.arange(position, length, dtype="int64")
-    table = paddle.to_tensor(list(block_table[: blocks_for(length, cache.spec)]), dtype="int64")
-    slots = paddle.gather(table, positions // block_size) * block_size + positions % block_size
-    hidden = model.embed(chunk)
+    with recorder.span("compute", 0):
+        chunk = model.chunk(position, len(tokens))
+        table = paddle.to_tensor(list(block_table[: blocks_for(chunk.length, cache.spec)]), dtype="int64")
+        slots = paddle.gather(table, chunk.positions // block_size) * block_size + chunk.positions % block_size
+        hidden = model.embed(tokens)
     for layer in range(model.config.num_layers):
         keys, values = cache.tensor("key", layer), cache.tensor("value", layer)
         with recorder.span("compute", layer):
-            query, key, value = model.project(layer, hidden, positions)
+            query, key, value = model.project(layer, hidden, chunk)
         with recorder.span("wait", layer):
             wait_layer(layer)
         with recorder.span("compute", layer):
             ops.reshape_and_cache(key, value, keys, values, slots)
             layer_written(layer)
-            prefix = read_pages(keys, table, length), read_pages(values, table, length)
-            hidden = model.attend(layer, hidden, query, *prefix, positions)
+            prefix = read_pages(keys, table, chunk.length), read_pages(values, table, chunk.length)
+            hidden = model.attend(layer, hidden, query, *prefix, chunk)
     return model.next_token(hidden)
 
 

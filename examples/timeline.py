@@ -66,7 +66,8 @@ def overlap_ms(spans: Sequence[Span], others: Sequence[Span]) -> float:
 def write_trace(spans: Iterable[Span], path: Path) -> None:
     """Chrome's trace format: complete events in microseconds, one thread per lane."""
     names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}} for tid, lane in enumerate(LANES)
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
+        for tid, lane in enumerate(LANES)
     ]
     events = [
         {
