@@ -76,14 +76,14 @@ class DeviceCache:
         assert first is not None
         self.spec = spec
         self.num_blocks = int(first.shape[0])
-        self.device_id: int | None = first.place.gpu_device_id() if first.place.is_gpu_place() else None
+        self.device_id = _device_id(first)
         self._tensors = {name: tuple(tensors[name]) for name in spec.tensor_names}
-        extents = [
-            hazards.Extent(start, start + self.num_blocks * stride, stride)
-            for name in spec.tensor_names
-            for stride in [spec.tensor_block_bytes(name)]
-            for start in [tensor.data_ptr() for tensor in self._tensors[name]]
-        ]
+        extents = []
+        for name in spec.tensor_names:
+            stride_bytes = spec.tensor_block_bytes(name)
+            for layer, tensor in enumerate(self._tensors[name]):
+                start = tensor.data_ptr()
+                extents.append(hazards.Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
         if len({extent.start for extent in extents}) != len(extents):
             raise ValueError("tensors names one tensor twice; each name and layer needs its own")
         self.domain, _ = hazards.attach(self, extents)
@@ -101,14 +101,21 @@ class DeviceCache:
         self.domain.mark_rewritten(arguments.block_ids(block_ids, "block_ids"))
 
 
+def _device_id(tensor: Tensor) -> int | None:
+    # Places of Paddle 2.6 do not compare equal to each other, so their numbers are compared.
+    return tensor.place.gpu_device_id() if tensor.place.is_gpu_place() else None
+
+
 def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, label: str) -> None:
     shape, expected = list(tensor.shape), list(spec.block_shape(name))
     if shape[1:] != expected or not shape[0]:
         raise ValueError(f"{label} has shape {shape}; [num_blocks, {', '.join(map(str, expected))}] is expected")
     if shape[0] != first.shape[0]:
         raise ValueError(f"{label} has {shape[0]} blocks, the first tensor {first.shape[0]}; all must have as many")
-    if tensor.place != first.place:
+    if _device_id(tensor) != _device_id(first):
         raise ValueError(f"{label} is on {tensor.place}, the first tensor on {first.place}; all must be on one device")
+    if not tensor.place.is_gpu_place() and not tensor.place.is_cpu_place():
+        raise ValueError(f"{label} is on {tensor.place}; a tensor on a GPU or on the CPU is expected")
     dtype = str(tensor.dtype).rsplit(".", 1)[-1]
     allowed = {spec.tensor_dtype(name)} | ({"uint8"} if spec.tensor_dtype(name).startswith("float8") else set())
     if dtype not in allowed:

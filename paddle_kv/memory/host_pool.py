@@ -55,7 +55,7 @@ class HostPool:
         layer_bytes = num_blocks * spec.block_bytes
         sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
         pinned = has_gpu()
-        self._memory = [HostMemory(size, pinned=pinned) for size in sizes]
+        self._memory.extend(HostMemory(size, pinned=pinned) for size in sizes)
         block_first_stride = spec.num_layers * spec.block_bytes
         for name in spec.tensor_names:
             offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
@@ -118,9 +118,9 @@ class HostPool:
 
     def _tensor_extents(self) -> list[hazards.Extent]:
         return [
-            hazards.Extent(start, start + self.num_blocks * self._strides[name], self._strides[name])
+            hazards.Extent(start, start + self.num_blocks * self._strides[name], self._strides[name], layer)
             for name in self.spec.tensor_names
-            for start in self._pointers[name]
+            for layer, start in enumerate(self._pointers[name])
         ]
 
     def _attach(self, extents: list[hazards.Extent]) -> None:

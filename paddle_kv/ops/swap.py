@@ -7,6 +7,7 @@ from typing import Any
 
 from .. import streams
 from . import _arguments as arguments
+from . import _check
 from ._arguments import Tensor
 from ._library import call
 
@@ -184,7 +185,10 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
     arguments.cache(target, "target")
     sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
     on_gpu = source if source.place.is_gpu_place() else target
-    call("transfer_blocks", source, target, sources, targets, streams.resolve(stream, on_gpu))
+    handle = streams.resolve(stream, on_gpu)
+    _check.block_access(source, sources, writing=False, stream=handle)
+    _check.block_access(target, targets, writing=True, stream=handle)
+    call("transfer_blocks", source, target, sources, targets, handle)
     return target
 
 
@@ -193,7 +197,10 @@ def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
     cache, pointer, *rest = given
     arguments.cache(cache, "cache_gpu")
     pointer = arguments.integer(pointer, "cache_cpu_ptr")
-    call(op, cache, pointer, *_host_side(*rest), streams.resolve(stream, cache))
+    block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
+    handle = streams.resolve(stream, cache)
+    _check.block_access(cache, gpu_ids, writing=mode == 1, stream=handle)
+    call(op, cache, pointer, block_count, gpu_ids, cpu_ids, mode, handle)
     return cache
 
 
@@ -202,12 +209,15 @@ def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor
     tensors, pointers, *rest = given
     caches = arguments.caches(tensors, "cache_gpu_tensors")
     addresses = arguments.block_ids(pointers, "cache_cpu_ptrs")
-    checked = _host_side(*rest)
+    block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
     if not caches and not addresses:
         return tensors  # type: ignore[no-any-return]
     if not caches:
         raise ValueError(f"cache_gpu_tensors is empty, cache_cpu_ptrs has {len(addresses)} addresses")
-    call(op, caches, addresses, *checked, streams.resolve(stream, caches[0]))
+    handle = streams.resolve(stream, caches[0])
+    for cache in caches:
+        _check.block_access(cache, gpu_ids, writing=mode == 1, stream=handle)
+    call(op, caches, addresses, block_count, gpu_ids, cpu_ids, mode, handle)
     return tensors  # type: ignore[no-any-return]
 
 

@@ -34,6 +34,9 @@ class Tracked(Protocol):
     def poll(self) -> None:
         """Look at the device; release the blocks if the transfer is over."""
 
+    def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        """Whether work on the stream waits for this layer."""
+
 
 @dataclass
 class _Slot:
@@ -166,6 +169,7 @@ class Extent:
     start: int
     end: int
     stride_bytes: int
+    layer: int = -1  # -1: all layers of a block lie together
 
 
 _in_flight: dict[Tracked, None] = {}  # in order of submission; also what keeps the memory of a transfer alive
@@ -214,6 +218,28 @@ def _detach(extents: Sequence[Extent]) -> None:
             _attached[extent].owners -= 1
             if _attached[extent].owners == 0:
                 del _attached[extent]
+
+
+def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: int | None) -> None:
+    """Raises RuntimeError if work on ``stream`` touches blocks of a pool's tensor that a transfer is moving, without
+    having waited for it (clause 5 of the contract; the debug mode asks)."""
+    with lock:
+        for extent, attached in _attached.items():
+            if not extent.start <= address < extent.end:
+                continue
+            first = (address - extent.start) // extent.stride_bytes
+            for block_id in block_ids:
+                slot = attached.domain._slots.get(first + block_id)
+                if slot is None:
+                    continue
+                for transfer in [*([slot.writer] if slot.writer else []), *(slot.readers if writing else [])]:
+                    transfer.poll()
+                    if not transfer.is_ordered_before(stream, extent.layer):
+                        verb = "writing" if transfer is slot.writer else "reading"
+                        raise RuntimeError(
+                            f"block {first + block_id} of layer {extent.layer} is used while a transfer is {verb} it; "
+                            "call wait_layer, wait_on or wait of that transfer first"
+                        )
 
 
 def add_in_flight(transfer: Tracked) -> None:

@@ -13,12 +13,14 @@ from .. import backend as backends
 from ..backend.protocol import Backend, Event, Stream
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
+from ..ops import _check
 from . import hazards
 from .plan import Direction, make_plan
 from .transfer import Transfer, depend
 
 EXIT_TIMEOUT_S = 30.0
 
+_check.access_checks.append(hazards.check_access)
 _schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
 
 

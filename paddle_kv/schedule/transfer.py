@@ -53,6 +53,7 @@ class Transfer:
         self._starts: list[tuple[Event, range]] = []  # one a submission
         self._extra_events: list[Event] = []
         self._last_event: Event | None = None
+        self._waiting: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
         self._error: BaseException | None = None
         self._dropped = False
         self._over = False
@@ -90,6 +91,7 @@ class Transfer:
             if self._over:
                 return
             event = self._events[group]
+            self._waiting.setdefault(queue, set()).add(group)
             if queue is not None:
                 self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
                 return
@@ -134,6 +136,7 @@ class Transfer:
             if self._over:
                 return
             event = self._last_event
+            self._waiting[queue] = set(range(self._plan.num_groups))
             if queue is not None:
                 self._scheduler._backend.wait_on_stream(queue, event, None)
                 return
@@ -336,6 +339,10 @@ class Transfer:
             self._look_at_device()
         if self._over and not (self._dropped and any(not before._poll_retired() for before in self._depends_on)):
             self._retire()
+
+    def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        groups = range(self._plan.num_groups) if layer < 0 else [self._plan.group_of(layer)]
+        return self._retired or self._waiting.get(stream, set()).issuperset(groups)
 
     def _poll_retired(self) -> bool:
         self.poll()

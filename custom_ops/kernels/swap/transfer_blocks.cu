@@ -1,6 +1,6 @@
 // Copies blocks between pinned host memory and the device, or inside the device.
 //
-// 1. Pairs are sorted and neighbours merged (runs.h).
+// 1. The pairs come sorted, with neighbours merged (runs.h).
 // 2. A run that is large and dense on both sides goes to the copy engine, which does not disturb running kernels.
 // 3. The rest goes to one kernel with few CTAs: it reaches the rate of the link with two of them, and every further one
 //    only takes memory bandwidth from the model beside it. Work items are chunks of a block, one warp each.
@@ -11,14 +11,14 @@
 
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
-#include "paddle_kv/swap/runs.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 
 namespace paddle_kv {
 namespace {
 
 struct Tuning {
-  static constexpr std::int64_t kCopyEngineBytes = 256 << 10;  // from here on the copy engine is at the rate of the link
+  static constexpr std::int64_t kCopyEngineBytes = 256
+                                                   << 10;  // from here on the copy engine is at the rate of the link
   static constexpr std::int64_t kChunkBytes = 8 << 10;
   static constexpr int kThreads = 1024;
   static constexpr int kHostLinkCtas = 2;
@@ -81,8 +81,8 @@ Status LaunchCopyChunks(const BlockRows* tensors, std::int64_t tensor_count, con
       }
       launch.items = chunks_per_pair * launch.pair_count;
       const std::int64_t warps_per_cta = Tuning::kThreads / kWarpLanes;
-      const int grid = static_cast<int>(
-          std::min<std::int64_t>(largest_grid, (launch.items + warps_per_cta - 1) / warps_per_cta));
+      const int grid =
+          static_cast<int>(std::min<std::int64_t>(largest_grid, (launch.items + warps_per_cta - 1) / warps_per_cta));
       CopyChunks<<<grid, Tuning::kThreads, 0, stream>>>(launch);
       PADDLE_KV_RETURN_IF_ERROR(LaunchStatus("CopyChunks"));
     }
@@ -92,10 +92,9 @@ Status LaunchCopyChunks(const BlockRows* tensors, std::int64_t tensor_count, con
 
 }  // namespace
 
-Status TransferBlocksCuda(const BlockRows* tensors, std::int64_t tensor_count, const std::int64_t* source_ids,
-                          const std::int64_t* target_ids, std::int64_t block_count, Direction direction,
-                          const DeviceStream& where) {
-  if (block_count == 0 || tensor_count == 0) return {};
+Status TransferBlocksCuda(const BlockRows* tensors, std::int64_t tensor_count, const std::vector<Run>& runs,
+                          Direction direction, const DeviceStream& where) {
+  if (runs.empty() || tensor_count == 0) return {};
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   const cudaStream_t stream = StreamOf(where);
@@ -107,7 +106,6 @@ Status TransferBlocksCuda(const BlockRows* tensors, std::int64_t tensor_count, c
     largest_grid = multiprocessors * Tuning::kCtasPerMultiprocessor;
   }
 
-  const std::vector<Run> runs = MergeRuns(source_ids, target_ids, block_count);
   // Tensors differ in block size, so which runs are large differs too: those of one size share a split.
   std::vector<BlockRows> left(tensors, tensors + tensor_count);
   while (!left.empty()) {
@@ -134,8 +132,8 @@ Status TransferBlocksCuda(const BlockRows* tensors, std::int64_t tensor_count, c
         for (std::int64_t i = 0; i < run.length; ++i) single_blocks.push_back({run.source + i, run.target + i, 1});
       }
     }
-    PADDLE_KV_RETURN_IF_ERROR(LaunchCopyChunks(group.data(), static_cast<std::int64_t>(group.size()), single_blocks,
-                                               largest_grid, stream));
+    PADDLE_KV_RETURN_IF_ERROR(
+        LaunchCopyChunks(group.data(), static_cast<std::int64_t>(group.size()), single_blocks, largest_grid, stream));
   }
   return {};
 }

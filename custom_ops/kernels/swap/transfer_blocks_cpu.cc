@@ -11,8 +11,8 @@ void TransferBlocksCpu(const BlockRows* tensors, std::int64_t tensor_count, cons
     const BlockRows& rows = tensors[t];
     ParallelFor(block_count, block_count * rows.block_bytes, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t i = begin; i < end; ++i) {
-        std::memcpy(rows.target + target_ids[i] * rows.target_stride,
-                    rows.source + source_ids[i] * rows.source_stride, rows.block_bytes);
+        std::memcpy(rows.target + target_ids[i] * rows.target_stride, rows.source + source_ids[i] * rows.source_stride,
+                    rows.block_bytes);
       }
     });
   }

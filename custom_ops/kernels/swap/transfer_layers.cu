@@ -13,6 +13,8 @@ Status TransferLayersCuda(const TransferPlan& plan, Direction direction, const s
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   const bool to_host = direction == Direction::kDeviceToHost;
+  const std::vector<Run> runs =
+      MergeRuns(to_host ? device_ids : host_ids, to_host ? host_ids : device_ids, block_count);
   const auto event = [](std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); };
   std::size_t next_wait = 0;
   std::size_t group = 0;
@@ -26,8 +28,7 @@ Status TransferLayersCuda(const TransferPlan& plan, Direction direction, const s
     const std::int64_t end = std::min(first + range.layers_per_event, range.end_layer);
     for (std::int64_t layer = first; layer < end; ++layer) {
       const std::vector<BlockRows> rows = RowsOfLayer(plan, layer, direction);
-      PADDLE_KV_RETURN_IF_ERROR(TransferBlocksCuda(rows.data(), plan.tensors_per_layer, to_host ? device_ids : host_ids,
-                                                   to_host ? host_ids : device_ids, block_count, direction, where));
+      PADDLE_KV_RETURN_IF_ERROR(TransferBlocksCuda(rows.data(), plan.tensors_per_layer, runs, direction, where));
     }
     PADDLE_KV_CUDA(cudaEventRecord(event(range.record_events[group]), StreamOf(where)));
   }

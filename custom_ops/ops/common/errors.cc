@@ -25,7 +25,8 @@ void RaiseIfFailed(const Status& status, int device) {
     const std::string found = std::to_string(architecture);
     ThrowNotImplementedError("GPU " + std::to_string(device) + " has architecture " + found +
                              ", the operators were built for " PADDLE_KV_BUILT_CUDA_ARCHS
-                             "; rebuild with PADDLE_KV_CUDA_ARCHS=\"" + found + "\"");
+                             "; rebuild with PADDLE_KV_CUDA_ARCHS=\"" +
+                             found + "\"");
   }
 #endif
   (void)device;

@@ -47,7 +47,8 @@ void CheckDistinct(const Ids& ids, const std::string& name) {
   const Ids sorted = Sorted(ids);
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
   if (twice != sorted.end()) {
-    ThrowValueError(name + " names block " + std::to_string(*twice) + " more than once; each target may occur only once");
+    ThrowValueError(name + " names block " + std::to_string(*twice) +
+                    " more than once; each target may occur only once");
   }
 }
 

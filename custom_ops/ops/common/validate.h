@@ -11,10 +11,12 @@ namespace paddle_kv {
 
 using Ids = std::vector<int64_t>;
 
-// A block cache: 3 to 5 dimensions (5: packed keys), the first counts blocks; initialised, on CPU or GPU. Returns bytes of one block.
+// A block cache: 3 to 5 dimensions (5: packed keys), the first counts blocks; initialised, on CPU or GPU. Returns bytes
+// of one block.
 int64_t CheckCache(const paddle::Tensor& cache, const std::string& name);
 
-void CheckSameLength(const Ids& first, const std::string& first_name, const Ids& second, const std::string& second_name);
+void CheckSameLength(const Ids& first, const std::string& first_name, const Ids& second,
+                     const std::string& second_name);
 
 // IndexError unless each id lies in [0, block_count).
 void CheckIds(const Ids& ids, const std::string& name, int64_t block_count);

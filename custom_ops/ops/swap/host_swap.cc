@@ -58,7 +58,8 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
       ThrowValueError(cache_name + " is on another device than " + names.caches + "[0]; all must be on one");
     }
     if (!OnGpu(cache) && !cache.is_cpu()) {
-      ThrowValueError(cache_name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
+      ThrowValueError(cache_name +
+                      " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
     }
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
     if (host_pointers[i] == 0) ThrowValueError(pointer_name + " = 0 must be the address of host memory");
@@ -69,10 +70,10 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
       const int device = static_cast<int>(cache.place().GetDeviceId());
       LAUNCH_CUDA(device, HostRangeIsReachable(host, host_bytes, device, &reachable));
       if (!reachable) {
-        ThrowValueError(pointer_name + ": the " + std::to_string(host_bytes) + " bytes at " +
-                        std::to_string(host_pointers[i]) +
-                        " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
-                        "cudaHostAlloc) or register them");
+        ThrowValueError(
+            pointer_name + ": the " + std::to_string(host_bytes) + " bytes at " + std::to_string(host_pointers[i]) +
+            " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
+            "cudaHostAlloc) or register them");
       }
     }
     std::uint8_t* device = BytesOf(cache);
@@ -88,7 +89,8 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
   const auto block_count = static_cast<int64_t>(source_ids.size());
   if (on_gpu) {
     const DeviceStream where = WhereOf(caches.front(), stream);
-    LAUNCH_CUDA(where.device, TransferBlocksCuda(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count,
+    LAUNCH_CUDA(where.device, TransferBlocksCuda(rows.data(), tensor_count,
+                                                 MergeRuns(source_ids.data(), target_ids.data(), block_count),
                                                  to_host ? Direction::kDeviceToHost : Direction::kHostToDevice, where));
   } else {
     TransferBlocksCpu(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count);

@@ -12,9 +12,10 @@ void SwapCacheAllLayersAsync(const std::vector<paddle::Tensor>& cache_gpu_tensor
                stream, {"cache_gpu_tensors", "cache_cpu_ptrs"});
 }
 
-void SwapCacheAllLayers(const std::vector<paddle::Tensor>& cache_gpu_tensors, const std::vector<int64_t>& cache_cpu_ptrs,
-                        int64_t max_block_num_cpu, const std::vector<int64_t>& swap_block_ids_gpu,
-                        const std::vector<int64_t>& swap_block_ids_cpu, int64_t mode, int64_t stream) {
+void SwapCacheAllLayers(const std::vector<paddle::Tensor>& cache_gpu_tensors,
+                        const std::vector<int64_t>& cache_cpu_ptrs, int64_t max_block_num_cpu,
+                        const std::vector<int64_t>& swap_block_ids_gpu, const std::vector<int64_t>& swap_block_ids_cpu,
+                        int64_t mode, int64_t stream) {
   SwapCacheAllLayersAsync(cache_gpu_tensors, cache_cpu_ptrs, max_block_num_cpu, swap_block_ids_gpu, swap_block_ids_cpu,
                           mode, stream);
   WaitForSwap(cache_gpu_tensors.front(), stream);
@@ -22,9 +23,12 @@ void SwapCacheAllLayers(const std::vector<paddle::Tensor>& cache_gpu_tensors, co
 
 }  // namespace paddle_kv
 
-#define SWAP_CACHE_ALL_LAYERS_ATTRS                                                                \
-  {"cache_cpu_ptrs: std::vector<int64_t>", "max_block_num_cpu: int64_t",                           \
-   "swap_block_ids_gpu: std::vector<int64_t>", "swap_block_ids_cpu: std::vector<int64_t>", "mode: int64_t", \
+#define SWAP_CACHE_ALL_LAYERS_ATTRS            \
+  {"cache_cpu_ptrs: std::vector<int64_t>",     \
+   "max_block_num_cpu: int64_t",               \
+   "swap_block_ids_gpu: std::vector<int64_t>", \
+   "swap_block_ids_cpu: std::vector<int64_t>", \
+   "mode: int64_t",                            \
    "stream: int64_t"}
 
 PD_BUILD_STATIC_OP(paddle_kv_swap_cache_all_layers)

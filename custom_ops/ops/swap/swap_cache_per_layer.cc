@@ -21,9 +21,13 @@ void SwapCachePerLayer(const paddle::Tensor& cache_gpu, int64_t cache_cpu_ptr, i
 
 }  // namespace paddle_kv
 
-#define SWAP_CACHE_PER_LAYER_ATTRS                                                                              \
-  {"cache_cpu_ptr: int64_t",                    "max_block_num_cpu: int64_t", "swap_block_ids_gpu: std::vector<int64_t>", \
-   "swap_block_ids_cpu: std::vector<int64_t>", "mode: int64_t",              "stream: int64_t"}
+#define SWAP_CACHE_PER_LAYER_ATTRS             \
+  {"cache_cpu_ptr: int64_t",                   \
+   "max_block_num_cpu: int64_t",               \
+   "swap_block_ids_gpu: std::vector<int64_t>", \
+   "swap_block_ids_cpu: std::vector<int64_t>", \
+   "mode: int64_t",                            \
+   "stream: int64_t"}
 
 PD_BUILD_STATIC_OP(paddle_kv_swap_cache_per_layer)
     .Inputs({"cache_gpu"})

@@ -13,7 +13,8 @@ void CheckReachable(const paddle::Tensor& host, const std::string& name, int64_t
   bool reachable = false;
   LAUNCH_CUDA(device, HostRangeIsReachable(host.data(), bytes, device, &reachable));
   if (!reachable) {
-    ThrowValueError(name + " is pageable host memory, which the GPU cannot reach; use pinned memory (Tensor.pin_memory())");
+    ThrowValueError(name +
+                    " is pageable host memory, which the GPU cannot reach; use pinned memory (Tensor.pin_memory())");
   }
 }
 
@@ -57,8 +58,8 @@ void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, 
   const Direction direction = !OnGpu(source)   ? Direction::kHostToDevice
                               : !OnGpu(target) ? Direction::kDeviceToHost
                                                : Direction::kDeviceToDevice;
-  LAUNCH_CUDA(where.device,
-              TransferBlocksCuda(&rows, 1, source_ids.data(), target_ids.data(), block_count, direction, where));
+  LAUNCH_CUDA(where.device, TransferBlocksCuda(&rows, 1, MergeRuns(source_ids.data(), target_ids.data(), block_count),
+                                               direction, where));
 }
 
 }  // namespace paddle_kv

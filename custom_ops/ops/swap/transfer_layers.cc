@@ -70,8 +70,8 @@ void TransferLayers(int64_t number, int64_t direction, const std::vector<int64_t
     ThrowValueError("direction = " + std::to_string(direction) + " must be 0 (device to host) or 1 (host to device)");
   }
   if (first_layer < 0 || first_layer > end_layer || end_layer > plan->layer_count || layers_per_event < 1) {
-    ThrowValueError("layers [" + std::to_string(first_layer) + ", " + std::to_string(end_layer) +
-                    ") must lie in [0, " + std::to_string(plan->layer_count) + ")");
+    ThrowValueError("layers [" + std::to_string(first_layer) + ", " + std::to_string(end_layer) + ") must lie in [0, " +
+                    std::to_string(plan->layer_count) + ")");
   }
   CheckSameLength(device_ids, "device_block_ids", host_ids, "host_block_ids");
   CheckIds(device_ids, "device_block_ids", plan->device_blocks);
@@ -91,7 +91,8 @@ void TransferLayers(int64_t number, int64_t direction, const std::vector<int64_t
       waits != static_cast<int64_t>(wait_events.size())) {
     ThrowValueError("the event lists do not fit the " + std::to_string(groups) + " groups of layers");
   }
-  LAUNCH_CUDA(plan->device, TransferLayersCuda(*plan, way, device_ids.data(), host_ids.data(), block_count, range, stream));
+  LAUNCH_CUDA(plan->device,
+              TransferLayersCuda(*plan, way, device_ids.data(), host_ids.data(), block_count, range, stream));
 }
 
 }  // namespace paddle_kv
@@ -115,7 +116,7 @@ PD_BUILD_STATIC_OP(paddle_kv_transfer_layers)
     .Inputs({})
     .Outputs({})
     .Attrs({"number: int64_t", "direction: int64_t", "device_ids: std::vector<int64_t>",
-            "host_ids: std::vector<int64_t>", "first_layer: int64_t", "end_layer: int64_t",
-            "layers_per_event: int64_t", "wait_events: std::vector<int64_t>", "waits_per_group: std::vector<int64_t>",
-            "start_event: int64_t", "record_events: std::vector<int64_t>", "stream: int64_t"})
+            "host_ids: std::vector<int64_t>", "first_layer: int64_t", "end_layer: int64_t", "layers_per_event: int64_t",
+            "wait_events: std::vector<int64_t>", "waits_per_group: std::vector<int64_t>", "start_event: int64_t",
+            "record_events: std::vector<int64_t>", "stream: int64_t"})
     .SetKernelFn(GUARDED_KERNEL(paddle_kv::TransferLayers));

@@ -25,23 +25,38 @@ __device__ inline void CopyWords(const std::uint8_t* source, std::uint8_t* targe
 }
 
 // Any addresses, any size. The ranges must not overlap.
-__device__ inline void CopyBytesWithWarp(const std::uint8_t* source, std::uint8_t* target, std::int64_t bytes, int lane) {
+__device__ inline void CopyBytesWithWarp(const std::uint8_t* source, std::uint8_t* target, std::int64_t bytes,
+                                         int lane) {
   const std::uintptr_t source_address = reinterpret_cast<std::uintptr_t>(source);
   const std::uintptr_t target_address = reinterpret_cast<std::uintptr_t>(target);
   // Words can be as wide as the two addresses agree modulo that width; the bytes before the first aligned word and
   // behind the last whole one are copied singly.
   const std::uintptr_t difference = source_address ^ target_address;
-  const int width = difference % 16 == 0 ? 16 : difference % 8 == 0 ? 8 : difference % 4 == 0 ? 4 : difference % 2 == 0 ? 2 : 1;
+  const int width = difference % 16 == 0  ? 16
+                    : difference % 8 == 0 ? 8
+                    : difference % 4 == 0 ? 4
+                    : difference % 2 == 0 ? 2
+                                          : 1;
   std::int64_t head = static_cast<std::int64_t>((width - target_address % width) % width);
   if (head > bytes) head = bytes;
   const std::int64_t body = (bytes - head) / width * width;
   if (lane < head) target[lane] = source[lane];
   switch (width) {
-    case 16: CopyWords<uint4>(source + head, target + head, body, lane); break;
-    case 8: CopyWords<uint2>(source + head, target + head, body, lane); break;
-    case 4: CopyWords<std::uint32_t>(source + head, target + head, body, lane); break;
-    case 2: CopyWords<std::uint16_t>(source + head, target + head, body, lane); break;
-    default: CopyWords<std::uint8_t>(source + head, target + head, body, lane); break;
+    case 16:
+      CopyWords<uint4>(source + head, target + head, body, lane);
+      break;
+    case 8:
+      CopyWords<uint2>(source + head, target + head, body, lane);
+      break;
+    case 4:
+      CopyWords<std::uint32_t>(source + head, target + head, body, lane);
+      break;
+    case 2:
+      CopyWords<std::uint16_t>(source + head, target + head, body, lane);
+      break;
+    default:
+      CopyWords<std::uint8_t>(source + head, target + head, body, lane);
+      break;
   }
   const std::int64_t done = head + body;
   if (lane < bytes - done) target[done + lane] = source[done + lane];

@@ -14,10 +14,10 @@ inline Status ToStatus(cudaError_t error, const char* call) {
   return {static_cast<int>(error), cudaGetErrorName(error), cudaGetErrorString(error), call};
 }
 
-#define PADDLE_KV_RETURN_IF_ERROR(status_expression)             \
-  do {                                                           \
-    const ::paddle_kv::Status status_ = (status_expression);     \
-    if (!status_.ok()) return status_;                           \
+#define PADDLE_KV_RETURN_IF_ERROR(status_expression)         \
+  do {                                                       \
+    const ::paddle_kv::Status status_ = (status_expression); \
+    if (!status_.ok()) return status_;                       \
   } while (0)
 
 #define PADDLE_KV_CUDA(call) PADDLE_KV_RETURN_IF_ERROR(::paddle_kv::ToStatus((call), #call))
@@ -25,9 +25,7 @@ inline Status ToStatus(cudaError_t error, const char* call) {
 // Reads and clears the launch error: to be returned right after <<<>>>.
 inline Status LaunchStatus(const char* kernel) { return ToStatus(cudaGetLastError(), kernel); }
 
-inline cudaStream_t StreamOf(const DeviceStream& where) {
-  return reinterpret_cast<cudaStream_t>(where.stream);
-}
+inline cudaStream_t StreamOf(const DeviceStream& where) { return reinterpret_cast<cudaStream_t>(where.stream); }
 
 // The caller's current device is restored: an op that leaks cudaSetDevice breaks the thread that called it.
 class DeviceGuard {

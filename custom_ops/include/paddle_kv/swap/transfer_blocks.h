@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "paddle_kv/common/device_stream.h"
 #include "paddle_kv/common/status.h"
+#include "paddle_kv/swap/runs.h"
 
 namespace paddle_kv {
 
@@ -25,9 +27,9 @@ enum class Direction { kDeviceToHost = 0, kHostToDevice = 1, kDeviceToDevice = 2
 void TransferBlocksCpu(const BlockRows* tensors, std::int64_t tensor_count, const std::int64_t* source_ids,
                        const std::int64_t* target_ids, std::int64_t block_count);
 
-// Enqueues; ids and descriptors are copied into the launches, so all arguments may be freed on return.
-Status TransferBlocksCuda(const BlockRows* tensors, std::int64_t tensor_count, const std::int64_t* source_ids,
-                          const std::int64_t* target_ids, std::int64_t block_count, Direction direction,
-                          const DeviceStream& where);
+// The same for pairs that MergeRuns has put together. Enqueues; runs and descriptors are copied into the launches, so
+// all arguments may be freed on return.
+Status TransferBlocksCuda(const BlockRows* tensors, std::int64_t tensor_count, const std::vector<Run>& runs,
+                          Direction direction, const DeviceStream& where);
 
 }  // namespace paddle_kv

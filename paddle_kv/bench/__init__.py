@@ -1,0 +1,1 @@
+"""The benchmark behind ``paddle-kv bench``: every speed claim of this project is made with it."""

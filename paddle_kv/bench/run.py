@@ -1,0 +1,183 @@
+"""The sweep: every combination of the axes, each method checked and then timed, against the ceiling of the same run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..memory.host_memory import has_gpu
+from . import methods, models
+from .check import moves_the_bytes
+from .clock import Clock, CudaClock, HostClock, Timing, measure
+from .load import ComputeLoad, LoadName, beside
+from .setup import Case, Pattern, Way, make_case
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What is swept. Combinations to which a method does not apply are left out."""
+
+    model: str = "Llama-3.1-8B"
+    tp: int = 1
+    num_layers: int | None = None
+    tokens_per_block: Sequence[int] = (16,)
+    num_blocks: Sequence[int] = (256,)
+    directions: Sequence[Way] = ("h2d", "d2h")
+    patterns: Sequence[Pattern] = ("scattered",)
+    backends: Sequence[str] = tuple(methods.METHODS)
+    load: LoadName = "none"
+    pinned: bool = True
+    warmups: int = 2
+    repeats: int = 7
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. Rates count each byte once, in 10^9 bytes per second."""
+
+    model: str
+    tp: int
+    tokens_per_block: int
+    num_blocks: int
+    pattern: str
+    direction: str
+    memory: str
+    load: str
+    backend: str
+    total_bytes: int
+    inner_bytes: int
+    copy_size: int
+    num_copies: int
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    noise_percent: float
+    host_us: float
+    bandwidth_gbps: float
+    percent_of_peak: float
+    load_slowdown_percent: float | None
+    bytes_checked: bool
+
+
+@dataclass
+class Result:
+    """All rows, and where they were measured."""
+
+    machine: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"machine": self.machine, "rows": [asdict(row) for row in self.rows]}
+
+
+class WrongBytes(RuntimeError):
+    """A method did not move what it should have: its time means nothing."""
+
+
+def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str], None]) -> Result:
+    """Measures; ``progress(done, total, what)`` is called before each case.
+
+    Raises:
+        WrongBytes: a method left other bytes than it should have.
+    """
+    result = Result(machine)
+    load = ComputeLoad(axes.load) if axes.load != "none" else None
+    load_alone_ms = load.alone_ms() if load else 0.0
+    cases = list(itertools.product(axes.tokens_per_block, axes.num_blocks, axes.patterns, axes.directions))
+    for done, (tokens, blocks, pattern, way) in enumerate(cases):
+        progress(done, len(cases), f"{tokens} tokens x {blocks} blocks, {pattern}, {way}")
+        spec = models.model_spec(axes.model, tp=axes.tp, tokens_per_block=tokens, num_layers=axes.num_layers)
+        ways: list[Way] = ["h2d", "d2h"] if way == "both" else [way]
+        made = [make_case(spec, pattern, one, blocks, pinned=axes.pinned, seed=axes.seed) for one in ways]
+        clock: Clock = CudaClock() if has_gpu() else HostClock()
+        streams = [clock.stream, _second_stream()][: len(ways)]
+        peak = _time(clock, axes, [methods.contiguous(*given) for given in zip(made, ways, streams, strict=True)], streams)
+        peak_rate = _rate(made, peak)
+        result.rows.append(_row(axes, made, way, "contiguous", peak, peak_rate, None, True))
+        for name in axes.backends:
+            calls = [methods.METHODS[name](*given) for given in zip(made, ways, streams, strict=True)]
+            if any(call is None for call in calls):
+                continue
+            enqueues = [call for call in calls if call is not None]
+            checked = name not in methods.SELF_CHECKING
+            for case, one, enqueue, stream in zip(made, ways, enqueues, streams, strict=True):
+                if checked and not moves_the_bytes(case, one, enqueue, stream):
+                    raise WrongBytes(f"{name} moved wrong bytes: {tokens} tokens x {blocks} blocks, {pattern}, {one}")
+            timing = _time(clock, axes, enqueues, streams)
+            slowdown = None
+            if load is not None and len(enqueues) == 1:
+                beside_ms, slowdown = beside(load, load_alone_ms, enqueues[0], streams[0], timing.median_ms)
+                timing = Timing(beside_ms, beside_ms, beside_ms, timing.host_us, 1)
+            result.rows.append(_row(axes, made, way, name, timing, peak_rate, slowdown, checked))
+        for case in made:
+            case.close()
+    progress(len(cases), len(cases), "done")
+    return result
+
+
+def _second_stream() -> Any:
+    if not has_gpu():
+        return None
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)
+
+
+def _time(clock: Clock, axes: Axes, enqueues: list[methods.Enqueue], streams: list[Any]) -> Timing:
+    """Both directions at once are timed from before the first to behind the last of them."""
+    if len(enqueues) == 1:
+        return measure(clock, enqueues[0], warmups=axes.warmups, repeats=axes.repeats)
+
+    def together() -> None:
+        if has_gpu():
+            streams[1].wait_event(streams[0].record())
+        for enqueue in enqueues:
+            enqueue()
+        if has_gpu():
+            streams[0].wait_event(streams[1].record())
+
+    return measure(clock, together, warmups=axes.warmups, repeats=axes.repeats)
+
+
+def _rate(cases: list[Case], timing: Timing) -> float:
+    return sum(case.total_bytes for case in cases) / timing.median_ms / 1e6
+
+
+def _row(
+    axes: Axes,
+    cases: list[Case],
+    way: Way,
+    name: str,
+    timing: Timing,
+    peak_rate: float,
+    slowdown: float | None,
+    checked: bool,
+) -> Row:
+    case, rate = cases[0], _rate(cases, timing)
+    return Row(
+        model=axes.model,
+        tp=axes.tp,
+        tokens_per_block=case.spec.block_size,
+        num_blocks=case.num_blocks,
+        pattern=case.pattern,
+        direction=way,
+        memory="pinned" if axes.pinned and has_gpu() else "pageable",
+        load=axes.load if slowdown is not None else "none",
+        backend=name,
+        total_bytes=sum(one.total_bytes for one in cases),
+        inner_bytes=case.spec.tensor_block_bytes(case.spec.tensor_names[0]),
+        copy_size=case.copy_bytes,
+        num_copies=sum(one.num_copies for one in cases),
+        median_ms=timing.median_ms,
+        p10_ms=timing.p10_ms,
+        p90_ms=timing.p90_ms,
+        noise_percent=timing.noise_percent,
+        host_us=timing.host_us,
+        bandwidth_gbps=rate,
+        percent_of_peak=100 * rate / peak_rate,
+        load_slowdown_percent=slowdown,
+        bytes_checked=checked,
+    )

@@ -1,0 +1,121 @@
+"""Does it work here? Each check says in one line what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, ops
+from ..bench import methods
+from ..bench.check import moves_the_bytes
+from ..bench.clock import CudaClock, HostClock
+from ..bench.setup import make_case
+from ..memory.host_memory import available_bytes, has_gpu
+
+PINNED_TRIAL_BYTES = 64 << 20
+ROUND_TRIP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: its name, whether it passed, what was seen (and, if it failed, how to mend it)."""
+
+    name: str
+    passed: bool
+    text: str
+
+
+def examine() -> Iterator[Finding]:
+    """Runs the checks one after another."""
+    for name, check in (
+        ("build", _build),
+        ("GPU", _gpu),
+        ("host memory", _host_memory),
+        ("round trip", _round_trip),
+        *((f"method {method}", _method(method)) for method in methods.METHODS if method not in methods.SELF_CHECKING),
+    ):
+        try:
+            yield Finding(name, True, check())
+        except Exception as error:  # noqa: BLE001  what is wrong is the result
+            yield Finding(name, False, f"{type(error).__name__}: {error}")
+
+
+def _build() -> str:
+    info = ops.build_info()
+    return ", ".join(f"{key} {value}" for key, value in info.items())
+
+
+def _gpu() -> str:
+    if not has_gpu():
+        if not ops.is_stub_build():
+            return "none seen: the operators have CUDA code, Paddle runs on the CPU"
+        return "none: everything runs on the CPU"
+    if ops.is_stub_build():
+        raise RuntimeError("Paddle sees a GPU, the operators have no CUDA code; rebuild with nvcc: python setup_ops.py build")
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(0)
+    return f"{properties['name'].decode()}, architecture {properties['major']}{properties['minor']}"
+
+
+def _host_memory() -> str:
+    kind = "page-locked" if has_gpu() else "pageable"
+    pool = HostPool(_spec(64), PINNED_TRIAL_BYTES // (64 * 1024))
+    held = pool.pinned_bytes
+    pool.close()
+    return f"{held >> 20} MiB {kind} allocated and given back; {available_bytes() >> 20} MiB available"
+
+
+def _spec(kib: int) -> KVCacheSpec:
+    """One layer whose block has that many KiB."""
+    return KVCacheSpec(num_layers=1, num_kv_heads=kib, head_dim=32, block_size=16, dtype="uint8")
+
+
+def _round_trip() -> str:
+    """Host, device, host, with a checksum."""
+    spec = _spec(64)
+    blocks = ROUND_TRIP_BYTES // spec.block_bytes
+    cache, pool = DeviceCache(spec, blocks), HostPool(spec, 2 * blocks)
+    there, back = pool.allocate(blocks), pool.allocate(blocks)
+    rng = np.random.default_rng(0)
+    for block_id in there:
+        for name in spec.tensor_names:
+            pool.view(name, 0, block_id)[...] = rng.integers(0, 256, spec.block_shape(name), dtype="uint8")
+    with LayerwiseScheduler(cache, pool) as scheduler:
+        scheduler.onload(there, range(blocks)).wait(30)
+        scheduler.offload(range(blocks), back).wait(30)
+    sent, received = (_checksum(pool, spec, ids) for ids in (there, back))
+    pool.close()
+    if sent != received:
+        raise RuntimeError(f"checksum {received:08x} came back for {sent:08x}; the device or the link corrupts data")
+    return f"{ROUND_TRIP_BYTES} bytes to the device and back, checksum {sent:08x}"
+
+
+def _checksum(pool: HostPool, spec: KVCacheSpec, ids: list[int]) -> int:
+    value = 0
+    for block_id in ids:
+        for name in spec.tensor_names:
+            value = zlib.crc32(pool.view(name, 0, block_id).tobytes(), value)
+    return value
+
+
+def _method(name: str) -> Callable[[], str]:
+    def check() -> str:
+        clock = CudaClock() if has_gpu() else HostClock()
+        done = []
+        for way in ("h2d", "d2h"):
+            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0)  # type: ignore[arg-type]
+            enqueue = methods.METHODS[name](case, way, clock.stream)  # type: ignore[arg-type]
+            if enqueue is None:
+                case.close()
+                return "not on this machine"
+            if not moves_the_bytes(case, way, enqueue, clock.stream):  # type: ignore[arg-type]
+                raise RuntimeError(f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json")
+            case.close()
+            done.append(way)
+        return f"right bytes: {', '.join(done)}"
+
+    return check

@@ -1,0 +1,130 @@
+"""The command ``paddle-kv``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import rich
+    import typer
+    from rich.progress import Progress
+except ImportError:
+    sys.exit("paddle-kv needs typer and rich: pip install 'paddle_kv[cli]'")
+
+from ..bench import methods, models
+from ..bench import report as reports
+from ..bench.load import LOADS
+from ..bench.run import Axes, sweep
+from ..bench.setup import PATTERNS, WAYS
+from ..memory.host_memory import has_gpu
+from . import doctor as checks
+from . import environment
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
+bench_app = typer.Typer(help="Measure how fast blocks move.")
+app.add_typer(bench_app, name="bench")
+
+Pattern = Enum("Pattern", {name: name for name in PATTERNS}, type=str)
+Way = Enum("Way", {name: name for name in WAYS}, type=str)
+Backend = Enum("Backend", {name: name for name in methods.METHODS}, type=str)
+Model = Enum("Model", {name: name for name in models.NAMES}, type=str)
+Load = Enum("Load", {name: name for name in LOADS}, type=str)
+
+
+@bench_app.callback(invoke_without_command=True)
+def bench(
+    context: typer.Context,
+    model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-8B"],
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that share the KV heads.")] = 1,
+    layers: Annotated[int, typer.Option(help="Fewer layers than the model has; 0 takes all.")] = 0,
+    tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.")] = [16],  # noqa: B006
+    blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.")] = [256],  # noqa: B006
+    direction: Annotated[list[Way], typer.Option(help="Which way; repeat to sweep.")] = [Way.h2d, Way.d2h],  # noqa: B006
+    pattern: Annotated[list[Pattern], typer.Option(help="Where the blocks lie.")] = [Pattern.scattered],  # noqa: B006
+    backend: Annotated[list[Backend], typer.Option(help="Methods to compare; default all.")] = [],  # noqa: B006
+    load: Annotated[Load, typer.Option(help="Matrix products that run beside (GPU).")] = Load.none,
+    pageable: Annotated[bool, typer.Option(help="Host memory that is not page-locked.")] = False,
+    warmups: int = 2,
+    repeats: int = 7,
+    seed: int = 0,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.")] = None,
+) -> None:
+    """Move scattered blocks by every method, beside one contiguous copy of the same bytes."""
+    if context.invoked_subcommand:
+        return
+    if load is not Load.none and not has_gpu():
+        raise typer.BadParameter("a load needs a GPU", param_hint="--load")
+    axes = Axes(
+        model=model.value,
+        tp=tp,
+        num_layers=layers or None,
+        tokens_per_block=tokens,
+        num_blocks=blocks,
+        directions=[one.value for one in direction],
+        patterns=[one.value for one in pattern],
+        backends=[one.value for one in backend] or list(methods.METHODS),
+        load=load.value,
+        pinned=not pageable,
+        warmups=warmups,
+        repeats=repeats,
+        seed=seed,
+    )
+    with Progress(transient=True) as bar:
+        task = bar.add_task("measuring")
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        try:
+            result = sweep(axes, environment.summary(), show)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    rich.print(reports.table(result))
+    if csv:
+        reports.write_csv(result, csv)
+    if json_file:
+        reports.write_json(result, json_file)
+    if plot:
+        reports.plot(result, plot)
+        reports.plot_roofline(result, plot.with_stem(plot.stem + "-roofline"))
+
+
+@bench_app.command()
+def compare(before: Path, after: Path) -> None:
+    """Two files of --json: ratio of the rates, and whether it is more than the noise."""
+    try:
+        rich.print(reports.compare(reports.read_json(before), reports.read_json(after)))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def doctor() -> None:
+    """Check the installation with real copies; exit code 1 if anything is wrong."""
+    failed = 0
+    for finding in checks.examine():
+        failed += not finding.passed
+        mark = "[green]ok[/]  " if finding.passed else "[red]FAIL[/]"
+        rich.print(f"{mark} {finding.name}: {finding.text}")
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def env(json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Versions, build, GPUs and memory, for bug reports."""
+    facts: dict[str, Any] = environment.collect()
+    if json_output:
+        print(json.dumps(facts, indent=1))
+        return
+    for name, value in facts.items():
+        rich.print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    app()

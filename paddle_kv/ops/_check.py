@@ -1,0 +1,25 @@
+"""The debug mode, ``PADDLE_KV_CHECK=1``: operators report what they cannot afford to look for otherwise."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from ._arguments import Tensor
+
+# (address of the tensor, block ids, whether they are written, stream handle or None on the CPU). The scheduler adds one.
+AccessCheck = Callable[[int, Sequence[int], bool, "int | None"], None]
+access_checks: list[AccessCheck] = []
+
+
+def enabled() -> bool:
+    return os.environ.get("PADDLE_KV_CHECK") == "1"
+
+
+def block_access(cache: Tensor, block_ids: Sequence[int], *, writing: bool, stream: int) -> None:
+    """Raises RuntimeError if a transfer that the stream has not waited for is using one of the blocks."""
+    if not enabled():
+        return
+    queue = stream if cache.place.is_gpu_place() else None
+    for check in access_checks:
+        check(cache.data_ptr(), block_ids, writing, queue)
