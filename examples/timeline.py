@@ -19,7 +19,7 @@ import numpy as np
 
 LANES = ("onload", "compute", "wait", "offload")
 LANE_TITLES = {"onload": "onload\n(host to device)", "compute": "model", "offload": "offload\n(device to host)"}
-LABEL_MIN_SHARE = 0.012  # narrower bars have no room for a frame and their layer's number
+LABEL_MIN_SHARE = 0.012  # narrower bars have no room for their layer's number
 
 
 @dataclass(frozen=True)
@@ -110,18 +110,16 @@ def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
     figure, axes = pyplot.subplots(figsize=(12, 3.6), dpi=120, layout="constrained")
     for span in spans:
         height = lanes.index("compute" if span.lane == "wait" else span.lane)
-        shade = 0.25 + 0.7 * span.layer / max(1, num_layers - 1)
         style = (
             {"facecolor": "white", "edgecolor": "crimson", "hatch": "////"}
             if span.lane == "wait"
-            else {"facecolor": colours(shade), "edgecolor": "white"}
+            else {"facecolor": colours(0.25 + 0.7 * span.layer / max(1, num_layers - 1))}
         )
-        width_ms = span.end_ms - span.start_ms
-        left_ms = span.start_ms - origin_ms
-        wide = width_ms > LABEL_MIN_SHARE * length_ms
-        axes.barh(height, width_ms, left=left_ms, height=0.7, linewidth=0.5 if wide else 0.0, **style)
-        if wide and span.lane != "wait":
-            axes.text(left_ms + width_ms / 2, height, str(span.layer), ha="center", va="center", fontsize=7)
+        axes.barh(height, span.end_ms - span.start_ms, left=span.start_ms - origin_ms, height=0.7, linewidth=0, **style)
+    for span in _longest_of_each_layer(spans):
+        if span.end_ms - span.start_ms > LABEL_MIN_SHARE * length_ms:
+            middle_ms = (span.start_ms + span.end_ms) / 2 - origin_ms
+            axes.text(middle_ms, lanes.index(span.lane), str(span.layer), ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(lanes)), [LANE_TITLES[lane] for lane in lanes])
     axes.invert_yaxis()
     axes.set_xlim(0, length_ms)
@@ -135,6 +133,16 @@ def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _longest_of_each_layer(spans: Iterable[Span]) -> list[Span]:
+    """The bars that carry a number: one for each lane and layer."""
+    longest: dict[tuple[str, int], Span] = {}
+    for span in spans:
+        best = longest.get((span.lane, span.layer))
+        if span.lane != "wait" and (best is None or span.end_ms - span.start_ms > best.end_ms - best.start_ms):
+            longest[span.lane, span.layer] = span
+    return list(longest.values())
 
 
 def main() -> None:
