@@ -108,11 +108,11 @@ def split_texts(texts: Sequence[Path], options: argparse.Namespace) -> list[Conv
 
 
 def start_server(conversations: Sequence[Conversation], options: argparse.Namespace) -> Server:
-    """A device cache with room for one and a half conversations, a host pool with room for all."""
+    """A device cache with room for the conversation that runs and one that is being saved; host memory for all."""
     model = Model(ModelConfig(num_layers=options.layers))
     spec = model.config.cache_spec(BLOCK_SIZE)
     needed = [blocks_for(sum(map(len, c.prompts)) + options.turns * options.answer, spec) for c in conversations]
-    device_blocks = max(needed) * 3 // 2
+    device_blocks = 2 * max(needed)
     print(
         f"{len(conversations)} conversations, {options.turns} turns each, {options.layers} layers. Their KV cache "
         f"takes {sum(needed)} blocks of {BLOCK_SIZE} tokens; the device has {device_blocks} of them.\n",

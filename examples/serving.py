@@ -112,7 +112,11 @@ class Server:
             conversation.chunks.append(tokens)
             conversation.predictions.append(prediction)
 
-        advance(prompt, lambda layer: onload.wait_layer(layer, timeout_s=TIMEOUT_S), offload.mark_layer_written)
+        try:
+            advance(prompt, lambda layer: onload.wait_layer(layer, timeout_s=TIMEOUT_S), offload.mark_layer_written)
+        except BaseException:
+            offload.cancel()  # or it would wait for the missing layers forever
+            raise
         for _ in range(answer_tokens - 1):
             advance(conversation.predictions[-1:], nothing, nothing)
 
