@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=4, metavar="N")
     parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of each conversation")
-    parser.add_argument("--first-prompt", type=int, default=640, metavar="BYTES")
+    parser.add_argument("--first-prompt", type=int, default=512, metavar="BYTES")
     parser.add_argument("--next-prompts", type=int, default=48, metavar="BYTES")
     parser.add_argument("--answer", type=int, default=8, metavar="TOKENS", help="tokens generated per turn")
     parser.add_argument("--layers", type=int, default=ModelConfig.num_layers)
