@@ -73,6 +73,11 @@ def test_a_changed_byte_in_host_memory_is_found(tmp_path, monkeypatch, capsys):
     assert not any("README" in line for line in found)
 
 
+def test_debug_mode_has_nothing_to_report(tmp_path, monkeypatch):
+    monkeypatch.setenv("PADDLE_KV_CHECK", "1")
+    assert run(tmp_path) == 0
+
+
 @pytest.fixture
 def late_layers(monkeypatch):
     """Each copy of the CPU backend starts late."""
