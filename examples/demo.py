@@ -62,7 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_totals(rows)
 
     print("\nChecking against a run that recomputes everything ...", flush=True)
-    found = [line for conversation in conversations for line in differences(server, conversation)]
+    found = [
+        line
+        for conversation in conversations
+        for line in differences(server, conversation)
+    ]
     server.close()
     write_outputs(rows, turns, server, found, options)
     if found:
@@ -70,25 +74,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     tokens = sum(len(turn.answer) for turn in turns)
     cached = sum(conversation.cached_tokens for conversation in conversations)
-    print(f"All {tokens} generated tokens and the keys and values of all {cached} cached tokens are identical.")
+    print(
+        f"All {tokens} generated tokens and the keys and values of all {cached} cached tokens are identical."
+    )
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--conversations", type=int, default=4, metavar="N")
-    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of each conversation")
+    parser.add_argument(
+        "--turns", type=int, default=4, metavar="N", help="turns of each conversation"
+    )
     parser.add_argument("--first-prompt", type=int, default=512, metavar="BYTES")
     parser.add_argument("--next-prompts", type=int, default=48, metavar="BYTES")
-    parser.add_argument("--answer", type=int, default=8, metavar="TOKENS", help="tokens generated per turn")
+    parser.add_argument(
+        "--answer",
+        type=int,
+        default=8,
+        metavar="TOKENS",
+        help="tokens generated per turn",
+    )
     parser.add_argument("--layers", type=int, default=ModelConfig.num_layers)
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the timeline")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), help="folder of the timeline"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the table as JSON"
+    )
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="write the table as CSV"
+    )
     return parser.parse_args(arguments)
 
 
-def split_texts(texts: Sequence[Path], options: argparse.Namespace) -> list[Conversation]:
+def split_texts(
+    texts: Sequence[Path], options: argparse.Namespace
+) -> list[Conversation]:
     """Conversations about the texts in turn, each with the next passage, cut into prompts."""
     sizes = [options.first_prompt] + [options.next_prompts] * (options.turns - 1)
     unread = [path.read_bytes() for path in texts]
@@ -103,25 +127,39 @@ def split_texts(texts: Sequence[Path], options: argparse.Namespace) -> list[Conv
                 )
             prompts.append(unread[source][:size])
             unread[source] = unread[source][size:]
-        conversations.append(Conversation(f"{texts[source].stem} {number // len(texts) + 1}", prompts))
+        conversations.append(
+            Conversation(f"{texts[source].stem} {number // len(texts) + 1}", prompts)
+        )
     return conversations
 
 
-def start_server(conversations: Sequence[Conversation], options: argparse.Namespace) -> Server:
+def start_server(
+    conversations: Sequence[Conversation], options: argparse.Namespace
+) -> Server:
     """A device cache with room for the conversation that runs and one that is being saved; host memory for all."""
     model = Model(ModelConfig(num_layers=options.layers))
     spec = model.config.cache_spec(BLOCK_SIZE)
-    needed = [blocks_for(sum(map(len, c.prompts)) + options.turns * options.answer, spec) for c in conversations]
+    needed = [
+        blocks_for(sum(map(len, c.prompts)) + options.turns * options.answer, spec)
+        for c in conversations
+    ]
     device_blocks = 2 * max(needed)
     print(
         f"{len(conversations)} conversations, {options.turns} turns each, {options.layers} layers. Their KV cache "
         f"takes {sum(needed)} blocks of {BLOCK_SIZE} tokens; the device has {device_blocks} of them.\n",
         flush=True,
     )
-    return Server(model, block_size=BLOCK_SIZE, device_blocks=device_blocks, host_blocks=sum(needed))
+    return Server(
+        model,
+        block_size=BLOCK_SIZE,
+        device_blocks=device_blocks,
+        host_blocks=sum(needed),
+    )
 
 
-def serve(server: Server, conversations: Sequence[Conversation], options: argparse.Namespace) -> list[Turn]:
+def serve(
+    server: Server, conversations: Sequence[Conversation], options: argparse.Namespace
+) -> list[Turn]:
     turns = []
     for _ in range(options.turns):
         for conversation in conversations:
@@ -138,7 +176,9 @@ def serve(server: Server, conversations: Sequence[Conversation], options: argpar
 
 
 def report(turns: Sequence[Turn]) -> list[Row]:
-    computing = [span for turn in turns for span in turn.spans if span.lane == "compute"]
+    computing = [
+        span for turn in turns for span in turn.spans if span.lane == "compute"
+    ]
     rows = []
     for turn in turns:
         transfers = [turn.onload, *turn.offloads]
@@ -159,7 +199,17 @@ def report(turns: Sequence[Turn]) -> list[Row]:
     return rows
 
 
-HEADINGS = ("conversation", "turn", "re-used", "new", "MiB in", "MiB out", "waited ms", "moving ms", "hidden ms")
+HEADINGS = (
+    "conversation",
+    "turn",
+    "re-used",
+    "new",
+    "MiB in",
+    "MiB out",
+    "waited ms",
+    "moving ms",
+    "hidden ms",
+)
 LEGEND = """\
 re-used  tokens whose keys and values came back from host memory      new      tokens computed in this turn
 in, out  onloaded to the device, offloaded to host memory             waited   the model stood still for a layer
@@ -168,8 +218,18 @@ moving   time of the transfers of this turn                           hidden   o
 
 def cells_of(row: Row) -> list[str]:
     counts = (row.turn, row.reused_tokens, row.new_tokens)
-    figures = (row.onload_bytes / MIB, row.offload_bytes / MIB, row.waited_ms, row.moving_ms, row.hidden_ms)
-    return [row.conversation, *map(str, counts), *(f"{figure:.1f}" for figure in figures)]
+    figures = (
+        row.onload_bytes / MIB,
+        row.offload_bytes / MIB,
+        row.waited_ms,
+        row.moving_ms,
+        row.hidden_ms,
+    )
+    return [
+        row.conversation,
+        *map(str, counts),
+        *(f"{figure:.1f}" for figure in figures),
+    ]
 
 
 def print_table(rows: Iterable[Row]) -> None:
@@ -180,13 +240,23 @@ def print_table(rows: Iterable[Row]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
+        widths = [
+            max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)
+        ]
         for line in [list(HEADINGS), *cells]:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+            print(
+                "  ".join(
+                    cell.rjust(width) for cell, width in zip(line, widths, strict=True)
+                )
+            )
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in HEADINGS:
-            table.add_column(heading, justify="left" if heading == "conversation" else "right", no_wrap=True)
+            table.add_column(
+                heading,
+                justify="left" if heading == "conversation" else "right",
+                no_wrap=True,
+            )
         for line in cells:
             table.add_row(*line)
         Console().print(table)
@@ -195,7 +265,10 @@ def print_table(rows: Iterable[Row]) -> None:
 
 def print_totals(rows: Sequence[Row]) -> None:
     moved = sum(row.onload_bytes + row.offload_bytes for row in rows)
-    moving_ms, hidden_ms = sum(row.moving_ms for row in rows), sum(row.hidden_ms for row in rows)
+    moving_ms, hidden_ms = (
+        sum(row.moving_ms for row in rows),
+        sum(row.hidden_ms for row in rows),
+    )
     waited_ms = sum(row.waited_ms for row in rows)
     print(
         f"\n{moved / MIB:.0f} MiB moved in {moving_ms:.0f} ms, {hidden_ms:.0f} ms of it while the model computed; "
@@ -212,7 +285,11 @@ def timeline_of(turn: Turn) -> list[Span]:
 
 
 def write_outputs(
-    rows: Sequence[Row], turns: Sequence[Turn], server: Server, found: Sequence[str], options: argparse.Namespace
+    rows: Sequence[Row],
+    turns: Sequence[Turn],
+    server: Server,
+    found: Sequence[str],
+    options: argparse.Namespace,
 ) -> None:
     shown = turns[-1]
     title = f"{shown.conversation}, turn {shown.number}"
@@ -222,12 +299,20 @@ def write_outputs(
     print(f"\nTrace of the prompt of {title}: {trace} (open in ui.perfetto.dev)")
     picture = options.out / "demo_timeline.png"
     try:
-        draw(spans, picture, f"{title}: {shown.reused_tokens} tokens come back, {shown.prompt_tokens} are new")
+        draw(
+            spans,
+            picture,
+            f"{title}: {shown.reused_tokens} tokens come back, {shown.prompt_tokens} are new",
+        )
         print(f"Picture of it: {picture}")
     except ImportError:
         print("No picture of it: matplotlib is not installed")
     if options.json:
-        result = {"identical": not found, "differences": list(found), "turns": [asdict(row) for row in rows]}
+        result = {
+            "identical": not found,
+            "differences": list(found),
+            "turns": [asdict(row) for row in rows],
+        }
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     if options.csv:
         with options.csv.open("w", newline="") as file:

@@ -18,7 +18,12 @@ from pathlib import Path
 import numpy as np
 
 LANES = ("onload", "compute", "wait", "offload")
-LANE_TITLES = {"onload": "onload\n(host to device)", "compute": "model", "offload": "offload\n(device to host)"}
+LANE_TITLES = {
+    "onload": "onload\n(host to device)",
+    "compute": "model",
+    "offload": "offload\n(device to host)",
+}
+WAIT_COLOUR = "crimson"
 LABEL_MIN_SHARE = 0.012  # narrower bars have no room for their layer's number
 
 
@@ -44,9 +49,14 @@ class Recorder:
         self.spans.append(Span(lane, layer, start_ms, self._now_ms()))
 
 
-def transfer_spans(lane: str, layer_times_ms: Iterable[tuple[float, float]]) -> list[Span]:
+def transfer_spans(
+    lane: str, layer_times_ms: Iterable[tuple[float, float]]
+) -> list[Span]:
     """The spans of a finished transfer, from ``Transfer.layer_times_ms``."""
-    return [Span(lane, layer, start_ms, end_ms) for layer, (start_ms, end_ms) in enumerate(layer_times_ms)]
+    return [
+        Span(lane, layer, start_ms, end_ms)
+        for layer, (start_ms, end_ms) in enumerate(layer_times_ms)
+    ]
 
 
 def total_ms(spans: Iterable[Span]) -> float:
@@ -58,8 +68,12 @@ def overlap_ms(spans: Sequence[Span], others: Sequence[Span]) -> float:
     if not spans or not others:
         return 0.0
     starts, ends = np.array([(span.start_ms, span.end_ms) for span in spans]).T
-    other_starts, other_ends = np.array([(span.start_ms, span.end_ms) for span in others]).T
-    shared = np.minimum(ends[:, None], other_ends) - np.maximum(starts[:, None], other_starts)
+    other_starts, other_ends = np.array(
+        [(span.start_ms, span.end_ms) for span in others]
+    ).T
+    shared = np.minimum(ends[:, None], other_ends) - np.maximum(
+        starts[:, None], other_starts
+    )
     return float(np.clip(shared, 0.0, None).sum())
 
 
@@ -82,19 +96,26 @@ def write_trace(spans: Iterable[Span], path: Path) -> None:
         for span in spans
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
+    path.write_text(
+        json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"})
+    )
 
 
 def read_trace(path: Path) -> list[Span]:
     return [
-        Span(LANES[event["tid"]], event["args"]["layer"], event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000)
+        Span(
+            LANES[event["tid"]],
+            event["args"]["layer"],
+            event["ts"] / 1000,
+            (event["ts"] + event["dur"]) / 1000,
+        )
         for event in json.loads(path.read_text())["traceEvents"]
         if event["ph"] == "X"
     ]
 
 
 def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
-    """One lane per stream as a PNG; bars carry their layer's number and colour, waits of the model are hatched."""
+    """One lane per stream as a PNG; bars carry their layer's number and colour, waits of the model are red."""
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     import matplotlib
 
@@ -110,16 +131,35 @@ def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
     figure, axes = pyplot.subplots(figsize=(12, 3.6), dpi=120, layout="constrained")
     for span in spans:
         height = lanes.index("compute" if span.lane == "wait" else span.lane)
-        style = (
-            {"facecolor": "white", "edgecolor": "crimson", "hatch": "////"}
+        colour = (
+            WAIT_COLOUR
             if span.lane == "wait"
-            else {"facecolor": colours(0.25 + 0.7 * span.layer / max(1, num_layers - 1))}
+            else colours(0.25 + 0.7 * span.layer / max(1, num_layers - 1))
         )
-        axes.barh(height, span.end_ms - span.start_ms, left=span.start_ms - origin_ms, height=0.7, linewidth=0, **style)
+        edge = (
+            0.8 if span.lane in ("onload", "offload") else 0
+        )  # short copies stay visible, short waits do not matter
+        left_ms, width_ms = span.start_ms - origin_ms, span.end_ms - span.start_ms
+        axes.barh(
+            height,
+            width_ms,
+            left=left_ms,
+            height=0.7,
+            color=colour,
+            edgecolor=colour,
+            linewidth=edge,
+        )
     for span in _longest_of_each_layer(spans):
         if span.end_ms - span.start_ms > LABEL_MIN_SHARE * length_ms:
             middle_ms = (span.start_ms + span.end_ms) / 2 - origin_ms
-            axes.text(middle_ms, lanes.index(span.lane), str(span.layer), ha="center", va="center", fontsize=7)
+            axes.text(
+                middle_ms,
+                lanes.index(span.lane),
+                str(span.layer),
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
     axes.set_yticks(range(len(lanes)), [LANE_TITLES[lane] for lane in lanes])
     axes.invert_yaxis()
     axes.set_xlim(0, length_ms)
@@ -127,8 +167,10 @@ def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
     axes.grid(axis="x", linewidth=0.3)
     axes.set_axisbelow(True)
     if any(span.lane == "wait" for span in spans):
-        waiting = Patch(facecolor="white", edgecolor="crimson", hatch="////", label="the model waits for a layer")
-        figure.legend(handles=[waiting], loc="outside upper right", fontsize=8, frameon=False)
+        waiting = Patch(color=WAIT_COLOUR, label="the model waits for a layer")
+        figure.legend(
+            handles=[waiting], loc="outside upper right", fontsize=8, frameon=False
+        )
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -140,13 +182,17 @@ def _longest_of_each_layer(spans: Iterable[Span]) -> list[Span]:
     longest: dict[tuple[str, int], Span] = {}
     for span in spans:
         best = longest.get((span.lane, span.layer))
-        if span.lane != "wait" and (best is None or span.end_ms - span.start_ms > best.end_ms - best.start_ms):
+        if span.lane != "wait" and (
+            best is None or span.end_ms - span.start_ms > best.end_ms - best.start_ms
+        ):
             longest[span.lane, span.layer] = span
     return list(longest.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draws a trace that a demo has written.")
+    parser = argparse.ArgumentParser(
+        description="Draws a trace that a demo has written."
+    )
     parser.add_argument("trace", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--title", default="")
