@@ -24,8 +24,17 @@ Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, b
   for (const char* byte : {start, start + bytes - 1}) {
     cudaPointerAttributes attributes{};
     PADDLE_KV_CUDA(cudaPointerGetAttributes(&attributes, byte));
-    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr;
+    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer == byte;
   }
+  return {};
+}
+
+Status StreamIsCapturing(const DeviceStream& where, bool* capturing) {
+  DeviceGuard guard(where.device);
+  PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  PADDLE_KV_CUDA(cudaStreamIsCapturing(StreamOf(where), &status));
+  *capturing = status != cudaStreamCaptureStatusNone;
   return {};
 }
 
