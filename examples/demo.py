@@ -62,11 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_totals(rows)
 
     print("\nChecking against a run that recomputes everything ...", flush=True)
-    found = [
-        line
-        for conversation in conversations
-        for line in differences(server, conversation)
-    ]
+    found = [line for conversation in conversations for line in differences(server, conversation)]
     server.close()
     write_outputs(rows, turns, server, found, options)
     if found:
@@ -74,20 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     tokens = sum(len(turn.answer) for turn in turns)
     cached = sum(conversation.cached_tokens for conversation in conversations)
-    print(
-        f"All {tokens} generated tokens and the keys and values of all {cached} cached tokens are identical."
-    )
+    print(f"All {tokens} generated tokens and the keys and values of all {cached} cached tokens are identical.")
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=4, metavar="N")
-    parser.add_argument(
-        "--turns", type=int, default=4, metavar="N", help="turns of each conversation"
-    )
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="turns of each conversation")
     parser.add_argument("--first-prompt", type=int, default=512, metavar="BYTES")
     parser.add_argument("--next-prompts", type=int, default=48, metavar="BYTES")
     parser.add_argument(
@@ -98,21 +88,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="tokens generated per turn",
     )
     parser.add_argument("--layers", type=int, default=ModelConfig.num_layers)
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), help="folder of the timeline"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the table as JSON"
-    )
-    parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write the table as CSV"
-    )
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the timeline")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
     return parser.parse_args(arguments)
 
 
-def split_texts(
-    texts: Sequence[Path], options: argparse.Namespace
-) -> list[Conversation]:
+def split_texts(texts: Sequence[Path], options: argparse.Namespace) -> list[Conversation]:
     """Conversations about the texts in turn, each with the next passage, cut into prompts."""
     sizes = [options.first_prompt] + [options.next_prompts] * (options.turns - 1)
     unread = [path.read_bytes() for path in texts]
@@ -127,22 +109,15 @@ def split_texts(
                 )
             prompts.append(unread[source][:size])
             unread[source] = unread[source][size:]
-        conversations.append(
-            Conversation(f"{texts[source].stem} {number // len(texts) + 1}", prompts)
-        )
+        conversations.append(Conversation(f"{texts[source].stem} {number // len(texts) + 1}", prompts))
     return conversations
 
 
-def start_server(
-    conversations: Sequence[Conversation], options: argparse.Namespace
-) -> Server:
+def start_server(conversations: Sequence[Conversation], options: argparse.Namespace) -> Server:
     """A device cache with room for the conversation that runs and one that is being saved; host memory for all."""
     model = Model(ModelConfig(num_layers=options.layers))
     spec = model.config.cache_spec(BLOCK_SIZE)
-    needed = [
-        blocks_for(sum(map(len, c.prompts)) + options.turns * options.answer, spec)
-        for c in conversations
-    ]
+    needed = [blocks_for(sum(map(len, c.prompts)) + options.turns * options.answer, spec) for c in conversations]
     device_blocks = 2 * max(needed)
     print(
         f"{len(conversations)} conversations, {options.turns} turns each, {options.layers} layers. Their KV cache "
@@ -157,9 +132,7 @@ def start_server(
     )
 
 
-def serve(
-    server: Server, conversations: Sequence[Conversation], options: argparse.Namespace
-) -> list[Turn]:
+def serve(server: Server, conversations: Sequence[Conversation], options: argparse.Namespace) -> list[Turn]:
     turns = []
     for _ in range(options.turns):
         for conversation in conversations:
@@ -176,9 +149,7 @@ def serve(
 
 
 def report(turns: Sequence[Turn]) -> list[Row]:
-    computing = [
-        span for turn in turns for span in turn.spans if span.lane == "compute"
-    ]
+    computing = [span for turn in turns for span in turn.spans if span.lane == "compute"]
     rows = []
     for turn in turns:
         transfers = [turn.onload, *turn.offloads]
@@ -240,15 +211,9 @@ def print_table(rows: Iterable[Row]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        widths = [
-            max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)
-        ]
+        widths = [max(map(len, column)) for column in zip(HEADINGS, *cells, strict=True)]
         for line in [list(HEADINGS), *cells]:
-            print(
-                "  ".join(
-                    cell.rjust(width) for cell, width in zip(line, widths, strict=True)
-                )
-            )
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     else:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in HEADINGS:

@@ -19,9 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.append(
-    str(Path(__file__).resolve().parent.parent)
-)  # a checkout in which the operators were built in place
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
 import cupy
 import numpy as np
@@ -121,21 +119,13 @@ class Pipeline:
     ) -> Run:
         self._poison()
         first, last = cupy.cuda.Event(), cupy.cuda.Event()
-        around = [
-            (cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(self.num_layers)
-        ]
+        around = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(self.num_layers)]
         first.record(self.compute)
 
-        load = (
-            self.scheduler.onload(self.prefix_host, self.prefix_device)
-            if onload
-            else None
-        )
+        load = self.scheduler.onload(self.prefix_host, self.prefix_device) if onload else None
         save = None
         if offload and compute and layerwise:
-            save = self.scheduler.offload(
-                self.fresh_device, self.fresh_host, layerwise=True
-            )
+            save = self.scheduler.offload(self.fresh_device, self.fresh_host, layerwise=True)
         if load and not layerwise:
             load.wait_on(self.compute)
         for layer, (before, after) in enumerate(around if compute else []):
@@ -178,34 +168,20 @@ class Pipeline:
 
     def _ms(self, event: cupy.cuda.Event) -> float:
         """The event on the axis of `Transfer.layer_times_ms`."""
-        return float(
-            cupy.cuda.runtime.eventElapsedTime(self.scheduler.origin_event, event.ptr)
-        )
+        return float(cupy.cuda.runtime.eventElapsedTime(self.scheduler.origin_event, event.ptr))
 
     def differences(self) -> Iterator[str]:
         """What is wrong after a run that has loaded, computed and saved."""
         for layer in range(self.num_layers):
             for number, name in enumerate(self.spec.tensor_names):
                 cache = self.device.tensor(name, layer).numpy()
-                loaded = np.stack(
-                    [
-                        self.host.view(name, layer, block_id)
-                        for block_id in self.prefix_host
-                    ]
-                )
-                saved = np.stack(
-                    [
-                        self.host.view(name, layer, block_id)
-                        for block_id in self.fresh_host
-                    ]
-                )
+                loaded = np.stack([self.host.view(name, layer, block_id) for block_id in self.prefix_host])
+                saved = np.stack([self.host.view(name, layer, block_id) for block_id in self.fresh_host])
                 if cache[self.prefix_device].tobytes() != loaded.tobytes():
                     yield f"{name} of layer {layer}: the prefix on the device is not the prefix on the host"
                 if saved.tobytes() != self.model.written(layer).get().tobytes():
                     yield f"{name} of layer {layer}: the saved blocks are not what the layer has written"
-                if int(self.model.seen[layer, number]) != int(
-                    loaded.view(np.uint16).sum(dtype=np.uint64)
-                ):
+                if int(self.model.seen[layer, number]) != int(loaded.view(np.uint16).sum(dtype=np.uint64)):
                     yield f"{name} of layer {layer}: the layer did not see the whole prefix"
 
     def close(self) -> None:
@@ -229,29 +205,20 @@ class Model:
     ) -> None:
         spec = device.spec
         self._caches = [
-            [device_words(device.tensor(n, layer)) for n in spec.tensor_names]
-            for layer in range(spec.num_layers)
+            [device_words(device.tensor(n, layer)) for n in spec.tensor_names] for layer in range(spec.num_layers)
         ]
         self._prefix, self._fresh = cupy.array(prefix), cupy.array(fresh)
         shape = spec.block_shape("key")
         self._gathered = cupy.empty((len(prefix), *shape), cupy.uint16)
-        self._fresh_words = cupy.random.randint(0, 2**16, (len(fresh), *shape)).astype(
-            cupy.uint16
-        )
+        self._fresh_words = cupy.random.randint(0, 2**16, (len(fresh), *shape)).astype(cupy.uint16)
         self.seen = cupy.zeros((spec.num_layers, len(spec.tensor_names)), cupy.uint64)
         self._products = options.products
-        self._hidden = cupy.random.standard_normal(
-            (options.tokens, options.hidden), cupy.float32
-        ).astype(cupy.float16)
+        self._hidden = cupy.random.standard_normal((options.tokens, options.hidden), cupy.float32).astype(cupy.float16)
         self._result = cupy.empty_like(self._hidden)
         self._wide = cupy.empty((options.tokens, options.ffn), cupy.float16)
-        self._up = cupy.random.standard_normal(
-            (options.hidden, options.ffn), cupy.float32
-        ).astype(cupy.float16)
+        self._up = cupy.random.standard_normal((options.hidden, options.ffn), cupy.float32).astype(cupy.float16)
         self._up /= np.float16(options.hidden**0.5)
-        self._down = cupy.random.standard_normal(
-            (options.ffn, options.hidden), cupy.float32
-        ).astype(cupy.float16)
+        self._down = cupy.random.standard_normal((options.ffn, options.hidden), cupy.float32).astype(cupy.float16)
         self._down /= np.float16(options.ffn**0.5)
         cupy.cuda.Device().synchronize()  # all of this ran on CuPy's default stream
 
@@ -275,12 +242,8 @@ class Model:
 def device_words(tensor: paddle.Tensor) -> cupy.ndarray:
     """A Paddle tensor of 16-bit elements as a CuPy array over the same memory."""
     size_bytes = 2 * int(np.prod(tensor.shape))
-    memory = cupy.cuda.UnownedMemory(
-        tensor.data_ptr(), size_bytes, tensor, tensor.place.gpu_device_id()
-    )
-    return cupy.ndarray(
-        tuple(tensor.shape), cupy.uint16, cupy.cuda.MemoryPointer(memory, 0)
-    )
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), size_bytes, tensor, tensor.place.gpu_device_id())
+    return cupy.ndarray(tuple(tensor.shape), cupy.uint16, cupy.cuda.MemoryPointer(memory, 0))
 
 
 def host_words(host: HostPool, block_ids: Sequence[int]) -> Iterator[np.ndarray]:
@@ -310,11 +273,7 @@ def rate_gb_per_s(transfer: Transfer | None) -> float:
     """While it was copying: the pauses of a layerwise transfer do not count."""
     if transfer is None:
         return 0.0
-    return (
-        transfer.bytes
-        / 1e6
-        / sum(end_ms - start_ms for start_ms, end_ms in transfer.layer_times_ms)
-    )
+    return transfer.bytes / 1e6 / sum(end_ms - start_ms for start_ms, end_ms in transfer.layer_times_ms)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -345,9 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -361,9 +318,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="new tokens")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--ffn", type=int, default=14336)
-    parser.add_argument(
-        "--products", type=int, default=2, help="pairs of matrix products per layer"
-    )
+    parser.add_argument("--products", type=int, default=2, help="pairs of matrix products per layer")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument(
         "--out",
@@ -374,28 +329,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def print_results(
-    results: Sequence[Result], pipeline: Pipeline, options: argparse.Namespace
-) -> None:
-    layer_mib = [
-        len(ids) * pipeline.spec.block_bytes / 2**20
-        for ids in (pipeline.prefix_host, pipeline.fresh_host)
-    ]
+def print_results(results: Sequence[Result], pipeline: Pipeline, options: argparse.Namespace) -> None:
+    layer_mib = [len(ids) * pipeline.spec.block_bytes / 2**20 for ids in (pipeline.prefix_host, pipeline.fresh_host)]
     print(
         f"\n{options.layers} layers; each loads {layer_mib[0]:.1f} MiB, computes {2 * options.products} products "
         f"[{options.tokens}, {options.hidden}] x [{options.hidden}, {options.ffn}], and saves {layer_mib[1]:.1f} MiB.\n"
     )
-    print(
-        f"{'':18}{'median ms':>10}{'min':>10}{'max':>10}{'onload GB/s':>14}{'offload GB/s':>14}"
-    )
+    print(f"{'':18}{'median ms':>10}{'min':>10}{'max':>10}{'onload GB/s':>14}{'offload GB/s':>14}")
     for result in results:
         rates = "".join(
-            f"{rate:14.1f}" if rate else f"{'-':>14}"
-            for rate in (result.onload_gb_per_s, result.offload_gb_per_s)
+            f"{rate:14.1f}" if rate else f"{'-':>14}" for rate in (result.onload_gb_per_s, result.offload_gb_per_s)
         )
-        print(
-            f"{result.way:18}{result.total_ms:10.2f}{result.total_ms_min:10.2f}{result.total_ms_max:10.2f}{rates}"
-        )
+        print(f"{result.way:18}{result.total_ms:10.2f}{result.total_ms_min:10.2f}{result.total_ms_max:10.2f}{rates}")
     of = {result.way: result.total_ms for result in results}
     moving = of["onload alone"] + of["offload alone"]
     exposed = of["layer by layer"] - of["computing alone"]
@@ -412,9 +357,7 @@ def write_outputs(
     options: argparse.Namespace,
 ) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
-    sizes = {
-        name: value for name, value in vars(options).items() if isinstance(value, int)
-    }
+    sizes = {name: value for name, value in vars(options).items() if isinstance(value, int)}
     device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     record = {
         "device": device,
@@ -432,9 +375,7 @@ def write_outputs(
             draw(runs[way].spans, options.out / f"{name}.png", f"{way}, {device}")
             print(f"Picture: {options.out / name}.png")
         except ImportError:
-            print(
-                "No picture: matplotlib is not installed (elsewhere: python examples/timeline.py TRACE PICTURE)"
-            )
+            print("No picture: matplotlib is not installed (elsewhere: python examples/timeline.py TRACE PICTURE)")
 
 
 if __name__ == "__main__":

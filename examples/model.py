@@ -89,9 +89,7 @@ class Model:
         random = np.random.default_rng(config.seed)
         self.config = config
         self.embedding = paddle.to_tensor(
-            random.standard_normal(
-                (config.vocab_size, config.hidden_size), dtype=np.float32
-            )
+            random.standard_normal((config.vocab_size, config.hidden_size), dtype=np.float32)
         )
         self.layers = [Layer(config, random) for _ in range(config.num_layers)]
         self.final_norm = paddle.ones([config.hidden_size])
@@ -101,13 +99,9 @@ class Model:
         """``count`` tokens behind ``position`` earlier ones."""
         length, half = position + count, self.config.head_dim // 2
         positions = paddle.arange(position, length, dtype="int64")
-        frequencies = self.config.rope_theta ** (
-            -paddle.arange(half, dtype="float32") / half
-        )
+        frequencies = self.config.rope_theta ** (-paddle.arange(half, dtype="float32") / half)
         angles = (positions.astype("float32").unsqueeze(1) * frequencies).unsqueeze(1)
-        future = paddle.arange(length, dtype="int64").unsqueeze(
-            0
-        ) > positions.unsqueeze(1)
+        future = paddle.arange(length, dtype="int64").unsqueeze(0) > positions.unsqueeze(1)
         return Chunk(
             positions,
             paddle.cos(angles),
@@ -117,26 +111,16 @@ class Model:
 
     def embed(self, tokens: Sequence[int]) -> Tensor:
         """``[tokens, hidden]``"""
-        return functional.embedding(
-            paddle.to_tensor(list(tokens), dtype="int64"), self.embedding
-        )
+        return functional.embedding(paddle.to_tensor(list(tokens), dtype="int64"), self.embedding)
 
-    def project(
-        self, layer: int, hidden: Tensor, chunk: Chunk
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, layer: int, hidden: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor, Tensor]:
         """Query ``[tokens, heads, head_dim]``, key and value ``[tokens, kv_heads, head_dim]``, rotated where needed."""
         config, weights = self.config, self.layers[layer]
         count = hidden.shape[0]
         normed = self._rms_norm(hidden, weights.attention_norm)
-        query = (normed @ weights.query).reshape(
-            [count, config.num_heads, config.head_dim]
-        )
-        key = (normed @ weights.key).reshape(
-            [count, config.num_kv_heads, config.head_dim]
-        )
-        value = (normed @ weights.value).reshape(
-            [count, config.num_kv_heads, config.head_dim]
-        )
+        query = (normed @ weights.query).reshape([count, config.num_heads, config.head_dim])
+        key = (normed @ weights.key).reshape([count, config.num_kv_heads, config.head_dim])
+        value = (normed @ weights.value).reshape([count, config.num_kv_heads, config.head_dim])
         return _rotate(query, chunk), _rotate(key, chunk), value
 
     def attend(
@@ -158,19 +142,11 @@ class Model:
             transpose_y=True,
         )
         scores = scores.reshape([config.num_heads, count, chunk.length]) + chunk.mask
-        shares = functional.softmax(scores, axis=-1).reshape(
-            [config.num_kv_heads, groups * count, chunk.length]
-        )
+        shares = functional.softmax(scores, axis=-1).reshape([config.num_kv_heads, groups * count, chunk.length])
         mixed = (shares @ values).reshape([config.num_heads, count, config.head_dim])
-        hidden = (
-            hidden + mixed.transpose([1, 0, 2]).reshape([count, -1]) @ weights.output
-        )
+        hidden = hidden + mixed.transpose([1, 0, 2]).reshape([count, -1]) @ weights.output
         normed = self._rms_norm(hidden, weights.ffn_norm)
-        return (
-            hidden
-            + (functional.silu(normed @ weights.gate) * (normed @ weights.up))
-            @ weights.down
-        )
+        return hidden + (functional.silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down
 
     def next_token(self, hidden: Tensor) -> int:
         """The most likely token after the last row of ``hidden``."""
@@ -193,23 +169,17 @@ def read_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     return pages.transpose([1, 0, 2, 3]).reshape([heads, -1, head_dim])[:, :length]
 
 
-def write_pages(
-    cache: Tensor, tokens: Tensor, block_table: Sequence[int], position: int
-) -> None:
+def write_pages(cache: Tensor, tokens: Tensor, block_table: Sequence[int], position: int) -> None:
     """Puts keys or values ``[tokens, kv_heads, head_dim]`` behind the first ``position`` tokens of a conversation."""
     heads, block_size, head_dim = cache.shape[1:]
     count = tokens.shape[0]
     first, end = position // block_size, -(-(position + count) // block_size)
     touched = list(block_table[first:end])
-    pages = paddle.gather(
-        cache, paddle.to_tensor(touched, dtype="int64"), axis=0
-    ).transpose([0, 2, 1, 3])
+    pages = paddle.gather(cache, paddle.to_tensor(touched, dtype="int64"), axis=0).transpose([0, 2, 1, 3])
     rows = pages.reshape([-1, heads, head_dim])
     start = position - first * block_size
     rows = paddle.concat([rows[:start], tokens, rows[start + count :]])
-    pages = rows.reshape([len(touched), block_size, heads, head_dim]).transpose(
-        [0, 2, 1, 3]
-    )
+    pages = rows.reshape([len(touched), block_size, heads, head_dim]).transpose([0, 2, 1, 3])
     ops.transfer_blocks(pages.contiguous(), cache, list(enumerate(touched)))
 
 
@@ -226,10 +196,6 @@ def _rotate(heads: Tensor, chunk: Chunk) -> Tensor:
     )
 
 
-def _weight(
-    random: np.random.Generator, rows: int, columns: int, gain: float = 1.0
-) -> Tensor:
-    values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(
-        gain / math.sqrt(rows)
-    )
+def _weight(random: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> Tensor:
+    values = random.standard_normal((rows, columns), dtype=np.float32) * np.float32(gain / math.sqrt(rows))
     return paddle.to_tensor(values)

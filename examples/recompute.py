@@ -20,12 +20,8 @@ from paddle_kv import DeviceCache
 
 def differences(server: Server, conversation: Conversation) -> Iterator[str]:
     """One sentence for each way in which the conversation differs from its recomputation."""
-    expected, predictions = recompute(
-        server.model, conversation, server.spec.block_size
-    )
-    for index, (served, again) in enumerate(
-        zip(conversation.predictions, predictions, strict=True)
-    ):
+    expected, predictions = recompute(server.model, conversation, server.spec.block_size)
+    for index, (served, again) in enumerate(zip(conversation.predictions, predictions, strict=True)):
         if served != again:
             yield f"{conversation.name}: token {index} is {served}, recomputed {again}"
             break
@@ -42,9 +38,7 @@ def differences(server: Server, conversation: Conversation) -> Iterator[str]:
     server.blocks.release(table, [])
 
 
-def recompute(
-    model: Model, conversation: Conversation, block_size: int
-) -> tuple[DeviceCache, list[int]]:
+def recompute(model: Model, conversation: Conversation, block_size: int) -> tuple[DeviceCache, list[int]]:
     """The KV cache (block i of the conversation is block i) and the next token after each chunk."""
     spec = model.config.cache_spec(block_size)
     table = range(blocks_for(conversation.cached_tokens, spec))
@@ -58,9 +52,7 @@ def recompute(
     return cache, predictions
 
 
-def contiguous(
-    cache: DeviceCache, name: str, layer: int, table: list[int] | range, length: int
-) -> np.ndarray:
+def contiguous(cache: DeviceCache, name: str, layer: int, table: list[int] | range, length: int) -> np.ndarray:
     """The bytes of one tensor's first ``length`` tokens: what lies behind them in the last block means nothing."""
     pages = cache.tensor(name, layer).numpy()[list(table)]
     tokens = pages.swapaxes(1, 2).reshape(-1, *pages.shape[1::2])[:length]

@@ -59,16 +59,12 @@ class DeviceBlocks:
     """Hands out device blocks, the longest-free first."""
 
     def __init__(self, count: int) -> None:
-        self._free: deque[tuple[int, list[Transfer]]] = deque(
-            (block_id, []) for block_id in range(count)
-        )
+        self._free: deque[tuple[int, list[Transfer]]] = deque((block_id, []) for block_id in range(count))
 
     def allocate(self, count: int) -> list[int]:
         """Blocks that the model may write: it is made to wait for offloads that still read them."""
         if count > len(self._free):
-            raise MemoryError(
-                f"{count} device blocks asked for, {len(self._free)} free"
-            )
+            raise MemoryError(f"{count} device blocks asked for, {len(self._free)} free")
         taken = [self._free.popleft() for _ in range(count)]
         for transfer in {id(t): t for _, offloads in taken for t in offloads}.values():
             transfer.wait_on()
@@ -82,23 +78,17 @@ class DeviceBlocks:
 class Server:
     """The caches, the scheduler and the book-keeping of blocks."""
 
-    def __init__(
-        self, model: Model, *, block_size: int, device_blocks: int, host_blocks: int
-    ) -> None:
+    def __init__(self, model: Model, *, block_size: int, device_blocks: int, host_blocks: int) -> None:
         self.model = model
         self.spec = model.config.cache_spec(block_size)
         self.device = DeviceCache(self.spec, device_blocks, device="cpu")
         self.host = HostPool(self.spec, host_blocks)
-        self.scheduler = LayerwiseScheduler(
-            self.device, self.host, backend="cpu", record_layer_times=True
-        )
+        self.scheduler = LayerwiseScheduler(self.device, self.host, backend="cpu", record_layer_times=True)
         self.blocks = DeviceBlocks(device_blocks)
 
     def turn(self, conversation: Conversation, answer_tokens: int) -> Turn:
         """Answers the conversation's next prompt with ``answer_tokens`` tokens."""
-        prompt = conversation.predictions[-1:] + list(
-            conversation.prompts[conversation.turns]
-        )
+        prompt = conversation.predictions[-1:] + list(conversation.prompts[conversation.turns])
         conversation.turns += 1
         reused = conversation.cached_tokens
         after_prompt = reused + len(prompt)
@@ -115,13 +105,9 @@ class Server:
             reused // self.spec.block_size,
             after_prompt // self.spec.block_size,
         )
-        offload = self.scheduler.offload(
-            table[changed:full], conversation.host_blocks[changed:full], layerwise=True
-        )
+        offload = self.scheduler.offload(table[changed:full], conversation.host_blocks[changed:full], layerwise=True)
 
-        def advance(
-            tokens: list[int], wait_layer: LayerCall, layer_written: LayerCall
-        ) -> None:
+        def advance(tokens: list[int], wait_layer: LayerCall, layer_written: LayerCall) -> None:
             position = conversation.cached_tokens
             prediction = run_chunk(
                 self.model,
@@ -149,9 +135,7 @@ class Server:
             advance(conversation.predictions[-1:], nothing, nothing)
 
         rest = self.scheduler.offload(table[full:], conversation.host_blocks[full:])
-        onload.wait(
-            TIMEOUT_S
-        )  # raises what wait_layer could not know yet: only now are the results valid
+        onload.wait(TIMEOUT_S)  # raises what wait_layer could not know yet: only now are the results valid
         self.blocks.release(table, [offload, rest])
         answer = bytes(conversation.predictions[-answer_tokens:])
         return Turn(
@@ -197,9 +181,7 @@ def run_chunk(
     """
     with recorder.span("compute", 0):
         chunk = model.chunk(position, len(tokens))
-        table = paddle.to_tensor(
-            list(block_table[: blocks_for(chunk.length, cache.spec)]), dtype="int64"
-        )
+        table = paddle.to_tensor(list(block_table[: blocks_for(chunk.length, cache.spec)]), dtype="int64")
         hidden = model.embed(tokens)
     for layer in range(model.config.num_layers):
         keys, values = cache.tensor("key", layer), cache.tensor("value", layer)

@@ -49,14 +49,9 @@ class Recorder:
         self.spans.append(Span(lane, layer, start_ms, self._now_ms()))
 
 
-def transfer_spans(
-    lane: str, layer_times_ms: Iterable[tuple[float, float]]
-) -> list[Span]:
+def transfer_spans(lane: str, layer_times_ms: Iterable[tuple[float, float]]) -> list[Span]:
     """The spans of a finished transfer, from ``Transfer.layer_times_ms``."""
-    return [
-        Span(lane, layer, start_ms, end_ms)
-        for layer, (start_ms, end_ms) in enumerate(layer_times_ms)
-    ]
+    return [Span(lane, layer, start_ms, end_ms) for layer, (start_ms, end_ms) in enumerate(layer_times_ms)]
 
 
 def total_ms(spans: Iterable[Span]) -> float:
@@ -68,12 +63,8 @@ def overlap_ms(spans: Sequence[Span], others: Sequence[Span]) -> float:
     if not spans or not others:
         return 0.0
     starts, ends = np.array([(span.start_ms, span.end_ms) for span in spans]).T
-    other_starts, other_ends = np.array(
-        [(span.start_ms, span.end_ms) for span in others]
-    ).T
-    shared = np.minimum(ends[:, None], other_ends) - np.maximum(
-        starts[:, None], other_starts
-    )
+    other_starts, other_ends = np.array([(span.start_ms, span.end_ms) for span in others]).T
+    shared = np.minimum(ends[:, None], other_ends) - np.maximum(starts[:, None], other_starts)
     return float(np.clip(shared, 0.0, None).sum())
 
 
@@ -96,9 +87,7 @@ def write_trace(spans: Iterable[Span], path: Path) -> None:
         for span in spans
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"})
-    )
+    path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -131,14 +120,8 @@ def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
     figure, axes = pyplot.subplots(figsize=(12, 3.6), dpi=120, layout="constrained")
     for span in spans:
         height = lanes.index("compute" if span.lane == "wait" else span.lane)
-        colour = (
-            WAIT_COLOUR
-            if span.lane == "wait"
-            else colours(0.25 + 0.7 * span.layer / max(1, num_layers - 1))
-        )
-        edge = (
-            0.8 if span.lane in ("onload", "offload") else 0
-        )  # short copies stay visible, short waits do not matter
+        colour = WAIT_COLOUR if span.lane == "wait" else colours(0.25 + 0.7 * span.layer / max(1, num_layers - 1))
+        edge = 0.8 if span.lane in ("onload", "offload") else 0  # short copies stay visible, short waits do not matter
         left_ms, width_ms = span.start_ms - origin_ms, span.end_ms - span.start_ms
         axes.barh(
             height,
@@ -168,9 +151,7 @@ def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
     axes.set_axisbelow(True)
     if any(span.lane == "wait" for span in spans):
         waiting = Patch(color=WAIT_COLOUR, label="the model waits for a layer")
-        figure.legend(
-            handles=[waiting], loc="outside upper right", fontsize=8, frameon=False
-        )
+        figure.legend(handles=[waiting], loc="outside upper right", fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -182,17 +163,13 @@ def _longest_of_each_layer(spans: Iterable[Span]) -> list[Span]:
     longest: dict[tuple[str, int], Span] = {}
     for span in spans:
         best = longest.get((span.lane, span.layer))
-        if span.lane != "wait" and (
-            best is None or span.end_ms - span.start_ms > best.end_ms - best.start_ms
-        ):
+        if span.lane != "wait" and (best is None or span.end_ms - span.start_ms > best.end_ms - best.start_ms):
             longest[span.lane, span.layer] = span
     return list(longest.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Draws a trace that a demo has written."
-    )
+    parser = argparse.ArgumentParser(description="Draws a trace that a demo has written.")
     parser.add_argument("trace", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--title", default="")
