@@ -16,7 +16,7 @@ import paddle
 from paddle import Tensor
 from paddle.nn import functional
 
-from paddle_kv import KVCacheSpec, ops
+from paddle_kv import KVCacheSpec
 
 
 @dataclass(frozen=True)
@@ -167,20 +167,6 @@ def read_pages(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     pages = paddle.gather(cache, block_table, axis=0)
     heads, head_dim = cache.shape[1], cache.shape[3]
     return pages.transpose([1, 0, 2, 3]).reshape([heads, -1, head_dim])[:, :length]
-
-
-def write_pages(cache: Tensor, tokens: Tensor, block_table: Sequence[int], position: int) -> None:
-    """Puts keys or values ``[tokens, kv_heads, head_dim]`` behind the first ``position`` tokens of a conversation."""
-    heads, block_size, head_dim = cache.shape[1:]
-    count = tokens.shape[0]
-    first, end = position // block_size, -(-(position + count) // block_size)
-    touched = list(block_table[first:end])
-    pages = paddle.gather(cache, paddle.to_tensor(touched, dtype="int64"), axis=0).transpose([0, 2, 1, 3])
-    rows = pages.reshape([-1, heads, head_dim])
-    start = position - first * block_size
-    rows = paddle.concat([rows[:start], tokens, rows[start + count :]])
-    pages = rows.reshape([len(touched), block_size, heads, head_dim]).transpose([0, 2, 1, 3])
-    ops.transfer_blocks(pages.contiguous(), cache, list(enumerate(touched)))
 
 
 def _rotate(heads: Tensor, chunk: Chunk) -> Tensor:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import paddle
-from model import Model, read_pages, write_pages
+from model import Model, read_pages
 from timeline import Recorder, Span
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, ops
 
 TIMEOUT_S = 60.0
 
@@ -179,9 +179,11 @@ def run_chunk(
             in which the prefix ends belongs to both.
         layer_written: called when the tokens are in that layer's cache.
     """
+    block_size = cache.spec.block_size
     with recorder.span("compute", 0):
         chunk = model.chunk(position, len(tokens))
         table = paddle.to_tensor(list(block_table[: blocks_for(chunk.length, cache.spec)]), dtype="int64")
+        slots = paddle.gather(table, chunk.positions // block_size) * block_size + chunk.positions % block_size
         hidden = model.embed(tokens)
     for layer in range(model.config.num_layers):
         keys, values = cache.tensor("key", layer), cache.tensor("value", layer)
@@ -190,8 +192,7 @@ def run_chunk(
         with recorder.span("wait", layer):
             wait_layer(layer)
         with recorder.span("compute", layer):
-            write_pages(keys, key, block_table, position)
-            write_pages(values, value, block_table, position)
+            ops.reshape_and_cache(key, value, keys, values, slots)
             layer_written(layer)
             prefix = (
                 read_pages(keys, table, chunk.length),
