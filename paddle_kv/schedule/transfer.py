@@ -383,6 +383,8 @@ class Transfer:
         return self._over and not self._held_events
 
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        if layer >= 0 and self._marks is not None and self._marks[layer] is None:
+            return True  # it reads the layer only after the mark that is still to come
         groups = range(self._plan.num_groups) if layer < 0 else [self._plan.group_of(layer)]
         return self._over or self._waiting.get(stream, set()).issuperset(groups)
 
