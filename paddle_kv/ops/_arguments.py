@@ -86,7 +86,7 @@ def _integers(values: Any, name: str) -> np.ndarray:
     if isinstance(values, Tensor):
         if values.dtype not in _INTEGER_TENSORS and values.size:
             raise TypeError(f"{name} has dtype {values.dtype}; int32 or int64 is expected")
-        return values.numpy().astype(np.int64)
+        return values.numpy().astype(np.int64)  # type: ignore[no-any-return]
     try:
         found = np.asarray(values)
     except (TypeError, ValueError):
