@@ -31,7 +31,7 @@ std::vector<paddle::Tensor> ConvertFp8(const paddle::Tensor& source, const paddl
   const paddle::DataType dtype = TargetDtype(to, format);
   const bool encodes = to == "fp8";
   const ElementType plain = encodes ? PlainTypeOf(source, "source") : PlainTypeNamed(to, "to");
-  if (!encodes) CacheTypeOf(source, "source", "fp8_" + fp8_format);
+  if (!encodes) CheckFp8Codes(source, "source", format);
   const Scale by{CheckScale(scale, "scale", 0, source, "source"), scale_value};
 
   paddle::Tensor target = NewTensor(source.shape(), dtype, source);

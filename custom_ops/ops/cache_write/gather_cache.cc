@@ -25,7 +25,7 @@ std::vector<paddle::Tensor> GatherCache(const paddle::Tensor& cache, const paddl
                                         const std::string& kv_cache_dtype, float scale_value, int64_t stream) {
   const CacheTensor from = CheckCacheTensor(cache, "cache", LayoutNamed(layout, "layout", cache.shape().size() == 5));
   const CacheShape& shape = from.shape;
-  const DeviceStream where = WhereOf(cache, stream);
+  const DeviceStream where = OnGpu(cache) ? WhereOf(cache, stream) : DeviceStream{};
   const TokenMap map = CheckTokenMap(block_table, cu_seq_lens, cache, shape, total_tokens, BlockUse::kRead, where);
   const bool dequantizes = kv_cache_dtype != "auto";
   Dequantization how;

@@ -49,7 +49,7 @@ void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor
     ThrowValueError("tokens has shape " + ShapeText(shape) + "; [tokens, " + std::to_string(to.shape.heads) + ", " +
                     std::to_string(to.shape.head_size) + "] is expected for this cache");
   }
-  const DeviceStream where = WhereOf(cache, stream);
+  const DeviceStream where = OnGpu(cache) ? WhereOf(cache, stream) : DeviceStream{};
   const TokenMap map = CheckTokenMap(block_table, cu_seq_lens, cache, to.shape, shape[0], BlockUse::kWritten, where);
   const RowPlace from = PlaceOfRows(data, shape, strides, to.element_bytes);
   const TokenMove move{

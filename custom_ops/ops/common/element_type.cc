@@ -63,26 +63,28 @@ ElementType PlainTypeOf(paddle::DataType dtype, const std::string& name) {
   }
 }
 
+void CheckFp8Codes(const paddle::Tensor& codes, const std::string& name, ElementType type) {
+  const bool is_e4m3 = type == ElementType::kFp8E4m3;
+  if (codes.dtype() != paddle::DataType::UINT8 && codes.dtype() != (is_e4m3 ? kPaddleFp8E4m3 : kPaddleFp8E5m2)) {
+    ThrowDtype(name, codes.dtype(), is_e4m3 ? "uint8 or float8_e4m3fn" : "uint8 or float8_e5m2");
+  }
+}
+
 ElementType CacheTypeOf(const paddle::Tensor& cache, const std::string& name, const std::string& kv_cache_dtype) {
   const paddle::DataType dtype = cache.dtype();
   if (kv_cache_dtype == "auto") return PlainTypeOf(cache, name);
-  const std::string with = " with kv_cache_dtype \"" + kv_cache_dtype + "\"";
-  if (kv_cache_dtype == "fp8_e4m3") {
-    if (dtype != paddle::DataType::UINT8 && dtype != kPaddleFp8E4m3)
-      ThrowDtype(name + with, dtype, "uint8 or float8_e4m3fn");
-    return ElementType::kFp8E4m3;
-  }
-  if (kv_cache_dtype == "fp8_e5m2") {
-    if (dtype != paddle::DataType::UINT8 && dtype != kPaddleFp8E5m2)
-      ThrowDtype(name + with, dtype, "uint8 or float8_e5m2");
-    return ElementType::kFp8E5m2;
+  const std::string what = name + " with kv_cache_dtype \"" + kv_cache_dtype + "\"";
+  if (kv_cache_dtype == "fp8_e4m3" || kv_cache_dtype == "fp8_e5m2") {
+    const ElementType type = kv_cache_dtype == "fp8_e4m3" ? ElementType::kFp8E4m3 : ElementType::kFp8E5m2;
+    CheckFp8Codes(cache, what, type);
+    return type;
   }
   if (kv_cache_dtype == "int8") {
-    if (dtype != paddle::DataType::INT8) ThrowDtype(name + with, dtype, "int8");
+    if (dtype != paddle::DataType::INT8) ThrowDtype(what, dtype, "int8");
     return ElementType::kInt8;
   }
   if (kv_cache_dtype == "paddle_uint8") {
-    if (dtype != paddle::DataType::UINT8) ThrowDtype(name + with, dtype, "uint8");
+    if (dtype != paddle::DataType::UINT8) ThrowDtype(what, dtype, "uint8");
     return ElementType::kPaddleUint8;
   }
   ThrowValueError("kv_cache_dtype = \"" + kv_cache_dtype +

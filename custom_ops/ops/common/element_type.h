@@ -20,6 +20,9 @@ ElementType PlainTypeOf(const paddle::Tensor& tensor, const std::string& name);
 // name; int8 in int8; paddle_uint8 in uint8.
 ElementType CacheTypeOf(const paddle::Tensor& cache, const std::string& name, const std::string& kv_cache_dtype);
 
+// ValueError unless the dtype of the tensor keeps codes of this 8-bit float.
+void CheckFp8Codes(const paddle::Tensor& codes, const std::string& name, ElementType type);
+
 // The dtype that keeps fp8 codes: Paddle 2.6 has none of its own, so uint8 there.
 paddle::DataType Fp8Dtype(ElementType type);
 
