@@ -179,7 +179,7 @@ def test_any_shapes_and_slots(data: st.DataObject) -> None:
 def test_in_a_program(machine: Machine, full_graph: bool) -> None:
     def step(kv_c: Any, k_pe: Any, kv_cache: Any, slots: Any) -> Any:
         kv_cache = ops.concat_and_cache_mla(kv_c, k_pe, kv_cache, slots, kv_cache_dtype="int8", scale=0.37)
-        return kv_cache.cast("float32").sum()
+        return kv_cache.reshape([-1])[:1]
 
     traced = paddle.jit.to_static(step, full_graph=full_graph)
     for first in (0, 9):
