@@ -223,7 +223,8 @@ class LayerwiseScheduler:
         try:
             self.drain(timeout_s)
         except BaseException:
-            self._closers -= 1
+            with hazards.lock:
+                self._closers -= 1
             raise
         with hazards.lock:
             if self._closed:  # another thread was quicker

@@ -272,14 +272,9 @@ scheduler = LayerwiseScheduler(cache, pool)
 ENDS = {
     "end of the program": "scheduler.offload([2, 0], [5, 1])",
     "everything deleted": "scheduler.offload([2, 0], [5, 1])\ndel scheduler, pool, cache",
-    "exit": "scheduler.offload([2, 0], [5, 1])\nsys.exit(0)",
     "exception": "scheduler.offload([2, 0], [5, 1])\nraise KeyError('the end')",
-    "with an exception": "with scheduler:\n    scheduler.offload([2, 0], [5, 1])\n    raise KeyError('the end')",
     "a layer that is never marked": (
         "scheduler.offload([2, 0], [5, 1])\nscheduler.offload([1], [3], layerwise=True)\nscheduler.onload([3], [2])"
-    ),
-    "another thread": (
-        "thread = threading.Thread(target=lambda: scheduler.offload([2, 0], [5, 1]))\nthread.start(); thread.join()"
     ),
     "a daemon thread that waits for ever": (
         "save = scheduler.offload([1], [3], layerwise=True)\nscheduler.offload([2, 0], [5, 1])\n"
