@@ -215,7 +215,7 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
     with lock:
         domain = None
         for extent in extents:
-            for known, attached in list(_attached.items()):
+            for known, attached in _attached.copy().items():  # list(): garbage collection half way may detach a pool
                 if extent.start >= known.end or known.start >= extent.end:
                     continue
                 domain = attached.domain
@@ -245,7 +245,7 @@ def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: 
     """Raises RuntimeError if work on ``stream`` touches blocks of a pool's tensor that a transfer is moving, without
     having waited for it (clause 5 of the contract; the debug mode asks)."""
     with lock:
-        for extent, attached in list(_attached.items()):  # a pool may be collected meanwhile
+        for extent, attached in _attached.copy().items():  # list(): garbage collection half way may detach a pool
             if not extent.start <= address < extent.end:
                 continue
             first = (address - extent.start) // extent.stride_bytes

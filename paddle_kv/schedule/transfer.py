@@ -14,6 +14,7 @@ State changes under ``hazards.lock``; host waits happen outside of it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -316,6 +317,12 @@ class Transfer:
         except Exception:  # noqa: BLE001  the device is lost: nothing runs there any more
             return
         self._last_event = self._fence_event = event
+
+    def _hold(self, compute: Stream) -> None:
+        """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
+        if self._last_event is not None and not self._over:
+            with contextlib.suppress(Exception):  # a second failure; the device is lost
+                self._scheduler._backend.wait_on_stream(compute, self._last_event, None)
 
     def _take_event(self) -> Event:
         event = self._scheduler._take_event()

@@ -374,6 +374,17 @@ def block_of_a_broken_submission_is_overwritten(s: Setting) -> None:
     read_layer_by_layer(s, scheduler.onload([3], [0]), 0, "prefix")
 
 
+def compute_behind_a_broken_submission(s: Setting) -> None:
+    scheduler = s.scheduler()
+    s.fill_host(3, "prefix")
+    s.simulation.device.break_submission(1)
+    refused(scheduler.onload, [3], [1], error=TransferError)
+    s.compute(writes=1, version="prompt")
+    s.cache.mark_rewritten([1])
+    scheduler.offload([1], [2]).wait()
+    s.assert_host(2, "prompt")
+
+
 def freed_block_of_a_broken_submission_stays_in_quarantine(s: Setting) -> None:
     scheduler = s.scheduler()
     [block] = s.pool.allocate(1)

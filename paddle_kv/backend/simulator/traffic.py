@@ -130,7 +130,7 @@ class Server:
             self.simulation.touch_on_host(writes=[(self.pool, block, layer)], version=version, label="host fill")
             self._host[block, layer] = Content(version)
         self.pool.mark_rewritten([block])
-        self._written_host[block] = []
+        self._rewritten(self._written_host, block)
 
     def read_host(self, block: int) -> None:
         """The host looks at a block under a lease."""
@@ -165,7 +165,7 @@ class Server:
         else:
             if write:
                 self.cache.mark_rewritten([block])
-                self._written_device[block] = []
+                self._rewritten(self._written_device, block)
         if side:
             self.simulation.order(stream, main)
 
@@ -211,6 +211,7 @@ class Server:
             (self._written_device, self._written_host) if saves else (self._written_host, self._written_device)
         )
         broken = self.simulation.device.num_broken
+        begun = _begun(own)
         try:
             if saves:
                 transfer = own.offload(device_ids, host_ids, layerwise=layerwise)
@@ -223,7 +224,7 @@ class Server:
             assert own_failure or any(content.failed for content in writers), (
                 f"{what} was refused although nothing that wrote its sources failed: {error}"
             )
-            if error.block_ids == list(target_ids):  # it had begun
+            if _begun(own) > begun:
                 for block in target_ids:
                     lost = Content(lost=True)
                     targets.update({(block, layer): lost for layer in range(LAYERS)})
@@ -253,12 +254,12 @@ class Server:
 
     def mark(self, flight: Flight, layer: int) -> None:
         self._note(f"mark layer {layer} of t{flight.number}")
+        flight.unmarked.discard(layer)  # part of it may run even if the call fails
         try:
             flight.transfer.mark_layer_written(layer)
         except TransferError as error:
             self._note(f"  {error}")
             return
-        flight.unmarked.discard(layer)
         for position in range(len(flight.device_ids)):
             self._late_targets[flight][position, layer].source = flight.sources[position, layer]
 
@@ -350,6 +351,10 @@ class Server:
         if content is not None:
             self._reads.append((seen, self.simulation.location(pool, block, layer), content))
 
+    def _rewritten(self, written: dict[int, list[Content]], block: int) -> None:
+        # A failure that comes out later still makes the block unusable: the scheduler cannot know who wrote last.
+        written[block] = [c for c in written.get(block, []) if c.flight is not None and not c.flight.over]
+
     def _forget_what_is_over(self) -> None:
         self.flights = [flight for flight in self.flights if not flight.over]
 
@@ -359,6 +364,11 @@ class Server:
 
     def _note(self, line: str) -> None:
         self.trace.append(line)
+
+
+def _begun(scheduler: LayerwiseScheduler) -> int:
+    stats = scheduler.stats()
+    return stats["onload_transfers"] + stats["offload_transfers"]
 
 
 def play(seed: int, *, num_steps: int = 60, drop: Collection[str] = (), faults: bool = True) -> Server:
