@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -406,16 +407,20 @@ def test_a_submission_that_fails_raises_at_the_call(rig, direction, after):
 
 
 def test_half_of_a_failed_submission_still_runs(rig, copies):
-    """The blocks stay in use until a fence behind it is passed, for every scheduler."""
+    """The blocks stay in use until a fence behind it is passed, for every scheduler; the caller gets no handle, so the
+    error comes when compute may touch the blocks again."""
     copies.hold("onload", 3)
     backend = FailingBackend()
     with (
         LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as one,
         LayerwiseScheduler(rig.cache, rig.pool) as two,
+        ThreadPoolExecutor() as callers,
     ):
         backend.fail("copy_layers", 1, Broken("x"), after=True)
-        with pytest.raises(TransferError):
-            one.onload([4], [1])
+        failing = callers.submit(one.onload, [4], [1])
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        time.sleep(SHORT_S)
+        assert not failing.done()
         assert one.stats()["in_flight"] == 1
         with pytest.raises(TimeoutError), rig.pool.lease([4], write=True, timeout_s=SHORT_S):
             pass
@@ -425,6 +430,8 @@ def test_half_of_a_failed_submission_still_runs(rig, copies):
         rig.expect_onload([4], [1], layers=range(3))
         rig.check()
         copies.go_on()
+        with pytest.raises(TransferError):
+            failing.result(WAIT_S)
         rewrite.wait(WAIT_S)
         one.drain(WAIT_S)
         rig.expect_onload([4], [1], layers=[3, 4])
