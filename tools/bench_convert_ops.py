@@ -325,7 +325,7 @@ def main() -> None:
     paddle.set_device("gpu:0")
     clock = Clock(given.repeats)
     figures: list[Figure] = []
-    for tokens in (8192, 65536, 262144):
+    for tokens in (32768, 131072, 262144):
         for layout, kind in LAYOUTS:
             figures += bench_move(clock, tokens, layout, kind)
     figures += [bench_dequantizing(clock, 65536, layout, kind) for layout, kind in LAYOUTS]

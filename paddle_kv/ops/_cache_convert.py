@@ -219,7 +219,8 @@ def convert_fp8(
     options = (to, fp8_format, number)
     if not tracing() and 0 in source.shape:  # Paddle 2.6 takes no result without elements from an operator
         one = paddle.empty([1], source.dtype)._copy_to(source.place, True)
-        return _call("convert_fp8", stream, one, (one, tensor), options)[:0].reshape(source.shape)
+        converted: Tensor = _call("convert_fp8", stream, one, (one, tensor), options)[:0].reshape(source.shape)
+        return converted
     return _call("convert_fp8", stream, source, (source, tensor), options)
 
 

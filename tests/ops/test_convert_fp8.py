@@ -195,7 +195,8 @@ def test_in_a_traced_program(machine: Machine, full_graph: bool) -> None:
 
     def there_and_back(source: paddle.Tensor, by: paddle.Tensor) -> paddle.Tensor:
         codes = ops.convert_fp8(source, to="fp8", scale=by)
-        return ops.convert_fp8(codes, to="float16", scale=0.25).reshape([5, 7])  # 2.6 asks the last operator for a gradient
+        numbers = ops.convert_fp8(codes, to="float16", scale=0.25)
+        return numbers.reshape([5, 7])  # 2.6 asks the last operator for a gradient
 
     traced = paddle.jit.to_static(there_and_back, full_graph=full_graph)
     with paddle.no_grad():
