@@ -162,7 +162,9 @@ class TestErrors:
 
     @every_op
     def test_null_addresses(self, machine: Machine, op: str) -> None:
-        self.refuses(machine, op, ValueError, r"source_pointers\[1\] is null, its size is 3", [1, 0], [100, 110], [1, 3])
+        self.refuses(
+            machine, op, ValueError, r"source_pointers\[1\] is null, its size is 3", [1, 0], [100, 110], [1, 3]
+        )
         self.refuses(machine, op, ValueError, r"target_pointers\[0\] is null, its size is 3", [1, 2], [0, 110], 3)
 
     @every_op
@@ -214,7 +216,12 @@ def test_the_build_describes_itself() -> None:
     info = ops.build_info()
     assert set(info) == {"paddle", "cuda", "architectures", "commit", "compiler", "features"}
     assert info["paddle"] == paddle.__version__
-    assert (info["cuda"] is None) == ops.is_stub_build() == (info["architectures"] == []) == ("cuda" not in info["features"])
+    assert (
+        (info["cuda"] is None)
+        == ops.is_stub_build()
+        == (info["architectures"] == [])
+        == ("cuda" not in info["features"])
+    )
     assert ("memcpy_batch_async" in info["features"]) == ops.has_memcpy_batch_async()
     info["features"].clear()
     assert "cpu" in ops.build_info()["features"], "the caller has a copy"

@@ -182,7 +182,9 @@ class TestErrors:
     def test_a_tensor_that_is_not_contiguous(self, machine: Machine) -> None:
         caches = Caches(machine)
         turned = paddle.to_tensor(np.zeros((9, 5, 4, 7), np.uint16), place=machine.place).transpose([0, 2, 1, 3])
-        self.refuse(ValueError, r"key_caches\[1\] is not contiguous", caches, keys=[caches.keys[0], turned, caches.keys[2]])
+        self.refuse(
+            ValueError, r"key_caches\[1\] is not contiguous", caches, keys=[caches.keys[0], turned, caches.keys[2]]
+        )
 
     def test_the_same_cache_as_keys_and_values(self, machine: Machine) -> None:
         caches = Caches(machine)
@@ -215,10 +217,16 @@ class TestReshard:
             machine.synchronize()
             assert len(parts) == ranks
             for part, expected in zip(parts, parts_of(machine, whole, ranks, dtype), strict=True):
-                assert part.shape == expected.shape and part.dtype == expected.dtype and str(part.place) == str(expected.place)
+                assert (
+                    part.shape == expected.shape
+                    and part.dtype == expected.dtype
+                    and str(part.place) == str(expected.place)
+                )
                 np.testing.assert_array_equal(bits_of(part), bits_of(expected))
 
-    @pytest.mark.parametrize(("source", "target"), [(4, 8), (4, 2), (8, 4), (2, 3), (3, 2), (6, 4), (1, 24), (24, 1), (3, 3)])
+    @pytest.mark.parametrize(
+        ("source", "target"), [(4, 8), (4, 2), (8, 4), (2, 3), (3, 2), (6, 4), (1, 24), (24, 1), (3, 3)]
+    )
     def test_against_the_reference(self, machine: Machine, source: int, target: int) -> None:
         whole = universal_bits(2, 24)
         parts = parts_of(machine, whole, source, "bfloat16")

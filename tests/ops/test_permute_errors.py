@@ -72,7 +72,9 @@ def test_types(machine: Machine, op: str) -> None:
 def test_shapes_and_dtypes_of_chunks(machine: Machine, op: str) -> None:
     case = Case(machine, op)
     chunks = list(case.stack.chunks)
-    case.refuses(ValueError, r"chunks\[7\] has shape \[5, 4, 7\]", chunks=[*chunks[:7], case.zeros((5, 4, 7)), *chunks[8:]])
+    case.refuses(
+        ValueError, r"chunks\[7\] has shape \[5, 4, 7\]", chunks=[*chunks[:7], case.zeros((5, 4, 7)), *chunks[8:]]
+    )
     wrong = case.zeros((5, 4, 6), "float16")
     case.refuses(ValueError, r"chunks\[7\] and chunks\[0\] differ in dtype", chunks=[*chunks[:7], wrong, *chunks[8:]])
     case.refuses(ValueError, "differ in dtype", chunks=[wrong] * 12)
@@ -114,7 +116,9 @@ def test_counts(machine: Machine, op: str) -> None:
 def test_tensors_that_are_not_contiguous(machine: Machine, op: str) -> None:
     case = Case(machine, op)
     turned = case.zeros((4, 5, 6)).transpose([1, 0, 2])
-    case.refuses(ValueError, r"chunks\[3\] is not contiguous", chunks=[*case.stack.chunks[:3], turned] + case.stack.chunks[4:])
+    case.refuses(
+        ValueError, r"chunks\[3\] is not contiguous", chunks=[*case.stack.chunks[:3], turned, *case.stack.chunks[4:]]
+    )
     rank = len(case.dense.tensor.shape)
     turned = case.zeros(tuple(case.dense.tensor.shape)[::-1]).transpose(list(range(rank))[::-1])
     case.refuses(ValueError, "(out|universal|operational) is not contiguous", dense=turned)
@@ -125,7 +129,11 @@ def test_memory_that_overlaps(machine: Machine, op: str) -> None:
     case = Case(machine, op)
     chunks = list(case.stack.chunks)
     inside = case.dense.tensor.reshape([-1])[120:240].reshape([5, 4, 6])
-    case.refuses(ValueError, r"chunks\[5\] and (out|universal|operational) share memory", chunks=[*chunks[:5], inside, *chunks[6:]])
+    case.refuses(
+        ValueError,
+        r"chunks\[5\] and (out|universal|operational) share memory",
+        chunks=[*chunks[:5], inside, *chunks[6:]],
+    )
     if not op.endswith("from_block"):
         case.refuses(ValueError, "chunks: two of the memories to be written overlap", chunks=[*chunks[:11], chunks[0]])
 
@@ -142,4 +150,6 @@ def test_addresses(machine: Machine, op: str) -> None:
 
 def test_out_of_the_right_size_but_without_memory(machine: Machine) -> None:
     case = Case(machine, "universal_from_block")
-    case.refuses(ValueError, "holds no memory", chunks=case.stack.chunks[:6] + [paddle.Tensor()] + case.stack.chunks[7:])
+    case.refuses(
+        ValueError, "holds no memory", chunks=[*case.stack.chunks[:6], paddle.Tensor(), *case.stack.chunks[7:]]
+    )

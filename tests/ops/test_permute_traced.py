@@ -139,5 +139,3 @@ def test_what_a_program_cannot_hold(machine: Machine) -> None:
     program = traced(with_a_stream, full_graph=True)
     with pytest.raises(NotImplementedError, match="stream cannot be named"):
         program(out)
-
-
