@@ -32,7 +32,7 @@ def item_bytes(dtype: str) -> int:
 
 @dataclass
 class Machine:
-    """Where caches live, where the host memory that can be swapped with them comes from, and how to wait for all work."""
+    """Where caches live, where host memory to be swapped with them comes from, and how to wait for all work."""
 
     place: Any
     allocate_host: Callable[[int], np.ndarray]
@@ -63,8 +63,12 @@ class GuardedHost:
 
     def __post_init__(self) -> None:
         self._storage = self.machine.allocate_host(self.bits.size + 3 * GUARD_BYTES)
-        self._storage[:] = POISON
         self._first = GUARD_BYTES + (-self._storage.ctypes.data) % GUARD_BYTES + self.misalignment
+        self.refill()
+
+    def refill(self) -> None:
+        """As it was in the beginning."""
+        self._storage[:] = POISON
         self._storage[self._first : self._first + self.bits.size] = self.bits.ravel()
 
     @property

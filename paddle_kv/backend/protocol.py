@@ -49,7 +49,7 @@ class Backend(Protocol):
         """An event that is not recorded; may be one that was given back."""
 
     def destroy_event(self, event: Event) -> None:
-        """Gives an event back. It was passed, or was never recorded."""
+        """Gives an event back: nobody asks or waits for it again. A recording of it may still be ahead of its stream."""
 
     def close(self) -> None:
         """Frees what the backend keeps for re-use."""
@@ -62,8 +62,8 @@ class Backend(Protocol):
     def record(self, event: Event, stream: Stream) -> None: ...
 
     def wait_on_stream(self, stream: Stream, event: Event, timeout_s: float | None) -> None:
-        """Work submitted to the stream from now on runs after the event. Where compute has no stream, the caller blocks;
-        TimeoutError after ``timeout_s``."""
+        """Work submitted to the stream from now on runs after the event. Where compute has no stream, the caller
+        blocks; TimeoutError after ``timeout_s``."""
 
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..layout import KVCacheSpec
+from ..layout import KVCacheSpec, check_spec
 from ..ops import _arguments as arguments
 from ..schedule import hazards
-from ..schedule.plan import check_distinct, check_ids
-from .host_memory import HostMemory, has_gpu
+from ..schedule.plan import check_distinct, check_ids, check_timeout
+from .host_memory import HostMemory, allocate, has_gpu
 
 POLL_S = 0.001
 
@@ -22,8 +22,8 @@ POLL_S = 0.001
 class HostPool:
     """Blocks of all layers in host memory: page-locked where there is a GPU, plain RAM where there is none.
 
-    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first") or one piece in
-    which all layers of a block are adjacent ("block_first"). They are given back by :meth:`close`.
+    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first") or one piece
+    in which all layers of a block are adjacent ("block_first"). They are given back by :meth:`close`.
 
     Args:
         spec: shapes and dtypes.
@@ -54,8 +54,7 @@ class HostPool:
         self._set_up(spec, num_blocks)
         layer_bytes = num_blocks * spec.block_bytes
         sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
-        pinned = has_gpu()
-        self._memory.extend(HostMemory(size, pinned=pinned) for size in sizes)
+        self._memory += allocate(sizes, pinned=has_gpu())
         block_first_stride = spec.num_layers * spec.block_bytes
         for name in spec.tensor_names:
             offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
@@ -76,18 +75,22 @@ class HostPool:
     def adopt(cls, spec: KVCacheSpec, pointers: Mapping[str, Sequence[int]], num_blocks: int) -> HostPool:
         """A pool over memory that the user has: name -> one address per layer, each of ``num_blocks`` dense blocks.
 
-        The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive until
-        :meth:`close` and until all transfers are over.
+        The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive
+        until :meth:`close` and until all transfers are over.
 
         Raises:
             ValueError: names or number of addresses do not fit the spec, an address is 0, or ranges overlap.
         """
         made = cls.__new__(cls)
         made._set_up(spec, num_blocks)
+        if not isinstance(pointers, Mapping):
+            raise TypeError(
+                f"pointers is {type(pointers).__name__}; a mapping name -> one address per layer is expected"
+            )
         if set(pointers) != set(spec.tensor_names):
             raise ValueError(f"pointers has the names {sorted(pointers)}; {sorted(spec.tensor_names)} are expected")
         for name in spec.tensor_names:
-            addresses = [arguments.integer(p, f"pointers[{name!r}][{i}]") for i, p in enumerate(pointers[name])]
+            addresses = arguments.block_ids(pointers[name], f"pointers[{name!r}]")
             if len(addresses) != spec.num_layers:
                 raise ValueError(f"pointers[{name!r}] has {len(addresses)} layers; {spec.num_layers} are expected")
             for layer, address in enumerate(addresses):
@@ -95,15 +98,11 @@ class HostPool:
                     raise ValueError(f"pointers[{name!r}][{layer}] = {address} must be the address of host memory")
             made._pointers[name] = addresses
             made._strides[name] = spec.tensor_block_bytes(name)
-        extents = made._tensor_extents()
-        ordered = sorted(extents, key=lambda extent: extent.start)
-        for before, after in zip(ordered, ordered[1:]):
-            if before.end > after.start:
-                raise ValueError(f"pointers: the ranges at {before.start:#x} and {after.start:#x} overlap")
-        made._attach(extents)
+        made._attach(made._tensor_extents())
         return made
 
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
+        check_spec(spec)
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
         self.spec = spec
@@ -111,7 +110,6 @@ class HostPool:
         self._memory: list[HostMemory] = []
         self._pointers: dict[str, list[int]] = {}
         self._strides: dict[str, int] = {}
-        self._free = list(range(num_blocks))
         self._allocated: set[int] = set()
         self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
         self._closed = False
@@ -125,6 +123,7 @@ class HostPool:
 
     def _attach(self, extents: list[hazards.Extent]) -> None:
         self.domain, self._detach = hazards.attach(self, extents)
+        self._free = list(range(self.num_blocks))
 
     # ---- memory ----
     @property
@@ -140,6 +139,7 @@ class HostPool:
         self._check_open()
         if name not in self._pointers:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
+        layer = arguments.integer(layer, "layer")
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"layer = {layer} must be in [0, {self.spec.num_layers})")
         return self._pointers[name][layer]
@@ -149,12 +149,14 @@ class HostPool:
         return self._strides[name]
 
     def view(self, name: str, layer: int, block_id: int) -> np.ndarray:
-        """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would be.
+        """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would
+        be.
 
         Take a :meth:`lease` while you use it. A view of the pool's own memory keeps that memory alive beyond
         :meth:`close`; adopted memory has to be kept alive by its owner.
         """
         address = self.pointer(name, layer)
+        block_id = arguments.integer(block_id, "block_id")
         check_ids([block_id], "block_id", self.num_blocks)
         block_bytes = self.spec.tensor_block_bytes(name)
         start = address + block_id * self._strides[name]
@@ -248,6 +250,7 @@ class HostPool:
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
         check_distinct("block_ids", ids)
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with hazards.changed:
             self._check_open()
@@ -256,6 +259,7 @@ class HostPool:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"blocks {ids[:8]} were still in use after timeout_s = {timeout_s}")
                 hazards.changed.wait(POLL_S)
+                self._check_open()
                 hazards.collect()
         try:
             yield
@@ -266,7 +270,9 @@ class HostPool:
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """The host has rewritten these blocks: they may be read again although an offload into them failed."""
-        self.domain.mark_rewritten(arguments.block_ids(block_ids, "block_ids"))
+        ids = arguments.block_ids(block_ids, "block_ids")
+        check_ids(ids, "block_ids", self.num_blocks)
+        self.domain.mark_rewritten(ids)
 
     def _check_open(self) -> None:
         if self._closed:

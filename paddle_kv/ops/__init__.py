@@ -1,6 +1,14 @@
 """The operators, as functions on Paddle tensors."""
 
-from ._cache_convert import convert_fp8, convert_layout, gather_cache, scatter_cache
+from .cache_write import (
+    concat_and_cache_mla,
+    convert_fp8,
+    convert_layout,
+    gather_cache,
+    reshape_and_cache,
+    reshape_and_cache_dynamic,
+    scatter_cache,
+)
 from .copy import copy_blocks, copy_single_block, swap_blocks
 from .memcpy import build_info, has_memcpy_batch_async, is_stub_build, memcpy_batch, vectorized_copy
 from .permute import (
@@ -25,6 +33,7 @@ __all__ = [
     "block_from_universal",
     "build_info",
     "cache_from_universal",
+    "concat_and_cache_mla",
     "convert_fp8",
     "convert_layout",
     "copy_blocks",
@@ -34,6 +43,8 @@ __all__ = [
     "is_stub_build",
     "memcpy_batch",
     "operational_from_block",
+    "reshape_and_cache",
+    "reshape_and_cache_dynamic",
     "reshard_universal",
     "scatter_cache",
     "swap_blocks",

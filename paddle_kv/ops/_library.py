@@ -1,4 +1,4 @@
-"""Loads the compiled operators and calls them. Nothing else in the package touches Paddle's custom-operator interface."""
+"""Loads the compiled operators and calls them. Nothing else touches Paddle's custom-operator interface."""
 
 from __future__ import annotations
 

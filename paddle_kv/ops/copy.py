@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from .. import streams
 from . import _arguments as arguments
+from . import _check
 from ._arguments import Tensor
 from ._library import call, call_traceable
 from ._tracing import traceable, tracing
@@ -129,9 +130,25 @@ def _run(
     if not caches:
         return keys, values
     if not tracing():
-        call(op, caches, *ids, key_count, streams.resolve(stream, caches[0]))
+        handle = streams.resolve(stream, caches[0])
+        _report_accesses(op, caches, ids, handle)
+        call(op, caches, *ids, key_count, handle)
         return keys, values
     updated = call_traceable(f"{op}_in_place", caches, *ids, key_count, streams.traced(stream, op))
     if not isinstance(keys, (list, tuple)):
         return updated[0], None if values is None else updated[1]
     return updated[:key_count], None if values is None else updated[key_count:]
+
+
+def _report_accesses(op: str, caches: list[Tensor], ids: tuple[Any, ...], handle: int) -> None:
+    if not (_check.enabled() and _check.access_checks):
+        return
+    if op == "copy_single_block":
+        sources, targets = [ids[0]], [ids[1]]
+    elif ids[0] is not None:
+        sources, targets = (column.tolist() for column in ids[0].numpy().T)
+    else:
+        sources, targets = ids[1], ids[2]
+    for cache in caches:
+        _check.block_access(cache, [i for i in sources if i >= 0], writing=op == "swap_blocks", stream=handle)
+        _check.block_access(cache, [i for i in targets if i >= 0], writing=True, stream=handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -15,7 +16,7 @@ from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
 from . import hazards
-from .plan import Direction, make_plan
+from .plan import Direction, check_timeout, make_plan
 from .transfer import Transfer, depend
 
 EXIT_TIMEOUT_S = 30.0
@@ -76,6 +77,8 @@ class LayerwiseScheduler:
             raise ValueError(f"engine = {engine!r} must be 'auto'")
         if isinstance(layers_per_event, bool) or not isinstance(layers_per_event, int) or layers_per_event < 1:
             raise ValueError(f"layers_per_event = {layers_per_event!r} must be an integer of at least 1")
+        if device_cache.domain is host_pool.domain:
+            raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
         self._default_stream = compute_stream
@@ -88,15 +91,16 @@ class LayerwiseScheduler:
             ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
         )
         self._closed = False
+        self._closers = 0  # threads in close()
         self._binding = self._backend.bind(device_cache, host_pool)
         self._streams: dict[str, Stream] = {}
         try:
             for direction in ("onload", "offload"):
                 self._streams[direction] = self._backend.create_stream()
             self.origin_event = self._take_event()
+            self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
             self._backend.record(self.origin_event, self._streams["onload"])
             self._backend.wait(self.origin_event, None)
-            self._origin_s = time.perf_counter()
         except BaseException:
             self._give_up()
             raise
@@ -114,7 +118,8 @@ class LayerwiseScheduler:
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
-            TransferError: a device block holds no usable data after a failed onload, or the submission failed.
+            TransferError: a device block holds no usable data after a failed onload, or the submission failed. The compute
+                stream is ordered behind what was submitted of it.
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
@@ -152,9 +157,12 @@ class LayerwiseScheduler:
             target.domain.check(plan.target_ids, names[1], writing=True)
             transfer = Transfer(self, plan, self._streams[direction], layerwise=layerwise)
             if not layerwise and plan.num_groups:
-                event = self._take_event()
-                transfer._extra_events.append(event)
-                self._backend.record(event, compute)
+                try:
+                    event = transfer._take_event()
+                    self._backend.record(event, compute)
+                except BaseException:
+                    transfer._give_back_events()
+                    raise
                 transfer._after.append(event)
             depend(
                 transfer,
@@ -166,6 +174,9 @@ class LayerwiseScheduler:
             self._counters[f"{direction}_bytes"] += transfer.bytes
             transfer._advance()
             transfer.poll()
+            if transfer.failed:
+                # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
+                transfer._hold(compute)
             transfer._raise_if_failed()
         return transfer
 
@@ -174,8 +185,9 @@ class LayerwiseScheduler:
         object with ``done()`` and ``wait(timeout_s)``."""
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
-        self._check_open()
-        return self._backend.user_event(self._streams[direction])
+        with hazards.lock:
+            self._check_open()
+            return self._backend.user_event(self._streams[direction])
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -183,11 +195,12 @@ class LayerwiseScheduler:
         Raises:
             TimeoutError: not after ``timeout_s``, for example because a layer was never marked as written.
         """
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with hazards.changed:
                 hazards.collect()
-                left = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+                left = self._in_flight()
                 if not left:
                     return
                 if deadline is not None and time.monotonic() >= deadline:
@@ -202,26 +215,34 @@ class LayerwiseScheduler:
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
         """
-        if self._closed or self._process_id != os.getpid():
+        if self._process_id != os.getpid():
             return
+        check_timeout(timeout_s)
         with hazards.lock:
-            for transfer in hazards.in_flight():
-                if isinstance(transfer, Transfer) and transfer._scheduler is self:
-                    transfer.cancel()
-        self.drain(timeout_s)
+            if self._closed:
+                return
+            self._closers += 1  # or threads that go on submitting would keep it open
+            for transfer in self._in_flight():
+                transfer.cancel()
+        try:
+            self.drain(timeout_s)
+        except BaseException:
+            with hazards.lock:
+                self._closers -= 1
+            raise
         with hazards.lock:
-            if not self._closed:
-                self._closed = True
-                self._give_up()
+            if self._closed:  # another thread was quicker
+                return
+            self._closed = True
+        self._give_up()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now."""
         with hazards.lock:
             hazards.collect()
-            mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
             return {
                 **self._counters,
-                "in_flight": len(mine),
+                "in_flight": len(self._in_flight()),
                 "events": self._num_events,
                 "streams": len(self._streams),
                 "pinned_bytes": self.host_pool.pinned_bytes,
@@ -253,17 +274,22 @@ class LayerwiseScheduler:
             self._backend.destroy_event(event)
         self._num_events -= len(events)
 
+    def _in_flight(self) -> list[Transfer]:
+        mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+        return [transfer for transfer in mine if not transfer.is_settled]
+
     def _give_up(self) -> None:
-        for stream in self._streams.values():
-            self._backend.destroy_stream(stream)
-        self._streams = {}
-        if hasattr(self, "origin_event"):
-            self._give_back([self.origin_event])
-        self._backend.unbind(self._binding)
-        self._backend.close()
+        # Outside of the lock: a stream that ends may wait for a thread, and that thread for the lock.
+        with contextlib.ExitStack() as steps:  # one that fails (a lost device) must not keep the others
+            steps.callback(self._backend.close)
+            steps.callback(self._backend.unbind, self._binding)
+            if hasattr(self, "origin_event"):
+                steps.callback(self._give_back, [self.origin_event])
+            while self._streams:
+                steps.callback(self._backend.destroy_stream, self._streams.popitem()[1])
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed or self._closers:
             raise RuntimeError("the scheduler is closed")
         if self._process_id != os.getpid():
             raise RuntimeError("the scheduler was made before a fork; make one in this process")

@@ -94,4 +94,6 @@ def check_rows(machine: Machine, result: Any, expected: np.ndarray, dtype: str) 
     machine.synchronize()
     assert str(result.dtype) == f"paddle.{dtype}"
     assert list(result.shape) == list(expected.shape)
-    np.testing.assert_array_equal(bits_of(result), np.ascontiguousarray(expected).view(np.uint8).reshape(len(expected), -1))
+    np.testing.assert_array_equal(
+        bits_of(result), np.ascontiguousarray(expected).view(np.uint8).reshape(len(expected), -1)
+    )

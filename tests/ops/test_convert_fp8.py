@@ -65,9 +65,7 @@ def test_every_code_from_fp8(machine: Machine, dtype: str, fp8_format: str, scal
     result = ops.convert_fp8(tensor(machine, codes), to=dtype, fp8_format=fp8_format, scale=scale)
     expected = reference.dequantize(codes, scale, f"fp8_{fp8_format}", dtype)
     assert str(result.dtype) == f"paddle.{dtype}"
-    np.testing.assert_array_equal(
-        bits(result, reference.bits_type(dtype)), expected.view(reference.bits_type(dtype))
-    )
+    np.testing.assert_array_equal(bits(result, reference.bits_type(dtype)), expected.view(reference.bits_type(dtype)))
 
 
 @every_format

@@ -91,7 +91,9 @@ def test_errors(machine: Machine) -> None:
     refuse(TypeError, "kind is None; a string is expected", kind=None)
     refuse(ValueError, 'source_layout = "BHD" must be', source_layout="BHD")
     refuse(ValueError, 'target_layout = "BHD" must be', target_layout="BHD")
-    refuse(ValueError, 'target_layout "packed" keeps 8 elements .* do not divide the head size 12', target_layout="packed")
+    refuse(
+        ValueError, 'target_layout "packed" keeps 8 elements .* do not divide the head size 12', target_layout="packed"
+    )
     refuse(ValueError, r"cache has shape \[3, 2, 4, 12\]; \[blocks, heads, head size / x", source_layout="packed")
     refuse(ValueError, "cache is not contiguous", cache=cache.tensor.transpose([0, 2, 1, 3]))
     refuse(TypeError, "cache is list", cache=[cache.tensor])

@@ -95,6 +95,8 @@ def test_a_scale_that_makes_nan_gives_the_sign_of_the_value(header: ctypes.CDLL,
     """0 / 0 and infinity / infinity have a sign of their own on each processor."""
     values = np.array([0.0, -0.0, np.inf, -np.inf], np.float32)
     scales = [0.0, 0.0, np.inf, np.inf] if form != "paddle_uint8" else [np.inf, np.inf, 0.0, 0.0]
-    results = [int(run(header, f"quantize_{QUANTIZED[form]}", values[i : i + 1], np.uint8, s)[0]) for i, s in enumerate(scales)]
+    results = [
+        int(run(header, f"quantize_{QUANTIZED[form]}", values[i : i + 1], np.uint8, s)[0]) for i, s in enumerate(scales)
+    ]
     expected = {"fp8_e4m3": [0x7F, 0xFF] * 2, "fp8_e5m2": [0x7E, 0xFE] * 2, "int8": [0] * 4, "paddle_uint8": [128] * 4}
     assert results == expected[form]

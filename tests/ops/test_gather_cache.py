@@ -231,7 +231,12 @@ def test_errors(machine: Machine) -> None:
     table, lengths = sequences([7, 9], 6, 4).tensors(machine)
 
     def refuse(error: type[Exception], message: str, **changed: Any) -> None:
-        given: dict[str, Any] = {"cache": cache.tensor, "block_table": table, "cu_seq_lens": lengths, "total_tokens": 16}
+        given: dict[str, Any] = {
+            "cache": cache.tensor,
+            "block_table": table,
+            "cu_seq_lens": lengths,
+            "total_tokens": 16,
+        }
         with pytest.raises(error, match=message):
             ops.gather_cache(**given | changed)
 

@@ -36,7 +36,9 @@ def from_layout(cache: np.ndarray, layout: str) -> np.ndarray:
     return np.ascontiguousarray(permuted)
 
 
-def slots(table: np.ndarray, lengths: np.ndarray, tokens: int, blocks: int, block_size: int) -> Iterator[tuple[int, int, int]]:
+def slots(
+    table: np.ndarray, lengths: np.ndarray, tokens: int, blocks: int, block_size: int
+) -> Iterator[tuple[int, int, int]]:
     """(token, block, position in the block) of each token that has a block."""
     for sequence in range(len(table)):
         start, end = int(lengths[sequence]), int(lengths[sequence + 1])

@@ -28,7 +28,11 @@ def quantize(values: np.ndarray, scale: Any, form: str) -> np.ndarray:
         if form in FP8_TYPES:
             return clipped.astype(FP8_TYPES[form]).view(np.uint8)
         whole = np.where(np.isnan(clipped), 0, np.rint(clipped)).astype(np.int32)
-    return (whole + 128 if form == "paddle_uint8" else whole).astype(np.int8 if form == "int8" else np.uint8).view(np.uint8)
+    return (
+        (whole + 128 if form == "paddle_uint8" else whole)
+        .astype(np.int8 if form == "int8" else np.uint8)
+        .view(np.uint8)
+    )
 
 
 def dequantize(codes: np.ndarray, scale: Any, form: str, dtype: str) -> np.ndarray:
@@ -46,7 +50,9 @@ def edge_floats() -> np.ndarray:
     """float32: a dense sample of all bit patterns, and the neighbourhood of every half and bfloat16."""
     dense = np.arange(0, 2**32, 4099, dtype=np.uint64).astype(np.uint32)
     halves = np.arange(65536, dtype=np.uint16)
-    exact = np.concatenate([halves.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)]).view(np.uint32)
+    exact = np.concatenate([halves.view(t).astype(np.float32) for t in (np.float16, ml_dtypes.bfloat16)]).view(
+        np.uint32
+    )
     near = [exact + np.uint32(step) for step in (0, 1, 0xFFFFFFFF, 0x1000, 0x8000)]
     middles = []
     for fp8, largest in ((ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)):

@@ -24,7 +24,7 @@ Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, b
   for (const char* byte : {start, start + bytes - 1}) {
     cudaPointerAttributes attributes{};
     PADDLE_KV_CUDA(cudaPointerGetAttributes(&attributes, byte));
-    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr;
+    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer == byte;
   }
   return {};
 }

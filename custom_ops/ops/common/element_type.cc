@@ -47,7 +47,11 @@ std::string DtypeName(paddle::DataType dtype) {
 }
 
 ElementType PlainTypeOf(const paddle::Tensor& tensor, const std::string& name) {
-  switch (tensor.dtype()) {
+  return PlainTypeOf(tensor.dtype(), name);
+}
+
+ElementType PlainTypeOf(paddle::DataType dtype, const std::string& name) {
+  switch (dtype) {
     case paddle::DataType::FLOAT16:
       return ElementType::kFloat16;
     case paddle::DataType::BFLOAT16:
@@ -55,7 +59,7 @@ ElementType PlainTypeOf(const paddle::Tensor& tensor, const std::string& name) {
     case paddle::DataType::FLOAT32:
       return ElementType::kFloat32;
     default:
-      ThrowDtype(name, tensor.dtype(), "float16, bfloat16 or float32");
+      ThrowDtype(name, dtype, "float16, bfloat16 or float32");
   }
 }
 

@@ -12,6 +12,7 @@ namespace paddle_kv {
 std::string DtypeName(paddle::DataType dtype);
 
 // float32, float16 or bfloat16; ValueError naming the tensor for anything else.
+ElementType PlainTypeOf(paddle::DataType dtype, const std::string& name);
 ElementType PlainTypeOf(const paddle::Tensor& tensor, const std::string& name);
 
 // What `cache` holds according to kv_cache_dtype ("auto": its own dtype, which then is a plain one). ValueError if the

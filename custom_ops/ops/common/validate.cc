@@ -8,6 +8,7 @@
 namespace paddle_kv {
 
 int64_t CheckCache(const paddle::Tensor& cache, const std::string& name) {
+  if (!cache.is_dense_tensor()) ThrowValueError(name + " is not a dense tensor; a cache must be dense");
   if (!cache.initialized()) ThrowValueError(name + " holds no memory; a cache that was allocated is expected");
   const auto shape = cache.shape();
   if (shape.size() < 3 || shape.size() > 5) {

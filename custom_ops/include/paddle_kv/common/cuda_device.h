@@ -11,7 +11,7 @@ namespace paddle_kv {
 // Compute capability as one number: 90 for 9.0.
 Status ComputeCapability(int device, int* architecture);
 
-// Whether [first, first + bytes) is host memory that the GPU can reach (page-locked or registered).
+// Whether [first, first + bytes) is host memory that the GPU can reach at these addresses (page-locked or registered).
 // Looks at the first and at the last byte.
 Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, bool* reachable);
 
