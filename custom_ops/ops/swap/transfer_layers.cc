@@ -10,6 +10,7 @@
 #include "../common/launch.h"
 #include "../common/validate.h"
 #include "host_swap.h"
+#include "paddle_kv/common/cuda_device.h"
 
 namespace paddle_kv {
 namespace {
@@ -23,6 +24,21 @@ std::shared_ptr<const TransferPlan> PlanOf(int64_t number) {
   const auto found = plans.find(number);
   if (found == plans.end()) ThrowValueError("plan = " + std::to_string(number) + " is not registered");
   return found->second;
+}
+
+// A copy from pageable memory would block the host, and a kernel could not reach it at all.
+void CheckHostMemory(const TransferPlan& plan) {
+  for (const LayerTensor& tensor : plan.tensors) {
+    const int64_t bytes = (plan.host_blocks - 1) * tensor.host_stride + tensor.block_bytes;
+    bool reachable = false;
+    LAUNCH_CUDA(plan.device, HostRangeIsReachable(tensor.host, bytes, plan.device, &reachable));
+    if (!reachable) {
+      ThrowValueError("host_pool: the " + std::to_string(bytes) + " bytes at " +
+                      std::to_string(reinterpret_cast<int64_t>(tensor.host)) +
+                      " are not all host memory that the GPU can reach; allocate them page-locked "
+                      "(paddle_kv.HostPool, cudaHostAlloc) or register them");
+    }
+  }
 }
 
 }  // namespace
@@ -68,6 +84,7 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
                              reinterpret_cast<std::uint8_t*>(host_pointers[i]), device_strides[t], host_strides[t],
                              block_bytes[t]});
   }
+  if (plan->device >= 0) CheckHostMemory(*plan);
   const std::lock_guard<std::mutex> lock(plans_mutex);
   if (!plans.emplace(number, std::move(plan)).second) {
     ThrowValueError("plan = " + std::to_string(number) + " is already registered");
