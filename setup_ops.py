@@ -1,78 +1,171 @@
-"""Builds the operators of paddle_kv into ``paddle_kv/_lib/``, one library per Paddle version.
+"""Builds the operators of paddle_kv, one library per Paddle version, named after it.
 
-    python setup_ops.py build        build in place, for the Paddle that this Python imports
+    python setup_ops.py build        build in place, into paddle_kv/_lib/, for the Paddle that this Python imports
+    pip install --no-build-isolation .        one wheel with the package and that library
 
-With a Paddle that has CUDA (or with PADDLE_KV_REQUIRE_CUDA=1) the CUDA kernels are built too. PADDLE_KV_CUDA_ARCHS
-("80;90") names the GPU architectures; MAX_JOBS the compilers that run at once.
+With a Paddle that has CUDA the CUDA kernels are built too. The environment:
+
+    PADDLE_KV_CUDA_ARCHS      GPU architectures, "80;90"; default: the GPU seen, else 80, 86, 89, 90, 100 and 120
+    PADDLE_KV_REQUIRE_CUDA    1: build the CUDA kernels with any Paddle, and fail without nvcc
+    CUDA_HOME, CXX            the CUDA toolkit and the C++ compiler to use
+    MAX_JOBS                  compilers that run at once (Paddle 3)
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import itertools
 import os
 import shutil
+import subprocess
 import sys
-import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))
-import paddle  # noqa: E402
+sys.path.insert(0, str(ROOT / "tools"))
+import toolchain  # noqa: E402  The first import of Paddle happens in there
+
+try:
+    TOOLS = toolchain.find()
+except toolchain.BuildError as error:
+    sys.exit(f"paddle_kv: {error}")
+
 from paddle.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 from setuptools import setup  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
 
-WITH_CUDA = paddle.is_compiled_with_cuda() or os.environ.get("PADDLE_KV_REQUIRE_CUDA") == "1"
-LIBRARY = f"paddle_kv_ops-paddle{paddle.__version__}.so"
+NAME = "paddle_kv_ops"
+LIBRARY = f"{NAME}-paddle{TOOLS.paddle}.so"
+WITH_CUDA = TOOLS.cuda_home is not None
+WORK = ROOT / "build" / f"{NAME}-paddle{TOOLS.paddle}-{'cuda' if WITH_CUDA else 'cpu'}"
 
 
-def sources():
+def sources() -> list[str]:
     suffixes = (".cc", ".cu") if WITH_CUDA else (".cc",)
-    found = [p for p in (ROOT / "custom_ops").rglob("*") if p.suffix in suffixes]
-    return sorted(str(p.relative_to(ROOT)) for p in found)
+    found = [path for path in (ROOT / "custom_ops").rglob("*") if path.suffix in suffixes]
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
-def architectures():
-    return os.environ.get("PADDLE_KV_CUDA_ARCHS", "90").split(";")
+def commit() -> str:
+    """The last commit that changed the operators: any other would make the library look out of date."""
+    command = ["git", "log", "-1", "--format=%h", "--", "custom_ops"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def extension():
-    archs = architectures()
-    gencode = [f for a in archs for f in ("-gencode", f"arch=compute_{a},code=sm_{a}")]
-    gencode += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
-    macros = [f"-DPADDLE_KV_PADDLE_MAJOR={paddle.__version__.split('.')[0]}"]
+    archs = [str(number) for number in TOOLS.architectures]
+    gencode = [flag for arch in archs for flag in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
+    macros = ["-DPADDLE_WITH_CUSTOM_KERNEL", f"-DPADDLE_KV_PADDLE_MAJOR={TOOLS.paddle_major}"]
+    macros += [f'-DPADDLE_KV_BUILT_COMMIT="{commit()}"']
     if WITH_CUDA:
+        gencode += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
         macros += ["-DPADDLE_KV_WITH_CUDA", f'-DPADDLE_KV_BUILT_CUDA_ARCHS="{";".join(archs)}"']
     made = (CUDAExtension if WITH_CUDA else CppExtension)(
         sources=sources(),
         include_dirs=[str(ROOT / "custom_ops" / "include")],
+        library_dirs=TOOLS.cudart_directories if WITH_CUDA else [],
         extra_compile_args={
-            "cxx": ["-O2", "-g0", "-std=c++17", "-w", "-DPADDLE_WITH_CUSTOM_KERNEL", *macros],
+            "cxx": ["-O2", "-g0", "-std=c++17", "-w", *macros],
             "nvcc": ["-O3", "-std=c++17", "-w", *gencode],
         },
+        # A symbol that this Paddle lacks has to show when the library is loaded, not end the process at the first call.
         extra_link_args=["-Wl,-z,now"],
     )
-    made.name = "paddle_kv_ops"  # 2.6 does not take the name as an argument
-    made.runtime_library_dirs = []
-    if "-lcudart" in made.extra_link_args:
+    made.name = NAME  # Paddle 2.6 does not take the name as an argument
+    made.runtime_library_dirs = []  # Paddle is loaded before the library: no path into this machine is needed
+    if WITH_CUDA:
         made.extra_link_args.remove("-lcudart")
         made.extra_link_args += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     return made
 
 
 class Build(BuildExtension):
+    """Paddle's build into build/, from where the library alone is copied into the package or into the wheel."""
+
     def finalize_options(self):
         super().finalize_options()
+        self.destination = (ROOT if self.inplace else Path(self.build_lib)) / "paddle_kv" / "_lib"
+        self.key = self._key()  # taken here because Paddle adds to the flags while it builds
         self.inplace = False
-        self.build_lib = str(ROOT / "build" / LIBRARY.removesuffix(".so"))
+        self.force = True
+        self.build_lib = str(WORK)
+        self.build_temp = "objects"
 
     def run(self):
-        build_ext.run(self)
-        target = ROOT / "paddle_kv" / "_lib"
-        target.mkdir(exist_ok=True)
-        built = target / (LIBRARY + ".tmp")
-        shutil.copy(self.get_ext_fullpath("paddle_kv_ops"), built)
-        built.rename(target / LIBRARY)
-        print(f"built {target / LIBRARY}")
+        library, key_file = WORK / f"{NAME}.so", WORK / "key"
+        if library.exists() and key_file.exists() and key_file.read_text() == self.key:
+            print(f"paddle_kv: {LIBRARY} is up to date")
+        else:
+            # Paddle 3 drops compile errors; an object file left from an earlier build would then be linked.
+            shutil.rmtree(WORK, ignore_errors=True)
+            build_ext.run(self)
+            key_file.write_text(self.key)
+            print(f"paddle_kv: built {LIBRARY}")
+        self.destination.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, self.destination / (LIBRARY + ".tmp"))
+        (self.destination / (LIBRARY + ".tmp")).rename(self.destination / LIBRARY)
+
+    def _key(self) -> str:
+        """Changes with everything that the library is made from."""
+        digest = hashlib.sha256(TOOLS.versions.encode())
+        made = self.distribution.ext_modules[0]
+        digest.update(repr((made.extra_compile_args, made.extra_link_args, made.include_dirs)).encode())
+        for path in sorted(path for path in (ROOT / "custom_ops").rglob("*") if path.is_file()):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+    def build_extensions(self):
+        run_name = "call" if hasattr(self.compiler, "call") else "spawn"  # renamed by setuptools 84
+        run, failed, position = getattr(self.compiler, run_name), [], itertools.count(1)
+        total = len(self.extensions[0].sources)
+
+        def run_and_tell(command, **options):
+            source = next((word for word in command if word.endswith((".cc", ".cu"))), None)
+            started = time.monotonic()
+            try:
+                run(command, **options)
+            except Exception:
+                failed.append(os.path.relpath(source, ROOT) if source else "the library (linking)")
+                raise
+            step = f"[{next(position)}/{total}] {os.path.relpath(source, ROOT)}" if source else "linked"
+            print(f"  {step}  {time.monotonic() - started:.1f} s", file=out, flush=True)
+
+        out = sys.stdout
+        if TOOLS.paddle_major == 2:  # it compiles one file at a time
+            jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
+            self.extensions[0].extra_compile_args["nvcc"] += ["--threads", jobs]
+        cuda = f"CUDA for {';'.join(map(str, TOOLS.architectures))}" if WITH_CUDA else "CPU only"
+        print(f"paddle_kv: compiling {total} files for Paddle {TOOLS.paddle}, {cuda}", flush=True)
+        setattr(self.compiler, run_name, run_and_tell)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # Paddle repeats each path and hint
+                super().build_extensions()
+        except Exception:
+            if not failed:
+                raise
+        if failed:
+            raise toolchain.BuildError(f"not compiled: {failed[0]} (the compiler's message is above)")
 
 
-setup(name="paddle_kv", version="0.1.0", packages=[], ext_modules=[extension()], cmdclass={"build_ext": Build})
+os.chdir(ROOT)  # setuptools looks for pyproject.toml and the sources where it runs
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
+WHEEL_FILES = ROOT / "build" / "wheel"
+shutil.rmtree(WHEEL_FILES, ignore_errors=True)  # a file that has left the package must not stay in the wheel
+# "build" means in place: nothing but the library is of use outside a wheel.
+arguments = ["-q", "build_ext", "--inplace"] if sys.argv[1:] == ["build"] else sys.argv[1:]
+try:
+    setup(
+        script_args=arguments,
+        ext_modules=[extension()],
+        cmdclass={"build_ext": Build},
+        options={"build": {"build_base": str(WHEEL_FILES)}},
+    )
+except toolchain.BuildError as error:
+    sys.exit(f"paddle_kv: {error}")

@@ -1,8 +1,8 @@
 """Which CUDA stream is meant by ``stream=``, as an integer handle.
 
-``None`` means Paddle's current stream, or inside ``with cupy_stream:`` that CuPy stream, which first is made to wait for
-Paddle's current stream. A stream that is named gets no hidden ordering. Paddle's own lookup never sees CuPy's current
-stream: operators that ask the tensor for its stream run on Paddle's, whatever ``with`` block they are in.
+``None`` means Paddle's current stream, or inside ``with cupy_stream:`` that CuPy stream, which first is made to wait
+for Paddle's current stream. A stream that is named gets no hidden ordering. Paddle's own lookup never sees CuPy's
+current stream: operators that ask the tensor for its stream run on Paddle's, whatever ``with`` block they are in.
 """
 
 from __future__ import annotations
@@ -54,21 +54,50 @@ def current(device_id: int) -> int:
 
 
 def resolve_on(stream: Any, device_id: int) -> int:
-    """The handle on which work for a GPU is enqueued, with the ordering that None stands for."""
+    """The handle on which work for a GPU is enqueued, with the ordering that None stands for.
+
+    Raises:
+        TypeError: ``stream`` is not a stream.
+        ValueError: no stream is named, and the CuPy stream of the ``with`` block, which would have to wait for
+        Paddle's,
+            is being captured into a CUDA graph.
+    """
     if stream is not None:
         return handle_of(stream)
     surrounding = cupy_stream()
     if surrounding is None:
         return paddle_stream(device_id)
-    cupy = sys.modules["cupy"]
-    event = cupy.cuda.Event(disable_timing=True)
-    event.record(cupy.cuda.ExternalStream(paddle_stream(device_id), device_id))
-    surrounding.wait_event(event)
+    if surrounding.is_capturing():
+        raise ValueError(
+            "the current CuPy stream is being captured into a CUDA graph and cannot wait for Paddle's stream; "
+            "name the stream (stream=...)"
+        )
+    cuda = sys.modules["cupy"].cuda
+    event = cuda.Event(disable_timing=True)  # CUDA keeps what a wait needs when the event goes out of scope
+    cuda.runtime.eventRecord(event.ptr, paddle_stream(device_id))
+    cuda.runtime.streamWaitEvent(surrounding.ptr, event.ptr)
     return int(surrounding.ptr)
 
 
 def resolve(stream: Any, tensor: paddle.Tensor) -> int:
-    """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU."""
+    """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU. Raises as
+    :func:`resolve_on`."""
     if not tensor.place.is_gpu_place():
         return 0
     return resolve_on(stream, tensor.place.gpu_device_id())
+
+
+PADDLE_CURRENT = -1  # in a program: Paddle's current stream at the time it runs
+
+
+def traced(stream: Any, op: str) -> int:
+    """What a traced program carries instead of a handle.
+
+    Raises:
+        NotImplementedError: a stream was named; the handle would mean nothing when the program runs.
+    """
+    if stream is not None:
+        raise NotImplementedError(
+            f"{op}: stream cannot be named in a traced program, which runs on Paddle's current stream"
+        )
+    return PADDLE_CURRENT

@@ -42,11 +42,11 @@ class CpuStream:
     _names = itertools.count()
 
     def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"paddle_kv-stream-{next(self._names)}", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], object]) -> None:
         self._tasks.put(task)
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class CpuStream:
 
 
 class CpuBackend:
-    """See :class:`~paddle_kv.backend.protocol.Backend`. Compute runs in the calling thread, so it has no stream (None)."""
+    """See :class:`~paddle_kv.backend.protocol.Backend`. Compute runs in the calling thread: its stream is None."""
 
     name = "cpu"
 
@@ -99,7 +99,7 @@ class CpuBackend:
 
     def wait_on_stream(self, stream: CpuStream | None, event: CpuEvent, timeout_s: float | None) -> None:
         if stream is not None:
-            stream.submit(lambda: None if event.wait() else None)
+            stream.submit(event.wait)
         elif not self.wait(event, timeout_s):
             raise TimeoutError(f"the layer did not arrive within timeout_s = {timeout_s}")
 

@@ -62,8 +62,8 @@ class Backend(Protocol):
     def record(self, event: Event, stream: Stream) -> None: ...
 
     def wait_on_stream(self, stream: Stream, event: Event, timeout_s: float | None) -> None:
-        """Work submitted to the stream from now on runs after the event. Where compute has no stream, the caller blocks;
-        TimeoutError after ``timeout_s``."""
+        """Work submitted to the stream from now on runs after the event. Where compute has no stream, the caller
+        blocks; TimeoutError after ``timeout_s``."""
 
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""

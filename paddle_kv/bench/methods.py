@@ -1,4 +1,4 @@
-"""The ways of moving the pieces of a case that are compared. Each returns a call that enqueues all of it on a stream."""
+"""The ways of moving the pieces of a case, compared here. Each returns a call that enqueues all of it on a stream."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def scheduler(case: Case, way: Way, stream: Any) -> Enqueue | None:
     waits = [0] * layers if events else []
     handles = [event.ptr for event in events]
     ids, handle = (case.device_ids, case.host_ids), stream.ptr if events else 0
-    return _keeping(lambda: call("transfer_layers", number, code, *ids, 0, layers, 1, [], waits, 0, handles, handle), events)
+    return _keeping(
+        lambda: call("transfer_layers", number, code, *ids, 0, layers, 1, [], waits, 0, handles, handle), events
+    )
 
 
 def swap_cache_all_layers(case: Case, way: Way, stream: Any) -> Enqueue | None:
@@ -147,7 +149,12 @@ SELF_CHECKING = {"copy_blocks"}  # its targets are not those of the case
 
 
 def _swap_arguments(case: Case, way: Way) -> tuple[Any, Any, tuple[Any, ...]] | None:
-    if case.device_cache is None or case.pattern not in ("scattered", "contiguous_host") or way == "d2d" or not case.pinned:
+    if (
+        case.device_cache is None
+        or case.pattern not in ("scattered", "contiguous_host")
+        or way == "d2d"
+        or not case.pinned
+    ):
         return None
     spec, cache = case.spec, case.device_cache
     tensors = [cache.tensor(name, layer) for layer in range(spec.num_layers) for name in spec.tensor_names]

@@ -106,7 +106,9 @@ def plot_roofline(result: Result, path: Path) -> None:
     figure, panel = pyplot.subplots(figsize=(7, 4.5))
     for name in dict.fromkeys(row.backend for row in result.rows):
         points = sorted((row.total_bytes, row.bandwidth_gbps) for row in result.rows if row.backend == name)
-        panel.plot(*zip(*points, strict=True), marker=".", linestyle="none" if name != "contiguous" else "--", label=name)
+        panel.plot(
+            *zip(*points, strict=True), marker=".", linestyle="none" if name != "contiguous" else "--", label=name
+        )
     panel.axhline(max(row.bandwidth_gbps for row in result.rows if row.backend == "contiguous"), color="grey", lw=1)
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
@@ -124,7 +126,18 @@ def compare(before: Result, after: Result) -> Any:
     from rich.table import Table
 
     made = Table()
-    for column in ("tokens", "blocks", "pattern", "way", "load", "method", "before GB/s", "after GB/s", "ratio", "noise"):
+    for column in (
+        "tokens",
+        "blocks",
+        "pattern",
+        "way",
+        "load",
+        "method",
+        "before GB/s",
+        "after GB/s",
+        "ratio",
+        "noise",
+    ):
         made.add_column(column)
     earlier = {tuple(getattr(row, name) for name in _KEY): row for row in before.rows}
     for row in after.rows:

@@ -94,7 +94,9 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
         made = [make_case(spec, pattern, one, blocks, pinned=axes.pinned, seed=axes.seed) for one in ways]
         clock: Clock = CudaClock() if has_gpu() else HostClock()
         streams = [clock.stream, _second_stream()][: len(ways)]
-        peak = _time(clock, axes, [methods.contiguous(*given) for given in zip(made, ways, streams, strict=True)], streams)
+        peak = _time(
+            clock, axes, [methods.contiguous(*given) for given in zip(made, ways, streams, strict=True)], streams
+        )
         peak_rate = _rate(made, peak)
         result.rows.append(_row(axes, made, way, "contiguous", peak, peak_rate, None, True))
         for name in axes.backends:

@@ -74,7 +74,9 @@ def make_case(spec: KVCacheSpec, pattern: Pattern, way: Way, num_blocks: int, *,
     available = SPARE * num_blocks
     block_first = pattern in ("lw_to_fc", "fc_to_fc")
     device_ids = rng.permutation(available)[:num_blocks].tolist()
-    host_ids = list(range(num_blocks)) if pattern == "contiguous_host" else rng.permutation(available)[:num_blocks].tolist()
+    host_ids = (
+        list(range(num_blocks)) if pattern == "contiguous_host" else rng.permutation(available)[:num_blocks].tolist()
+    )
     cache = pool = None
     if pattern == "fc_to_fc":
         device = _full_blocks(spec, available, on_device=True, pinned=pinned)
@@ -82,7 +84,11 @@ def make_case(spec: KVCacheSpec, pattern: Pattern, way: Way, num_blocks: int, *,
         cache = DeviceCache(spec, available)
         device = _cache_side(spec, cache)
     if way == "d2d":
-        host = _full_blocks(spec, available, on_device=True, pinned=pinned) if block_first else _cache_side(spec, DeviceCache(spec, available))
+        host = (
+            _full_blocks(spec, available, on_device=True, pinned=pinned)
+            if block_first
+            else _cache_side(spec, DeviceCache(spec, available))
+        )
         if block_first and pattern == "lw_to_fc":
             host = _split(spec, host)
     elif pinned:
@@ -127,7 +133,9 @@ def _split(spec: KVCacheSpec, full: Side) -> Side:
     """Full blocks seen as the pieces of their layers."""
     tensors = _tensors(spec)
     bases = [full.bases[0] + layer * spec.block_bytes + spec.tensor_offset_bytes(name) for name, layer in tensors]
-    return Side(bases, [full.strides[0]] * len(tensors), [spec.tensor_block_bytes(name) for name, _ in tensors], full.keep)
+    return Side(
+        bases, [full.strides[0]] * len(tensors), [spec.tensor_block_bytes(name) for name, _ in tensors], full.keep
+    )
 
 
 def _layers(spec: KVCacheSpec, memory: Side, available: int) -> Side:

@@ -54,7 +54,9 @@ def _gpu() -> str:
             return "none seen: the operators have CUDA code, Paddle runs on the CPU"
         return "none: everything runs on the CPU"
     if ops.is_stub_build():
-        raise RuntimeError("Paddle sees a GPU, the operators have no CUDA code; rebuild with nvcc: python setup_ops.py build")
+        raise RuntimeError(
+            "Paddle sees a GPU, the operators have no CUDA code; rebuild with nvcc: python setup_ops.py build"
+        )
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
@@ -107,13 +109,15 @@ def _method(name: str) -> Callable[[], str]:
         clock = CudaClock() if has_gpu() else HostClock()
         done = []
         for way in ("h2d", "d2h"):
-            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0)  # type: ignore[arg-type]
-            enqueue = methods.METHODS[name](case, way, clock.stream)  # type: ignore[arg-type]
+            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0)
+            enqueue = methods.METHODS[name](case, way, clock.stream)
             if enqueue is None:
                 case.close()
                 return "not on this machine"
-            if not moves_the_bytes(case, way, enqueue, clock.stream):  # type: ignore[arg-type]
-                raise RuntimeError(f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json")
+            if not moves_the_bytes(case, way, enqueue, clock.stream):
+                raise RuntimeError(
+                    f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json"
+                )
             case.close()
             done.append(way)
         return f"right bytes: {', '.join(done)}"

@@ -53,7 +53,9 @@ def bench(
     seed: int = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.")
+    ] = None,
 ) -> None:
     """Move scattered blocks by every method, beside one contiguous copy of the same bytes."""
     if context.invoked_subcommand:

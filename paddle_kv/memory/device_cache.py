@@ -10,11 +10,10 @@ import paddle
 
 from ..layout import KVCacheSpec, check_spec
 from ..ops import _arguments as arguments
+from ..ops._arguments import Tensor
 from ..schedule import hazards
 from ..schedule.plan import check_ids
 from .host_memory import has_gpu
-
-Tensor = paddle.Tensor
 
 
 class DeviceCache:
@@ -153,4 +152,4 @@ def _zeros(shape: tuple[int, ...], dtype: str, place: Any) -> Tensor:
         dtype = "uint8"
     as_bytes = {"float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "bfloat16": "int16"}.get(dtype, dtype)
     zeros = paddle.to_tensor(np.zeros(shape, as_bytes), place=place)
-    return zeros if as_bytes == dtype else zeros.view(dtype)
+    return zeros if as_bytes == dtype else zeros.view(dtype)  # type: ignore[no-any-return]

@@ -22,8 +22,8 @@ POLL_S = 0.001
 class HostPool:
     """Blocks of all layers in host memory: page-locked where there is a GPU, plain RAM where there is none.
 
-    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first") or one piece in
-    which all layers of a block are adjacent ("block_first"). They are given back by :meth:`close`.
+    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first") or one piece
+    in which all layers of a block are adjacent ("block_first"). They are given back by :meth:`close`.
 
     Args:
         spec: shapes and dtypes.
@@ -75,8 +75,8 @@ class HostPool:
     def adopt(cls, spec: KVCacheSpec, pointers: Mapping[str, Sequence[int]], num_blocks: int) -> HostPool:
         """A pool over memory that the user has: name -> one address per layer, each of ``num_blocks`` dense blocks.
 
-        The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive until
-        :meth:`close` and until all transfers are over.
+        The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive
+        until :meth:`close` and until all transfers are over.
 
         Raises:
             ValueError: names or number of addresses do not fit the spec, an address is 0, or ranges overlap.
@@ -149,7 +149,8 @@ class HostPool:
         return self._strides[name]
 
     def view(self, name: str, layer: int, block_id: int) -> np.ndarray:
-        """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would be.
+        """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would
+        be.
 
         Take a :meth:`lease` while you use it. A view of the pool's own memory keeps that memory alive beyond
         :meth:`close`; adopted memory has to be kept alive by its owner.

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import inspect
+import reprlib
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import paddle
+from paddle.jit.sot import psdb
 
-Tensor = paddle.Tensor
+from ._tracing import is_variable, tracing
+
+if TYPE_CHECKING:
+
+    class Tensor(Any):  # type: ignore[misc]  # Paddle 2.6 ships no types
+        """paddle.Tensor."""
+else:
+    Tensor = paddle.Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddle.uint8}
+_LARGEST = 2**63 - 1
+_TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
 def block_ids(ids: Any, name: str) -> list[int]:
@@ -17,68 +36,110 @@ def block_ids(ids: Any, name: str) -> list[int]:
     Raises:
         TypeError: ``ids`` is None or holds something else than integers.
         ValueError: ``ids`` is not 1-D.
+        IndexError: an id does not fit in 64 bits (Paddle would silently make it -1).
     """
-    if isinstance(ids, range):
-        return list(ids)
-    if isinstance(ids, (list, tuple)):
-        if set(map(type, ids)) <= {int}:
-            return list(ids)
-        if len(ids) == 0:
-            return []
-    array = _integers(ids, name)
-    if array.ndim != 1:
-        raise ValueError(f"{name} has shape {list(array.shape)}; a 1-D list of block ids is expected")
-    return array.tolist()  # type: ignore[no-any-return]
+    if isinstance(ids, (list, tuple, range)) and (isinstance(ids, range) or set(map(type, ids)) <= {int}):
+        try:
+            return array("q", ids).tolist()
+        except OverflowError:
+            raise _too_large(ids, name) from None
+    found = _integers(ids, name)
+    if found.ndim != 1:
+        raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of block ids is expected")
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def addresses(pointers: Any, name: str) -> list[int]:
+    """A 1-D list of memory addresses, in the forms that block ids may have."""
+    try:
+        return block_ids(pointers, name)
+    except IndexError as error:
+        raise ValueError(str(error)) from None
 
 
 def block_pairs(pairs: Any, name: str) -> tuple[list[int], list[int]]:
     """``[(source, target), ...]``, ``{source: target}``, ``{source: [targets]}`` or an [n, 2] array as two lists."""
     if isinstance(pairs, Mapping):
-        flat = [
+        pairs = [
             (source, target)
             for source, targets in pairs.items()
-            for target in (targets if isinstance(targets, (list, tuple, range, np.ndarray, Tensor)) else [targets])
+            for target in (block_ids(targets, f"{name}[{source!r}]") if _is_list(targets) else [targets])
         ]
-        pairs = flat
-    if isinstance(pairs, (list, tuple)) and len(pairs) == 0:
+    found = _integers(pairs, name)
+    if found.size == 0:
         return [], []
-    array = _integers(pairs, name)
-    if array.size == 0:
-        return [], []
-    if array.ndim != 2 or array.shape[1] != 2:
-        raise ValueError(f"{name} has shape {list(array.shape)}; pairs (source, target), shape [n, 2], are expected")
-    return array[:, 0].tolist(), array[:, 1].tolist()
+    if found.ndim != 2 or found.shape[1] != 2:
+        raise ValueError(f"{name} has shape {list(found.shape)}; pairs (source, target), shape [n, 2], are expected")
+    return found[:, 0].tolist(), found[:, 1].tolist()
+
+
+def _is_list(targets: Any) -> bool:
+    return isinstance(targets, (list, tuple, range)) or (isinstance(targets, (np.ndarray, Tensor)) and targets.ndim > 0)
 
 
 def _integers(values: Any, name: str) -> np.ndarray:
+    """Any regular nesting of integers as an int64 array; nothing is converted silently (bool, float, bfloat16 bits)."""
     if values is None or isinstance(values, (str, bytes)):
-        raise TypeError(f"{name} is {values!r}; integers are expected (list, tuple, range, array or tensor)")
+        raise TypeError(
+            f"{name} is {reprlib.repr(values)}; integers are expected (list, tuple, range, array or tensor)"
+        )
+    if isinstance(values, Tensor):
+        if values.dtype not in _INTEGER_TENSORS and values.size:
+            raise TypeError(f"{name} has dtype {values.dtype}; int32 or int64 is expected")
+        return values.numpy().astype(np.int64)  # type: ignore[no-any-return]
     try:
-        array = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+        found = np.asarray(values)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is not a regular sequence of integers") from None
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}; int32 or int64 is expected")
-    return array
+    if found.size == 0:
+        return found.astype(np.int64)  # an empty list has no dtype of its own: NumPy says float64
+    if isinstance(values, (list, tuple)) and not _types(values).isdisjoint({bool, np.bool_}):
+        raise TypeError(f"{name} holds bool values; integers are expected")
+    if found.dtype.kind not in "iu":
+        if isinstance(values, (list, tuple)) and _types(values) <= {int}:  # ints for which NumPy has no integer type
+            raise _too_large(values, name)
+        raise TypeError(f"{name} has dtype {found.dtype}; int32 or int64 is expected")
+    if found.dtype == np.uint64 and int(found.max()) > _LARGEST:
+        raise _too_large(found.tolist(), name)
+    return found.astype(np.int64, copy=False)
+
+
+def _types(values: Any) -> set[type]:
+    """The types of the elements of a list of integers or of a list of pairs."""
+    kinds = set(map(type, values))
+    if kinds <= {list, tuple}:
+        return set(map(type, chain.from_iterable(values)))
+    return kinds
+
+
+def _too_large(values: Any, name: str) -> IndexError:
+    """The error for the first of the ints, nested or not, that does not fit in 64 bits."""
+    for position, value in enumerate(values):
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if not -_LARGEST - 1 <= inner <= _LARGEST:
+                return IndexError(f"{name}[{position}]: {inner} must be in [0, {_LARGEST}]")
+    raise AssertionError(f"{name} holds no value beyond 64 bits")
 
 
 def integer(value: Any, name: str) -> int:
     """``value`` as an int that fits in 64 bits."""
-    if isinstance(value, (bool, float, str)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); an integer is expected")
-    number = value.__index__()
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} is {reprlib.repr(value)} ({type(value).__name__}); an integer is expected")
+    number = int(value)
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{name} = {number} does not fit in 64 bits")
-    return int(number)
+    return number
 
 
 def cache(tensor: Any, name: str) -> Tensor:
-    """A contiguous dygraph tensor that an operator may write in place.
+    """A contiguous dygraph tensor that an operator may write in place; while tracing any variable of the program.
 
     Raises:
         TypeError: not a Paddle tensor.
         ValueError: not contiguous (Paddle would silently write to a copy), or without memory.
     """
+    if tracing() and is_variable(tensor):
+        return tensor  # type: ignore[no-any-return]
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
     if not tensor._is_initialized():
@@ -88,6 +149,89 @@ def cache(tensor: Any, name: str) -> Tensor:
     return tensor
 
 
+def readable(tensor: Any, name: str) -> Tensor:
+    """A contiguous dygraph tensor, perhaps empty, that an operator reads; while tracing any variable of the program.
+
+    Raises:
+        TypeError: not a Paddle tensor.
+        ValueError: not contiguous: Paddle would read it into a copy, on its own stream.
+    """
+    if tracing() and is_variable(tensor):
+        return tensor  # type: ignore[no-any-return]
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected ({name}.contiguous())"
+        )
+    return tensor
+
+
+# Numbers of Paddle's dtypes in C++, the same in all versions. 2.6 has no fp8.
+_DTYPE_NUMBERS = {
+    getattr(paddle, name): number
+    for name, number in (
+        ("bool", 1),
+        ("uint8", 2),
+        ("int8", 3),
+        ("int16", 5),
+        ("int32", 7),
+        ("int64", 9),
+        ("float32", 10),
+        ("float64", 11),
+        ("float16", 15),
+        ("bfloat16", 16),
+        ("float8_e4m3fn", 17),
+        ("float8_e5m2", 18),
+    )
+    if hasattr(paddle, name)
+}
+_CPU, _ELSEWHERE = -1, -2
+
+
+def strided(tensor: Any, name: str) -> list[int]:
+    """A tensor with any strides that an operator reads, as numbers: Paddle would copy the tensor itself.
+
+    Address, dtype, device, shape, strides: what ``StridedFromNumbers`` in C++ takes. The tensor must stay alive as long
+    as the operator reads it.
+
+    Raises:
+        TypeError: not a Paddle tensor, or of a dtype that no operator takes.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    number = _DTYPE_NUMBERS.get(tensor.dtype)
+    if number is None:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, which no operator takes")
+    place = tensor.place
+    device = place.gpu_device_id() if place.is_gpu_place() else _CPU if place.is_cpu_place() else _ELSEWHERE
+    shape = tensor.shape
+    address = tensor.data_ptr() if 0 not in shape else 0
+    return [address, number, device, *shape, *tensor.get_strides()]
+
+
+def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
+    """A scale as what an operator takes: the tensor or None, and the number that counts where it is None.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: a number that is not positive and finite as a float32, or a tensor that is not contiguous.
+    """
+    if tracing() and is_variable(value):
+        return value, 1.0
+    if isinstance(value, Tensor):
+        if 0 in value.shape:  # Paddle takes it for an absent input
+            raise ValueError(f"{name} has shape {list(value.shape)}; one value or one for each head is expected")
+        return readable(value, name), 1.0
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
+        raise TypeError(f"{name} is {type(value).__name__}; a number or a float32 tensor is expected")
+    with np.errstate(over="ignore", under="ignore"):
+        number = float(np.float32(float(value)))
+    if not 0.0 < number < float("inf"):
+        raise ValueError(f"{name} = {value} must be positive and finite in float32")
+    return None, number
+
+
 def caches(tensors: Any, name: str) -> list[Tensor]:
     """A non-empty list of caches: an empty one kills the process inside Paddle."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
@@ -95,7 +239,38 @@ def caches(tensors: Any, name: str) -> list[Tensor]:
     return [cache(tensor, f"{name}[{i}]") for i, tensor in enumerate(tensors)]
 
 
+def known_on_device_only(ids: Any) -> bool:
+    """Whether ids can be read only when the operator runs: a GPU tensor, or a variable of a program."""
+    if tracing():
+        return is_variable(ids)
+    return isinstance(ids, Tensor) and ids.place.is_gpu_place()
+
+
+def device_ids(ids: Any, name: str) -> Any:
+    """A GPU tensor or variable of ids as an operator takes it; C++ checks shape and dtype."""
+    if not tracing() and not ids.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (shape {list(ids.shape)}); Paddle would copy it behind our back")
+    return ids
+
+
 def refuse_tracing(op: str) -> None:
     """Operators that carry addresses or stream handles make no sense in a saved program."""
     if not paddle.in_dynamic_mode():
         raise NotImplementedError(f"{op} carries memory addresses or a stream handle and works in dygraph only")
+
+
+def dygraph_only(op: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a public operator for which :func:`refuse_tracing` holds.
+
+    A tracer that can leave a call to Python (to_static of Paddle 3 without full_graph) is told to do so, which it only
+    heeds in the frame that it enters first.
+    """
+
+    @functools.wraps(op)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _TRACER_CAN_LET_GO:
+            psdb.fallback(recursive=True)
+        refuse_tracing(op.__name__)
+        return op(*args, **kwargs)
+
+    return checked

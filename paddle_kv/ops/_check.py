@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from ._arguments import Tensor
 
-# (address of the tensor, block ids, whether they are written, stream handle or None on the CPU). The scheduler adds one.
+# (address of the tensor, block ids, whether they are written, stream handle or None on the CPU). The scheduler adds
+# one.
 AccessCheck = Callable[[int, Sequence[int], bool, "int | None"], None]
 access_checks: list[AccessCheck] = []
 

@@ -12,6 +12,7 @@ from ._arguments import Tensor
 from ._library import call
 
 
+@arguments.dygraph_only
 def swap_cache_per_layer(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -28,11 +29,11 @@ def swap_cache_per_layer(
 
     Args:
         cache_gpu: ``[num_blocks, ...]``, rank 3 to 5, any dtype, contiguous. On the CPU build a CPU tensor.
-        cache_cpu_ptr: address of ``max_block_num_cpu`` blocks of the same size, page-locked where the cache is on a GPU.
+        cache_cpu_ptr: address of ``max_block_num_cpu`` blocks of the same size, page-locked if the cache is on a GPU.
         max_block_num_cpu: blocks that fit behind the address.
         swap_block_ids_gpu: ids of blocks in ``cache_gpu``.
-        swap_block_ids_cpu: ids of blocks in host memory, as many. Neither side needs an order; a source may occur twice,
-            a target may not.
+        swap_block_ids_cpu: ids of blocks in host memory, as many. Neither side needs an order; a source may occur
+            twice, a target may not.
         rank: accepted and ignored.
         mode: 0 device to host, 1 host to device.
 
@@ -41,7 +42,8 @@ def swap_cache_per_layer(
 
     Raises:
         IndexError: an id is out of range.
-        ValueError: lengths differ, a target occurs twice, bad mode or address, host memory the GPU cannot reach.
+        ValueError: lengths differ, a target occurs twice, bad mode or address, host memory the GPU cannot reach or that
+            overlaps the cache, a stream that is being captured into a CUDA graph.
         TypeError: wrong type of an argument.
         CudaError: CUDA reported a failure.
 
@@ -63,6 +65,7 @@ def swap_cache_per_layer(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_per_layer_async(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -76,9 +79,9 @@ def swap_cache_per_layer_async(
 ) -> Tensor:
     """:func:`swap_cache_per_layer` that returns when the copies are enqueued on ``stream``.
 
-    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. The cache and the
-    host memory must stay alive, and must not be written (nor, where they are the target, read), until the stream has
-    passed the copies: wait with an event recorded on that stream. On the CPU build the copy is done on return.
+    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. The cache and
+    the host memory must stay alive, and must not be written (nor, where they are the target, read), until the stream
+    has passed the copies: wait with an event recorded on that stream. On the CPU build the copy is done on return.
 
     Example:
         >>> import numpy as np, paddle
@@ -95,6 +98,7 @@ def swap_cache_per_layer_async(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_all_layers(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -106,8 +110,8 @@ def swap_cache_all_layers(
 ) -> Sequence[Tensor]:
     """:func:`swap_cache_per_layer` for many tensors (K, V and scales of all layers) with the same block ids.
 
-    The tensors may differ in dtype and block size; ``cache_cpu_ptrs[i]`` belongs to ``cache_gpu_tensors[i]``. Everything
-    is checked before anything moves.
+    The tensors may differ in dtype and block size; ``cache_cpu_ptrs[i]`` belongs to ``cache_gpu_tensors[i]``.
+    Everything is checked before anything moves.
 
     Example:
         >>> import numpy as np, paddle
@@ -125,6 +129,7 @@ def swap_cache_all_layers(
     )
 
 
+@arguments.dygraph_only
 def swap_cache_all_layers_async(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -155,17 +160,18 @@ def swap_cache_all_layers_async(
     )
 
 
+@arguments.dygraph_only
 def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, stream: Any = None) -> Tensor:
     """Copies blocks of ``source`` to blocks of ``target`` and returns ``target``.
 
     Each tensor is on the GPU, in pinned memory or on the CPU (pageable memory only if no GPU takes part). Ordered after
-    the work on ``stream`` (for None see :mod:`paddle_kv.streams`); both tensors must stay alive, and the blocks must not
-    be changed, until the stream has passed the copy. Without a GPU tensor the copy is done on return.
+    the work on ``stream`` (for None see :mod:`paddle_kv.streams`); both tensors must stay alive, and the blocks must
+    not be changed, until the stream has passed the copy. Without a GPU tensor the copy is done on return.
 
     Args:
         source: ``[num_blocks, ...]``, contiguous.
-        target: ``[any number of blocks, ...]``, same dtype and block shape. It may be ``source`` itself: then no block may
-            be source and target.
+        target: ``[any number of blocks, ...]``, same dtype and block shape. It may be ``source`` itself: then no block
+            may be source and target.
         block_mapping: pairs (source block, target block), see :func:`copy_blocks <paddle_kv.ops>`.
 
     Raises:
@@ -180,7 +186,6 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
         >>> ops.transfer_blocks(source, target, {2: 0}).numpy().ravel().tolist()
         [4, 5, 0, 0]
     """
-    arguments.refuse_tracing("transfer_blocks")
     arguments.cache(source, "source")
     arguments.cache(target, "target")
     sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
@@ -193,7 +198,6 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
 
 
 def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
-    arguments.refuse_tracing(op)
     cache, pointer, *rest = given
     arguments.cache(cache, "cache_gpu")
     pointer = arguments.integer(pointer, "cache_cpu_ptr")
@@ -201,14 +205,13 @@ def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
     handle = streams.resolve(stream, cache)
     _check.block_access(cache, gpu_ids, writing=mode == 1, stream=handle)
     call(op, cache, pointer, block_count, gpu_ids, cpu_ids, mode, handle)
-    return cache
+    return cache  # type: ignore[no-any-return]
 
 
 def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor]:
-    arguments.refuse_tracing(op)
     tensors, pointers, *rest = given
     caches = arguments.caches(tensors, "cache_gpu_tensors")
-    addresses = arguments.block_ids(pointers, "cache_cpu_ptrs")
+    addresses = arguments.addresses(pointers, "cache_cpu_ptrs")
     block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
     if not caches and not addresses:
         return tensors  # type: ignore[no-any-return]

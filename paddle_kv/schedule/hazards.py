@@ -1,8 +1,8 @@
 """Which transfer has to run after which: hazard tracking per block, over all pools of the process.
 
-A pool is identified by the memory that it lies in, so two pools over the same tensors share one :class:`BlockDomain`, and
-several schedulers on one cache are ordered against each other. For each block the domain keeps the last transfer that
-writes it and the transfers that read it since; a new transfer depends on
+A pool is identified by the memory that it lies in, so two pools over the same tensors share one :class:`BlockDomain`,
+and several schedulers on one cache are ordered against each other. For each block the domain keeps the last transfer
+that writes it and the transfers that read it since; a new transfer depends on
 
 * the writer of a block that it reads (read after write),
 * the writer and the readers of a block that it writes (write after write, write after read).
@@ -10,8 +10,8 @@ writes it and the transfers that read it since; a new transfer depends on
 Blocks whose last writer failed or was cancelled are *poisoned*: reading them raises until they have been rewritten.
 Leases keep transfers away from blocks that the host is using.
 
-One lock guards all of this (``lock``, with the condition ``changed``), because dependencies cross schedulers and threads.
-Nothing here knows Paddle, CuPy or a device.
+One lock guards all of this (``lock``, with the condition ``changed``), because dependencies cross schedulers and
+threads. Nothing here knows Paddle, CuPy or a device.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ _attached: dict[Extent, _Attached] = {}
 
 
 def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Callable[[], object]]:
-    """The domain of the memory that ``owner`` (a pool) lies in, and a call that ends the tie (it also ends with the owner).
+    """The domain of the memory that ``owner`` (a pool) lies in, and a call that ends the tie (as the owner's end does).
 
     Raises:
         ValueError: the memory overlaps that of another pool without having the same blocks and layers, or overlaps itself.

@@ -62,7 +62,7 @@ def make_plan(
     check_ids(host_ids, "host_block_ids", host_blocks)
     if len(device_ids) != len(host_ids):
         raise ValueError(
-            f"device_block_ids has {len(device_ids)} ids, host_block_ids has {len(host_ids)}; both must have the same number"
+            f"device_block_ids has {len(device_ids)} ids, host_block_ids has {len(host_ids)}; both need the same number"
         )
     check_distinct(*(("host_block_ids", host_ids) if direction == "offload" else ("device_block_ids", device_ids)))
     return TransferPlan(direction, tuple(device_ids), tuple(host_ids), num_layers, layers_per_event)

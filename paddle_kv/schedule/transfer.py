@@ -1,9 +1,9 @@
 """One load or save: the handle that a scheduler's call returns.
 
-A transfer moves its layers in groups. A group is *submitted* (enqueued on the transfer stream, with an event behind it) as
-soon as its layers are marked (layerwise offload) and the same layers of all transfers that it depends on are submitted.
-So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by ``cancel`` or by
-a failure.
+A transfer moves its layers in groups. A group is *submitted* (enqueued on the transfer stream, with an event behind it)
+as soon as its layers are marked (layerwise offload) and the same layers of all transfers that it depends on are
+submitted. So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by
+``cancel`` or by a failure.
 
 Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are given
 back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers that it
@@ -105,8 +105,8 @@ class Transfer:
     def mark_layer_written(self, layer: int, *, stream: Any = None) -> None:
         """Layer ``layer`` may be saved once the work submitted to ``stream`` so far is done.
 
-        For ``offload(..., layerwise=True)`` only; each layer once, in any order. ``stream`` is the compute stream of the
-        scheduler if not given.
+        For ``offload(..., layerwise=True)`` only; each layer once, in any order. ``stream`` is the compute stream of
+        the scheduler if not given.
 
         Raises:
             ValueError: the transfer is not a layerwise offload, or the layer is marked already.
@@ -129,7 +129,7 @@ class Transfer:
             self._raise_if_failed()
 
     def wait_on(self, stream: Any = None) -> None:
-        """Work submitted to ``stream`` from now on runs after the whole transfer. As :meth:`wait_layer` for all layers."""
+        """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers."""
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
         with hazards.changed:
@@ -195,8 +195,8 @@ class Transfer:
         """Drops the layers that are not submitted. What is submitted runs to its end.
 
         If anything was dropped, the transfer ends as cancelled: every later call raises, and its target blocks hold no
-        usable data until they are rewritten. The blocks stay in use until the submitted part is done. A transfer that is
-        submitted completely ends as if it had not been cancelled.
+        usable data until they are rewritten. The blocks stay in use until the submitted part is done. A transfer that
+        is submitted completely ends as if it had not been cancelled.
         """
         with hazards.changed:
             if not self._over and not self._all_submitted and not self._dropped:
@@ -224,7 +224,7 @@ class Transfer:
 
     @property
     def layer_times_ms(self) -> list[tuple[float, float]]:
-        """Start and end of each layer's copy since the scheduler was made, for a scheduler with ``record_layer_times``."""
+        """Start and end of each layer's copy since the scheduler was made; it must have ``record_layer_times``."""
         return list(self._layer_times_ms)
 
     # ---- submission (under the lock) ----
@@ -304,7 +304,7 @@ class Transfer:
                 raise
             return False
         self._starts.append((start, groups))
-        for group, event in zip(groups, records):
+        for group, event in zip(groups, records, strict=True):
             self._events[group] = event
         self._last_event = records[-1]
         return True
@@ -390,6 +390,8 @@ class Transfer:
         return self._over and not self._held_events
 
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        if layer >= 0 and self._marks is not None and self._marks[layer] is None:
+            return True  # it reads the layer only after the mark that is still to come
         groups = range(self._plan.num_groups) if layer < 0 else [self._plan.group_of(layer)]
         return self._over or self._waiting.get(stream, set()).issuperset(groups)
 

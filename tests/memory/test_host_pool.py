@@ -414,5 +414,3 @@ def test_a_pool_that_is_gone_leaves_its_memory_to_others():
     del first
     gc.collect()
     HostPool.adopt(make_spec(num_layers=3), {name: layers[2:] for name, layers in pointers.items()}, 6).close()
-
-

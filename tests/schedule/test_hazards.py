@@ -148,9 +148,7 @@ class Owner:
 
 
 def extents(start, layers=2, blocks=10, stride=16, gap=1000, first_layer=0):
-    return [
-        Extent(start + i * gap, start + i * gap + blocks * stride, stride, first_layer + i) for i in range(layers)
-    ]
+    return [Extent(start + i * gap, start + i * gap + blocks * stride, stride, first_layer + i) for i in range(layers)]
 
 
 BASE = 1 << 60  # no allocation lies there

@@ -24,8 +24,25 @@ Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, b
   for (const char* byte : {start, start + bytes - 1}) {
     cudaPointerAttributes attributes{};
     PADDLE_KV_CUDA(cudaPointerGetAttributes(&attributes, byte));
-    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer != nullptr;
+    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer == byte;
   }
+  return {};
+}
+
+Status StreamIsCapturing(const DeviceStream& where, bool* capturing) {
+  DeviceGuard guard(where.device);
+  PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  PADDLE_KV_CUDA(cudaStreamIsCapturing(StreamOf(where), &capture));
+  *capturing = capture != cudaStreamCaptureStatusNone;
+  return {};
+}
+
+Status CopyToHost(void* target, const void* source, std::int64_t bytes, const DeviceStream& where) {
+  DeviceGuard guard(where.device);
+  PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  PADDLE_KV_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, StreamOf(where)));
+  PADDLE_KV_CUDA(cudaStreamSynchronize(StreamOf(where)));
   return {};
 }
 

@@ -1,7 +1,10 @@
 #include "host_swap.h"
 
 #include <algorithm>
+#include <limits>
+#include <utility>
 
+#include "../common/host_range.h"
 #include "../common/launch.h"
 #include "../common/validate.h"
 #include "paddle_kv/common/cuda_device.h"
@@ -17,17 +20,53 @@ std::string Indexed(const std::string& name, std::size_t i, std::size_t count) {
   return count == 1 ? name : name + "[" + std::to_string(i) + "]";
 }
 
-// Two tensors that are written must not share bytes: the result would depend on the order of the copies.
-void CheckTargetsApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name) {
-  std::sort(ranges.begin(), ranges.end());
-  for (std::size_t i = 1; i < ranges.size(); ++i) {
-    if (ranges[i - 1].first + ranges[i - 1].second > ranges[i].first && ranges[i].second > 0) {
-      ThrowValueError(name + ": two of the memories to be written overlap; each must be named once");
+struct MemoryRange {
+  const std::uint8_t* first;
+  const std::uint8_t* end;
+  bool written;
+};
+
+// Memory that is written must not share bytes with any other of the call: the result would depend on the order of the
+// copies. Sources may coincide.
+void CheckApart(std::vector<MemoryRange> ranges, const HostSwapNames& names, bool to_host) {
+  std::sort(ranges.begin(), ranges.end(), [](const MemoryRange& a, const MemoryRange& b) { return a.first < b.first; });
+  const std::uint8_t* end_of_written = nullptr;
+  const std::uint8_t* end_of_read = nullptr;
+  for (const MemoryRange& range : ranges) {
+    if (range.first == range.end) continue;
+    if (range.written && range.first < end_of_written) {
+      ThrowValueError((to_host ? names.pointers : names.caches) +
+                      ": two of the memories to be written overlap; each must be named once");
     }
+    if (range.first < (range.written ? end_of_read : end_of_written)) {
+      ThrowValueError("the host memory at " + names.pointers + " overlaps the memory of " + names.caches +
+                      "; both must be apart");
+    }
+    const std::uint8_t*& end = range.written ? end_of_written : end_of_read;
+    end = std::max(end, range.end);
   }
 }
 
 }  // namespace
+
+void CheckHostRange(int64_t pointer, int64_t bytes, const std::string& name, const std::string& extent, int device) {
+  if (pointer <= 0) ThrowValueError(name + " = " + std::to_string(pointer) + " must be the address of host memory");
+  const std::string range =
+      name + ": the " + std::to_string(bytes) + " bytes (" + extent + ") at " + std::to_string(pointer);
+  if (bytes > std::numeric_limits<int64_t>::max() - pointer) ThrowValueError(range + " do not fit in 64 bits");
+  const void* first = reinterpret_cast<const void*>(pointer);
+  if (device < 0) {
+    if (!HostRangeIsMapped(first, bytes)) ThrowValueError(range + " are not all memory of this process");
+    return;
+  }
+  bool reachable = false;
+  LAUNCH_CUDA(device, HostRangeIsReachable(first, bytes, device, &reachable));
+  if (!reachable) {
+    ThrowValueError(range +
+                    " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
+                    "cudaHostAlloc) or register them");
+  }
+}
 
 void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<int64_t>& host_pointers,
                   int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,
@@ -48,7 +87,7 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
   const bool to_host = mode == kDeviceToHostMode;
   const bool on_gpu = OnGpu(caches.front());
   std::vector<BlockRows> rows;
-  std::vector<std::pair<const std::uint8_t*, int64_t>> written;
+  std::vector<MemoryRange> ranges;
   for (std::size_t i = 0; i < caches.size(); ++i) {
     const paddle::Tensor& cache = caches[i];
     const std::string cache_name = Indexed(names.caches, i, caches.size());
@@ -62,25 +101,17 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
                       " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
     }
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
-    if (host_pointers[i] == 0) ThrowValueError(pointer_name + " = 0 must be the address of host memory");
-    const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, pointer_name);
+    const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, "max_block_num_cpu x bytes of one block");
+    CheckHostRange(host_pointers[i], host_bytes, pointer_name,
+                   "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks",
+                   on_gpu ? cache.place().GetDeviceId() : -1);
     auto* host = reinterpret_cast<std::uint8_t*>(host_pointers[i]);
-    if (on_gpu) {
-      bool reachable = false;
-      const int device = static_cast<int>(cache.place().GetDeviceId());
-      LAUNCH_CUDA(device, HostRangeIsReachable(host, host_bytes, device, &reachable));
-      if (!reachable) {
-        ThrowValueError(
-            pointer_name + ": the " + std::to_string(host_bytes) + " bytes at " + std::to_string(host_pointers[i]) +
-            " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
-            "cudaHostAlloc) or register them");
-      }
-    }
     std::uint8_t* device = BytesOf(cache);
     rows.push_back({to_host ? device : host, to_host ? host : device, block_bytes, block_bytes, block_bytes});
-    written.emplace_back(rows.back().target, to_host ? host_bytes : cache.shape()[0] * block_bytes);
+    ranges.push_back({device, device + cache.shape()[0] * block_bytes, !to_host});
+    ranges.push_back({host, host + host_bytes, to_host});
   }
-  CheckTargetsApart(written, to_host ? names.pointers : names.caches);
+  CheckApart(std::move(ranges), names, to_host);
   const Ids& source_ids = to_host ? device_ids : host_ids;
   const Ids& target_ids = to_host ? host_ids : device_ids;
   CheckDistinct(target_ids, to_host ? "swap_block_ids_cpu" : "swap_block_ids_gpu");
@@ -94,6 +125,18 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
                                                  to_host ? Direction::kDeviceToHost : Direction::kHostToDevice, where));
   } else {
     TransferBlocksCpu(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count);
+  }
+}
+
+void RefuseCapture(const paddle::Tensor& cache, int64_t stream) {
+  if (!OnGpu(cache)) return;
+  bool capturing = false;
+  const DeviceStream where = WhereOf(cache, stream);
+  LAUNCH_CUDA(where.device, StreamIsCapturing(where, &capturing));
+  if (capturing) {
+    ThrowValueError("stream = " + std::to_string(stream) +
+                    " is being captured into a CUDA graph, where nothing can be waited for; use the operator's _async "
+                    "form");
   }
 }
 

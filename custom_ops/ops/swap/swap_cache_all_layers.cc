@@ -16,6 +16,7 @@ void SwapCacheAllLayers(const std::vector<paddle::Tensor>& cache_gpu_tensors,
                         const std::vector<int64_t>& cache_cpu_ptrs, int64_t max_block_num_cpu,
                         const std::vector<int64_t>& swap_block_ids_gpu, const std::vector<int64_t>& swap_block_ids_cpu,
                         int64_t mode, int64_t stream) {
+  RefuseCapture(cache_gpu_tensors.front(), stream);
   SwapCacheAllLayersAsync(cache_gpu_tensors, cache_cpu_ptrs, max_block_num_cpu, swap_block_ids_gpu, swap_block_ids_cpu,
                           mode, stream);
   WaitForSwap(cache_gpu_tensors.front(), stream);

@@ -14,6 +14,7 @@ void SwapCachePerLayerAsync(const paddle::Tensor& cache_gpu, int64_t cache_cpu_p
 void SwapCachePerLayer(const paddle::Tensor& cache_gpu, int64_t cache_cpu_ptr, int64_t max_block_num_cpu,
                        const std::vector<int64_t>& swap_block_ids_gpu, const std::vector<int64_t>& swap_block_ids_cpu,
                        int64_t mode, int64_t stream) {
+  RefuseCapture(cache_gpu, stream);
   SwapCachePerLayerAsync(cache_gpu, cache_cpu_ptr, max_block_num_cpu, swap_block_ids_gpu, swap_block_ids_cpu, mode,
                          stream);
   WaitForSwap(cache_gpu, stream);

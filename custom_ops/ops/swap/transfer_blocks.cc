@@ -18,6 +18,12 @@ void CheckReachable(const paddle::Tensor& host, const std::string& name, int64_t
   }
 }
 
+std::string Text(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
+  return text + "]";
+}
+
 }  // namespace
 
 void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, const std::vector<int64_t>& source_ids,
@@ -26,10 +32,14 @@ void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, 
   CheckCache(target, "target");
   const auto source_shape = source.shape();
   const auto target_shape = target.shape();
-  if (source.dtype() != target.dtype()) ThrowValueError("source and target differ in dtype; both must have the same");
+  if (source.dtype() != target.dtype()) {
+    ThrowValueError("source has dtype " + phi::DataTypeToString(source.dtype()) + ", target has " +
+                    phi::DataTypeToString(target.dtype()) + "; both must have the same");
+  }
   if (std::vector<int64_t>(source_shape.begin() + 1, source_shape.end()) !=
       std::vector<int64_t>(target_shape.begin() + 1, target_shape.end())) {
-    ThrowValueError("source and target differ in the shape of one block; all dimensions but the first must agree");
+    ThrowValueError("source has shape " + Text(source_shape) + ", target has " + Text(target_shape) +
+                    "; all dimensions but the first must agree");
   }
   CheckSameLength(source_ids, "sources of block_mapping", target_ids, "targets of block_mapping");
   CheckIds(source_ids, "sources of block_mapping", source_shape[0]);

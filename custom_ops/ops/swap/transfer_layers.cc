@@ -9,6 +9,8 @@
 #include "../common/guarded_kernel.h"
 #include "../common/launch.h"
 #include "../common/validate.h"
+#include "host_swap.h"
+#include "paddle_kv/common/cuda_device.h"
 
 namespace paddle_kv {
 namespace {
@@ -24,6 +26,21 @@ std::shared_ptr<const TransferPlan> PlanOf(int64_t number) {
   return found->second;
 }
 
+// A copy from pageable memory would block the host, and a kernel could not reach it at all.
+void CheckHostMemory(const TransferPlan& plan) {
+  for (const LayerTensor& tensor : plan.tensors) {
+    const int64_t bytes = (plan.host_blocks - 1) * tensor.host_stride + tensor.block_bytes;
+    bool reachable = false;
+    LAUNCH_CUDA(plan.device, HostRangeIsReachable(tensor.host, bytes, plan.device, &reachable));
+    if (!reachable) {
+      ThrowValueError("host_pool: the " + std::to_string(bytes) + " bytes at " +
+                      std::to_string(reinterpret_cast<int64_t>(tensor.host)) +
+                      " are not all host memory that the GPU can reach; allocate them page-locked "
+                      "(paddle_kv.HostPool, cudaHostAlloc) or register them");
+    }
+  }
+}
+
 }  // namespace
 
 // Pointers in order [layer][tensor]; strides and block bytes in bytes, one for each tensor of a layer.
@@ -35,6 +52,25 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
   if (per_layer == 0 || device_strides.size() != per_layer || host_strides.size() != per_layer ||
       device_pointers.size() % per_layer != 0 || host_pointers.size() != device_pointers.size()) {
     ThrowValueError("the lists of a transfer plan do not fit together");
+  }
+  for (const auto* pointers : {&device_pointers, &host_pointers}) {
+    for (const int64_t pointer : *pointers) {
+      if (pointer <= 0) ThrowValueError("a transfer plan names address " + std::to_string(pointer));
+    }
+  }
+  for (std::size_t t = 0; t < per_layer; ++t) {
+    if (block_bytes[t] < 0 || device_strides[t] < block_bytes[t] || host_strides[t] < block_bytes[t]) {
+      ThrowValueError("tensor " + std::to_string(t) + " of a transfer plan has blocks of " +
+                      std::to_string(block_bytes[t]) + " bytes at strides of " + std::to_string(device_strides[t]) +
+                      " (device) and " + std::to_string(host_strides[t]) + " (host)");
+    }
+  }
+  for (std::size_t i = 0; i < host_pointers.size(); ++i) {
+    const std::size_t t = i % per_layer;
+    const int64_t bytes =
+        host_blocks == 0 ? 0 : CheckedProduct(host_blocks - 1, host_strides[t], "host pool") + block_bytes[t];
+    CheckHostRange(host_pointers[i], bytes, "host pool, layer " + std::to_string(i / per_layer),
+                   std::to_string(host_blocks) + " blocks", static_cast<int>(device));
   }
   auto plan = std::make_shared<TransferPlan>();
   plan->device = static_cast<int>(device);
@@ -48,6 +84,7 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
                              reinterpret_cast<std::uint8_t*>(host_pointers[i]), device_strides[t], host_strides[t],
                              block_bytes[t]});
   }
+  if (plan->device >= 0) CheckHostMemory(*plan);
   const std::lock_guard<std::mutex> lock(plans_mutex);
   if (!plans.emplace(number, std::move(plan)).second) {
     ThrowValueError("plan = " + std::to_string(number) + " is already registered");
@@ -69,13 +106,21 @@ void TransferLayers(int64_t number, int64_t direction, const std::vector<int64_t
       direction != static_cast<int64_t>(Direction::kHostToDevice)) {
     ThrowValueError("direction = " + std::to_string(direction) + " must be 0 (device to host) or 1 (host to device)");
   }
-  if (first_layer < 0 || first_layer > end_layer || end_layer > plan->layer_count || layers_per_event < 1) {
+  if (first_layer < 0 || first_layer > end_layer || end_layer > plan->layer_count) {
     ThrowValueError("layers [" + std::to_string(first_layer) + ", " + std::to_string(end_layer) + ") must lie in [0, " +
                     std::to_string(plan->layer_count) + ")");
+  }
+  if (layers_per_event < 1) {
+    ThrowValueError("layers_per_event = " + std::to_string(layers_per_event) + " must be at least 1");
   }
   CheckSameLength(device_ids, "device_block_ids", host_ids, "host_block_ids");
   CheckIds(device_ids, "device_block_ids", plan->device_blocks);
   CheckIds(host_ids, "host_block_ids", plan->host_blocks);
+  if (direction == static_cast<int64_t>(Direction::kDeviceToHost)) {
+    CheckDistinct(host_ids, "host_block_ids");
+  } else {
+    CheckDistinct(device_ids, "device_block_ids");
+  }
   const LayerRange range{first_layer,     end_layer,   layers_per_event, wait_events,
                          waits_per_group, start_event, record_events};
   const auto way = static_cast<Direction>(direction);
@@ -86,9 +131,13 @@ void TransferLayers(int64_t number, int64_t direction, const std::vector<int64_t
   }
   const int64_t groups = (end_layer - first_layer + layers_per_event - 1) / layers_per_event;
   int64_t waits = 0;
-  for (const int64_t count : waits_per_group) waits += count;
+  bool counts_are_sound = true;
+  for (const int64_t count : waits_per_group) {
+    counts_are_sound = counts_are_sound && count >= 0;
+    waits += count;
+  }
   if (static_cast<int64_t>(waits_per_group.size()) != groups || static_cast<int64_t>(record_events.size()) != groups ||
-      waits != static_cast<int64_t>(wait_events.size())) {
+      !counts_are_sound || waits != static_cast<int64_t>(wait_events.size())) {
     ThrowValueError("the event lists do not fit the " + std::to_string(groups) + " groups of layers");
   }
   LAUNCH_CUDA(plan->device,

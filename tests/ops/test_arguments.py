@@ -1,0 +1,95 @@
+"""paddle_kv.ops._arguments by itself: what becomes of ids, pairs and numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_kv.ops import _arguments as arguments
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(st.lists(INT64))
+def test_ids_are_the_same_in_every_form(ids: list[int]) -> None:
+    for form in (ids, tuple(ids), np.array(ids, "int64"), [np.int64(i) for i in ids]):
+        found = arguments.block_ids(form, "ids")
+        assert found == ids
+        assert set(map(type, found)) <= {int}, "Paddle takes Python's ints by the short way"
+
+
+def test_the_list_of_the_caller_is_copied() -> None:
+    ids = [1, 2]
+    assert arguments.block_ids(ids, "ids") is not ids
+
+
+@given(st.lists(INT64, max_size=3), st.integers(2**63, 2**70) | st.integers(-(2**70), -(2**63) - 1))
+def test_ids_beyond_64_bits_are_named(ids: list[int], wrong: int) -> None:
+    with pytest.raises(IndexError, match=rf"ids\[{len(ids)}\]: {wrong} must be in"):
+        arguments.block_ids([*ids, wrong, *ids], "ids")
+    with pytest.raises(ValueError, match=rf"ids\[{len(ids)}\]: {wrong} must be in"):
+        arguments.addresses([*ids, wrong], "ids")
+
+
+@given(st.lists(st.tuples(INT64, INT64)))
+def test_pairs_are_the_same_in_every_form(pairs: list[tuple[int, int]]) -> None:
+    expected = [source for source, _ in pairs], [target for _, target in pairs]
+    for form in (pairs, tuple(pairs), [list(pair) for pair in pairs], np.array(pairs, "int64").reshape(-1, 2)):
+        assert arguments.block_pairs(form, "pairs") == expected
+    by_source: dict[int, list[int]] = {}
+    for source, target in pairs:
+        by_source.setdefault(source, []).append(target)
+    sources, targets = arguments.block_pairs(by_source, "pairs")
+    assert sorted(zip(sources, targets, strict=True)) == sorted(pairs)
+
+
+@given(st.lists(st.tuples(INT64, INT64), max_size=3), st.integers(2**63, 2**70))
+def test_pairs_beyond_64_bits_are_named(pairs: list[tuple[int, int]], wrong: int) -> None:
+    with pytest.raises(IndexError, match=rf"pairs\[{len(pairs)}\]: {wrong} must be in"):
+        arguments.block_pairs([*pairs, (wrong, 0), *pairs], "pairs")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64"])
+def test_integer_tensors_of_every_width(dtype: str) -> None:
+    assert arguments.block_ids(paddle.to_tensor([3, 1]).astype(dtype), "ids") == [3, 1]
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16", "bfloat16", "float32", "float64"])
+def test_tensors_that_hold_no_integers(dtype: str) -> None:
+    with pytest.raises(TypeError, match=f"ids has dtype paddle.{dtype}"):
+        arguments.block_ids(paddle.zeros([2]).astype(dtype), "ids")
+
+
+@pytest.mark.parametrize("value", [0, -1, 2**63 - 1, -(2**63), np.int8(-3), np.uint64(5)])
+def test_numbers(value: object) -> None:
+    found = arguments.integer(value, "count")
+    assert type(found) is int
+    assert found == value
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, np.uint64(2**63)])
+def test_numbers_beyond_64_bits(value: int) -> None:
+    with pytest.raises(ValueError, match=f"count = {value} does not fit in 64 bits"):
+        arguments.integer(value, "count")
+
+
+@pytest.mark.parametrize("value", [None, True, np.True_, 1.0, np.float32(1), "1", b"1", [1], np.array([1])])
+def test_what_is_no_number(value: object) -> None:
+    with pytest.raises(TypeError, match=r"count is .*; an integer is expected"):
+        arguments.integer(value, "count")
+
+
+def test_a_tensor_is_no_number() -> None:
+    """Paddle would cut 1.5 to 1, and 2 of 1.9."""
+    for tensor in (paddle.to_tensor(1.5), paddle.to_tensor(1), paddle.to_tensor([1, 2])):
+        with pytest.raises(TypeError, match=r"(?s)count is .*; an integer is expected"):
+            arguments.integer(tensor, "count")
+
+
+def test_messages_stay_short() -> None:
+    with pytest.raises(TypeError) as caught:
+        arguments.integer(np.zeros(10_000), "count")
+    assert len(str(caught.value)) < 200

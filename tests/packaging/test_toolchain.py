@@ -1,0 +1,154 @@
+"""What setup_ops.py says when something is missing or does not fit: one sentence, exit code 1, nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import toolchain
+
+ROOT = Path(__file__).resolve().parents[2]
+KNOWN = {75, 80, 86, 89, 90, 100, 120, 121}
+
+
+def build(tree: Path = ROOT, *options: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs ``setup_ops.py build`` with some variables changed; None removes one."""
+    changed = {"PADDLE_KV_CUDA_ARCHS": None, "PADDLE_KV_REQUIRE_CUDA": None, **environment}
+    given = {name: value for name, value in {**os.environ, **changed}.items() if value is not None}
+    command = [sys.executable, *options, str(tree / "setup_ops.py"), "build"]
+    return subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+
+
+def check_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1, done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("paddle_kv: ")
+    for word in words:
+        assert word in lines[0]
+
+
+def script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}")
+    path.chmod(0o755)
+
+
+def test_no_paddle() -> None:
+    check_refused(build(ROOT, "-S", PYTHONPATH=None), "cannot import Paddle", "paddlepaddle", "--no-build-isolation")
+
+
+def test_paddle_too_old(tmp_path: Path) -> None:
+    (tmp_path / "paddle.py").write_text("__version__ = '2.4.2'\n")
+    check_refused(build(PYTHONPATH=str(tmp_path)), "Paddle 2.4.2 is too old")
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    for name in ("cat", "grep", "sh", "which"):  # Paddle runs them while it is imported
+        (tmp_path / name).symlink_to(shutil.which(name) or f"/usr/bin/{name}")
+    check_refused(build(PATH=str(tmp_path), CXX=None, CC=None), "g++", "is not installed", "CXX")
+
+
+def test_a_compiler_without_cxx17(tmp_path: Path) -> None:
+    script(tmp_path / "old-g++", "echo \"error: unrecognized option '-std=c++17'\" >&2; exit 1\n")
+    compiler = str(tmp_path / "old-g++")
+    check_refused(build(CXX=compiler), compiler, "does not compile C++17", "unrecognized option")
+
+
+def test_no_nvcc() -> None:
+    refused = build(CUDA_HOME="/nowhere/cuda", PADDLE_KV_REQUIRE_CUDA="1")
+    check_refused(refused, "PADDLE_KV_REQUIRE_CUDA=1", "no nvcc in /nowhere/cuda/bin")
+
+
+def test_nvcc_too_old(tmp_path: Path) -> None:
+    script(
+        tmp_path / "bin" / "nvcc",
+        'if [ "$1" = --list-gpu-arch ]; then echo compute_80; exit 0; fi\n'
+        "echo \"nvcc fatal   : Value 'c++17' is not defined for option 'std'\" >&2; exit 1\n",
+    )
+    refused = build(CUDA_HOME=str(tmp_path), PADDLE_KV_REQUIRE_CUDA="1", PADDLE_KV_CUDA_ARCHS="80")
+    check_refused(refused, str(tmp_path / "bin" / "nvcc"), "does not compile C++17", "is not defined")
+
+
+@pytest.mark.parametrize("archs", ["sm_90", "80;;x", ";", "8.00", "-1"])
+def test_a_bad_architecture_names_the_variable_and_the_legal_ones(archs: str) -> None:
+    with pytest.raises(toolchain.BuildError, match=r"PADDLE_KV_CUDA_ARCHS is .*75;80;86;89;90;100;120;121"):
+        toolchain.choose_architectures(archs, KNOWN, set(), "nvcc")
+
+
+def test_an_architecture_that_nvcc_does_not_know() -> None:
+    with pytest.raises(toolchain.BuildError, match=r"my-nvcc knows no \[30\], only 75;80"):
+        toolchain.choose_architectures("30;80", KNOWN, set(), "my-nvcc")
+
+
+@pytest.mark.parametrize("archs", ["90;80", "80,90", " 80  90 ", "8.0;9.0", "80;90;80;"])
+def test_architectures_as_asked(archs: str) -> None:
+    assert toolchain.choose_architectures(archs, KNOWN, {100}, "nvcc") == (80, 90)
+
+
+def test_architectures_by_default() -> None:
+    assert toolchain.choose_architectures("", KNOWN, {90}, "nvcc") == (90,)
+    assert toolchain.choose_architectures("", KNOWN, set(), "nvcc") == (80, 86, 89, 90, 100, 120)
+    assert toolchain.choose_architectures("", {70, 80, 90}, set(), "nvcc") == (80, 90)
+    with pytest.raises(toolchain.BuildError, match=r"a GPU here has architecture \[103\]"):
+        toolchain.choose_architectures("", KNOWN, {103}, "nvcc")
+    with pytest.raises(toolchain.BuildError, match="knows none of"):
+        toolchain.choose_architectures("", {70}, set(), "nvcc")
+
+
+def test_paddle_with_cuda_but_no_nvcc_builds_for_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paddle = SimpleNamespace(__version__="2.6.2", is_compiled_with_cuda=lambda: True)
+    monkeypatch.setattr(toolchain, "_import_paddle", lambda: paddle)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere/cuda")
+    monkeypatch.delenv("PADDLE_KV_REQUIRE_CUDA", raising=False)
+    found = toolchain.find()
+    assert (found.cuda_home, found.architectures) == (None, ())
+    said = capsys.readouterr().out
+    assert "no nvcc in /nowhere/cuda/bin" in said
+    assert "CPU tensors only" in said
+
+
+def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
+    """Paddle 3 prints the error, goes on, and would link what an earlier build has left."""
+    for name in ("setup_ops.py", "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    (tmp_path / "paddle_kv").mkdir()
+    shutil.copy(ROOT / "paddle_kv" / "__init__.py", tmp_path / "paddle_kv")
+    source = tmp_path / "custom_ops" / "ops" / "swap" / "one.cc"
+    source.parent.mkdir(parents=True)
+    no_cuda = {"CUDA_HOME": "/nowhere/cuda"}
+    source.write_text("int One() { return 1; }\n")
+    assert build(tmp_path, **no_cuda).returncode == 0
+    library = next((tmp_path / "paddle_kv" / "_lib").glob("*.so"))
+    before = library.read_bytes()
+    source.write_text("int One() { return undeclared; }\n")
+    failed = build(tmp_path, **no_cuda)
+    assert failed.returncode == 1
+    assert "undeclared" in failed.stderr
+    assert failed.stderr.strip().splitlines()[-1].startswith("paddle_kv: not compiled: custom_ops/ops/swap/one.cc")
+    assert library.read_bytes() == before
+
+
+def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "paddle_kv", tmp_path / "paddle_kv", ignore=shutil.ignore_patterns("_lib", "__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import paddle_kv"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: paddle_kv has no operators for Paddle ")
+    assert "python setup_ops.py build" in last
