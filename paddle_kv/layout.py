@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 Layout = Literal["HND", "NHD", "packed"]
 
@@ -58,6 +58,7 @@ class KVCacheSpec:
         extra: further tensors that belong to each block, name -> (shape of one block, dtype), e.g. scales.
 
     Raises:
+        TypeError: ``extra`` has another form.
         ValueError: a size below 1, an unknown dtype or layout, a packed head size that x does not divide.
 
     Example:
@@ -91,7 +92,12 @@ class KVCacheSpec:
         _dtype(self.dtype, "dtype")
         if self.layout == "packed" and not self.latent and self.head_dim % self._packed_x:
             raise ValueError(f"head_dim = {self.head_dim} must be a multiple of {self._packed_x} in the packed layout")
-        for name, (shape, dtype) in self.extra.items():
+        if not isinstance(self.extra, Mapping):
+            raise TypeError(f"extra is {self.extra!r}; a mapping name -> (shape of one block, dtype) is expected")
+        for name, entry in self.extra.items():
+            if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], (tuple, list)):
+                raise TypeError(f"extra[{name!r}] is {entry!r}; (shape of one block, dtype) is expected")
+            shape, dtype = entry
             if name in ("key", "value", "latent"):
                 raise ValueError(f"extra names a tensor {name!r}, which the cache itself has")
             if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
@@ -99,6 +105,11 @@ class KVCacheSpec:
             _dtype(dtype, f"dtype of extra[{name!r}]")
         copied = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.extra.items()}
         object.__setattr__(self, "extra", MappingProxyType(copied))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapping proxy cannot be pickled, and a server sends its spec to its workers.
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return _rebuild, ({**values, "extra": dict(self.extra)},)
 
     def __hash__(self) -> int:
         return hash((self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.layout))
@@ -158,6 +169,16 @@ class KVCacheSpec:
             raise ValueError(f"name = {name!r} must be one of {self.tensor_names}")
 
 
+def check_spec(spec: Any) -> None:
+    """TypeError unless it is a spec."""
+    if not isinstance(spec, KVCacheSpec):
+        raise TypeError(f"spec is {type(spec).__name__}; a KVCacheSpec is expected")
+
+
+def _rebuild(values: dict[str, Any]) -> KVCacheSpec:
+    return KVCacheSpec(**values)
+
+
 def _dtype(dtype: str, name: str) -> None:
-    if dtype not in _DTYPES:
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{name} = {dtype!r} must be one of {', '.join(_DTYPES)}")

@@ -11,9 +11,12 @@ def create(name: str | Backend, device_id: int | None) -> Backend:
     """The backend for a device cache: "auto" is cupy where the cache is on a GPU, else cpu.
 
     Raises:
+        TypeError: neither a name nor a backend.
         ValueError: an unknown name, or one that does not fit the device.
     """
     if not isinstance(name, str):
+        if not callable(getattr(name, "copy_layers", None)):
+            raise TypeError(f"backend is {name!r}; 'auto', 'cupy', 'cpu' or a Backend is expected")
         return name
     if name not in ("auto", "cupy", "cpu"):
         raise ValueError(f"backend = {name!r} must be 'auto', 'cupy', 'cpu' or a Backend")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..layout import KVCacheSpec
+from ..layout import KVCacheSpec, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
 from ..schedule import hazards
+from ..schedule.plan import check_ids
 from .host_memory import has_gpu
 
 
@@ -36,6 +37,7 @@ class DeviceCache:
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None) -> None:
+        check_spec(spec)
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
         place = _place(device)
@@ -61,15 +63,18 @@ class DeviceCache:
         return made
 
     def _take(self, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        check_spec(spec)
+        if not isinstance(tensors, Mapping):
+            raise TypeError(f"tensors is {type(tensors).__name__}; a mapping name -> one tensor per layer is expected")
         if set(tensors) != set(spec.tensor_names):
             raise ValueError(f"tensors has the names {sorted(tensors)}; {sorted(spec.tensor_names)} are expected")
         first = None
         for name in spec.tensor_names:
-            if len(tensors[name]) != spec.num_layers:
-                raise ValueError(f"tensors[{name!r}] has {len(tensors[name])} layers; {spec.num_layers} are expected")
-            for layer, tensor in enumerate(tensors[name]):
+            layers = arguments.caches(tensors[name], f"tensors[{name!r}]")
+            if len(layers) != spec.num_layers:
+                raise ValueError(f"tensors[{name!r}] has {len(layers)} layers; {spec.num_layers} are expected")
+            for layer, tensor in enumerate(layers):
                 label = f"tensors[{name!r}][{layer}]"
-                arguments.cache(tensor, label)
                 first = tensor if first is None else first
                 _check_tensor(spec, name, tensor, first, label)
         assert first is not None
@@ -83,21 +88,22 @@ class DeviceCache:
             for layer, tensor in enumerate(self._tensors[name]):
                 start = tensor.data_ptr()
                 extents.append(hazards.Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
-        if len({extent.start for extent in extents}) != len(extents):
-            raise ValueError("tensors names one tensor twice; each name and layer needs its own")
         self.domain, _ = hazards.attach(self, extents)
 
     def tensor(self, name: str, layer: int) -> Tensor:
         """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``."""
         if name not in self._tensors:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
+        layer = arguments.integer(layer, "layer")
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"layer = {layer} must be in [0, {self.spec.num_layers})")
         return self._tensors[name][layer]
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """Compute has rewritten these blocks: they may be read again although an onload into them failed."""
-        self.domain.mark_rewritten(arguments.block_ids(block_ids, "block_ids"))
+        ids = arguments.block_ids(block_ids, "block_ids")
+        check_ids(ids, "block_ids", self.num_blocks)
+        self.domain.mark_rewritten(ids)
 
 
 def _device_id(tensor: Tensor) -> int | None:
@@ -124,6 +130,8 @@ def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, l
 def _place(device: str | None) -> Any:
     if device is None:
         device = "gpu" if has_gpu() else "cpu"
+    if not isinstance(device, str):
+        raise TypeError(f"device is {device!r}; 'cpu', 'gpu', 'gpu:N' or None is expected")
     kind, _, index = device.partition(":")
     if kind == "cpu" and not index:
         return paddle.CPUPlace()

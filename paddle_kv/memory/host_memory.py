@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,14 @@ class HostMemory:
         pinned: page-locked, reachable by every GPU.
 
     Raises:
-        MemoryError: names the bytes asked for and the bytes available.
+        MemoryError: there is not so much.
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.size_bytes = size_bytes
-        self.address = 0
-        self._owner: Any = None
-        if size_bytes == 0:
-            return
-        self._owner = _pinned(size_bytes) if pinned else _pageable(size_bytes)
-        self.address = self._owner.ptr if pinned else ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
+        owner: Any = _pinned(size_bytes) if pinned else _pageable(size_bytes)
+        self._owner = owner
+        self.address: int = owner.ptr if pinned else ctypes.addressof(ctypes.c_char.from_buffer(owner))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -39,6 +37,26 @@ class HostMemory:
     def array(self) -> np.ndarray:
         """The bytes as a writable array that keeps the memory alive."""
         return np.asarray(self)
+
+
+def allocate(sizes_bytes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
+    """Pieces of memory, all or none.
+
+    Raises:
+        MemoryError: names the bytes asked for in all, and those available.
+    """
+    total_bytes = sum(sizes_bytes)
+    # Linux promises more memory than it has, and ends the process when the pages are touched.
+    if total_bytes > available_bytes():
+        raise MemoryError(_message(total_bytes, pinned, "more than is free"))
+    pieces: list[HostMemory] = []
+    try:
+        for size_bytes in sizes_bytes:
+            pieces.append(HostMemory(size_bytes, pinned=pinned))
+    except MemoryError as error:
+        pieces.clear()  # now: the exception keeps this frame, and with it the pieces, as long as it is handled
+        raise MemoryError(_message(total_bytes, pinned, str(error))) from None
+    return pieces
 
 
 def has_gpu() -> bool:
@@ -53,17 +71,14 @@ def _pinned(size_bytes: int) -> Any:
     try:
         return cupy.cuda.PinnedMemory(size_bytes, _PORTABLE)
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise MemoryError(_message(size_bytes, "page-locked ", str(error))) from error
+        raise MemoryError(str(error)) from None
 
 
 def _pageable(size_bytes: int) -> mmap.mmap:
-    # Linux promises more memory than it has, and ends the process when the pages are touched.
-    if size_bytes > available_bytes():
-        raise MemoryError(_message(size_bytes, "", "more than is free"))
     try:
         return mmap.mmap(-1, size_bytes)
     except (OSError, ValueError, OverflowError) as error:
-        raise MemoryError(_message(size_bytes, "", str(error))) from error
+        raise MemoryError(str(error)) from None
 
 
 def available_bytes() -> int:
@@ -75,5 +90,6 @@ def available_bytes() -> int:
     return 0
 
 
-def _message(size_bytes: int, kind: str, reason: str) -> str:
-    return f"{size_bytes} bytes of {kind}host memory were asked for, {available_bytes()} bytes are available ({reason})"
+def _message(size_bytes: int, pinned: bool, reason: str) -> str:
+    kind = "page-locked host" if pinned else "host"
+    return f"{size_bytes} bytes of {kind} memory were asked for, {available_bytes()} bytes are available ({reason})"

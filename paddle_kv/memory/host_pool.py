@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..layout import KVCacheSpec
+from ..layout import KVCacheSpec, check_spec
 from ..ops import _arguments as arguments
 from ..schedule import hazards
-from ..schedule.plan import check_distinct, check_ids
-from .host_memory import HostMemory, has_gpu
+from ..schedule.plan import check_distinct, check_ids, check_timeout
+from .host_memory import HostMemory, allocate, has_gpu
 
 POLL_S = 0.001
 
@@ -55,8 +55,7 @@ class HostPool:
         self._set_up(spec, num_blocks)
         layer_bytes = num_blocks * spec.block_bytes
         sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
-        pinned = has_gpu()
-        self._memory.extend(HostMemory(size, pinned=pinned) for size in sizes)
+        self._memory += allocate(sizes, pinned=has_gpu())
         block_first_stride = spec.num_layers * spec.block_bytes
         for name in spec.tensor_names:
             offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
@@ -85,10 +84,14 @@ class HostPool:
         """
         made = cls.__new__(cls)
         made._set_up(spec, num_blocks)
+        if not isinstance(pointers, Mapping):
+            raise TypeError(
+                f"pointers is {type(pointers).__name__}; a mapping name -> one address per layer is expected"
+            )
         if set(pointers) != set(spec.tensor_names):
             raise ValueError(f"pointers has the names {sorted(pointers)}; {sorted(spec.tensor_names)} are expected")
         for name in spec.tensor_names:
-            addresses = [arguments.integer(p, f"pointers[{name!r}][{i}]") for i, p in enumerate(pointers[name])]
+            addresses = arguments.block_ids(pointers[name], f"pointers[{name!r}]")
             if len(addresses) != spec.num_layers:
                 raise ValueError(f"pointers[{name!r}] has {len(addresses)} layers; {spec.num_layers} are expected")
             for layer, address in enumerate(addresses):
@@ -96,15 +99,11 @@ class HostPool:
                     raise ValueError(f"pointers[{name!r}][{layer}] = {address} must be the address of host memory")
             made._pointers[name] = addresses
             made._strides[name] = spec.tensor_block_bytes(name)
-        extents = made._tensor_extents()
-        ordered = sorted(extents, key=lambda extent: extent.start)
-        for before, after in pairwise(ordered):
-            if before.end > after.start:
-                raise ValueError(f"pointers: the ranges at {before.start:#x} and {after.start:#x} overlap")
-        made._attach(extents)
+        made._attach(made._tensor_extents())
         return made
 
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
+        check_spec(spec)
         if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
             raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
         self.spec = spec
@@ -112,7 +111,6 @@ class HostPool:
         self._memory: list[HostMemory] = []
         self._pointers: dict[str, list[int]] = {}
         self._strides: dict[str, int] = {}
-        self._free = list(range(num_blocks))
         self._allocated: set[int] = set()
         self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
         self._closed = False
@@ -126,6 +124,7 @@ class HostPool:
 
     def _attach(self, extents: list[hazards.Extent]) -> None:
         self.domain, self._detach = hazards.attach(self, extents)
+        self._free = list(range(self.num_blocks))
 
     # ---- memory ----
     @property
@@ -141,6 +140,7 @@ class HostPool:
         self._check_open()
         if name not in self._pointers:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
+        layer = arguments.integer(layer, "layer")
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"layer = {layer} must be in [0, {self.spec.num_layers})")
         return self._pointers[name][layer]
@@ -157,6 +157,7 @@ class HostPool:
         :meth:`close`; adopted memory has to be kept alive by its owner.
         """
         address = self.pointer(name, layer)
+        block_id = arguments.integer(block_id, "block_id")
         check_ids([block_id], "block_id", self.num_blocks)
         block_bytes = self.spec.tensor_block_bytes(name)
         start = address + block_id * self._strides[name]
@@ -250,6 +251,7 @@ class HostPool:
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
         check_distinct("block_ids", ids)
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with hazards.changed:
             self._check_open()
@@ -258,6 +260,7 @@ class HostPool:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise TimeoutError(f"blocks {ids[:8]} were still in use after timeout_s = {timeout_s}")
                 hazards.changed.wait(POLL_S)
+                self._check_open()
                 hazards.collect()
         try:
             yield
@@ -268,7 +271,9 @@ class HostPool:
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """The host has rewritten these blocks: they may be read again although an offload into them failed."""
-        self.domain.mark_rewritten(arguments.block_ids(block_ids, "block_ids"))
+        ids = arguments.block_ids(block_ids, "block_ids")
+        check_ids(ids, "block_ids", self.num_blocks)
+        self.domain.mark_rewritten(ids)
 
     def _check_open(self) -> None:
         if self._closed:

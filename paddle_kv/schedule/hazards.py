@@ -16,6 +16,8 @@ threads. Nothing here knows Paddle, CuPy or a device.
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +33,15 @@ changed = threading.Condition(lock)
 class Tracked(Protocol):
     """What the tracker needs of a transfer."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that its targets are not written completely."""
+
     def poll(self) -> None:
         """Look at the device; release the blocks if the transfer is over."""
+
+    def abandon(self) -> None:
+        """The process has forked and this is the child: nothing moves here any more. Ends as failed."""
 
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
         """Whether work on the stream waits for this layer."""
@@ -55,9 +64,14 @@ class _Slot:
 
 
 class BlockDomain:
-    """The blocks of one memory, shared by all pools that lie in it."""
+    """The blocks of one memory, shared by all pools that lie in it.
 
-    def __init__(self) -> None:
+    Attributes:
+        tensors: start, stride and layer of each tensor of the pools.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[int, int, int]] = ()) -> None:
+        self.tensors = tuple(tensors)
         self._slots: dict[int, _Slot] = {}
         self._poison: dict[int, TransferError] = {}
 
@@ -84,7 +98,8 @@ class BlockDomain:
                 raise RuntimeError(
                     f"block {block_id} of the {pool} is leased; release the lease before moving the block"
                 )
-            if not writing and block_id in self._poison and (slot is None or slot.writer is None):
+            rewriter = slot.writer if slot is not None else None
+            if not writing and block_id in self._poison and (rewriter is None or rewriter.failed):
                 raise TransferError(
                     f"block {block_id} of the {pool} holds no usable data ({self._poison[block_id]}); rewrite it first",
                     block_ids=self.poisoned(block_ids),
@@ -188,23 +203,29 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
     """The domain of the memory that ``owner`` (a pool) lies in, and a call that ends the tie (as the owner's end does).
 
     Raises:
-        ValueError: the memory overlaps that of another pool without starting at the same block.
+        ValueError: the memory overlaps that of another pool without having the same blocks and layers, or overlaps itself.
     """
+    ordered = sorted(extents, key=lambda extent: extent.start)
+    for before, after in itertools.pairwise(ordered):
+        if before.end > after.start:
+            raise ValueError(
+                f"the tensors at {before.start:#x} and {after.start:#x} overlap; each name and layer needs memory of its own"
+            )
+    tensors = [(extent.start, extent.stride_bytes, extent.layer) for extent in extents]
     with lock:
-        found: dict[int, BlockDomain] = {}
+        domain = None
         for extent in extents:
             for known, attached in list(_attached.items()):
                 if extent.start >= known.end or known.start >= extent.end:
                     continue
-                if (extent.start, extent.stride_bytes) != (known.start, known.stride_bytes):
+                domain = attached.domain
+                # A transfer waits for the same layers of another one: both must number them alike.
+                if domain.tensors != tuple(tensors):
                     raise ValueError(
-                        f"the memory at {extent.start:#x} overlaps that of another pool at {known.start:#x} but does "
-                        "not start at the same block with the same block size; give both pools the same tensors"
+                        f"the memory at {extent.start:#x} overlaps that of another pool at {known.start:#x}, which has "
+                        "other blocks or layers; give both pools the same tensors"
                     )
-                found[id(attached.domain)] = attached.domain
-        if len(found) > 1:
-            raise ValueError("the tensors belong to several other pools; give all pools the same tensors")
-        domain = next(iter(found.values()), None) or BlockDomain()
+        domain = domain or BlockDomain(tensors)
         for extent in extents:
             _attached.setdefault(extent, _Attached(domain)).owners += 1
     end = weakref.finalize(owner, _detach, tuple(extents))
@@ -224,7 +245,7 @@ def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: 
     """Raises RuntimeError if work on ``stream`` touches blocks of a pool's tensor that a transfer is moving, without
     having waited for it (clause 5 of the contract; the debug mode asks)."""
     with lock:
-        for extent, attached in _attached.items():
+        for extent, attached in list(_attached.items()):  # a pool may be collected meanwhile
             if not extent.start <= address < extent.end:
                 continue
             first = (address - extent.start) // extent.stride_bytes
@@ -260,3 +281,16 @@ def collect() -> None:
     with lock:
         for transfer in in_flight():
             transfer.poll()
+
+
+def _after_fork_in_child() -> None:
+    # Another thread may have held the lock, and the threads that would end the transfers are not here.
+    global lock, changed
+    lock = threading.RLock()
+    changed = threading.Condition(lock)
+    with lock:
+        for transfer in reversed(in_flight()):  # none must be seen as ready by an earlier one that ends
+            transfer.abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
+from threading import TIMEOUT_MAX
 from typing import Literal
-
-import numpy as np
 
 Direction = Literal["onload", "offload"]
 
@@ -69,17 +70,23 @@ def make_plan(
 
 def check_ids(ids: Sequence[int], name: str, num_blocks: int) -> None:
     """IndexError unless each id lies in [0, num_blocks)."""
-    if not ids:
-        return
-    array = np.asarray(ids, dtype=np.int64)
-    outside = np.flatnonzero((array < 0) | (array >= num_blocks))
-    if outside.size:
-        position = int(outside[0])
+    if ids and (min(ids) < 0 or max(ids) >= num_blocks):
+        position = next(i for i, block_id in enumerate(ids) if not 0 <= block_id < num_blocks)
         raise IndexError(f"{name}[{position}] = {ids[position]} must be in [0, {num_blocks})")
 
 
 def check_distinct(name: str, ids: Sequence[int]) -> None:
     """ValueError if an id occurs twice."""
     if len(set(ids)) != len(ids):
-        values, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
-        raise ValueError(f"{name} names block {values[counts > 1][0]} more than once; each may occur only once")
+        [(block_id, _)] = Counter(ids).most_common(1)
+        raise ValueError(f"{name} names block {block_id} more than once; each may occur only once")
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """TypeError or ValueError unless it is a number of seconds or None; a negative one is over at once."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
+        raise TypeError(f"timeout_s is {timeout_s!r}; a number of seconds or None is expected")
+    if not timeout_s <= TIMEOUT_MAX:
+        raise ValueError(f"timeout_s = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")

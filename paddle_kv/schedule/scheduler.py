@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import time
 import weakref
@@ -15,7 +16,7 @@ from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
 from . import hazards
-from .plan import Direction, make_plan
+from .plan import Direction, check_timeout, make_plan
 from .transfer import Transfer, depend
 
 EXIT_TIMEOUT_S = 30.0
@@ -76,6 +77,8 @@ class LayerwiseScheduler:
             raise ValueError(f"engine = {engine!r} must be 'auto'")
         if isinstance(layers_per_event, bool) or not isinstance(layers_per_event, int) or layers_per_event < 1:
             raise ValueError(f"layers_per_event = {layers_per_event!r} must be an integer of at least 1")
+        if device_cache.domain is host_pool.domain:
+            raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
         self._default_stream = compute_stream
@@ -94,9 +97,9 @@ class LayerwiseScheduler:
             for direction in ("onload", "offload"):
                 self._streams[direction] = self._backend.create_stream()
             self.origin_event = self._take_event()
+            self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
             self._backend.record(self.origin_event, self._streams["onload"])
             self._backend.wait(self.origin_event, None)
-            self._origin_s = time.perf_counter()
         except BaseException:
             self._give_up()
             raise
@@ -152,9 +155,12 @@ class LayerwiseScheduler:
             target.domain.check(plan.target_ids, names[1], writing=True)
             transfer = Transfer(self, plan, self._streams[direction], layerwise=layerwise)
             if not layerwise and plan.num_groups:
-                event = self._take_event()
-                transfer._extra_events.append(event)
-                self._backend.record(event, compute)
+                try:
+                    event = transfer._take_event()
+                    self._backend.record(event, compute)
+                except BaseException:
+                    transfer._give_back_events()
+                    raise
                 transfer._after.append(event)
             depend(
                 transfer,
@@ -174,8 +180,9 @@ class LayerwiseScheduler:
         object with ``done()`` and ``wait(timeout_s)``."""
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
-        self._check_open()
-        return self._backend.user_event(self._streams[direction])
+        with hazards.lock:
+            self._check_open()
+            return self._backend.user_event(self._streams[direction])
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -183,11 +190,12 @@ class LayerwiseScheduler:
         Raises:
             TimeoutError: not after ``timeout_s``, for example because a layer was never marked as written.
         """
+        check_timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with hazards.changed:
                 hazards.collect()
-                left = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+                left = self._in_flight()
                 if not left:
                     return
                 if deadline is not None and time.monotonic() >= deadline:
@@ -202,26 +210,28 @@ class LayerwiseScheduler:
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
         """
-        if self._closed or self._process_id != os.getpid():
+        if self._process_id != os.getpid():
             return
-        with hazards.lock:
-            for transfer in hazards.in_flight():
-                if isinstance(transfer, Transfer) and transfer._scheduler is self:
+        check_timeout(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._closed:
+            with hazards.lock:
+                for transfer in self._in_flight():
                     transfer.cancel()
-        self.drain(timeout_s)
-        with hazards.lock:
-            if not self._closed:
+            self.drain(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            with hazards.lock:
+                if self._closed or self._in_flight():  # another thread was quicker, or has started one meanwhile
+                    continue
                 self._closed = True
-                self._give_up()
+            self._give_up()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now."""
         with hazards.lock:
             hazards.collect()
-            mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
             return {
                 **self._counters,
-                "in_flight": len(mine),
+                "in_flight": len(self._in_flight()),
                 "events": self._num_events,
                 "streams": len(self._streams),
                 "pinned_bytes": self.host_pool.pinned_bytes,
@@ -253,14 +263,19 @@ class LayerwiseScheduler:
             self._backend.destroy_event(event)
         self._num_events -= len(events)
 
+    def _in_flight(self) -> list[Transfer]:
+        mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
+        return [transfer for transfer in mine if not transfer.is_settled]
+
     def _give_up(self) -> None:
-        for stream in self._streams.values():
-            self._backend.destroy_stream(stream)
-        self._streams = {}
-        if hasattr(self, "origin_event"):
-            self._give_back([self.origin_event])
-        self._backend.unbind(self._binding)
-        self._backend.close()
+        # Outside of the lock: a stream that ends may wait for a thread, and that thread for the lock.
+        with contextlib.ExitStack() as steps:  # one that fails (a lost device) must not keep the others
+            steps.callback(self._backend.close)
+            steps.callback(self._backend.unbind, self._binding)
+            if hasattr(self, "origin_event"):
+                steps.callback(self._give_back, [self.origin_event])
+            while self._streams:
+                steps.callback(self._backend.destroy_stream, self._streams.popitem()[1])
 
     def _check_open(self) -> None:
         if self._closed:

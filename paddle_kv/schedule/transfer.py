@@ -5,8 +5,8 @@ as soon as its layers are marked (layerwise offload) and the same layers of all 
 submitted. So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by
 ``cancel`` or by a failure.
 
-Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done. It is *retired*,
-and its blocks, events and memory are given back, when in addition (if groups were dropped) the transfers that it
+Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are given
+back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers that it
 depended on are retired: later ones that wait for this one inherit their order.
 
 State changes under ``hazards.lock``; host waits happen outside of it.
@@ -15,13 +15,12 @@ State changes under ``hazards.lock``; host waits happen outside of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..backend.protocol import Event, LayerWork, Stream
 from ..errors import TransferError
 from . import hazards
-from .plan import TransferPlan
+from .plan import TransferPlan, check_timeout
 
 if TYPE_CHECKING:
     from .scheduler import LayerwiseScheduler
@@ -51,11 +50,14 @@ class Transfer:
         self._dependents: list[Transfer] = []
         self._events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
         self._starts: list[tuple[Event, range]] = []  # one a submission
-        self._extra_events: list[Event] = []
         self._last_event: Event | None = None
+        self._fence_event: Event | None = None  # behind a submission that failed half way
+        self._held_events: list[Event] = []  # all of the above and the marks
+        self._host_waits = 0  # threads that look at an event outside of the lock: it must not be re-used meanwhile
         self._waiting: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
-        self._error: BaseException | None = None
+        self._error: TransferError | None = None
         self._dropped = False
+        self._cancelled = False
         self._over = False
         self._retired = False
         self._elapsed_ms = float("nan")
@@ -78,6 +80,7 @@ class Transfer:
             TransferError: the transfer failed or was cancelled.
         """
         self._check_layer(layer)
+        check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
         if not self._plan.num_groups:
@@ -91,11 +94,12 @@ class Transfer:
             if self._over:
                 return
             event = self._events[group]
-            self._waiting.setdefault(queue, set()).add(group)
             if queue is not None:
                 self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
+                self._waiting.setdefault(queue, set()).add(group)
                 return
-        self._wait_on_host(None, event, started, timeout_s)
+            self._host_waits += 1
+        self._wait_on_host(event, {group}, started, timeout_s)
 
     def mark_layer_written(self, layer: int, *, stream: Any = None) -> None:
         """Layer ``layer`` may be saved once the work submitted to ``stream`` so far is done.
@@ -117,10 +121,9 @@ class Transfer:
                 raise ValueError(f"layer = {layer} is marked as written already; each layer is marked once")
             if self._over:
                 return
-            event = self._scheduler._take_event()
-            self._marks[layer] = event
-            self._extra_events.append(event)
+            event = self._take_event()
             self._scheduler._backend.record(event, queue)
+            self._marks[layer] = event  # only now: waiting for an event that is not recorded would be no wait
             self._advance()
             self._raise_if_failed()
 
@@ -136,11 +139,13 @@ class Transfer:
             if self._over:
                 return
             event = self._last_event
-            self._waiting[queue] = set(range(self._plan.num_groups))
+            groups = set(range(self._plan.num_groups))
             if queue is not None:
                 self._scheduler._backend.wait_on_stream(queue, event, None)
+                self._waiting[queue] = groups
                 return
-        self._wait_on_host(None, event, started, None)
+            self._host_waits += 1
+        self._wait_on_host(event, groups, started, None)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
@@ -149,10 +154,11 @@ class Transfer:
             TimeoutError: ``timeout_s`` is over; the transfer goes on.
             TransferError: it failed or was cancelled; ``__cause__`` is what the device reported (CudaError).
         """
+        check_timeout(timeout_s)
         started = time.monotonic()
         while True:
             with hazards.changed:
-                self.poll()
+                self._look()
                 if self._over:
                     self._raise_if_failed()
                     return
@@ -160,15 +166,18 @@ class Transfer:
                     self._sleep_until_changed(started, timeout_s, "a layer was not submitted")
                     continue
                 event = self._last_event
+                self._host_waits += 1
             left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
             try:
                 passed = self._scheduler._backend.wait(event, left)
             except Exception:  # noqa: BLE001  poll() keeps it as the transfer's error
                 passed = True
+            finally:
+                self._end_host_wait()
             if not passed:
                 raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
             with hazards.lock:
-                self.poll()
+                self._look()
                 blocked = not self._over  # by a transfer whose result it reads
             if blocked:
                 if timeout_s is not None and time.monotonic() - started >= timeout_s:
@@ -178,7 +187,7 @@ class Transfer:
     def done(self) -> bool:
         """Whether the transfer is over: all data in place, failed, or cancelled with nothing of it running any more."""
         with hazards.lock:
-            self.poll()
+            self._look()
             return self._over
 
     def cancel(self) -> None:
@@ -191,7 +200,7 @@ class Transfer:
         with hazards.changed:
             if not self._over and not self._all_submitted and not self._dropped:
                 layer = next(i for i in range(self._plan.num_layers) if self._events[self._plan.group_of(i)] is None)
-                self._scheduler._counters["cancelled"] += 1
+                self._cancelled = True
                 self._drop(self._failure(f"{self._plan.direction} was cancelled before layer {layer} was moved", layer))
             self.poll()
 
@@ -199,8 +208,13 @@ class Transfer:
     def error(self) -> BaseException | None:
         """What went wrong, as far as it is known."""
         with hazards.lock:
-            self.poll()
+            self._look()
             return self._error
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is known to have gone wrong; does not look at the device."""
+        return self._error is not None
 
     @property
     def elapsed_ms(self) -> float:
@@ -218,7 +232,17 @@ class Transfer:
         return None not in self._events
 
     def _advance(self) -> None:
-        """Submits what is ready, consecutive groups by one call."""
+        """Submits what is ready, here and in the transfers that wait for it."""
+        passed: set[Transfer] = set()
+        queue = [self]
+        for transfer in queue:  # grows meanwhile; a long chain of transfers must not recurse
+            if transfer._submit_ready() or (transfer._dropped and transfer not in passed):
+                passed.add(transfer)
+                queue.extend(transfer._dependents)
+
+    def _submit_ready(self) -> bool:
+        """Submits its groups that are ready, consecutive ones by one call. Whether there were any."""
+        submitted = False
         group = 0
         while group < self._plan.num_groups and not self._dropped:
             waits: list[list[Event]] = []
@@ -230,79 +254,78 @@ class Transfer:
                 waits.append(ready)
                 group += 1
             if waits:
-                self._submit(first, waits)
+                submitted = self._submit(first, waits) or submitted
             else:
                 group += 1
-        if self._all_submitted and not self._over:
+        if submitted:
             hazards.changed.notify_all()
+        return submitted
 
     def _waits_of(self, group: int) -> list[Event] | None:
         """What the group has to wait for on the device; None while something of it is not recorded yet."""
         layers = self._plan.layers_of(group)
-        waits = list(self._after) if not self._last_event else []  # the stream keeps the order behind the first
+        waits = list(self._after) if self._last_event is None else []  # the stream keeps the order behind the first
         if self._marks is not None:
             marks = [self._marks[layer] for layer in layers]
             if None in marks:
                 return None
             waits.extend(marks)
-        for transfer in self._depends_on:
-            events = transfer._events_of(layers, self._stream)
-            if events is None:
-                return None
-            waits.extend(events)
+        seen: set[Transfer] = set()
+        queue = list(self._depends_on)
+        while queue:
+            before = queue.pop()
+            if before in seen or before._retired:
+                continue
+            seen.add(before)
+            events = [before._events[g] for g in sorted({before._plan.group_of(layer) for layer in layers})]
+            if None in events:
+                if not before._dropped:
+                    return None
+                queue.extend(before._depends_on)  # what it would have waited for
+                events = [event for event in (*events, before._fence_event) if event is not None]
+            if not before._over and before._stream is not self._stream:
+                waits.extend(events)
         return waits
 
-    def _events_of(self, layers: range, waiting_stream: Stream) -> list[Event] | None:
-        """Events behind which this transfer no longer touches these layers; None if one is not recorded yet."""
-        if self._retired:
-            return []
-        events: list[Event] = []
-        for group in sorted({self._plan.group_of(layer) for layer in layers}):
-            if self._events[group] is not None:
-                if self._stream is not waiting_stream:
-                    events.append(self._events[group])
-            elif self._dropped:
-                for before in self._depends_on:
-                    inherited = before._events_of(layers, waiting_stream)
-                    if inherited is None:
-                        return None
-                    events.extend(inherited)
-            else:
-                return None
-        return events
-
-    def _submit(self, first: int, waits: list[list[Event]]) -> None:
-        scheduler, backend = self._scheduler, self._scheduler._backend
+    def _submit(self, first: int, waits: list[list[Event]]) -> bool:
+        backend = self._scheduler._backend
         groups = range(first, first + len(waits))
-        start = scheduler._take_event()
-        self._extra_events.append(start)
-        records = [scheduler._take_event() for _ in groups]
-        work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records)
         try:
-            backend.copy_layers(scheduler._binding, work, self._stream)
-        except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it
-            self._extra_events.extend(records)
+            start = self._take_event()
+            records = [self._take_event() for _ in groups]
+            work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records)
+            backend.copy_layers(self._scheduler._binding, work, self._stream)
+        except BaseException as error:  # whatever it is, the transfer carries it
             self._fence()
             layer = self._plan.layers_of(first).start
             self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
-            return
+            if not isinstance(error, Exception):
+                raise
+            return False
         self._starts.append((start, groups))
         for group, event in zip(groups, records, strict=True):
             self._events[group] = event
         self._last_event = records[-1]
-        for dependent in list(self._dependents):
-            dependent._advance()
-        hazards.changed.notify_all()
+        return True
 
     def _fence(self) -> None:
         """Part of a failed submission may run: an event behind all of it says when it has stopped touching memory."""
-        event = self._scheduler._take_event()
-        self._extra_events.append(event)
         try:
+            event = self._take_event()
             self._scheduler._backend.record(event, self._stream)
         except Exception:  # noqa: BLE001  the device is lost: nothing runs there any more
             return
-        self._last_event = event
+        self._last_event = self._fence_event = event
+
+    def _take_event(self) -> Event:
+        event = self._scheduler._take_event()
+        self._held_events.append(event)
+        return event
+
+    def _give_back_events(self) -> None:
+        self._scheduler._give_back(self._held_events)
+        self._held_events, self._after, self._starts = [], [], []
+        self._stream = None
 
     # ---- failure (under the lock) ----
     def _failure(self, message: str, layer: int | None, cause: BaseException | None = None) -> TransferError:
@@ -312,41 +335,56 @@ class Transfer:
 
     def _drop(self, error: TransferError) -> None:
         """Nothing more is submitted; the targets are poisoned; what reads the result fails too."""
-        if self._error is None:
-            self._error = error
-        self._dropped = True
-        self._target_domain.poison(self._plan.target_ids, self, error)
-        for dependent in list(self._dependents):
-            if self in dependent._reads_from:
-                if not dependent._dropped:
-                    dependent._drop(
-                        dependent._failure(f"it reads blocks of a transfer that failed ({error})", None, error)
-                    )
-            else:
-                dependent._advance()
+        ordered: list[Transfer] = []
+        failed = [(self, error)]
+        for transfer, own_error in failed:  # grows meanwhile
+            if transfer._error is None:
+                transfer._error = own_error
+            transfer._dropped = True
+            transfer._target_domain.poison(transfer._plan.target_ids, transfer, transfer._error)
+            for dependent in transfer._dependents:
+                if transfer not in dependent._reads_from:
+                    ordered.append(dependent)
+                elif not dependent._dropped:
+                    message = f"it reads blocks of a transfer that failed ({error})"
+                    failed.append((dependent, dependent._failure(message, None, error)))
+        for transfer in ordered:
+            transfer._advance()
         hazards.changed.notify_all()
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)  # of every earlier raise, with the frames that it keeps alive
 
     # ---- the end (under the lock) ----
     def poll(self) -> None:
-        """Looks at the device and moves on to "over" and "retired" where that is so."""
+        """Looks at the device and moves on to "over" and "retired" where that is so. Those that it depends on come first."""
         if self._retired:
             return
         if not self._over and (self._all_submitted or self._dropped):
             self._look_at_device()
-        if self._over and not (self._dropped and any(not before._poll_retired() for before in self._depends_on)):
+        if not self._over or self._host_waits:
+            return
+        if self._held_events:
+            self._give_back_events()
+        if not self._dropped or all(before._retired for before in self._depends_on):
             self._retire()
+
+    def _look(self) -> None:
+        """poll(), behind that of the transfers whose result it reads."""
+        if self._reads_from:
+            hazards.collect()
+        else:
+            self.poll()
+
+    @property
+    def is_settled(self) -> bool:
+        """Over, and all events given back."""
+        return self._over and not self._held_events
 
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
         groups = range(self._plan.num_groups) if layer < 0 else [self._plan.group_of(layer)]
-        return self._retired or self._waiting.get(stream, set()).issuperset(groups)
-
-    def _poll_retired(self) -> bool:
-        self.poll()
-        return self._retired
+        return self._over or self._waiting.get(stream, set()).issuperset(groups)
 
     def _look_at_device(self) -> None:
         backend = self._scheduler._backend
@@ -360,29 +398,27 @@ class Transfer:
             layer = self._first_failed_layer()
             self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
         else:
-            for source in self._reads_from if self._error is None else ():
-                source.poll()
-                if not source._over:
-                    return
-                if source._error is not None:
-                    self._drop(
-                        self._failure(
-                            f"it reads blocks of a transfer that failed ({source._error})", None, source._error
-                        )
-                    )
+            if self._error is None and not all(source._over for source in self._reads_from):
+                return  # a failure of theirs would be one of this transfer
         self._over = True
-        self._scheduler._counters["failed"] += self._error is not None
-        self._measure()
+        if self._error is not None:
+            self._scheduler._counters["cancelled" if self._cancelled else "failed"] += 1
+        try:
+            self._measure()
+        except Exception:  # noqa: BLE001  times are not worth a failure; they stay unknown
+            self._elapsed_ms = float("nan")
         hazards.changed.notify_all()
 
     def _first_failed_layer(self) -> int | None:
+        unknown = None
         for group, event in enumerate(self._events):
+            layer = self._plan.layers_of(group).start
             try:
                 if event is None or not self._scheduler._backend.is_complete(event):
-                    return self._plan.layers_of(group).start
+                    unknown = layer if unknown is None else unknown
             except Exception:  # noqa: BLE001
-                return self._plan.layers_of(group).start
-        return None
+                return layer
+        return unknown
 
     def _measure(self) -> None:
         if self._error is not None or not self._starts:
@@ -404,6 +440,11 @@ class Transfer:
                 begin = end
         self._layer_times_ms = [times[layer] for layer in sorted(times)]
 
+    def abandon(self) -> None:
+        self._drop(self._failure(f"the process forked while the {self._plan.direction} was in flight", None))
+        self._over = True
+        self._retire()
+
     def _retire(self) -> None:
         self._retired = True
         written = self._error is None
@@ -413,9 +454,7 @@ class Transfer:
         for before in self._depends_on:
             if self in before._dependents:
                 before._dependents.remove(self)
-        self._scheduler._give_back([event for event in self._events if event is not None] + self._extra_events)
-        self._depends_on, self._reads_from = set(), set()
-        self._pools, self._extra_events, self._after, self._starts = (), [], [], []
+        self._depends_on, self._reads_from, self._pools = set(), set(), ()
         for dependent in list(self._dependents):
             dependent._advance()
         hazards.changed.notify_all()
@@ -434,7 +473,7 @@ class Transfer:
         return domain
 
     def _check_layer(self, layer: int) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int):
+        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
             raise TypeError(f"layer is {layer!r}; an integer is expected")
         if not 0 <= layer < self._plan.num_layers:
             raise IndexError(f"layer = {layer} must be in [0, {self._plan.num_layers})")
@@ -446,32 +485,34 @@ class Transfer:
         hazards.changed.wait(POLL_S)
         hazards.collect()
 
-    def _wait_on_host(self, queue: Stream, event: Event, started: float, timeout_s: float | None) -> None:
+    def _wait_on_host(self, event: Event, groups: set[int], started: float, timeout_s: float | None) -> None:
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
         try:
-            self._scheduler._backend.wait_on_stream(queue, event, left)
+            self._scheduler._backend.wait_on_stream(None, event, left)
+            self._waiting.setdefault(None, set()).update(groups)
         except TimeoutError:
-            raise
-        except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it
+            raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
+        except Exception as error:
             with hazards.lock:
                 if self._error is None:
                     layer = self._first_failed_layer()
                     self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
                 self._raise_if_failed()
+        finally:
+            self._end_host_wait()
+
+    def _end_host_wait(self) -> None:
+        with hazards.lock:
+            self._host_waits -= 1
+            self.poll()
 
 
 def depend(transfer: Transfer, reads_from: set[Any], others: set[Any]) -> None:
     """Orders the transfer behind those that the hazard tracker found (under the lock)."""
     reads_from.discard(transfer)
     others.discard(transfer)
-    transfer._reads_from = reads_from
+    # One that failed before is read only where the block has been rewritten since: it gives the order, not the data.
+    transfer._reads_from = {before for before in reads_from if not before.failed}
     transfer._depends_on = reads_from | others
     for before in transfer._depends_on:
         before._dependents.append(transfer)
-
-
-def unfinished(transfers: Sequence[Any]) -> list[Transfer]:
-    """Those of the transfers that are not retired, after a look at the device (under the lock)."""
-    for transfer in transfers:
-        transfer.poll()
-    return [transfer for transfer in transfers if not transfer._retired]

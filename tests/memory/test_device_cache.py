@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_kv import DeviceCache
+from tests.schedule.rig import cache_memory, cpu_tensor, make_spec
+
+
+def tensors(spec, num_blocks=6):
+    return {
+        name: [
+            cpu_tensor(np.zeros((num_blocks, *spec.block_shape(name)), spec.numpy_dtype(name)))
+            for _ in range(spec.num_layers)
+        ]
+        for name in spec.tensor_names
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layout": "NHD"},
+        {"layout": "packed", "head_dim": 16, "dtype": "float32"},
+        {"latent": True},
+        {"dtype": "bfloat16"},
+        {"dtype": "float8_e4m3fn"},
+        {"dtype": "float8_e5m2"},
+        {"dtype": "int8"},
+    ],
+)
+def test_own_tensors(changes):
+    spec = make_spec(**changes)
+    cache = DeviceCache(spec, 4, "cpu")
+    assert cache.device_id is None
+    assert cache.num_blocks == 4
+    addresses = set()
+    for name in spec.tensor_names:
+        for layer in range(spec.num_layers):
+            tensor = cache.tensor(name, layer)
+            assert list(tensor.shape) == [4, *spec.block_shape(name)]
+            dtype = str(tensor.dtype).rsplit(".", 1)[-1]
+            assert dtype == spec.tensor_dtype(name) or (dtype == "uint8" and not hasattr(paddle, spec.dtype))
+            addresses.add(tensor.data_ptr())
+    assert len(addresses) == spec.num_layers * len(spec.tensor_names)
+    assert all((bits == 0).all() for bits in cache_memory(cache).values())
+
+
+def test_adopted_tensors_are_the_users_own():
+    spec = make_spec()
+    given = tensors(spec)
+    cache = DeviceCache.adopt(spec, given)
+    assert cache.num_blocks == 6
+    for name in spec.tensor_names:
+        assert [cache.tensor(name, layer).data_ptr() for layer in range(5)] == [t.data_ptr() for t in given[name]]
+        assert all(cache.tensor(name, layer) is given[name][layer] for layer in range(5))
+
+
+@pytest.mark.parametrize("change", [tuple, lambda layers: layers])
+def test_layers_may_be_a_list_or_a_tuple(change):
+    spec = make_spec()
+    DeviceCache.adopt(spec, {name: change(layers) for name, layers in tensors(spec).items()})
+
+
+def transposed(given):
+    """Fits in shape, but not contiguous (the key of layer 2)."""
+    key = cpu_tensor(np.zeros((6, 7, 2, 3), np.float16)).transpose([0, 2, 1, 3])
+    if key.is_contiguous():  # Paddle 2.6 copies
+        pytest.skip("this Paddle has no strided tensors")
+    given["key"][2] = key
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda t: t.pop("scale"), ValueError, r"tensors has the names \['flag', 'key', 'value'\]"),
+        (lambda t: t.update(more=[]), ValueError, "tensors has the names"),
+        (lambda t: t["key"].pop(), ValueError, r"tensors\['key'\] has 4 layers; 5 are expected"),
+        (lambda t: t.update(key=[]), ValueError, r"tensors\['key'\] has 0 layers; 5 are expected"),
+        (
+            lambda t: t["key"].__setitem__(2, cpu_tensor(np.zeros((6, 2, 3, 7), np.float16))),
+            ValueError,
+            r"tensors\['key'\]\[2\] has shape \[6, 2, 3, 7\]; \[num_blocks, 2, 7, 3\] is expected",
+        ),
+        (
+            lambda t: t["key"].__setitem__(2, cpu_tensor(np.zeros((5, 2, 7, 3), np.float16))),
+            ValueError,
+            r"tensors\['key'\]\[2\] has 5 blocks, the first tensor 6",
+        ),
+        (
+            lambda t: t["key"].__setitem__(2, cpu_tensor(np.zeros((6, 2, 7, 3), np.int16))),
+            ValueError,
+            r"tensors\['key'\]\[2\] has dtype int16; float16 is expected",
+        ),
+        (transposed, ValueError, r"tensors\['key'\]\[2\] is not contiguous"),
+        (lambda t: t["key"].__setitem__(2, np.zeros((6, 2, 7, 3))), TypeError, r"tensors\['key'\]\[2\] is ndarray"),
+        (lambda t: t["key"].__setitem__(2, None), TypeError, r"tensors\['key'\]\[2\] is NoneType"),
+        (
+            lambda t: t.update(key=cpu_tensor(np.zeros((5, 6, 2, 7, 3), np.float16))),
+            TypeError,
+            r"tensors\['key'\] is .*Tensor; a list of paddle.Tensor is expected",
+        ),
+        (lambda t: t["key"].__setitem__(2, t["key"][1]), ValueError, "overlap; each name and layer needs memory"),
+    ],
+)
+def test_adopt_refuses(change, error, message):
+    spec = make_spec()
+    given = tensors(spec)
+    change(given)
+    with pytest.raises(error, match=message):
+        DeviceCache.adopt(spec, given)
+
+
+def test_adopt_refuses_layers_that_overlap_in_part():
+    spec = make_spec(num_layers=1, v_head_dim=None, extra={})
+    whole = cpu_tensor(np.zeros((9, 2, 7, 3), np.float16))
+    with pytest.raises(ValueError, match="overlap"):
+        DeviceCache.adopt(spec, {"key": [whole[:6]], "value": [whole[3:]]})
+    DeviceCache.adopt(spec, {"key": [whole[:4]], "value": [whole[5:]]})
+
+
+def test_adopt_refuses_an_empty_cache():
+    spec = make_spec(num_layers=1, latent=True, extra={})
+    with pytest.raises(ValueError, match="holds no memory|has shape"):
+        DeviceCache.adopt(spec, {"latent": [cpu_tensor(np.zeros((0, 7, 3), np.float16))]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((None, 3, "cpu"), TypeError, "spec is NoneType; a KVCacheSpec is expected"),
+        ((make_spec(), 0, "cpu"), ValueError, "num_blocks = 0 must be an integer of at least 1"),
+        ((make_spec(), True, "cpu"), ValueError, "num_blocks = True"),
+        ((make_spec(), 2.0, "cpu"), ValueError, "num_blocks = 2.0"),
+        ((make_spec(), 3, "xpu"), ValueError, "device = 'xpu' must be 'cpu', 'gpu' or 'gpu:N'"),
+        ((make_spec(), 3, "cpu:1"), ValueError, "device = 'cpu:1' must be"),
+        ((make_spec(), 3, "gpu:x"), ValueError, "device = 'gpu:x' must be"),
+        ((make_spec(), 3, 0), TypeError, "device is 0"),
+        ((make_spec(), 3, "gpu:99"), ValueError, "device = 'gpu:99'"),
+    ],
+)
+def test_wrong_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        DeviceCache(*arguments)
+    with pytest.raises(TypeError, match="tensors is list; a mapping"):
+        DeviceCache.adopt(make_spec(), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "error", "message"),
+    [
+        ("keys", 0, ValueError, "name = 'keys' must be one of"),
+        ("key", 5, IndexError, r"layer = 5 must be in \[0, 5\)"),
+        ("key", -1, IndexError, r"layer = -1 must be in \[0, 5\)"),
+        ("key", 1.0, TypeError, "layer is 1.0"),
+    ],
+)
+def test_unknown_tensor(name, layer, error, message):
+    with pytest.raises(error, match=message):
+        DeviceCache(make_spec(), 3, "cpu").tensor(name, layer)
+
+
+def test_mark_rewritten_checks_its_ids():
+    cache = DeviceCache(make_spec(), 3, "cpu")
+    with pytest.raises(IndexError, match=r"block_ids\[1\] = 3 must be in \[0, 3\)"):
+        cache.mark_rewritten([0, 3])
+    cache.mark_rewritten(range(3))
+
+
+def test_caches_on_the_same_tensors_are_one_memory():
+    spec = make_spec()
+    given = tensors(spec)
+    first, second = DeviceCache.adopt(spec, given), DeviceCache.adopt(spec, given)
+    other = DeviceCache.adopt(spec, tensors(spec))
+    assert first.domain is second.domain
+    assert first.domain is not other.domain
+
+
+def test_caches_on_some_of_the_same_tensors_are_refused():
+    """Layer 0 of one would be layer 2 of the other: their transfers could not be ordered layer by layer."""
+    spec = make_spec()
+    given = tensors(spec)
+    first = DeviceCache.adopt(spec, given)
+    part = {name: layers[2:] for name, layers in given.items()}
+    with pytest.raises(ValueError, match="overlaps that of another pool.*give both pools the same tensors"):
+        DeviceCache.adopt(make_spec(num_layers=3), part)
+    with pytest.raises(ValueError, match="overlaps that of another pool"):
+        DeviceCache.adopt(spec, {name: [t[1:] for t in layers] for name, layers in given.items()})
+    del first
+    gc.collect()
+    DeviceCache.adopt(make_spec(num_layers=3), part)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_kv.memory import host_memory
+from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes
+
+
+def address_space_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+
+def pieces_alive() -> int:
+    gc.collect()
+    return sum(isinstance(thing, HostMemory) and hasattr(thing, "_owner") for thing in gc.get_objects())
+
+
+def test_size_is_exact_and_writable():
+    memory = HostMemory(12_345, pinned=False)
+    array = memory.array()
+    assert (array.nbytes, array.dtype, array.ctypes.data) == (12_345, np.uint8, memory.address)
+    array[:] = 7
+    assert (memory.array() == 7).all()
+
+
+def test_an_array_keeps_the_memory():
+    memory = HostMemory(5000, pinned=False)
+    alive = weakref.ref(memory)
+    part = memory.array()[100:200]
+    part[:] = 9
+    del memory
+    assert alive() is not None
+    assert (part == 9).all()
+    del part
+    gc.collect()
+    assert alive() is None
+
+
+def test_memory_goes_back_to_the_system():
+    size_bytes = 1 << 30
+    before = address_space_bytes()
+    memory = HostMemory(size_bytes, pinned=False)
+    assert address_space_bytes() - before >= size_bytes
+    del memory
+    assert address_space_bytes() - before < size_bytes // 2
+
+
+def test_more_than_there_is_names_asked_and_available():
+    asked = available_bytes() * 3
+    with pytest.raises(MemoryError) as error:
+        allocate([asked // 3 + 1] * 3, pinned=False)
+    found = re.search(r"(\d+) bytes of host memory were asked for, (\d+) bytes are available", str(error.value))
+    assert found
+    assert int(found[1]) >= asked
+    assert 0 < int(found[2]) < asked
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_all_or_none(monkeypatch, pinned):
+    taken = []
+
+    def scarce(size_bytes):
+        if len(taken) == 3:
+            raise MemoryError("no more")
+        taken.append(size_bytes)
+        return memory_of(size_bytes)
+
+    memory_of = host_memory._pageable
+    monkeypatch.setattr(host_memory, "_pinned" if pinned else "_pageable", scarce)
+    monkeypatch.setattr(host_memory.HostMemory, "__init__", _init_without_address)
+    before = pieces_alive()
+    try:
+        allocate([100, 200, 300, 400, 500], pinned=pinned)
+    except MemoryError as error:
+        assert "1500 bytes of " in str(error)
+        assert "no more" in str(error)
+        assert pieces_alive() == before, "the pieces are kept while the error is handled: no smaller pool would fit"
+    else:
+        pytest.fail("no MemoryError")
+    assert taken == [100, 200, 300]
+
+
+def _init_without_address(self, size_bytes, *, pinned):
+    self.size_bytes = size_bytes
+    self._owner = (host_memory._pinned if pinned else host_memory._pageable)(size_bytes)

@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from paddle_kv import HostPool, KVCacheSpec
+from paddle_kv.memory import host_memory, host_pool
+from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
+
+LAYOUTS = ["layer_first", "block_first"]
+
+
+@pytest.fixture(params=LAYOUTS)
+def pool(request):
+    made = HostPool(make_spec(), 11, layout=request.param)
+    yield made
+    made.close()
+
+
+def intervals(pool: HostPool) -> list[tuple[int, int]]:
+    spec = pool.spec
+    return sorted(
+        (pool.pointer(name, layer) + block * pool.stride_bytes(name), spec.tensor_block_bytes(name))
+        for name in spec.tensor_names
+        for layer in range(spec.num_layers)
+        for block in range(pool.num_blocks)
+    )
+
+
+# ---- memory ----
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("changes", [{}, {"latent": True}, {"layout": "NHD", "extra": {}}, {"num_layers": 1}])
+def test_exactly_the_bytes_of_the_blocks_none_shared_none_left(layout, changes):
+    spec = make_spec(**changes)
+    pool = HostPool(spec, 11, layout=layout)
+    assert pool.pinned_bytes == 11 * spec.num_layers * spec.block_bytes
+    pieces = 1 if layout == "block_first" else spec.num_layers
+    placed = intervals(pool)
+    assert sum(size for _, size in placed) == pool.pinned_bytes
+    gaps = [after[0] - (before[0] + before[1]) for before, after in zip(placed, placed[1:], strict=False)]
+    assert min(gaps, default=0) >= 0
+    assert sum(gap != 0 for gap in gaps) < pieces
+    pool.close()
+
+
+def test_block_first_keeps_a_block_together():
+    spec = make_spec()
+    pool = HostPool(spec, 4, layout="block_first")
+    start = pool.pointer("key", 0)
+    for layer in range(spec.num_layers):
+        for name in spec.tensor_names:
+            assert pool.pointer(name, layer) == start + layer * spec.block_bytes + spec.tensor_offset_bytes(name)
+            assert pool.stride_bytes(name) == spec.num_layers * spec.block_bytes
+
+
+def test_views_are_the_pool(pool):
+    bits = random_bits(pool.spec, pool.num_blocks, 3)
+    set_pool(pool, bits)
+    for (address, size), (name, layer, block) in zip(
+        intervals(pool),
+        sorted(
+            (
+                (name, layer, block)
+                for name in pool.spec.tensor_names
+                for layer in range(pool.spec.num_layers)
+                for block in range(pool.num_blocks)
+            ),
+            key=lambda key: pool.pointer(key[0], key[1]) + key[2] * pool.stride_bytes(key[0]),
+        ),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(bytes_at(address, size), bits[name][layer, block])
+    view = pool.view("value", 2, 3)
+    assert (view.shape, view.dtype) == ((2, 7, 11), np.float16)
+    view[:] = 1.5
+    assert (pool.view("value", 2, 3) == 1.5).all()
+    bits["value"][2, 3] = np.full((2, 7, 11), 1.5, np.float16).reshape(-1).view(np.uint8)
+    for name, expected in bits.items():
+        np.testing.assert_array_equal(pool_memory(pool)[name], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("scale2", 0, 0), ValueError, "name = 'scale2' must be one of"),
+        (("key", 5, 0), IndexError, r"layer = 5 must be in \[0, 5\)"),
+        (("key", -1, 0), IndexError, r"layer = -1 must be in \[0, 5\)"),
+        (("key", 1.0, 0), TypeError, "layer is 1.0"),
+        (("key", 0, 11), IndexError, r"block_id\[0\] = 11 must be in \[0, 11\)"),
+        (("key", 0, -1), IndexError, r"block_id\[0\] = -1 must be in \[0, 11\)"),
+        (("key", 0, 1.5), TypeError, "block_id is 1.5"),
+    ],
+)
+def test_view_of_what_is_not_there(pool, arguments, error, message):
+    with pytest.raises(error, match=message):
+        pool.view(*arguments)
+
+
+def test_close_gives_the_memory_back():
+    pool = HostPool(make_spec(), 11)
+    pieces = [weakref.ref(memory) for memory in pool._memory]
+    pool.close()
+    gc.collect()
+    assert pool.pinned_bytes == 0
+    assert pool.closed
+    assert [piece() for piece in pieces] == [None] * 5
+    pool.close()
+
+
+def test_a_view_keeps_the_memory_beyond_close():
+    pool = HostPool(make_spec(), 11)
+    view = pool.view("key", 1, 2)
+    view[:] = 3.0
+    pool.close()
+    gc.collect()
+    assert pool.pinned_bytes == 0
+    assert (view == 3.0).all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda pool: pool.allocate(1),
+        lambda pool: pool.free([0]),
+        lambda pool: pool.view("key", 0, 0),
+        lambda pool: pool.pointer("key", 0),
+        lambda pool: pool.lease([0]).__enter__(),
+    ],
+)
+def test_a_closed_pool_says_so(call):
+    pool = HostPool(make_spec(), 3)
+    pool.close()
+    with pytest.raises(RuntimeError, match="the host pool is closed"):
+        call(pool)
+
+
+def test_a_pool_that_does_not_fit_is_refused_whole(monkeypatch):
+    """Each layer would fit by itself."""
+    spec = make_spec()
+    free_bytes = 3 * 11 * spec.block_bytes
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: free_bytes)
+    HostPool(make_spec(num_layers=3), 11).close()
+    with pytest.raises(MemoryError, match=f"^{5 * 11 * spec.block_bytes} bytes of .* {free_bytes} bytes are available"):
+        HostPool(spec, 11)
+
+
+def test_a_number_of_blocks_that_no_machine_has():
+    started = time.monotonic()
+    with pytest.raises(MemoryError, match="bytes are available"):
+        HostPool(make_spec(), 10**13)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 1.0, "3", True, None])
+def test_number_of_blocks(num_blocks):
+    with pytest.raises(ValueError, match="num_blocks = .* must be an integer of at least 1"):
+        HostPool(make_spec(), num_blocks)
+
+
+def test_wrong_layout_and_spec():
+    with pytest.raises(ValueError, match="layout = 'layers' must be 'layer_first' or 'block_first'"):
+        HostPool(make_spec(), 3, layout="layers")
+    with pytest.raises(TypeError, match="spec is dict; a KVCacheSpec is expected"):
+        HostPool({}, 3)
+    with pytest.raises(TypeError, match="spec is NoneType; a KVCacheSpec is expected"):
+        HostPool.adopt(None, {}, 3)
+
+
+# ---- blocks ----
+def test_allocate_until_empty_and_free(pool):
+    first = pool.allocate(4)
+    second = pool.allocate(7)
+    assert sorted(first + second) == list(range(11))
+    with pytest.raises(MemoryError, match="1 blocks were asked for, 0 of 11 are free"):
+        pool.allocate(1)
+    pool.free(np.array(first, np.int32))
+    assert pool.num_free_blocks == 4
+    with pytest.raises(MemoryError, match="5 blocks were asked for, 4 of 11 are free"):
+        pool.allocate(5)
+    assert pool.num_free_blocks == 4, "a refused call has taken blocks"
+    assert sorted(pool.allocate(4)) == sorted(first)
+    assert pool.allocate(0) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "error", "message"),
+    [
+        (-1, ValueError, "count = -1 must not be negative"),
+        (1.0, TypeError, "count is 1.0"),
+        ("1", TypeError, "count is '1'"),
+        (True, TypeError, "count is True"),
+    ],
+)
+def test_allocate_of_what_is_no_count(pool, count, error, message):
+    with pytest.raises(error, match=message):
+        pool.allocate(count)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1, 0, 1], ValueError, "block_ids names block 1 more than once"),
+        ([1, 7], ValueError, r"block_ids\[1\] = 7 is not allocated"),
+        ([1, 11], IndexError, r"block_ids\[1\] = 11 must be in \[0, 11\)"),
+        ([1, -1], IndexError, r"block_ids\[1\] = -1 must be in \[0, 11\)"),
+        ([2**70], IndexError, r"must be in \[0, 11\)"),
+        ([1.0], TypeError, "block_ids"),
+        (None, TypeError, "block_ids"),
+    ],
+)
+def test_free_of_what_cannot_be_freed_frees_nothing(pool, ids, error, message):
+    pool.allocate(3)
+    with pytest.raises(error, match=message):
+        pool.free(ids)
+    assert pool.num_free_blocks == 8
+
+
+def test_double_free(pool):
+    ids = pool.allocate(3)
+    pool.free(ids[:1])
+    with pytest.raises(ValueError, match=r"block_ids\[0\] = 0 is not allocated"):
+        pool.free(ids[:1])
+    assert pool.num_free_blocks == 9
+    assert len(set(pool.allocate(9))) == 9, "a block was given out twice"
+
+
+def test_freeing_nothing(pool):
+    pool.free([])
+    assert pool.num_free_blocks == 11
+
+
+def test_mark_rewritten_checks_its_ids(pool):
+    with pytest.raises(IndexError, match=r"block_ids\[0\] = 11 must be in \[0, 11\)"):
+        pool.mark_rewritten([11])
+    pool.mark_rewritten([10])
+
+
+# ---- leases ----
+def test_a_freed_block_is_not_given_out_while_leased(pool):
+    ids = pool.allocate(11)
+    with pool.lease(ids[3:5]):
+        pool.free(ids)
+        assert pool.num_free_blocks == 9
+        with pytest.raises(MemoryError, match="10 blocks were asked for, 9 of 11 are free"):
+            pool.allocate(10)
+        assert not set(pool.allocate(9)) & {3, 4}
+    assert sorted(pool.allocate(2)) == [3, 4]
+
+
+def test_read_leases_share_a_write_lease_does_not(pool):
+    with pool.lease([1, 2]), pool.lease([2, 3]):
+        with pytest.raises(TimeoutError, match=r"blocks \[3, 4\] were still in use after timeout_s = 0.01"):
+            pool.lease([3, 4], write=True, timeout_s=0.01).__enter__()
+        with pool.lease([4], write=True):
+            pass
+    with pool.lease([1], write=True):
+        for write in (False, True):
+            with pytest.raises(TimeoutError), pool.lease([1], write=write, timeout_s=0):
+                pass
+    with pool.lease([1, 2, 3, 4], write=True, timeout_s=0):
+        pass
+
+
+def test_a_lease_that_was_refused_holds_nothing(pool):
+    with pool.lease([2]):
+        with pytest.raises(TimeoutError), pool.lease([1, 2, 3], write=True, timeout_s=0.01):
+            pass
+        with pool.lease([1, 3], write=True, timeout_s=0):
+            pass
+
+
+def test_a_lease_ends_with_an_exception(pool):
+    with pytest.raises(KeyError), pool.lease([1], write=True):
+        raise KeyError
+    with pool.lease([1], write=True, timeout_s=0):
+        pass
+
+
+def test_a_lease_waits_for_the_one_before(pool):
+    entered = threading.Event()
+
+    def second():
+        with pool.lease([1], write=True, timeout_s=WAIT_S):
+            entered.set()
+
+    with pool.lease([1]):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert not entered.wait(SHORT_S)
+    assert entered.wait(WAIT_S)
+    thread.join(WAIT_S)
+
+
+def test_close_waits_for_nobody(pool):
+    with pool.lease([1, 4]):
+        with pytest.raises(RuntimeError, match=r"2 blocks \(first: 1\) are held by transfers or leases"):
+            pool.close()
+        assert pool.pinned_bytes > 0
+        assert not pool.closed
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "timeout_s", "error", "message"),
+    [
+        ([11], None, IndexError, r"block_ids\[0\] = 11"),
+        ([1, 1], None, ValueError, "block_ids names block 1 more than once"),
+        ([1], "1", TypeError, "timeout_s is '1'"),
+        ([1], float("inf"), ValueError, "timeout_s = inf"),
+        ([1], float("nan"), ValueError, "timeout_s = nan"),
+    ],
+)
+def test_lease_arguments(pool, ids, timeout_s, error, message):
+    with pytest.raises(error, match=message), pool.lease(ids, timeout_s=timeout_s):
+        pass
+    with pool.lease([1], write=True, timeout_s=0):
+        pass
+
+
+# ---- adopted memory ----
+def guarded(spec: KVCacheSpec, num_blocks: int) -> tuple[dict[str, list[np.ndarray]], dict[str, list[int]]]:
+    """Memory for each name and layer between guards, at odd addresses."""
+    arrays = {
+        name: [
+            np.full(num_blocks * spec.tensor_block_bytes(name) + 131, POISON, np.uint8) for _ in range(spec.num_layers)
+        ]
+        for name in spec.tensor_names
+    }
+    return arrays, {name: [array.ctypes.data + 65 for array in layers] for name, layers in arrays.items()}
+
+
+def test_adopted_memory_is_used_in_place():
+    spec = make_spec()
+    arrays, pointers = guarded(spec, 6)
+    pool = HostPool.adopt(spec, pointers, 6)
+    assert pool.pinned_bytes == 0
+    bits = random_bits(spec, 6, 4)
+    set_pool(pool, bits)
+    for name in spec.tensor_names:
+        for layer in range(spec.num_layers):
+            expected = np.full_like(arrays[name][layer], POISON)
+            expected[65:-66] = bits[name][layer].ravel()
+            np.testing.assert_array_equal(arrays[name][layer], expected)
+    assert pool.allocate(6) == list(range(6))
+    pool.close()
+    assert (arrays["key"][0][65:-66] == bits["key"][0].ravel()).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p: p.pop("scale"), ValueError, r"pointers has the names .*; \['flag', 'key', 'scale', 'value'\]"),
+        (lambda p: p.update(more=[1]), ValueError, "pointers has the names"),
+        (lambda p: p["key"].pop(), ValueError, r"pointers\['key'\] has 4 layers; 5 are expected"),
+        (lambda p: p["key"].__setitem__(2, 0), ValueError, r"pointers\['key'\]\[2\] = 0 must be the address"),
+        (lambda p: p["key"].__setitem__(2, -8), ValueError, r"pointers\['key'\]\[2\] = -8 must be the address"),
+        (lambda p: p["key"].__setitem__(2, 1.5), TypeError, r"pointers\['key'\]"),
+        (lambda p: p.update(key=17), (TypeError, ValueError), r"pointers\['key'\]"),
+        (lambda p: p["key"].__setitem__(2, p["value"][1] + 3), ValueError, "overlap"),
+        (lambda p: p["key"].__setitem__(2, p["key"][1]), ValueError, "overlap"),
+    ],
+)
+def test_adopt_refuses(change, error, message):
+    spec = make_spec()
+    arrays, pointers = guarded(spec, 6)
+    change(pointers)
+    with pytest.raises(error, match=message):
+        HostPool.adopt(spec, pointers, 6)
+    assert all((array == POISON).all() for layers in arrays.values() for array in layers)
+
+
+def test_adopt_refuses_what_is_no_mapping():
+    with pytest.raises(TypeError, match="pointers is list; a mapping"):
+        HostPool.adopt(make_spec(), [1, 2], 3)
+
+
+def test_adopted_twice_shares_its_leases():
+    spec = make_spec()
+    _arrays, pointers = guarded(spec, 6)
+    first, second = (HostPool.adopt(spec, pointers, 6) for _ in range(2))
+    assert first.domain is second.domain
+    with first.lease([2]), pytest.raises(TimeoutError), second.lease([2], write=True, timeout_s=0):
+        pass
+    first.close()
+    second.close()
+
+
+def test_adopted_by_halves_is_refused():
+    """Two pools that overlap at different blocks cannot be ordered against each other."""
+    spec = make_spec()
+    _arrays, pointers = guarded(spec, 6)
+    first = HostPool.adopt(spec, pointers, 6)
+    shifted = {
+        name: [address + spec.tensor_block_bytes(name) for address in layers] for name, layers in pointers.items()
+    }
+    with pytest.raises(ValueError, match="overlaps that of another pool"):
+        HostPool.adopt(spec, shifted, 5)
+    other_layers = {name: layers[2:] for name, layers in pointers.items()}
+    with pytest.raises(ValueError, match="other blocks or layers"):
+        HostPool.adopt(make_spec(num_layers=3), other_layers, 6)
+    first.close()
+    HostPool.adopt(spec, shifted, 5).close()
+
+
+def test_a_pool_that_is_gone_leaves_its_memory_to_others():
+    spec = make_spec()
+    _arrays, pointers = guarded(spec, 6)
+    first = HostPool.adopt(spec, pointers, 6)
+    del first
+    gc.collect()
+    HostPool.adopt(make_spec(num_layers=3), {name: layers[2:] for name, layers in pointers.items()}, 6).close()
+
+
