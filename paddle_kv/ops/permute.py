@@ -228,7 +228,7 @@ def universal_from_cache(
             heads, tokens = tokens, heads
         blocks = len(ids[1]) if ids[0] is None else _sizes(ids[0], "block_ids", 1)[0]
         out = _allocate([blocks, heads, key_count, len(caches) // key_count, tokens, shape[-1]], caches[0])
-    if _is_empty(out) and not tracing() and ids == (None, []):
+    if _is_empty(out) and not tracing() and ids[0] is None and not ids[1]:
         return out
     arguments.cache(out, "out")
     attributes = (ids[1], key_count, heads_first)
@@ -280,7 +280,7 @@ def cache_from_universal(
     heads_first = _heads_first(layout, "layout")
     caches, key_count = _flat(key_caches, value_caches)
     ids = _ids(block_ids)
-    if not tracing() and ids == (None, []) and _is_empty(universal):
+    if not tracing() and ids[0] is None and not ids[1] and _is_empty(universal):
         return key_caches, value_caches
     arguments.cache(universal, "universal")
     attributes = (ids[1], key_count, heads_first)
