@@ -444,6 +444,8 @@ def _allocate(shape: list[int], like: Any) -> Tensor:
         # Not paddle.empty: a program merges two of those that are alike, and two results would share one memory.
         text = " ".join(map(str, shape))
         return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]  # type: ignore[no-any-return]
+    if like.place.is_cuda_pinned_place():  # Paddle allocates none by name
+        return paddle._C_ops.empty(shape, like.dtype, paddle.CPUPlace()).pin_memory()  # type: ignore[no-any-return]
     return paddle._C_ops.empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
 
 
