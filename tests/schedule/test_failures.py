@@ -406,7 +406,7 @@ def test_a_submission_that_fails_raises_at_the_call(rig, direction, after):
 
 
 def test_half_of_a_failed_submission_still_runs(rig, copies):
-    """The blocks stay in use until a fence behind it is passed, for every scheduler."""
+    """The call that failed returns behind it, since it gives no handle to wait with; every other scheduler waits too."""
     copies.hold("onload", 3)
     backend = FailingBackend()
     with (
@@ -414,8 +414,17 @@ def test_half_of_a_failed_submission_still_runs(rig, copies):
         LayerwiseScheduler(rig.cache, rig.pool) as two,
     ):
         backend.fail("copy_layers", 1, Broken("x"), after=True)
-        with pytest.raises(TransferError):
-            one.onload([4], [1])
+        failed = []
+
+        def start() -> None:
+            try:
+                one.onload([4], [1])
+            except TransferError as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        assert copies.arrived.acquire(timeout=WAIT_S)
         assert one.stats()["in_flight"] == 1
         with pytest.raises(TimeoutError), rig.pool.lease([4], write=True, timeout_s=SHORT_S):
             pass
@@ -424,7 +433,10 @@ def test_half_of_a_failed_submission_still_runs(rig, copies):
         assert not rewrite.done()
         rig.expect_onload([4], [1], layers=range(3))
         rig.check()
+        assert failed == []
         copies.go_on()
+        thread.join(WAIT_S)
+        assert len(failed) == 1
         rewrite.wait(WAIT_S)
         one.drain(WAIT_S)
         rig.expect_onload([4], [1], layers=[3, 4])
