@@ -406,7 +406,7 @@ def test_a_submission_that_fails_raises_at_the_call(rig, direction, after):
 
 
 def test_half_of_a_failed_submission_still_runs(rig, copies):
-    """The call that failed returns behind it, since it gives no handle to wait with; every other scheduler waits too."""
+    """The call that failed returns behind it, as it gives no handle to wait with; every other scheduler waits too."""
     copies.hold("onload", 3)
     backend = FailingBackend()
     with (
