@@ -320,9 +320,20 @@ class Transfer:
 
     def _hold(self, compute: Stream) -> None:
         """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
-        if self._last_event is not None and not self._over:
-            with contextlib.suppress(Exception):  # a second failure; the device is lost
-                self._scheduler._backend.wait_on_stream(compute, self._last_event, None)
+        backend = self._scheduler._backend
+        with contextlib.suppress(Exception):  # a second failure; the device is lost
+            with hazards.lock:
+                event = self._last_event
+                if event is None or self._over:
+                    return
+                if compute is not None:
+                    backend.wait_on_stream(compute, event, None)
+                    return
+                self._host_waits += 1
+            try:
+                backend.wait(event, None)
+            finally:
+                self._end_host_wait()
 
     def _take_event(self) -> Event:
         event = self._scheduler._take_event()
