@@ -174,9 +174,9 @@ class LayerwiseScheduler:
             self._counters[f"{direction}_bytes"] += transfer.bytes
             transfer._advance()
             transfer.poll()
-            if transfer.failed:
-                # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
-                transfer._hold(compute)
+        if transfer.failed:
+            # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
+            transfer._hold(compute)
             transfer._raise_if_failed()
         return transfer
 

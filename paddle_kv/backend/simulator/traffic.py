@@ -184,11 +184,12 @@ class Server:
         return True
 
     def _rewrite_device(self, block: int, layer: int, content: Content) -> None:
-        before = self._device.get((block, layer))
         self._device[block, layer] = content
-        for flight in self.flights:  # a layer that is not marked yet is saved as it will be when it is
+        # A layer that is not marked yet is saved as it will be then. Onloads in between have failed, or computation would
+        # wait for them, and they for the mark.
+        for flight in self.flights:
             for position, source in enumerate(flight.device_ids):
-                if source == block and layer in flight.unmarked and flight.sources.get((position, layer)) is before:
+                if source == block and layer in flight.unmarked:
                     flight.sources[position, layer] = content
 
     # ---- transfers ----
