@@ -59,6 +59,7 @@ class Setting:
             assert seen.saw(location) == version, f"{location} holds {seen.seen[location]}; {version} is expected"
 
     def assert_saw(self, computation: Any, block: int, version: str) -> None:
+        self.simulation.run()
         for where in self.device(block):
             location = self.simulation.location(*where)
             assert computation.saw(location) == version, f"{location}: saw {computation.seen[location]}, not {version}"
@@ -151,7 +152,6 @@ def wait_layer_on_another_stream(s: Setting) -> None:
     load = s.scheduler(layers_per_event=2).onload([3], [1])
     load.wait_layer(1, stream=side)
     seen = s.simulation.compute(reads=s.device(1), stream=side)
-    s.simulation.run()
     s.assert_saw(seen, 1, "prefix")
 
 
@@ -349,7 +349,6 @@ def reader_of_a_copy_that_breaks(s: Setting) -> None:
     except TransferError:
         return
     seen = s.compute(reads=1)
-    s.simulation.run()
     s.assert_saw(seen, 1, "prompt")
 
 
@@ -439,7 +438,6 @@ def calls_on_a_captured_stream_are_refused(s: Setting) -> None:
     captured.capturing = False
     load.wait_on(captured)
     replay = s.simulation.compute(reads=s.device(1), stream=captured, label="graph replay")
-    s.simulation.run()
     s.assert_saw(replay, 1, "prefix")
 
 
