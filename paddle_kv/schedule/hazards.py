@@ -203,13 +203,14 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
     """The domain of the memory that ``owner`` (a pool) lies in, and a call that ends the tie (as the owner's end does).
 
     Raises:
-        ValueError: the memory overlaps that of another pool without having the same blocks and layers, or overlaps itself.
+        ValueError: the memory overlaps that of another pool without having the same blocks and layers, or itself.
     """
     ordered = sorted(extents, key=lambda extent: extent.start)
     for before, after in itertools.pairwise(ordered):
         if before.end > after.start:
             raise ValueError(
-                f"the tensors at {before.start:#x} and {after.start:#x} overlap; each name and layer needs memory of its own"
+                f"the tensors at {before.start:#x} and {after.start:#x} overlap; "
+                "each name and layer needs memory of its own"
             )
     tensors = [(extent.start, extent.stride_bytes, extent.layer) for extent in extents]
     with lock:

@@ -5,9 +5,9 @@ as soon as its layers are marked (layerwise offload) and the same layers of all 
 submitted. So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by
 ``cancel`` or by a failure.
 
-Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are given
-back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers that it
-depended on are retired: later ones that wait for this one inherit their order.
+Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are
+given back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers
+that it depended on are retired: later ones that wait for this one inherit their order.
 
 State changes under ``hazards.lock``; host waits happen outside of it.
 """
@@ -320,9 +320,20 @@ class Transfer:
 
     def _hold(self, compute: Stream) -> None:
         """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
-        if self._last_event is not None and not self._over:
-            with contextlib.suppress(Exception):  # a second failure; the device is lost
-                self._scheduler._backend.wait_on_stream(compute, self._last_event, None)
+        backend = self._scheduler._backend
+        with contextlib.suppress(Exception):  # a second failure; the device is lost
+            with hazards.lock:
+                event = self._last_event
+                if event is None or self._over:
+                    return
+                if compute is not None:
+                    backend.wait_on_stream(compute, event, None)
+                    return
+                self._host_waits += 1
+            try:
+                backend.wait(event, None)
+            finally:
+                self._end_host_wait()
 
     def _take_event(self) -> Event:
         event = self._scheduler._take_event()
@@ -365,7 +376,7 @@ class Transfer:
 
     # ---- the end (under the lock) ----
     def poll(self) -> None:
-        """Looks at the device and moves on to "over" and "retired" where that is so. Those that it depends on come first."""
+        """Looks at the device and moves on to "over" and "retired". Those that it depends on have to come first."""
         if self._retired:
             return
         if not self._over and (self._all_submitted or self._dropped):
@@ -501,7 +512,7 @@ class Transfer:
             self._waiting.setdefault(None, set()).update(groups)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it
             with hazards.lock:
                 if self._error is None:
                     layer = self._first_failed_layer()

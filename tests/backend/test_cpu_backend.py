@@ -123,9 +123,9 @@ def test_a_failure_is_carried_by_its_group_and_all_behind_it(backend, stream, mo
     backend.copy_layers(bound, work, stream)
     assert backend.wait(work.records[1], WAIT_S)
     for event in work.records[2:]:
-        with pytest.raises(ValueError, match="x"):
+        with pytest.raises(ValueError, match=r"x"):
             backend.wait(event, WAIT_S)
-        with pytest.raises(ValueError, match="x"):
+        with pytest.raises(ValueError, match=r"x"):
             backend.is_complete(event)
     rig.expect_onload([9, 0], [1, 6], layers=[0, 1])
     rig.check()
@@ -174,14 +174,14 @@ def test_events_of_a_released_binding(backend, stream):
     backend.unbind(bound)
     work = work_of(backend, TransferPlan("onload", (1,), (1,), 5, 5))
     backend.copy_layers(bound, work, stream)
-    with pytest.raises(ValueError, match="plan = .* is not registered"):
+    with pytest.raises(ValueError, match=r"plan = .* is not registered"):
         backend.wait(work.records[0], WAIT_S)
     rig.check()
 
 
 def test_bind_refuses_pools_that_do_not_fit(backend):
     cache = DeviceCache(make_spec(), 3, "cpu")
-    with pytest.raises(ValueError, match="both must have the same spec"):
+    with pytest.raises(ValueError, match=r"both must have the same spec"):
         backend.bind(cache, HostPool(make_spec(num_layers=2), 3))
 
 
@@ -199,5 +199,5 @@ def test_the_cpu_backend_wants_a_cache_on_the_cpu(backend):
     class OnGpu:
         device_id = 3
 
-    with pytest.raises(ValueError, match="the device cache is on GPU 3; the cpu backend needs it on the CPU"):
+    with pytest.raises(ValueError, match=r"the device cache is on GPU 3; the cpu backend needs it on the CPU"):
         backend.bind(OnGpu(), None)

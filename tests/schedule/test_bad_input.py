@@ -1,4 +1,4 @@
-"""Wrong arguments, wherever they are given: a typed exception that names them, nothing has moved, the next call works."""
+"""Wrong arguments, wherever they are given: a typed exception names them, nothing has moved, the next call works."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
-from tests.schedule.rig import WAIT_S, Rig, bytes_at, cpu_tensor, make_spec
+from tests.schedule.rig import WAIT_S, bytes_at, cpu_tensor, make_spec
 
 DEVICE, HOST = "device_block_ids", "host_block_ids"
 
@@ -86,13 +86,13 @@ def test_layers(rig, scheduler, call, layer, error, message):
 def test_marks(rig, scheduler):
     save = scheduler.offload([1], [2], layerwise=True)
     save.mark_layer_written(3)
-    with pytest.raises(ValueError, match="layer = 3 is marked as written already"):
+    with pytest.raises(ValueError, match=r"layer = 3 is marked as written already"):
         save.mark_layer_written(3)
     for layer in (0, 1, 2, 4):
         save.mark_layer_written(layer)
     save.wait(WAIT_S)
     rig.expect_offload([1], [2])
-    with pytest.raises(ValueError, match="layer = 3 is marked as written already"):
+    with pytest.raises(ValueError, match=r"layer = 3 is marked as written already"):
         save.mark_layer_written(3)
     for other in (scheduler.offload([1], [2]), scheduler.onload([2], [1])):
         with pytest.raises(ValueError, match=r"mark_layer_written is for offload\(\.\.\., layerwise=True\)"):
@@ -128,13 +128,13 @@ def test_timeouts(rig, scheduler, timeout_s, error, message):
 
 def test_leased_blocks(rig, scheduler):
     with rig.pool.lease([2]):
-        with pytest.raises(RuntimeError, match="block 2 of the host pool is leased; release the lease"):
+        with pytest.raises(RuntimeError, match=r"block 2 of the host pool is leased; release the lease"):
             scheduler.offload([1, 4], [5, 2])
         scheduler.onload([2], [1]).wait(WAIT_S)
         rig.expect_onload([2], [1])
     with (
         rig.pool.lease([2], write=True),
-        pytest.raises(RuntimeError, match="block 2 of the host pool is leased"),
+        pytest.raises(RuntimeError, match=r"block 2 of the host pool is leased"),
     ):
         scheduler.onload([2], [1])
     scheduler.offload([1], [2]).wait(WAIT_S)
@@ -170,7 +170,7 @@ def test_arguments_of_the_scheduler(rig, change, error, message):
 )
 def test_pools_of_different_specs(rig, changes):
     other = HostPool(make_spec(**changes), 5)
-    with pytest.raises(ValueError, match="host_pool has .* device_cache has .*; both must have the same spec"):
+    with pytest.raises(ValueError, match=r"host_pool has .* device_cache has .*; both must have the same spec"):
         LayerwiseScheduler(rig.cache, other)
 
 
@@ -178,14 +178,14 @@ def test_a_closed_pool(rig):
     other = HostPool(rig.spec, 5)
     scheduler = LayerwiseScheduler(rig.cache, other)
     other.close()
-    with pytest.raises(RuntimeError, match="the host pool is closed"):
+    with pytest.raises(RuntimeError, match=r"the host pool is closed"):
         LayerwiseScheduler(rig.cache, other)
     for call in (
         lambda: scheduler.offload([1], [2]),
         lambda: scheduler.onload([1], [2]),
         lambda: scheduler.record_event("onload"),
     ):
-        with pytest.raises(RuntimeError, match="the host pool is closed"):
+        with pytest.raises(RuntimeError, match=r"the host pool is closed"):
             call()
     scheduler.close()
     rig.check()
@@ -201,7 +201,7 @@ def test_a_closed_scheduler(rig):
         lambda: scheduler.onload([1], [2]),
         lambda: scheduler.record_event("onload"),
     ):
-        with pytest.raises(RuntimeError, match="the scheduler is closed"):
+        with pytest.raises(RuntimeError, match=r"the scheduler is closed"):
             call()
     load.wait(0)
     load.wait_layer(3)
@@ -218,5 +218,5 @@ def test_a_pool_in_the_memory_of_the_cache(rig):
     pointers = {name: [cache.tensor(name, layer).data_ptr() for layer in range(2)] for name in spec.tensor_names}
     pool = HostPool.adopt(spec, pointers, 5)
     bytes_at(pointers["key"][0], 4)[:] = 1
-    with pytest.raises(ValueError, match="host_pool lies in the memory of device_cache"):
+    with pytest.raises(ValueError, match=r"host_pool lies in the memory of device_cache"):
         LayerwiseScheduler(cache, pool)

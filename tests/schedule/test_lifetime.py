@@ -29,7 +29,7 @@ def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
     save = scheduler.offload([2], [5], layerwise=True)
     save.mark_layer_written(0)
     rig.expect_offload([2], [5], layers=[0])
-    with pytest.raises(TimeoutError, match="1 transfers were not over after timeout_s"):
+    with pytest.raises(TimeoutError, match=r"1 transfers were not over after timeout_s"):
         scheduler.close(SHORT_S)
     free = scheduler.offload([7], [8])  # it stays open then
     free.wait(WAIT_S)
@@ -38,7 +38,7 @@ def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
     scheduler.close(WAIT_S)
     load.wait(0)
     rig.expect_onload([4], [1])
-    with pytest.raises(TransferError, match="offload was cancelled before layer 1 was moved"):
+    with pytest.raises(TransferError, match=r"offload was cancelled before layer 1 was moved"):
         save.wait(0)
     assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
     scheduler.close()
@@ -76,7 +76,7 @@ def test_close_does_not_wait_for_the_marks_of_another_scheduler(rig):
         two = LayerwiseScheduler(rig.cache, rig.pool)
         load = two.onload([4], [2])
         two.close(WAIT_S)
-        with pytest.raises(TransferError, match="cancelled"):
+        with pytest.raises(TransferError, match=r"cancelled"):
             load.wait(0)
         assert [two.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
         for layer in range(5):
@@ -129,7 +129,7 @@ def test_a_block_in_flight_is_not_given_out(rig, copies):
         save = scheduler.offload([1, 2], [4, 9])
         rig.pool.free([4, 9, 10])
         assert rig.pool.num_free_blocks == 1
-        with pytest.raises(MemoryError, match="2 blocks were asked for, 1 of 17 are free"):
+        with pytest.raises(MemoryError, match=r"2 blocks were asked for, 1 of 17 are free"):
             rig.pool.allocate(2)
         with pytest.raises(ValueError, match=r"block_ids\[0\] = 4 is not allocated"):
             rig.pool.free([4])
@@ -204,19 +204,19 @@ def test_a_forked_child_makes_its_own_scheduler(rig, copies):
 
 def _child(rig, scheduler, load, save):
     for transfer in (load, save):
-        with pytest.raises(TransferError, match="the process forked while"):
+        with pytest.raises(TransferError, match=r"the process forked while"):
             transfer.wait(1)
         assert transfer.done()
     for call in (
         lambda: scheduler.onload([4], [1]),
         lambda: scheduler.record_event("onload"),
     ):
-        with pytest.raises(RuntimeError, match="the scheduler was made before a fork; make one in this process"):
+        with pytest.raises(RuntimeError, match=r"the scheduler was made before a fork; make one in this process"):
             call()
     scheduler.drain(1)
     scheduler.close(1)
     with LayerwiseScheduler(rig.cache, rig.pool) as own:
-        with pytest.raises(TransferError, match="block 1 of the device cache holds no usable data"):
+        with pytest.raises(TransferError, match=r"block 1 of the device cache holds no usable data"):
             own.offload([1], [3])
         own.onload([4], [1]).wait(WAIT_S)
         rig.expect_onload([4], [1])
