@@ -121,8 +121,8 @@ class Device:
     def look(self, mark: Mark, timeout_s: float | None) -> bool:
         """Lets the device run, and says whether the mark was passed.
 
-        Time stands still here: without a time-out the host waits, with one it leaves only where nothing can run any more,
-        and with one of 0 whenever the chooser says so.
+        Time stands still here: without a time-out the host waits, with one it leaves only where nothing can run any
+        more, and with one of 0 whenever the chooser says so.
         """
         self._num_looks += 1
         host = Transition(("host", self._num_looks), frozenset([("mark", mark.number)]), frozenset())

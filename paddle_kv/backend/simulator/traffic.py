@@ -185,8 +185,8 @@ class Server:
 
     def _rewrite_device(self, block: int, layer: int, content: Content) -> None:
         self._device[block, layer] = content
-        # A layer that is not marked yet is saved as it will be then. Onloads in between have failed, or computation would
-        # wait for them, and they for the mark.
+        # A layer that is not marked yet is saved as it will be then. Onloads in between have failed, or computation
+        # would wait for them, and they for the mark.
         for flight in self.flights:
             for position, source in enumerate(flight.device_ids):
                 if source == block and layer in flight.unmarked:
