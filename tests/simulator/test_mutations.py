@@ -6,6 +6,8 @@ that must be noticed, and how it must be noticed.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paddle_kv.backend.simulator import REMOVALS, OrderingError, explore
@@ -67,6 +69,14 @@ MUTATIONS = [
 def test_removal_is_noticed(clause: int, removal: str, scenario: str, found: str) -> None:
     with pytest.raises(AssertionError, match=found):
         play(scenario, drop=[removal])
+
+
+def test_table_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    for clause, removal, scenario, _ in MUTATIONS:
+        assert f"| {clause} | `{removal}` | `{scenario}` |" in text
+    for name, meaning in REMOVALS.items():
+        assert f"| `{name}` | {meaning} |" in text
 
 
 def test_table_is_complete() -> None:

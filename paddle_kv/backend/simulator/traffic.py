@@ -385,7 +385,7 @@ def play(seed: int, *, num_steps: int = 60, drop: Collection[str] = (), faults: 
             _act(server, chance, faults)
         server.finish()
     except BaseException as error:
-        findings = [str(finding) for finding in server.simulation.findings()[:3]]
+        findings = [] if isinstance(error, OrderingError) else map(str, server.simulation.findings()[:3])
         server.abandon()
         options = f" --steps {num_steps}" + "".join(f" --drop {name}" for name in sorted(drop))
         raise OrderingError(
