@@ -163,9 +163,13 @@ class Clock:
             100 * copy_us / run_us, 100 * run_us / plain_us, self.host_us(run[0]),
         )  # fmt: skip
         self.figures.append(made)
-        print(f"{operator:20} {case:44} {made.mib:8.2f} MiB   copy {copy_us:8.2f}   plain {plain_us:8.2f}   operator "
-              f"{run_us:8.2f} us  {made.operator_gb_per_s:6.0f} GB/s  {made.percent_of_copy_rate:5.1f} % of copy rate  "
-              f"{made.percent_of_plain_time:5.1f} % of plain time   host {made.host_us:5.1f} us", flush=True)  # fmt: skip
+        print(
+            f"{operator:20} {case:44} {made.mib:8.2f} MiB   copy {copy_us:8.2f}   plain {plain_us:8.2f}   "
+            f"operator {run_us:8.2f} us  {made.operator_gb_per_s:6.0f} GB/s  "
+            f"{made.percent_of_copy_rate:5.1f} % of copy rate  {made.percent_of_plain_time:5.1f} % of plain time   "
+            f"host {made.host_us:5.1f} us",
+            flush=True,
+        )
 
 
 def calls_for(num_bytes: int) -> int:
@@ -336,6 +340,7 @@ def bench_concat_and_cache_mla(clock: Clock, tokens: int) -> None:
         plain = partial(PLAIN.get_function("insert_rows"), (tokens,), (64,), (*pointers, *sizes, *strides))
         plains.append(partial(lambda kernel, _keep: kernel(), plain, (half, halves, mapping)))
         if i == 0:
+            cupy.cuda.runtime.deviceSynchronize()
             runs[0]()
             cupy.cuda.runtime.deviceSynchronize()
             got = cupy_view(cache).reshape(-1, 2 * (rank + rope))[cupy.asarray(slots)]

@@ -32,18 +32,18 @@ def reshape_and_cache(
 ) -> tuple[Tensor, Tensor]:
     """Writes keys and values of new tokens into their slots of the caches, quantised if the caches are.
 
-    Slot ``s`` is token ``s % block_size`` of block ``s // block_size``. A token with a negative slot is skipped; one with
-    a slot beyond the caches is never written, and reported under ``PADDLE_KV_CHECK=1``, as is a slot named twice (which
-    otherwise is the caller's error: either token may win).
+    Slot ``s`` is token ``s % block_size`` of block ``s // block_size``. A token with a negative slot is skipped; one
+    with a slot beyond the caches is never written, and reported under ``PADDLE_KV_CHECK=1``, as is a slot named twice
+    (which otherwise is the caller's error: either token may win).
 
-    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors must
-    stay alive, ``key``, ``value`` and ``slot_mapping`` must not be written, and the slots must not be used by other
-    streams, until the stream has passed the write. On the CPU it is done on return. ``slot_mapping`` on the GPU is read
-    when the write runs, so that a CUDA graph can be replayed with other slots.
+    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors
+    must stay alive, ``key``, ``value`` and ``slot_mapping`` must not be written, and the slots must not be used by
+    other streams, until the stream has passed the write. On the CPU it is done on return. ``slot_mapping`` on the GPU
+    is read when the write runs, so that a CUDA graph can be replayed with other slots.
 
     Args:
-        key: ``[tokens, heads, head_size]``, float16, bfloat16 or float32, with any strides: a slice of a fused QKV tensor
-            is read where it lies.
+        key: ``[tokens, heads, head_size]``, float16, bfloat16 or float32, with any strides: a slice of a fused QKV
+            tensor is read where it lies.
         value: ``[tokens, heads, value_head_size]``, of the same dtype, with strides of its own.
         key_cache: contiguous; ``[blocks, heads, block_size, head_size]`` (HND, as Paddle's block_multihead_attention
             keeps it), ``[blocks, block_size, heads, head_size]`` (NHD), or ``[blocks, heads, head_size / x, block_size,
@@ -55,8 +55,8 @@ def reshape_and_cache(
             ``"fp8_e5m2"`` (caches of dtype uint8, or Paddle's float8), ``"int8"``: ``value / scale`` rounded to nearest
             even, clipped to the largest number. ``"paddle_uint8"``: ``round(value * scale * 127) + 128``, which
             block_multihead_attention reads.
-        k_scale: None (1.0), a positive number, or a float32 tensor with one value or one for each head, on the device of
-            the caches. Not with ``"auto"``.
+        k_scale: None (1.0), a positive number, or a float32 tensor with one value or one for each head, on the device
+            of the caches. Not with ``"auto"``.
         v_scale: the same for ``value``.
         padded: whether ``key`` and ``value`` may have more tokens than ``slot_mapping``; the last are then ignored.
 
@@ -92,7 +92,11 @@ def reshape_and_cache(
     options = (k_number, v_number, _text(layout, "layout"), _text(kv_cache_dtype, "kv_cache_dtype"), bool(padded))
     caches = (key_cache, value_cache)
     op = "reshape_and_cache"
-    return _write(op, caches, (k_tensor, v_tensor), {"key": key, "value": value}, slot_mapping, options, layout, stream)
+    tokens = {"key": key, "value": value}
+    result: tuple[Tensor, Tensor] = _write(
+        op, caches, (k_tensor, v_tensor), tokens, slot_mapping, options, layout, stream
+    )
+    return result
 
 
 @capturable
@@ -111,9 +115,9 @@ def reshape_and_cache_dynamic(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`reshape_and_cache` into quantised caches, with a scale computed for each token and head.
 
-    The scale is the largest finite magnitude of the token and head, divided by the largest number of the format: 448 for
-    fp8_e4m3, 57344 for fp8_e5m2, 127 for int8. It is 1 for a row of zeros, and never below the smallest normal float32.
-    Infinities are clipped to the largest number; NaN stays NaN in fp8 and becomes 0 in int8.
+    The scale is the largest finite magnitude of the token and head, divided by the largest number of the format: 448
+    for fp8_e4m3, 57344 for fp8_e5m2, 127 for int8. It is 1 for a row of zeros, and never below the smallest normal
+    float32. Infinities are clipped to the largest number; NaN stays NaN in fp8 and becomes 0 in int8.
 
     Args:
         k_scale_cache: ``[blocks, heads, block_size]`` float32, contiguous, in every layout of the caches: where the
@@ -143,7 +147,10 @@ def reshape_and_cache_dynamic(
         arguments.cache(cache, name)
     options = (_text(layout, "layout"), _text(kv_cache_dtype, "kv_cache_dtype"))
     op = "reshape_and_cache_dynamic"
-    return _write(op, caches, (), {"key": key, "value": value}, slot_mapping, options, layout, stream)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _write(
+        op, caches, (), {"key": key, "value": value}, slot_mapping, options, layout, stream
+    )
+    return result
 
 
 @capturable
@@ -185,7 +192,9 @@ def concat_and_cache_mla(
     tensor, number = _scale(scale, "scale", kv_cache_dtype)
     options = (number, _text(kv_cache_dtype, "kv_cache_dtype"))
     op = "concat_and_cache_mla"
-    return _write(op, (kv_cache,), (tensor,), {"kv_c": kv_c, "k_pe": k_pe}, slot_mapping, options, "NHD", stream)[0]
+    tokens = {"kv_c": kv_c, "k_pe": k_pe}
+    result: Tensor = _write(op, (kv_cache,), (tensor,), tokens, slot_mapping, options, "NHD", stream)[0]
+    return result
 
 
 def _write(

@@ -12,16 +12,18 @@ operational   ``[blocks, layers, outer, inner]``                          as in 
 ``outer`` counts what a layer keeps of a block: 2 for keys and values, 1 for a latent cache. The layouts and their names
 are those of Dynamo's block manager. All functions copy bits: any dtype will do.
 
-Ordering, the same for all: ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing
-else. All memory must stay alive, sources must not be written, and targets not be touched, until the stream has passed
-the copy; whoever reads a result on another stream must make that wait. On the CPU the copy is done on return. A result
-that is allocated here comes from Paddle's allocator and so belongs to Paddle's current stream: with any other stream give
-``out``. In a CUDA graph the addresses and the ids of lists are part of what is captured.
+Ordering, the same for all: ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after
+nothing else. All memory must stay alive, sources must not be written, and targets not be touched, until the stream has
+passed the copy; whoever reads a result on another stream must make that wait. On the CPU the copy is done on return. A
+result that is allocated here comes from Paddle's allocator and so belongs to Paddle's current stream: with any other
+stream give ``out``. A captured CUDA graph repeats the copy with the addresses and the ids of lists that it had; call an
+operator once before capturing, because the first call makes a memory pool.
 
-Where the tensors are: all on one GPU, or some of them in page-locked memory, into and out of which the GPU then copies
+Where the tensors are: all on one GPU, or some of them in page-locked memory, which the GPU then reads or writes
 directly; or all on the CPU.
 
-In a traced program tensors and caches work as in dygraph, on Paddle's current stream; use the results, not the arguments.
+In a traced program tensors and caches work as in dygraph, on Paddle's current stream; use the results, not the
+arguments.
 """
 
 from __future__ import annotations
@@ -295,8 +297,8 @@ def cache_from_universal(
 def reshard_universal(parts: Sequence[Tensor], target_tp: int, *, stream: Any = None) -> list[Tensor]:
     """The heads of universal tensors, cut for another number of tensor-parallel ranks.
 
-    Only plain division: rank r of the result has the r-th part of all heads. Where a model has fewer KV heads than ranks
-    and they share copies of a head, give each head once and let the ranks share the parts.
+    Only plain division: rank r of the result has the r-th part of all heads. Where a model has fewer KV heads than
+    ranks and these share copies of a head, give each head once and let the ranks share the parts.
 
     Ordering, lifetime and places: see :mod:`paddle_kv.ops.permute`; the result is allocated.
 
@@ -374,14 +376,14 @@ class _Stack:
 
     def to_dense(self, out: Any, attributes: list[Any], stream: Any) -> Tensor:
         if self._nothing_to_do(out):
-            return out  # type: ignore[no-any-return]
+            return out
         arguments.cache(out, "out")
         if tracing():
             arranged = (self.tensors, out, *self._attributes(NO_DEVICE), *attributes, streams.traced(stream, self.op))
-            return call_traceable(f"{self.op}_in_place", *arranged)[0]  # type: ignore[no-any-return]
+            return call_traceable(f"{self.op}_in_place", *arranged)[0]
         device, handle = self._where(out, stream)
         call(self.op, self.tensors, out, *self._attributes(device), *attributes, handle)
-        return out  # type: ignore[no-any-return]
+        return out
 
     def from_dense(self, dense: Any, name: str, attributes: list[Any], stream: Any) -> Any:
         if self._nothing_to_do(dense):
@@ -395,7 +397,7 @@ class _Stack:
         return self.given
 
     def _nothing_to_do(self, dense: Any) -> bool:
-        """No chunks and a tensor for none: Paddle gives such tensors no memory that an operator could be called with."""
+        """No chunks and a tensor for none: Paddle gives such a tensor no memory, so no operator can take it."""
         return not tracing() and self.num_blocks == 0 and _is_empty(dense)
 
     def _attributes(self, device: int) -> tuple[Any, ...]:
@@ -440,8 +442,8 @@ def _allocate(shape: list[int], like: Any) -> Tensor:
     if tracing():
         # Not paddle.empty: a program merges two of those that are alike, and two results would share one memory.
         text = " ".join(map(str, shape))
-        return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]  # type: ignore[no-any-return]
-    return paddle._C_ops.empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
+        return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]
+    return paddle._C_ops.empty(shape, like.dtype, like.place)
 
 
 def _handle(stream: Any, tensors: list[Tensor]) -> int:

@@ -118,8 +118,8 @@ class LayerwiseScheduler:
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
-            TransferError: a device block holds no usable data after a failed onload, or the submission failed. The
-                compute stream is ordered behind what was submitted of it.
+            TransferError: a device block holds no usable data after a failed onload, or the submission failed. The compute
+                stream is ordered behind what was submitted of it.
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
@@ -175,7 +175,7 @@ class LayerwiseScheduler:
             transfer._advance()
             transfer.poll()
         if transfer.failed:
-            # The caller gets no handle to wait with, so compute waits here for what of it may run.
+            # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
             transfer._hold(compute)
             transfer._raise_if_failed()
         return transfer

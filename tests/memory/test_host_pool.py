@@ -210,7 +210,7 @@ def test_allocate_of_what_is_no_count(pool, count, error, message):
         ([1, 7], ValueError, r"block_ids\[1\] = 7 is not allocated"),
         ([1, 11], IndexError, r"block_ids\[1\] = 11 must be in \[0, 11\)"),
         ([1, -1], IndexError, r"block_ids\[1\] = -1 must be in \[0, 11\)"),
-        ([2**70], IndexError, r"block_ids\[0\].* must be in \[0, "),
+        ([2**70], IndexError, r"must be in \[0, "),
         ([1.0], TypeError, "block_ids"),
         (None, TypeError, "block_ids"),
     ],

@@ -23,8 +23,10 @@ DTYPES = ["float16", "bfloat16", "float32"]
 class Latent:
     """A cache with random content, and tokens for it."""
 
-    def __init__(self, machine: Machine, tokens: int = 11, rank: int = 32, rope: int = 16, blocks: int = 5, block_size: int = 4,
-                 dtype: str = "float16", kv_cache_dtype: str = "auto") -> None:  # fmt: skip
+    def __init__(
+        self, machine: Machine, tokens: int = 11, rank: int = 32, rope: int = 16, blocks: int = 5,
+        block_size: int = 4, dtype: str = "float16", kv_cache_dtype: str = "auto",
+    ) -> None:  # fmt: skip
         self.machine, self.kv_cache_dtype, self.block_size = machine, kv_cache_dtype, block_size
         make = random_bits if kv_cache_dtype == "auto" else random_rows
         self.kv_c, self.k_pe = make((tokens, rank), dtype, 1), make((tokens, rope), dtype, 2)
@@ -169,8 +171,9 @@ def test_any_shapes_and_slots(data: st.DataObject) -> None:
         data.draw(st.integers(low, 20), name) for low, name in ((0, "tokens"), (1, "blocks"), (1, "block size"))
     )
     latent = Latent(
-        cpu_machine(), tokens, data.draw(st.integers(1, 40), "rank"), data.draw(st.integers(1, 40), "rope"), blocks, block_size,
-        data.draw(st.sampled_from(DTYPES), "dtype"), data.draw(st.sampled_from(["auto", *FORMATS]), "kv_cache_dtype"),
+        cpu_machine(), tokens, data.draw(st.integers(1, 40), "rank"), data.draw(st.integers(1, 40), "rope"), blocks,
+        block_size, data.draw(st.sampled_from(DTYPES), "dtype"),
+        data.draw(st.sampled_from(["auto", *FORMATS]), "kv_cache_dtype"),
     )  # fmt: skip
     latent.check_insert(data.draw(st.permutations(range(-5, blocks * block_size + 25)), "slots")[:tokens])
 

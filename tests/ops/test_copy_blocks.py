@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_kv import ops
+from paddle_kv.ops import _check
 from tests.machine import DTYPES, Machine, cpu_machine
 from tests.ops.copy_conformance import check, check_one, check_untouched, make, shuffled_pairs
 
@@ -156,6 +157,28 @@ def test_mappings_of_the_wrong_type(machine: Machine, mapping: Any) -> None:
     with pytest.raises(TypeError, match="block_mapping"):
         ops.copy_blocks(cache.tensor, None, mapping)
     check_untouched(cache)
+
+
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks", "copy_single_block"])
+def test_blocks_that_a_transfer_is_moving_are_reported(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """The debug mode is told which blocks of which cache are read and which are written."""
+    seen: list[tuple[int, list[int], bool]] = []
+    monkeypatch.setenv("PADDLE_KV_CHECK", "1")
+    monkeypatch.setattr(
+        _check, "access_checks", [lambda address, ids, writing, queue: seen.append((address, list(ids), writing))]
+    )
+    keys, values = (make(machine, 6, (2, 5), "int8", seed).tensor for seed in (1, 2))
+    pairs = [(3, 0)] if op == "copy_single_block" else [(3, 0), (1, 5)]
+    getattr(ops, op)(keys, values, *(pairs[0] if op == "copy_single_block" else [pairs]))
+    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+    swaps = op == "swap_blocks"
+    assert seen == [
+        access
+        for cache in (keys, values)
+        for access in ((cache.data_ptr(), sources, swaps), (cache.data_ptr(), targets, True))
+    ]
 
 
 class TestWrongCaches:

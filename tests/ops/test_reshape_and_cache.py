@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_kv import ops
+from paddle_kv.ops import _check
 from tests.machine import Machine, cpu_machine
 from tests.ops.insert_conformance import Case, slot_tensor, tensor
 
@@ -356,6 +357,21 @@ class TestCheckMode:
         case.check_insert(np.full(11, -1))
 
 
+def test_blocks_that_a_transfer_is_moving_are_reported(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The debug mode is told which blocks of which cache are written."""
+    seen: list[tuple[int, list[int], bool]] = []
+    monkeypatch.setenv("PADDLE_KV_CHECK", "1")
+    monkeypatch.setattr(
+        _check, "access_checks", [lambda address, ids, writing, queue: seen.append((address, list(ids), writing))]
+    )
+    for layout in LAYOUTS:
+        seen.clear()
+        case = Case(machine, layout=layout)
+        slots = np.array([3, 17, -1, 16, 2, -9, 10, 11, 0, 1, 19])
+        case.check_insert(slots)
+        assert seen == [(cache.data_ptr(), [0, 2, 4], True) for cache in case.cache_tensors]
+
+
 class TestWrongArguments:
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -471,14 +487,14 @@ def test_any_shapes_and_slots(data: st.DataObject) -> None:
 # The source tracer of Paddle 2.6 does not see variables of an enclosing function.
 def plain_step(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, v_scale: Any) -> Any:
     key_cache, value_cache = ops.reshape_and_cache(key, value, key_cache, value_cache, slots)
-    return key_cache.reshape([-1])[:1], value_cache.reshape([-1])[:1]
+    return key_cache.reshape([-1])[:1].cast("float32"), value_cache.reshape([-1])[:1].cast("float32")
 
 
 def quantised_step(key: Any, value: Any, key_cache: Any, value_cache: Any, slots: Any, v_scale: Any) -> Any:
     key_cache, value_cache = ops.reshape_and_cache(
         key, value, key_cache, value_cache, slots, kv_cache_dtype="fp8_e4m3", k_scale=0.5, v_scale=v_scale
     )
-    return key_cache.reshape([-1])[:1], value_cache.reshape([-1])[:1]
+    return key_cache.reshape([-1])[:1].cast("float32"), value_cache.reshape([-1])[:1].cast("float32")
 
 
 class TestPrograms:

@@ -1,4 +1,4 @@
-"""Caches in NumPy. All is written for HND, [blocks, heads, block size, head size]; the other layouts are permutations."""
+"""Caches in NumPy, as HND, [blocks, heads, block size, head size]; the other layouts are permutations of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""New tokens into caches, in NumPy. Caches are HND views, [blocks, heads, block size, head size]; see cache_convert for
-the other layouts."""
+"""New tokens into caches, in NumPy: reshape_and_cache and concat_and_cache_mla are `inserted`,
+reshape_and_cache_dynamic is `scales_of_rows` and `inserted`. Caches are in HND, [blocks, heads, block size, head size];
+see cache_convert for the other layouts."""
 
 from __future__ import annotations
 

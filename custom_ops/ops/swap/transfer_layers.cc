@@ -26,21 +26,6 @@ std::shared_ptr<const TransferPlan> PlanOf(int64_t number) {
   return found->second;
 }
 
-// A copy from pageable memory would block the host, and a kernel could not reach it at all.
-void CheckHostMemory(const TransferPlan& plan) {
-  for (const LayerTensor& tensor : plan.tensors) {
-    const int64_t bytes = (plan.host_blocks - 1) * tensor.host_stride + tensor.block_bytes;
-    bool reachable = false;
-    LAUNCH_CUDA(plan.device, HostRangeIsReachable(tensor.host, bytes, plan.device, &reachable));
-    if (!reachable) {
-      ThrowValueError("host_pool: the " + std::to_string(bytes) + " bytes at " +
-                      std::to_string(reinterpret_cast<int64_t>(tensor.host)) +
-                      " are not all host memory that the GPU can reach; allocate them page-locked "
-                      "(paddle_kv.HostPool, cudaHostAlloc) or register them");
-    }
-  }
-}
-
 }  // namespace
 
 // Pointers in order [layer][tensor]; strides and block bytes in bytes, one for each tensor of a layer.
@@ -69,8 +54,9 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
     const std::size_t t = i % per_layer;
     const int64_t bytes =
         host_blocks == 0 ? 0 : CheckedProduct(host_blocks - 1, host_strides[t], "host pool") + block_bytes[t];
-    CheckHostRange(host_pointers[i], bytes, "host pool, layer " + std::to_string(i / per_layer),
-                   std::to_string(host_blocks) + " blocks", static_cast<int>(device));
+    CheckHostRange(host_pointers[i], bytes, "host_pool",
+                   std::to_string(host_blocks) + " blocks of layer " + std::to_string(i / per_layer),
+                   static_cast<int>(device));
   }
   auto plan = std::make_shared<TransferPlan>();
   plan->device = static_cast<int>(device);
@@ -84,7 +70,6 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
                              reinterpret_cast<std::uint8_t*>(host_pointers[i]), device_strides[t], host_strides[t],
                              block_bytes[t]});
   }
-  if (plan->device >= 0) CheckHostMemory(*plan);
   const std::lock_guard<std::mutex> lock(plans_mutex);
   if (!plans.emplace(number, std::move(plan)).second) {
     ThrowValueError("plan = " + std::to_string(number) + " is already registered");
