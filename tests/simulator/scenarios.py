@@ -192,6 +192,17 @@ def offload_over_a_block_being_loaded(s: Setting) -> None:
     s.assert_host(3, "prompt")
 
 
+def onload_of_a_block_whose_save_is_not_marked(s: Setting) -> None:
+    scheduler = s.scheduler()
+    save = scheduler.offload([0], [2], layerwise=True)
+    load = scheduler.onload([2], [1])
+    refused(load.wait_layer, 0, timeout_s=0.0, error=TimeoutError)
+    for layer in range(LAYERS):
+        s.simulation.compute(writes=[(s.cache, 0, layer)], version="prompt")
+        save.mark_layer_written(layer)
+    read_layer_by_layer(s, load, 1, "prompt")
+
+
 def two_schedulers_save_to_one_block(s: Setting) -> None:
     first, second = s.scheduler(), s.scheduler()
     s.compute(writes=0, version="first")
@@ -371,6 +382,19 @@ def block_of_a_broken_submission_is_overwritten(s: Setting) -> None:
     s.simulation.device.break_submission(1)
     refused(scheduler.offload, [0], [2], error=TransferError)
     read_layer_by_layer(s, scheduler.onload([3], [0]), 0, "prefix")
+
+
+def another_scheduler_behind_a_broken_submission(s: Setting) -> None:
+    first, second = s.scheduler(), s.scheduler(compute_stream=s.simulation.stream("side"))
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    s.simulation.run()
+    s.simulation.order(s.simulation.compute_stream, s.simulation.device.streams[-1])
+    s.simulation.device.break_submission(1)
+    refused(first.offload, [0], [2], error=TransferError)
+    load = second.onload([3], [0])
+    load.wait()
+    read_layer_by_layer(s, load, 0, "prefix")
 
 
 def compute_behind_a_broken_submission(s: Setting) -> None:
