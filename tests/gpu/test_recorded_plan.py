@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, streams  # noqa: E402
-from paddle_kv.backend.cupy_backend import CupyBackend  # noqa: E402
-from paddle_kv.backend.simulator import Log, RecordingBackend, check  # noqa: E402
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, streams
+from paddle_kv.backend.cupy_backend import CupyBackend
+from paddle_kv.backend.simulator import Log, RecordingBackend, check
 
 LAYERS = 3
 SPEC = KVCacheSpec(num_layers=LAYERS, num_kv_heads=2, head_dim=64, block_size=5, dtype="float16")
