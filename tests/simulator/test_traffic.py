@@ -9,7 +9,7 @@ import pytest
 
 from paddle_kv.backend.simulator import OrderingError
 from paddle_kv.backend.simulator.__main__ import main
-from paddle_kv.backend.simulator.traffic import play
+from paddle_kv.backend.simulator.replay import play
 
 SEEDS_A_TEST = 12
 TRIES = 40  # seeds until what was left out must have shown
