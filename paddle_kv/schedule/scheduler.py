@@ -118,8 +118,8 @@ class LayerwiseScheduler:
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
-            TransferError: a device block holds no usable data after a failed onload, or the submission failed. The compute
-                stream is ordered behind what was submitted of it.
+            TransferError: a device block holds no usable data after a failed onload, or the submission failed. The
+                compute stream is ordered behind what was submitted of it.
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
