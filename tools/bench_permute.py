@@ -118,26 +118,46 @@ class Clock:
         rate = total_bytes / median / 1e6
         return Result(case, method, total_bytes, median, high - low, statistics.median(host_us), rate)
 
-    def contiguous(self, source: int, target: int, total_bytes: int, case: str) -> Result:
-        """``source`` and ``target`` are the starts of SETS ranges each."""
+    def contiguous(self, sources: list[int], targets: list[int], total_bytes: int, case: str) -> Result:
         runtime, handle = self.cupy.cuda.runtime, self.stream.ptr
 
-        def copy(offset: int) -> Callable[[], Any]:
-            return lambda: runtime.memcpyAsync(target + offset, source + offset, total_bytes, 4, handle)
+        def copy(source: int, target: int) -> Callable[[], Any]:
+            return lambda: runtime.memcpyAsync(target, source, total_bytes, runtime.memcpyDefault, handle)
 
-        return self.measure(case, "contiguous copy", total_bytes, [copy(i * total_bytes) for i in range(SETS)])
-
-
-def device_view(cupy: Any, address: int, count: int, dtype: Any) -> Any:
-    memory = cupy.cuda.UnownedMemory(address, count * np.dtype(dtype).itemsize, None)
-    return cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+        calls = [copy(source, target) for source, target in zip(sources, targets, strict=True)]
+        result = self.measure(case, "contiguous copy", total_bytes, calls)
+        result.of_copy = 1.0
+        return result
 
 
-def shuffled_chunks(cupy: Any, count: int, chunk_elements: int, seed: int) -> tuple[Any, list[int], np.ndarray]:
-    """A pool of random bits, and the addresses of its chunks in shuffled order."""
-    pool = cupy.random.randint(0, 1 << 16, (count, chunk_elements), dtype=cupy.uint16)
-    order = np.random.default_rng(seed).permutation(count)
-    return pool, (pool.data.ptr + order * chunk_elements * ELEMENT_BYTES).tolist(), order
+class Memory:
+    """SETS ranges of device or pinned memory, written and read by plain copies."""
+
+    def __init__(self, cupy: Any, num_bytes: int, on_device: bool = True, addresses: list[int] | None = None) -> None:
+        self.runtime, self.num_bytes = cupy.cuda.runtime, num_bytes
+        if addresses is not None:
+            self.addresses = addresses  # memory of somebody else
+            return
+        if on_device:
+            self.keep = cupy.cuda.alloc(SETS * num_bytes)
+        else:
+            self.keep = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(SETS * num_bytes), 0)
+        self.addresses = [int(self.keep.ptr) + i * num_bytes for i in range(SETS)]
+
+    def write(self, i: int, bits: np.ndarray) -> None:
+        self.runtime.memcpy(self.addresses[i], bits.ctypes.data, self.num_bytes, self.runtime.memcpyDefault)
+
+    def clear(self, i: int) -> None:
+        self.write(i, np.zeros(self.num_bytes, np.uint8))
+
+    def read(self, i: int) -> np.ndarray:
+        bits = np.empty(self.num_bytes, np.uint8)
+        self.runtime.memcpy(bits.ctypes.data, self.addresses[i], self.num_bytes, self.runtime.memcpyDefault)
+        return bits
+
+
+def noise(num_bytes: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 32, num_bytes // 4, np.uint32).view(np.uint8)
 
 
 def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Result]:
@@ -153,71 +173,63 @@ def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Res
     shape = [blocks, HEADS, LAYERS, OUTER, tokens, WIDTH] if layout else [blocks, LAYERS, OUTER, inner]
     total_bytes = count * inner * ELEMENT_BYTES
     case = f"{'universal ' + layout if layout else 'operational'}, {tokens} tokens, {blocks} blocks"
-    pools = [shuffled_chunks(cupy, count, inner, i) for i in range(SETS)]
-    dense = [paddle._C_ops.empty(shape, paddle.bfloat16, paddle.CUDAPlace(0)) for _ in range(SETS)]
-    views = [device_view(cupy, tensor.data_ptr(), count * inner, np.uint16) for tensor in dense]
+    tensors = [paddle._C_ops.empty(shape, paddle.bfloat16, paddle.CUDAPlace(0)) for _ in range(SETS)]
+    pool = Memory(cupy, total_bytes)
+    dense = Memory(cupy, total_bytes, addresses=[int(tensor.data_ptr()) for tensor in tensors])
+    bits = [noise(total_bytes, i) for i in range(SETS)]
+    orders = [np.random.default_rng(i).permutation(count) for i in range(SETS)]
+    chunks = [(pool.addresses[i] + orders[i] * inner * ELEMENT_BYTES).tolist() for i in range(SETS)]
+    tables = [cupy.cuda.alloc(8 * count) for _ in range(SETS)]
+    for table, addresses in zip(tables, chunks, strict=True):
+        cupy.cuda.runtime.memcpy(table.ptr, np.array(addresses, np.uint64).ctypes.data, 8 * count, 1)
 
-    def expected(i: int) -> Any:
-        pool, _, order = pools[i]
-        stack = pool[cupy.asarray(order)]
+    def expected(i: int) -> np.ndarray:
+        stack = bits[i].view(np.uint16).reshape(count, inner)[orders[i]]
         if layout is None:
-            return stack.ravel()
+            return stack.ravel().view(np.uint8)
         rows = (tokens, HEADS) if layout == "NHD" else (HEADS, tokens)
         axes = (0, 4, 1, 2, 3, 5) if layout == "NHD" else (0, 3, 1, 2, 4, 5)
-        return stack.reshape(blocks, LAYERS, OUTER, *rows, WIDTH).transpose(axes).ravel()
+        universal = stack.reshape(blocks, LAYERS, OUTER, *rows, WIDTH).transpose(axes)
+        return np.ascontiguousarray(universal).ravel().view(np.uint8)
 
-    def forward(i: int) -> Callable[[], Any]:
-        given = {"num_layers": LAYERS, "out": dense[i], "stream": stream}
+    def ours(i: int, to_dense: bool) -> Callable[[], Any]:
+        given = {"num_layers": LAYERS, "out": tensors[i], "stream": stream}
+        if layout is None and to_dense:
+            return lambda: ops.operational_from_block(chunks[i], **given)
         if layout is None:
-            return lambda: ops.operational_from_block(pools[i][1], **given)
-        return lambda: ops.universal_from_block(pools[i][1], inner_layout=layout, **given)
+            return lambda: ops.block_from_operational(tensors[i], chunks[i], stream=stream)
+        if to_dense:
+            return lambda: ops.universal_from_block(chunks[i], inner_layout=layout, **given)
+        return lambda: ops.block_from_universal(tensors[i], chunks[i], inner_layout=layout, stream=stream)
 
-    def backward(i: int) -> Callable[[], Any]:
-        if layout is None:
-            return lambda: ops.block_from_operational(dense[i], pools[i][1], stream=stream)
-        return lambda: ops.block_from_universal(dense[i], pools[i][1], inner_layout=layout, stream=stream)
-
-    tables = [cupy.asarray(np.array(addresses, np.uint64)) for _, addresses, _ in pools]
-
-    def plain(i: int, to_dense: int) -> Callable[[], Any]:
-        grid = (-(-count * inner // 256),)
+    def plain(i: int, to_dense: bool) -> Callable[[], Any]:
+        memory = (np.uint64(tables[i].ptr), np.uint64(dense.addresses[i]), np.int64(count * inner))
         if layout is None:
             kernel = clock.kernels.get_function("operational_per_element")
-            given = (tables[i], views[i], np.int64(count * inner), np.int64(inner), np.int32(to_dense))
+            given = (*memory, np.int64(inner), np.int32(to_dense))
         else:
             kernel = clock.kernels.get_function("universal_per_element")
-            sizes = (HEADS, LAYERS, OUTER, tokens, WIDTH, int(layout == "HND"), to_dense)
-            given = (tables[i], views[i], np.int64(count * inner), *map(np.int32, sizes))
-        return lambda: kernel(grid, (256,), given, stream=stream)
+            given = (*memory, *map(np.int32, (HEADS, LAYERS, OUTER, tokens, WIDTH, layout == "HND", to_dense)))
+        return lambda: kernel((-(-count * inner // 256),), (256,), given, stream=stream)
 
-    scratch = cupy.empty((SETS, count * inner), cupy.uint16)
-    flat_pools = cupy.stack([pool.ravel() for pool, _, _ in pools])
-    ceiling = clock.contiguous(flat_pools.data.ptr, scratch.data.ptr, total_bytes, case)
-    ceiling.of_copy = 1.0
-    del scratch
-    cupy.get_default_memory_pool().free_all_blocks()
+    ceiling = clock.contiguous(pool.addresses, dense.addresses, total_bytes, case)
     yield ceiling
-    for name, ours, to_dense in (("to dense", forward, 1), ("from dense", backward, 0)):
-        results = []
-        for method, make in ((f"per element, {name}", lambda i, d=to_dense: plain(i, d)), (f"paddle_kv, {name}", ours)):
+    for to_dense in (True, False):
+        per_element = None
+        for method, make in (("per element", plain), ("paddle_kv", ours)):
             for i in range(SETS):
-                if to_dense:
-                    views[i].fill(0)
-                else:
-                    views[i][:] = expected(i)
-                    pools[i][0].fill(0)
-            cupy.cuda.Device().synchronize()
-            result = clock.measure(case, method, total_bytes, [make(i) for i in range(SETS)])
-            if to_dense:
-                result.correct = all(bool((views[i] == expected(i)).all()) for i in range(SETS))
-            else:
-                result.correct = all(bool((pools[i][0].ravel() == flat_pools[i]).all()) for i in range(SETS))
-            for i in range(SETS):
-                pools[i][0][:] = flat_pools[i].reshape(pools[i][0].shape)
+                pool.write(i, bits[i]) if to_dense else pool.clear(i)
+                dense.clear(i) if to_dense else dense.write(i, expected(i))
+            name = f"{method}, {'to' if to_dense else 'from'} dense"
+            result = clock.measure(case, name, total_bytes, [make(i, to_dense) for i in range(SETS)])
+            written = dense if to_dense else pool
+            right = expected if to_dense else bits.__getitem__
+            result.correct = all(np.array_equal(written.read(i), right(i)) for i in range(SETS))
             result.of_copy = result.bandwidth_gbps / ceiling.bandwidth_gbps
-            results.append(result)
-        results[1].times_per_element = results[1].bandwidth_gbps / results[0].bandwidth_gbps
-        yield from results
+            if per_element is not None:
+                result.times_per_element = result.bandwidth_gbps / per_element
+            per_element = result.bandwidth_gbps
+            yield result
 
 
 def pair_cases(clock: Clock, direction: str, piece_bytes: int, count: int) -> Iterator[Result]:
@@ -228,46 +240,33 @@ def pair_cases(clock: Clock, direction: str, piece_bytes: int, count: int) -> It
     total_bytes = piece_bytes * count
     case = f"{direction}, {count} x {piece_bytes >> 10} KiB"
     random = np.random.default_rng(piece_bytes + count)
-
-    def memory(on_device: bool) -> tuple[int, Any, Any]:
-        """Address, what keeps it alive, and its bytes [SETS, total] as an array of NumPy or CuPy."""
-        if on_device:
-            array = cupy.empty((SETS, total_bytes), cupy.uint8)
-            return array.data.ptr, array, array
-        pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(SETS * total_bytes), 0)
-        return pinned.ptr, pinned, np.frombuffer(pinned, np.uint8, SETS * total_bytes).reshape(SETS, total_bytes)
-
-    source, _keep_source, source_bits = memory(direction[0] == "d")
-    target, _keep_target, target_bits = memory(direction[2] == "d")
-    noise = random.integers(0, 1 << 32, (SETS, total_bytes // 4), np.uint32).view(np.uint8)
-    source_bits[...] = cupy.asarray(noise) if direction[0] == "d" else noise
+    source, target = Memory(cupy, total_bytes, direction[0] == "d"), Memory(cupy, total_bytes, direction[2] == "d")
+    bits = [noise(total_bytes, i) for i in range(SETS)]
     orders = [(random.permutation(count), random.permutation(count)) for _ in range(SETS)]
-
-    def lists(i: int) -> tuple[list[int], list[int]]:
-        offset = i * total_bytes
-        first, second = orders[i]
-        return (source + offset + first * piece_bytes).tolist(), (target + offset + second * piece_bytes).tolist()
+    lists = [
+        ((source.addresses[i] + first * piece_bytes).tolist(), (target.addresses[i] + second * piece_bytes).tolist())
+        for i, (first, second) in enumerate(orders)
+    ]
+    for i in range(SETS):
+        source.write(i, bits[i])
 
     def run(function: Callable[..., Any], **named: Any) -> list[Callable[[], Any]]:
-        made = [lists(i) for i in range(SETS)]
-        return [lambda given=given: function(*given, piece_bytes, stream=stream, **named) for given in made]
+        return [lambda given=given: function(*given, piece_bytes, stream=stream, **named) for given in lists]
 
-    ceiling = clock.contiguous(source, target, total_bytes, case)
-    ceiling.of_copy = 1.0
+    ceiling = clock.contiguous(source.addresses, target.addresses, total_bytes, case)
     yield ceiling
     methods = [("vectorized_copy", run(ops.vectorized_copy)), ("memcpy_batch loop", run(ops.memcpy_batch, mode="loop"))]
     if ops.has_memcpy_batch_async():
         methods.append(("memcpy_batch batch", run(ops.memcpy_batch, mode="batch")))
     for method, calls in methods:
-        target_bits[...] = 0
-        cupy.cuda.Device().synchronize()
+        for i in range(SETS):
+            target.clear(i)
         result = clock.measure(case, method, total_bytes, calls)
         result.of_copy = result.bandwidth_gbps / ceiling.bandwidth_gbps
         result.correct = True
         for i, (first, second) in enumerate(orders):
-            written = target_bits[i].get() if direction[2] == "d" else target_bits[i]
             rows = (count, piece_bytes)
-            result.correct &= np.array_equal(written.reshape(rows)[second], noise[i].reshape(rows)[first])
+            result.correct &= np.array_equal(target.read(i).reshape(rows)[second], bits[i].reshape(rows)[first])
         yield result
 
 

@@ -23,7 +23,8 @@ Where the tensors are: all on one GPU, or some of them in page-locked memory, wh
 directly; or all on the CPU.
 
 In a traced program tensors and caches work as in dygraph, on Paddle's current stream; use the results, not the
-arguments.
+arguments. Addresses and streams cannot be named there. With Paddle 2.6 a program that returns such a result has to be
+put into ``eval()`` mode: it looks for the gradient of the operator otherwise.
 """
 
 from __future__ import annotations
@@ -227,13 +228,13 @@ def universal_from_cache(
             heads, tokens = tokens, heads
         blocks = len(ids[1]) if ids[0] is None else _sizes(ids[0], "block_ids", 1)[0]
         out = _allocate([blocks, heads, key_count, len(caches) // key_count, tokens, shape[-1]], caches[0])
-    if _is_empty(out) and not tracing() and ids == (None, []):
+    if _is_empty(out) and not tracing() and ids[0] is None and not ids[1]:
         return out
     arguments.cache(out, "out")
     attributes = (ids[1], key_count, heads_first)
     if tracing():
         given = (caches, ids[0], out, *attributes, streams.traced(stream, op))
-        return call_traceable(f"{op}_in_place", *given)[0]
+        return call_traceable(f"{op}_in_place", *given)[0]  # type: ignore[no-any-return]
     handle = _handle(stream, [*caches, out])
     _report(caches, ids[1], handle, writing=False)
     call(op, caches, ids[0], out, *attributes, handle)
@@ -279,7 +280,7 @@ def cache_from_universal(
     heads_first = _heads_first(layout, "layout")
     caches, key_count = _flat(key_caches, value_caches)
     ids = _ids(block_ids)
-    if not tracing() and ids == (None, []) and _is_empty(universal):
+    if not tracing() and ids[0] is None and not ids[1] and _is_empty(universal):
         return key_caches, value_caches
     arguments.cache(universal, "universal")
     attributes = (ids[1], key_count, heads_first)
@@ -376,14 +377,14 @@ class _Stack:
 
     def to_dense(self, out: Any, attributes: list[Any], stream: Any) -> Tensor:
         if self._nothing_to_do(out):
-            return out
+            return out  # type: ignore[no-any-return]
         arguments.cache(out, "out")
         if tracing():
             arranged = (self.tensors, out, *self._attributes(NO_DEVICE), *attributes, streams.traced(stream, self.op))
-            return call_traceable(f"{self.op}_in_place", *arranged)[0]
+            return call_traceable(f"{self.op}_in_place", *arranged)[0]  # type: ignore[no-any-return]
         device, handle = self._where(out, stream)
         call(self.op, self.tensors, out, *self._attributes(device), *attributes, handle)
-        return out
+        return out  # type: ignore[no-any-return]
 
     def from_dense(self, dense: Any, name: str, attributes: list[Any], stream: Any) -> Any:
         if self._nothing_to_do(dense):
@@ -442,8 +443,10 @@ def _allocate(shape: list[int], like: Any) -> Tensor:
     if tracing():
         # Not paddle.empty: a program merges two of those that are alike, and two results would share one memory.
         text = " ".join(map(str, shape))
-        return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]
-    return paddle._C_ops.empty(shape, like.dtype, like.place)
+        return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]  # type: ignore[no-any-return]
+    if like.place.is_cuda_pinned_place():  # Paddle allocates none by name
+        return paddle._C_ops.empty(shape, like.dtype, paddle.CPUPlace()).pin_memory()  # type: ignore[no-any-return]
+    return paddle._C_ops.empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
 
 
 def _handle(stream: Any, tensors: list[Tensor]) -> int:
