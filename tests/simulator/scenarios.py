@@ -439,6 +439,7 @@ def each_transfer_ends(s: Setting) -> None:
     transfers = [scheduler.offload([0], [2]), scheduler.offload([0], [3], layerwise=True)]
     refused(lambda: transfers[1].wait(timeout_s=0.0), error=TimeoutError)
     refused(lambda: transfers[1].wait_layer(0, timeout_s=0.0), error=TimeoutError)
+    refused(lambda: transfers[1].wait_on(timeout_s=0.0), error=TimeoutError)
     transfers[1].cancel()
     try:
         scheduler.drain(timeout_s=0.1)

@@ -283,11 +283,9 @@ class Server:
         self._forget_what_is_over()
 
     def wait_on(self, flight: Flight) -> None:
-        if not flight.transfer._all_submitted:  # it would wait for the marks
-            return
         self._note(f"compute waits on t{flight.number}")
-        with contextlib.suppress(TransferError):
-            flight.transfer.wait_on()
+        with contextlib.suppress(TransferError, TimeoutError):
+            flight.transfer.wait_on(timeout_s=0.0)
             flight.ordered.update(range(LAYERS))
 
     def cancel(self, flight: Flight) -> None:
