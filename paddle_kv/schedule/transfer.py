@@ -128,25 +128,26 @@ class Transfer:
             self._advance()
             self._raise_if_failed()
 
-    def wait_on(self, stream: Any = None) -> None:
+    def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
         """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers."""
+        check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
         with hazards.changed:
             self._raise_if_failed()
             while not self._all_submitted and not self._over:
-                self._sleep_until_changed(started, None, "a layer was not submitted")
+                self._sleep_until_changed(started, timeout_s, "a layer was not submitted")
                 self._raise_if_failed()
             if self._over:
                 return
             event = self._last_event
             groups = set(range(self._plan.num_groups))
             if queue is not None:
-                self._scheduler._backend.wait_on_stream(queue, event, None)
+                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
                 self._waiting[queue] = groups
                 return
             self._host_waits += 1
-        self._wait_on_host(event, groups, started, None)
+        self._wait_on_host(event, groups, started, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
