@@ -7,7 +7,7 @@ target size p of T1 grows when a block comes back that B1 remembers, and shrinks
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Container
 from typing import Generic
 
 from .policy import Key
@@ -54,7 +54,7 @@ class Arc(Generic[Key]):
     def on_remove(self, key: Key) -> None:
         del (self._once if key in self._once else self._often)[key]
 
-    def victim(self, incoming: Key | None, is_pinned: Callable[[Key], bool]) -> Key | None:
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         once_ghosts, often_ghosts = len(self._once_ghosts), len(self._often_ghosts)
         was_often = incoming in self._often_ghosts
         if incoming in self._once_ghosts:
@@ -66,7 +66,7 @@ class Arc(Generic[Key]):
         lists = [(self._once, self._once_ghosts), (self._often, self._often_ghosts)]
         for resident, ghosts in lists if from_once else reversed(lists):
             for key in resident:
-                if not is_pinned(key):
+                if key not in pinned:
                     del resident[key]
                     ghosts[key] = None
                     return key
