@@ -104,10 +104,9 @@ def row_of(run: Run, requests: Sequence[Request], costs: Costs) -> Row:
 
 def table(rows: Sequence[Row]) -> Any:
     """A rich table."""
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    made = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    made = Table(box=None, pad_edge=False)
     made.caption = "GiB are of one rank. hidden: part of the loading time in which the model computes. Mean waits in s."
     made.add_column("policy", no_wrap=True)
     for column in ("blocks", "GiB", "hits", "GiB in", "out", "hidden", *WAYS):
@@ -115,7 +114,7 @@ def table(rows: Sequence[Row]) -> Any:
     previous = None
     for row in rows:
         if previous not in (None, row.capacity_blocks):
-            made.add_section()
+            made.add_row()
         previous = row.capacity_blocks
         hidden = 100 * row.hidden_transfer_s / row.transfer_s if row.transfer_s else 0.0
         made.add_row(
@@ -153,19 +152,25 @@ def plot(runs: Sequence[Run], requests: Sequence[Request], directory: Path) -> l
     directory.mkdir(parents=True, exist_ok=True)
     shown = max((run.capacity_blocks for run in runs if run.evicted_blocks), default=runs[-1].capacity_blocks)
     chosen = [run for run in runs if run.capacity_blocks == shown]
-    made = []
-    for name, draw, size in [
-        ("hit_rate", lambda panels: _draw_hit_rates(panels[0], runs), (1, 1)),
-        ("waiting_time", lambda panels: _draw_waits(panels[0], chosen, requests), (1, 1)),
-        ("timeline", lambda panels: _draw_timeline(panels, chosen, requests), (3, 1)),
-    ]:
-        figure, panels = pyplot.subplots(*size, figsize=(8, 4.5 * (1 if size == (1, 1) else 2)), squeeze=False)
-        draw(panels[:, 0])
-        figure.tight_layout()
-        made.append(directory / f"{name}.png")
-        figure.savefig(made[-1], dpi=120)
-        pyplot.close(figure)
+    made = [directory / f"{name}.png" for name in ("hit_rate", "waiting_time", "timeline")]
+    figure, panel = pyplot.subplots(figsize=(8, 4.5))
+    _draw_hit_rates(panel, runs)
+    _save(figure, made[0])
+    figure, panel = pyplot.subplots(figsize=(8, 4.5))
+    _draw_waits(panel, chosen, requests)
+    _save(figure, made[1])
+    figure, panels = pyplot.subplots(3, 1, figsize=(8, 9))
+    _draw_timeline(panels, chosen, requests)
+    _save(figure, made[2])
     return made
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
 
 
 def _draw_hit_rates(panel: Any, runs: Sequence[Run]) -> None:

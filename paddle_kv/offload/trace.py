@@ -31,7 +31,7 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
         OSError: the file cannot be read.
         ValueError: a line is not a request; names the line. Or there is none.
     """
-    requests = []
+    requests: list[Request] = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if limit is not None and len(requests) >= limit:
