@@ -19,6 +19,7 @@ import io
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,10 +49,20 @@ def sources() -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
+def commit() -> str:
+    """The last commit that changed the operators: any other would make the library look out of date."""
+    command = ["git", "log", "-1", "--format=%h", "--", "custom_ops"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 def extension():
     archs = [str(number) for number in TOOLS.architectures]
     gencode = [flag for arch in archs for flag in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
     macros = ["-DPADDLE_WITH_CUSTOM_KERNEL", f"-DPADDLE_KV_PADDLE_MAJOR={TOOLS.paddle_major}"]
+    macros += [f'-DPADDLE_KV_BUILT_COMMIT="{commit()}"']
     if WITH_CUDA:
         gencode += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
         macros += ["-DPADDLE_KV_WITH_CUDA", f'-DPADDLE_KV_BUILT_CUDA_ARCHS="{";".join(archs)}"']

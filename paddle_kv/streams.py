@@ -58,7 +58,8 @@ def resolve_on(stream: Any, device_id: int) -> int:
 
     Raises:
         TypeError: ``stream`` is not a stream.
-        ValueError: no stream is named, and the CuPy stream of the ``with`` block, which would have to wait for Paddle's,
+        ValueError: no stream is named, and the CuPy stream of the ``with`` block, which would have to wait for
+        Paddle's,
             is being captured into a CUDA graph.
     """
     if stream is not None:
@@ -84,3 +85,19 @@ def resolve(stream: Any, tensor: paddle.Tensor) -> int:
     if not tensor.place.is_gpu_place():
         return 0
     return resolve_on(stream, tensor.place.gpu_device_id())
+
+
+PADDLE_CURRENT = -1  # in a program: Paddle's current stream at the time it runs
+
+
+def traced(stream: Any, op: str) -> int:
+    """What a traced program carries instead of a handle.
+
+    Raises:
+        NotImplementedError: a stream was named; the handle would mean nothing when the program runs.
+    """
+    if stream is not None:
+        raise NotImplementedError(
+            f"{op}: stream cannot be named in a traced program, which runs on Paddle's current stream"
+        )
+    return PADDLE_CURRENT

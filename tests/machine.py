@@ -17,6 +17,7 @@ _NUMPY_TYPES = {
     "bfloat16": np.uint16,
     "float16": np.float16,
     "float32": np.float32,
+    "float64": np.float64,
     "uint8": np.uint8,
     "int8": np.int8,
     "float8_e4m3fn": np.uint8,

@@ -89,7 +89,11 @@ def test_sizes_are_positive_integers(name, value):
         ({"dtype": "half"}, ValueError, "dtype = 'half' must be one of bfloat16, float16"),
         ({"dtype": ["float16"]}, ValueError, r"dtype = \['float16'\] must be one of"),
         ({"layout": "HDN"}, ValueError, "layout = 'HDN' must be 'HND', 'NHD' or 'packed'"),
-        ({"layout": "packed", "head_dim": 12}, ValueError, "head_dim = 12 must be a multiple of 8 in the packed layout"),
+        (
+            {"layout": "packed", "head_dim": 12},
+            ValueError,
+            "head_dim = 12 must be a multiple of 8 in the packed layout",
+        ),
         ({"extra": {"key": ((1,), "int8")}}, ValueError, "extra names a tensor 'key'"),
         ({"extra": {"latent": ((1,), "int8")}}, ValueError, "extra names a tensor 'latent'"),
         ({"extra": {"scale": ((), "int8")}}, ValueError, r"extra\['scale'\] has block shape \(\)"),

@@ -6,7 +6,6 @@ import bisect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np

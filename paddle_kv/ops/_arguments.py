@@ -14,6 +14,8 @@ import numpy as np
 import paddle
 from paddle.jit.sot import psdb
 
+from ._tracing import is_variable, tracing
+
 if TYPE_CHECKING:
 
     class Tensor(Any):  # type: ignore[misc]  # Paddle 2.6 ships no types
@@ -84,7 +86,7 @@ def _integers(values: Any, name: str) -> np.ndarray:
     if isinstance(values, Tensor):
         if values.dtype not in _INTEGER_TENSORS and values.size:
             raise TypeError(f"{name} has dtype {values.dtype}; int32 or int64 is expected")
-        return values.numpy().astype(np.int64)
+        return values.numpy().astype(np.int64)  # type: ignore[no-any-return]
     try:
         found = np.asarray(values)
     except (TypeError, ValueError):
@@ -130,12 +132,14 @@ def integer(value: Any, name: str) -> int:
 
 
 def cache(tensor: Any, name: str) -> Tensor:
-    """A contiguous dygraph tensor that an operator may write in place.
+    """A contiguous dygraph tensor that an operator may write in place; while tracing any variable of the program.
 
     Raises:
         TypeError: not a Paddle tensor.
         ValueError: not contiguous (Paddle would silently write to a copy), or without memory.
     """
+    if tracing() and is_variable(tensor):
+        return tensor  # type: ignore[no-any-return]
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
     if not tensor._is_initialized():
@@ -145,11 +149,106 @@ def cache(tensor: Any, name: str) -> Tensor:
     return tensor
 
 
+def readable(tensor: Any, name: str) -> Tensor:
+    """A contiguous dygraph tensor, perhaps empty, that an operator reads; while tracing any variable of the program.
+
+    Raises:
+        TypeError: not a Paddle tensor.
+        ValueError: not contiguous: Paddle would read it into a copy, on its own stream.
+    """
+    if tracing() and is_variable(tensor):
+        return tensor  # type: ignore[no-any-return]
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    if 0 not in tensor.shape and not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected")
+    return tensor
+
+
+# Numbers of Paddle's dtypes in C++, the same in all versions. 2.6 has no fp8.
+_DTYPE_NUMBERS = {
+    getattr(paddle, name): number
+    for name, number in (
+        ("bool", 1),
+        ("uint8", 2),
+        ("int8", 3),
+        ("int16", 5),
+        ("int32", 7),
+        ("int64", 9),
+        ("float32", 10),
+        ("float64", 11),
+        ("float16", 15),
+        ("bfloat16", 16),
+        ("float8_e4m3fn", 17),
+        ("float8_e5m2", 18),
+    )
+    if hasattr(paddle, name)
+}
+_CPU, _ELSEWHERE = -1, -2
+
+
+def strided(tensor: Any, name: str) -> list[int]:
+    """A tensor with any strides that an operator reads, as numbers: Paddle would copy the tensor itself.
+
+    Address, dtype, device, shape, strides: what ``StridedFromNumbers`` in C++ takes. The tensor must stay alive as long
+    as the operator reads it.
+
+    Raises:
+        TypeError: not a Paddle tensor, or of a dtype that no operator takes.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    number = _DTYPE_NUMBERS.get(tensor.dtype)
+    if number is None:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, which no operator takes")
+    place = tensor.place
+    device = place.gpu_device_id() if place.is_gpu_place() else _CPU if place.is_cpu_place() else _ELSEWHERE
+    shape = tensor.shape
+    address = tensor.data_ptr() if 0 not in shape else 0
+    return [address, number, device, *shape, *tensor.get_strides()]
+
+
+def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
+    """A scale as what an operator takes: the tensor or None, and the number that counts where it is None.
+
+    Raises:
+        TypeError: neither a number nor a tensor.
+        ValueError: a number that is not positive and finite as a float32, or a tensor that is not contiguous.
+    """
+    if tracing() and is_variable(value):
+        return value, 1.0
+    if isinstance(value, Tensor):
+        if 0 in value.shape:  # Paddle takes it for an absent input
+            raise ValueError(f"{name} has shape {list(value.shape)}; one value or one for each head is expected")
+        return readable(value, name), 1.0
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
+        raise TypeError(f"{name} is {type(value).__name__}; a number or a float32 tensor is expected")
+    with np.errstate(over="ignore", under="ignore"):
+        number = float(np.float32(float(value)))
+    if not 0.0 < number < float("inf"):
+        raise ValueError(f"{name} = {value} must be positive and finite in float32")
+    return None, number
+
+
 def caches(tensors: Any, name: str) -> list[Tensor]:
     """A non-empty list of caches: an empty one kills the process inside Paddle."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{name} is {type(tensors).__name__}; a list of paddle.Tensor is expected")
     return [cache(tensor, f"{name}[{i}]") for i, tensor in enumerate(tensors)]
+
+
+def known_on_device_only(ids: Any) -> bool:
+    """Whether ids can be read only when the operator runs: a GPU tensor, or a variable of a program."""
+    if tracing():
+        return is_variable(ids)
+    return isinstance(ids, Tensor) and ids.place.is_gpu_place()
+
+
+def device_ids(ids: Any, name: str) -> Any:
+    """A GPU tensor or variable of ids as an operator takes it; C++ checks shape and dtype."""
+    if not tracing() and not ids.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (shape {list(ids.shape)}); Paddle would copy it behind our back")
+    return ids
 
 
 def refuse_tracing(op: str) -> None:

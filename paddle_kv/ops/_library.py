@@ -9,7 +9,8 @@ from typing import Any
 
 import paddle
 from paddle.base import core
-from paddle.utils.cpp_extension import load_op_meta_info_and_register_op
+from paddle.base.layer_helper import LayerHelper
+from paddle.utils.cpp_extension import extension_utils, load_op_meta_info_and_register_op
 
 from ..errors import CudaError
 
@@ -31,6 +32,7 @@ def _load() -> None:
 
 _load()
 # 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it in core.eager only.
+_captures_programs = hasattr(paddle._C_ops, "_run_custom_op")
 _run = getattr(paddle._C_ops, "_run_custom_op", None) or core.eager._run_custom_op
 
 _PADDLE_DECORATION = re.compile(
@@ -55,3 +57,41 @@ def call(name: str, *arguments: Any) -> Any:
         return _run(PREFIX + name, *arguments)
     except (ValueError, IndexError, NotImplementedError, MemoryError, OSError) as error:
         raise _translated(error) from None
+
+
+def call_traceable(name: str, *arguments: Any) -> list[Any]:
+    """:func:`call` that also works while a program is traced (``paddle.jit.to_static``, ``paddle.static``).
+
+    The operator must have outputs: in-place ones, or plain ones with shape and dtype inference. Arguments are the
+    inputs in the order of registration, then the attributes; None stands for an absent optional input.
+
+    Returns:
+        The outputs as one flat list; a list of tensors that is updated in place contributes each of its tensors. While
+        tracing, only these stand for the updated tensors: a saved program drops an update whose result is not used.
+    """
+    if paddle.in_dynamic_mode() or _captures_programs:
+        outputs = call(name, *arguments)
+        return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+    return _append(PREFIX + name, arguments)
+
+
+def _append(op: str, arguments: tuple[Any, ...]) -> list[Any]:
+    """Adds the operator to the program that Paddle 2.6 is building: its direct call knows tensors only."""
+    input_names, attribute_names, output_names = extension_utils.parse_op_info(op)
+    eager: Any = core.eager
+    output_to_input = eager._get_custom_operator_inplace_map(op)  # {output index: input index}
+    given = dict(zip(input_names, arguments[: len(input_names)], strict=True))
+    attributes = dict(zip(attribute_names, arguments[len(input_names) :], strict=True))
+    helper: Any = LayerHelper(op)
+    outputs: dict[str, Any] = {}
+    for index, output in enumerate(output_names):
+        if index not in output_to_input:
+            outputs[output] = helper.create_variable(dtype="float32")  # the operator's own inference corrects it
+        elif given[input_names[output_to_input[index]]] is not None:
+            outputs[output] = given[input_names[output_to_input[index]]]
+    inputs = {key: value for key, value in given.items() if value is not None}
+    helper.append_op(type=op, inputs=inputs, outputs=outputs, attrs=attributes)
+    flat: list[Any] = []
+    for value in outputs.values():
+        flat.extend(value if isinstance(value, (list, tuple)) else [value])
+    return flat

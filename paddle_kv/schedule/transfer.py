@@ -5,15 +5,16 @@ as soon as its layers are marked (layerwise offload) and the same layers of all 
 submitted. So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by
 ``cancel`` or by a failure.
 
-Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are given
-back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers that it
-depended on are retired: later ones that wait for this one inherit their order.
+Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are
+given back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers
+that it depended on are retired: later ones that wait for this one inherit their order.
 
 State changes under ``hazards.lock``; host waits happen outside of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -317,6 +318,12 @@ class Transfer:
             return
         self._last_event = self._fence_event = event
 
+    def _hold(self, compute: Stream) -> None:
+        """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
+        if self._last_event is not None and not self._over:
+            with contextlib.suppress(Exception):  # a second failure; the device is lost
+                self._scheduler._backend.wait_on_stream(compute, self._last_event, None)
+
     def _take_event(self) -> Event:
         event = self._scheduler._take_event()
         self._held_events.append(event)
@@ -358,7 +365,7 @@ class Transfer:
 
     # ---- the end (under the lock) ----
     def poll(self) -> None:
-        """Looks at the device and moves on to "over" and "retired" where that is so. Those that it depends on come first."""
+        """Looks at the device and moves on to "over" and "retired". Those that it depends on have to come first."""
         if self._retired:
             return
         if not self._over and (self._all_submitted or self._dropped):
@@ -383,6 +390,8 @@ class Transfer:
         return self._over and not self._held_events
 
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        if layer >= 0 and self._marks is not None and self._marks[layer] is None:
+            return True  # it reads the layer only after the mark that is still to come
         groups = range(self._plan.num_groups) if layer < 0 else [self._plan.group_of(layer)]
         return self._over or self._waiting.get(stream, set()).issuperset(groups)
 
@@ -492,7 +501,7 @@ class Transfer:
             self._waiting.setdefault(None, set()).update(groups)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it
             with hazards.lock:
                 if self._error is None:
                     layer = self._first_failed_layer()

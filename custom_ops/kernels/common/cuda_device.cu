@@ -32,9 +32,17 @@ Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, b
 Status StreamIsCapturing(const DeviceStream& where, bool* capturing) {
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  PADDLE_KV_CUDA(cudaStreamIsCapturing(StreamOf(where), &status));
-  *capturing = status != cudaStreamCaptureStatusNone;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  PADDLE_KV_CUDA(cudaStreamIsCapturing(StreamOf(where), &capture));
+  *capturing = capture != cudaStreamCaptureStatusNone;
+  return {};
+}
+
+Status CopyToHost(void* target, const void* source, std::int64_t bytes, const DeviceStream& where) {
+  DeviceGuard guard(where.device);
+  PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  PADDLE_KV_CUDA(cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToHost, StreamOf(where)));
+  PADDLE_KV_CUDA(cudaStreamSynchronize(StreamOf(where)));
   return {};
 }
 

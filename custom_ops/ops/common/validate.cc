@@ -1,6 +1,7 @@
 #include "validate.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "errors.h"
 
@@ -62,6 +63,20 @@ void CheckDisjoint(const Ids& sources, const std::string& source_name, const Ids
                       " of one cache; a block must not be both source and target of one copy");
     }
   }
+}
+
+void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name) {
+  std::sort(ranges.begin(), ranges.end());
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    if (ranges[i - 1].first + ranges[i - 1].second > ranges[i].first && ranges[i].second > 0) {
+      ThrowValueError(name + ": two of the memories to be written overlap; each must be named once");
+    }
+  }
+}
+
+bool CheckRequested() {
+  const char* value = std::getenv("PADDLE_KV_CHECK");
+  return value != nullptr && std::string(value) == "1";
 }
 
 int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "paddle_api.h"
@@ -27,6 +28,13 @@ void CheckDistinct(const Ids& ids, const std::string& name);
 // ValueError if an id is in both lists (they name blocks of one cache).
 void CheckDisjoint(const Ids& sources, const std::string& source_name, const Ids& targets,
                    const std::string& target_name);
+
+// ValueError if two of the memory ranges (first byte, bytes) share a byte: the result would depend on the order of the
+// writes.
+void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name);
+
+// Whether PADDLE_KV_CHECK=1 asks for ids that only the device knows to be read back and checked, at the price of a wait.
+bool CheckRequested();
 
 // a * b for sizes, ValueError naming what overflowed.
 int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what);

@@ -15,7 +15,11 @@ Status ComputeCapability(int device, int* architecture);
 // Looks at the first and at the last byte.
 Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, bool* reachable);
 
+// Whether the stream is being captured into a CUDA graph: then nothing may wait for it.
 Status StreamIsCapturing(const DeviceStream& where, bool* capturing);
+
+// Copies device memory to the host behind the work on the stream, and blocks the calling thread until it is there.
+Status CopyToHost(void* target, const void* source, std::int64_t bytes, const DeviceStream& where);
 
 // Blocks the calling thread until all work on the stream is done.
 Status SynchronizeStream(const DeviceStream& where);

@@ -1,0 +1,95 @@
+// Moves tokens between two places that hold one row for each token and head: contiguous rows, and a block cache of any
+// layout. gather_cache, scatter_cache and convert_layout are this move, with different places.
+#pragma once
+
+#include <cstdint>
+
+#include "paddle_kv/common/device_stream.h"
+#include "paddle_kv/common/element_type.h"
+#include "paddle_kv/common/status.h"
+
+namespace paddle_kv {
+
+// Where the row of a token and a head lies; all strides in bytes. The row of slot s, head h is cut into groups: byte b
+// of it lies at data + s / block_size * block_stride + s % block_size * token_stride + h * head_stride + b /
+// group_bytes * group_stride + b % group_bytes. A contiguous row is one group.
+struct RowPlace {
+  std::uint8_t* data;
+  std::int64_t block_size;
+  std::int64_t block_stride;
+  std::int64_t token_stride;
+  std::int64_t head_stride;
+  std::int64_t group_stride;
+  std::int64_t group_bytes;
+};
+
+// In which slot of the cache each token lives: token n belongs to the last sequence that starts at or before n, and
+// entry p / block size of its row in the block table names the block of position p. Without a table, slot n.
+struct TokenMap {
+  const void* block_table = nullptr;  // [sequences, blocks_per_sequence] int32 or int64
+  const void* cu_seq_lens = nullptr;  // [sequences + 1] int32 or int64
+  bool block_table_is_int64 = false;
+  bool cu_seq_lens_is_int64 = false;
+  std::int64_t sequences = 0;
+  std::int64_t blocks_per_sequence = 0;
+};
+
+PADDLE_KV_HOST_DEVICE std::int64_t IntegerAt(const void* integers, bool is_int64, std::int64_t i) {
+  return is_int64 ? static_cast<const std::int64_t*>(integers)[i] : static_cast<const std::int32_t*>(integers)[i];
+}
+
+PADDLE_KV_HOST_DEVICE bool StartsAbove(const TokenMap& map, std::int64_t entry, std::int64_t token) {
+  return IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, entry) > token;
+}
+
+// The slot of a token, given the first entry of cu_seq_lens above it. -1 for a token of no sequence, and for one whose
+// block is not in the table or not in the cache.
+PADDLE_KV_HOST_DEVICE std::int64_t SlotInTable(const TokenMap& map, std::int64_t first_above, std::int64_t token,
+                                               std::int64_t block_size, std::int64_t block_count) {
+  if (first_above == 0 || first_above > map.sequences) return -1;
+  const std::int64_t sequence = first_above - 1;
+  const std::int64_t position = token - IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, sequence);
+  const std::int64_t entry = position / block_size;
+  if (position < 0 || entry >= map.blocks_per_sequence) return -1;
+  const std::int64_t block =
+      IntegerAt(map.block_table, map.block_table_is_int64, sequence * map.blocks_per_sequence + entry);
+  return block < 0 || block >= block_count ? -1 : block * block_size + position % block_size;
+}
+
+PADDLE_KV_HOST_DEVICE std::int64_t OffsetOfSlot(const RowPlace& place, std::int64_t slot) {
+  return slot / place.block_size * place.block_stride + slot % place.block_size * place.token_stride;
+}
+
+struct TokenMove {
+  RowPlace rows;   // slot n holds token n
+  RowPlace cache;  // slots by the map
+  TokenMap map;
+  std::int64_t block_count;  // of the cache
+  std::int64_t tokens;
+  std::int64_t heads;
+  std::int64_t head_size;      // elements
+  std::int64_t element_bytes;  // of the cache
+};
+
+// How codes become plain elements. Head h has the scale pointer[h * stride_per_head], or `value` without a pointer.
+struct Dequantization {
+  ElementType format;
+  ElementType plain;
+  const float* pointer = nullptr;  // on the device, for the CUDA launcher
+  std::int64_t stride_per_head = 0;
+  float value = 1.0f;
+};
+
+// cache -> rows, bytes as they are. Tokens without a slot become zeros.
+void GatherTokensCpu(const TokenMove& move);
+Status GatherTokensCuda(const TokenMove& move, const DeviceStream& where);
+
+// cache -> rows, one byte in the cache becomes one element of `plain`. Tokens without a slot become zeros.
+void DequantizeTokensCpu(const TokenMove& move, const Dequantization& how);
+Status DequantizeTokensCuda(const TokenMove& move, const Dequantization& how, const DeviceStream& where);
+
+// rows -> cache, bytes as they are. Tokens without a slot are skipped.
+void ScatterTokensCpu(const TokenMove& move);
+Status ScatterTokensCuda(const TokenMove& move, const DeviceStream& where);
+
+}  // namespace paddle_kv

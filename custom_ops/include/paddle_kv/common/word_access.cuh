@@ -1,0 +1,49 @@
+// Loads and stores of whole words that are used once: streaming, so that they leave the cache to others.
+#pragma once
+
+#include <cstdint>
+
+namespace paddle_kv {
+
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using Type = unsigned char;
+};
+template <>
+struct WordOf<2> {
+  using Type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using Type = unsigned int;
+};
+template <>
+struct WordOf<8> {
+  using Type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using Type = uint4;
+};
+
+// `Value` has 1, 2, 4, 8 or 16 bytes, and the address is a multiple of that.
+template <class Value>
+__device__ inline Value LoadStreaming(const void* address) {
+  using Word = typename WordOf<sizeof(Value)>::Type;
+  const Word word = __ldcs(static_cast<const Word*>(address));
+  Value value;
+  memcpy(&value, &word, sizeof(value));
+  return value;
+}
+
+template <class Value>
+__device__ inline void StoreStreaming(void* address, const Value& value) {
+  using Word = typename WordOf<sizeof(Value)>::Type;
+  Word word;
+  memcpy(&word, &value, sizeof(word));
+  __stcs(static_cast<Word*>(address), word);
+}
+
+}  // namespace paddle_kv

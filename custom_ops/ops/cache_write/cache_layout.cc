@@ -1,0 +1,97 @@
+#include "cache_layout.h"
+
+#include "../common/errors.h"
+#include "../common/launch.h"
+#include "../common/validate.h"
+
+namespace paddle_kv {
+
+Layout LayoutNamed(const std::string& layout, const std::string& argument, bool packed_key) {
+  if (layout == "HND") return Layout::kHnd;
+  if (layout == "NHD") return Layout::kNhd;
+  if (layout == "packed") return packed_key ? Layout::kPackedKey : Layout::kPackedValue;
+  ThrowValueError(argument + " = \"" + layout + "\" must be \"HND\", \"NHD\" or \"packed\"");
+}
+
+CacheShape ReadShape(const std::vector<int64_t>& shape, Layout layout, const std::string& name) {
+  const std::size_t rank = layout == Layout::kPackedKey ? 5 : 4;
+  if (shape.size() != rank) {
+    const std::string expected = layout == Layout::kHnd   ? "[blocks, heads, block size, head size]"
+                                 : layout == Layout::kNhd ? "[blocks, block size, heads, head size]"
+                                 : layout == Layout::kPackedKey
+                                     ? "[blocks, heads, head size / x, block size, x], packed keys,"
+                                     : "[blocks, heads, head size, block size], packed values,";
+    ThrowValueError(name + " has shape " + ShapeText(shape) + "; " + expected + " is expected");
+  }
+  switch (layout) {
+    case Layout::kHnd:
+      return {shape[0], shape[1], shape[2], shape[3]};
+    case Layout::kNhd:
+      return {shape[0], shape[2], shape[1], shape[3]};
+    case Layout::kPackedKey:
+      return {shape[0], shape[1], shape[3],
+              shape[2] < 0 || shape[4] < 0 ? -1 : shape[2] * shape[4]};  // -1: unknown in a program
+    default:
+      return {shape[0], shape[1], shape[3], shape[2]};
+  }
+}
+
+std::vector<int64_t> TensorShape(const CacheShape& shape, Layout layout, int64_t x) {
+  switch (layout) {
+    case Layout::kHnd:
+      return {shape.blocks, shape.heads, shape.block_size, shape.head_size};
+    case Layout::kNhd:
+      return {shape.blocks, shape.block_size, shape.heads, shape.head_size};
+    case Layout::kPackedKey:
+      return {shape.blocks, shape.heads, shape.head_size / x, shape.block_size, x};
+    default:
+      return {shape.blocks, shape.heads, shape.head_size, shape.block_size};
+  }
+}
+
+RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int64_t x, int64_t element_bytes) {
+  const int64_t row_bytes = shape.head_size * element_bytes;
+  const int64_t block_stride = shape.heads * shape.block_size * row_bytes;
+  RowPlace place{data, shape.block_size, block_stride, row_bytes, shape.block_size * row_bytes, row_bytes, row_bytes};
+  if (layout == Layout::kNhd) {
+    place.token_stride = shape.heads * row_bytes;
+    place.head_stride = row_bytes;
+  } else if (layout != Layout::kHnd) {
+    const int64_t group_bytes = (layout == Layout::kPackedKey ? x : 1) * element_bytes;
+    place.token_stride = group_bytes;
+    place.group_stride = shape.block_size * group_bytes;
+    place.group_bytes = group_bytes;
+  }
+  return place;
+}
+
+CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& name, Layout layout) {
+  if (!cache.initialized()) ThrowValueError(name + " holds no memory; a cache that was allocated is expected");
+  if (!cache.is_cpu() && !OnGpu(cache)) {
+    ThrowValueError(name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
+  }
+  const std::vector<int64_t> dims = cache.shape();
+  const CacheShape shape = ReadShape(dims, layout, name);
+  const auto element_bytes = static_cast<int64_t>(phi::SizeOf(cache.dtype()));
+  constexpr int64_t kMostTokenBytes = int64_t{1} << 30;
+  const int64_t token_elements = CheckedProduct(shape.heads, shape.head_size, name);
+  if (CheckedProduct(token_elements, element_bytes, name) > kMostTokenBytes) {
+    ThrowValueError(name + " has " + std::to_string(token_elements) + " elements a token; at most 1 GiB is supported");
+  }
+  return {shape, PlaceOf(BytesOf(cache), shape, layout, dims.back(), element_bytes), element_bytes};
+}
+
+void CheckSameDevice(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& cache,
+                     const std::string& cache_name) {
+  if (tensor.place() != cache.place()) {
+    ThrowValueError(name + " and " + cache_name + " are on different devices; both must be on one");
+  }
+}
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+}  // namespace paddle_kv

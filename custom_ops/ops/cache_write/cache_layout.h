@@ -1,0 +1,51 @@
+// The layouts of block caches: what the dimensions of a tensor mean, and where its rows lie.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../common/paddle_api.h"
+#include "paddle_kv/cache_write/move_tokens.h"
+
+namespace paddle_kv {
+
+// kHnd [blocks, heads, block size, head size], kNhd [blocks, block size, heads, head size]; packed keys
+// [blocks, heads, head size / x, block size, x], packed values [blocks, heads, head size, block size].
+enum class Layout { kHnd, kNhd, kPackedKey, kPackedValue };
+
+struct CacheShape {
+  int64_t blocks;
+  int64_t heads;
+  int64_t block_size;
+  int64_t head_size;
+};
+
+// "HND", "NHD" or "packed", the latter for keys or values by `packed_key`; ValueError naming the argument otherwise.
+Layout LayoutNamed(const std::string& layout, const std::string& argument, bool packed_key);
+
+// Reads a shape. ValueError naming the tensor if the rank is not that of the layout.
+CacheShape ReadShape(const std::vector<int64_t>& shape, Layout layout, const std::string& name);
+
+// The shape of a tensor; `x` counts for packed keys only, and divides the head size.
+std::vector<int64_t> TensorShape(const CacheShape& shape, Layout layout, int64_t x);
+
+// Where the rows of a contiguous tensor lie.
+RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int64_t x, int64_t element_bytes);
+
+// A cache tensor of the caller, checked: initialised, on a CPU or GPU, with the rank of the layout, and with rows small
+// enough for the kernels.
+struct CacheTensor {
+  CacheShape shape;
+  RowPlace place;
+  int64_t element_bytes;
+};
+CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& name, Layout layout);
+
+// ValueError unless both are on one device.
+void CheckSameDevice(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& cache,
+                     const std::string& cache_name);
+
+// "[2, 3]" for messages.
+std::string ShapeText(const std::vector<int64_t>& shape);
+
+}  // namespace paddle_kv

@@ -1,0 +1,71 @@
+// reshape_and_cache: keys and values of new tokens into their slots of the caches.
+#include "../common/guarded_kernel.h"
+#include "new_tokens.h"
+
+namespace paddle_kv {
+namespace {
+
+struct Scales {
+  const paddle::optional<paddle::Tensor>& k_scale;
+  const paddle::optional<paddle::Tensor>& v_scale;
+  float k_number;
+  float v_number;
+};
+
+void Write(const KeyValueWrite& given, const paddle::Tensor& key_cache, const paddle::Tensor& value_cache,
+           const Scales& scales, int64_t stream) {
+  TokenWrite write = CheckKeyValueWrite(given, key_cache, value_cache);
+  write.parts[0].scale = ScaleOf(scales.k_scale, scales.k_number, "k_scale", write.parts[0].heads, key_cache);
+  write.parts[1].scale = ScaleOf(scales.v_scale, scales.v_number, "v_scale", write.parts[1].heads, key_cache);
+  if (OnGpu(key_cache)) {
+    const DeviceStream where = WhereOf(key_cache, stream);
+    CheckSlotValues(write, key_cache, where);
+    LAUNCH_CUDA(where.device, WriteTokensCuda(write, where));
+  } else {
+    CheckSlotValues(write, key_cache, {});
+    WriteTokensCpu(write);
+  }
+}
+
+}  // namespace
+
+// Dygraph: keys, values and slots come as numbers, see strided_input.h.
+void ReshapeAndCache(const paddle::Tensor& key_cache, const paddle::Tensor& value_cache,
+                     const paddle::optional<paddle::Tensor>& k_scale, const paddle::optional<paddle::Tensor>& v_scale,
+                     const std::vector<int64_t>& key, const std::vector<int64_t>& value,
+                     const std::vector<int64_t>& slot_mapping, float k_number, float v_number,
+                     const std::string& layout, const std::string& kv_cache_dtype, bool padded, int64_t stream) {
+  Write({StridedFromNumbers(key), StridedFromNumbers(value), StridedFromNumbers(slot_mapping), layout, kv_cache_dtype,
+         padded},
+        key_cache, value_cache, {k_scale, v_scale, k_number, v_number}, stream);
+}
+
+void ReshapeAndCacheInPlace(paddle::Tensor& key_cache, paddle::Tensor& value_cache,
+                            const paddle::optional<paddle::Tensor>& k_scale,
+                            const paddle::optional<paddle::Tensor>& v_scale, const paddle::Tensor& key,
+                            const paddle::Tensor& value, const paddle::Tensor& slot_mapping, float k_number,
+                            float v_number, const std::string& layout, const std::string& kv_cache_dtype, bool padded,
+                            int64_t stream) {
+  Write({StridedFromTensor(key), StridedFromTensor(value), StridedFromTensor(slot_mapping), layout, kv_cache_dtype,
+         padded},
+        key_cache, value_cache, {k_scale, v_scale, k_number, v_number}, stream);
+}
+
+}  // namespace paddle_kv
+
+PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache)
+    .Inputs({"key_cache", "value_cache", paddle::Optional("k_scale"), paddle::Optional("v_scale")})
+    .Outputs({})
+    .Attrs({"key: std::vector<int64_t>", "value: std::vector<int64_t>", "slot_mapping: std::vector<int64_t>",
+            "k_number: float", "v_number: float", "layout: std::string", "kv_cache_dtype: std::string", "padded: bool",
+            "stream: int64_t"})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCache));
+
+PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_in_place)
+    .Inputs({"key_cache", "value_cache", paddle::Optional("k_scale"), paddle::Optional("v_scale"), "key", "value",
+             "slot_mapping"})
+    .Outputs({"key_cache_out", "value_cache_out"})
+    .Attrs({"k_number: float", "v_number: float", "layout: std::string", "kv_cache_dtype: std::string", "padded: bool",
+            "stream: int64_t"})
+    .SetInplaceMap({{"key_cache", "key_cache_out"}, {"value_cache", "value_cache_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheInPlace));

@@ -1,0 +1,96 @@
+// reshape_and_cache_dynamic: as reshape_and_cache, with a scale computed for each token and head.
+#include "paddle_kv/cache_write/reshape_and_cache_dynamic.h"
+
+#include "../common/element_type.h"
+#include "../common/guarded_kernel.h"
+#include "../common/validate.h"
+#include "cache_layout.h"
+#include "new_tokens.h"
+
+namespace paddle_kv {
+namespace {
+
+float* CheckScaleCache(const paddle::Tensor& scale_cache, const std::string& name, const TokenPart& part,
+                       int64_t slot_limit, const paddle::Tensor& cache) {
+  const int64_t block_size = part.cache.block_size;
+  const std::vector<int64_t> expected{block_size == 0 ? 0 : slot_limit / block_size, part.heads, block_size};
+  if (!scale_cache.initialized() || scale_cache.shape() != expected) {
+    ThrowValueError(name + " has shape " + ShapeText(scale_cache.shape()) +
+                    "; [blocks, heads, block size] = " + ShapeText(expected) + " is expected");
+  }
+  if (scale_cache.dtype() != paddle::DataType::FLOAT32) {
+    ThrowValueError(name + " has dtype " + DtypeName(scale_cache.dtype()) + "; float32 is expected");
+  }
+  CheckSameDevice(scale_cache, name, cache, "the caches");
+  return reinterpret_cast<float*>(BytesOf(scale_cache));
+}
+
+void Write(const KeyValueWrite& given, const paddle::Tensor& key_cache, const paddle::Tensor& value_cache,
+           const paddle::Tensor& k_scale_cache, const paddle::Tensor& v_scale_cache, int64_t stream) {
+  if (given.kv_cache_dtype != "fp8_e4m3" && given.kv_cache_dtype != "fp8_e5m2" && given.kv_cache_dtype != "int8") {
+    ThrowValueError("kv_cache_dtype = \"" + given.kv_cache_dtype +
+                    "\" must be \"fp8_e4m3\", \"fp8_e5m2\" or \"int8\" where scales are computed");
+  }
+  DynamicTokenWrite write{CheckKeyValueWrite(given, key_cache, value_cache), {}};
+  const TokenWrite& tokens = write.tokens;
+  write.scale_caches[0] =
+      CheckScaleCache(k_scale_cache, "k_scale_cache", tokens.parts[0], tokens.slots.limit, key_cache);
+  write.scale_caches[1] =
+      CheckScaleCache(v_scale_cache, "v_scale_cache", tokens.parts[1], tokens.slots.limit, key_cache);
+  const auto range = [&](const paddle::Tensor& tensor) {
+    return std::pair<const std::uint8_t*, int64_t>{BytesOf(tensor),
+                                                   tensor.numel() * static_cast<int64_t>(phi::SizeOf(tensor.dtype()))};
+  };
+  CheckApart({range(key_cache), range(value_cache), range(k_scale_cache), range(v_scale_cache)},
+             "key_cache, value_cache, k_scale_cache and v_scale_cache");
+  if (OnGpu(key_cache)) {
+    const DeviceStream where = WhereOf(key_cache, stream);
+    CheckSlotValues(tokens, key_cache, where);
+    LAUNCH_CUDA(where.device, ReshapeAndCacheDynamicCuda(write, where));
+  } else {
+    CheckSlotValues(tokens, key_cache, {});
+    ReshapeAndCacheDynamicCpu(write);
+  }
+}
+
+}  // namespace
+
+// Dygraph: what is only read comes as numbers, see strided_input.h.
+void ReshapeAndCacheDynamic(const paddle::Tensor& key_cache, const paddle::Tensor& value_cache,
+                            const paddle::Tensor& k_scale_cache, const paddle::Tensor& v_scale_cache,
+                            const std::vector<int64_t>& key, const std::vector<int64_t>& value,
+                            const std::vector<int64_t>& slot_mapping, const std::string& layout,
+                            const std::string& kv_cache_dtype, int64_t stream) {
+  Write({StridedFromNumbers(key), StridedFromNumbers(value), StridedFromNumbers(slot_mapping), layout, kv_cache_dtype,
+         false},
+        key_cache, value_cache, k_scale_cache, v_scale_cache, stream);
+}
+
+void ReshapeAndCacheDynamicInPlace(paddle::Tensor& key_cache, paddle::Tensor& value_cache,
+                                   paddle::Tensor& k_scale_cache, paddle::Tensor& v_scale_cache,
+                                   const paddle::Tensor& key, const paddle::Tensor& value,
+                                   const paddle::Tensor& slot_mapping, const std::string& layout,
+                                   const std::string& kv_cache_dtype, int64_t stream) {
+  Write({StridedFromTensor(key), StridedFromTensor(value), StridedFromTensor(slot_mapping), layout, kv_cache_dtype,
+         false},
+        key_cache, value_cache, k_scale_cache, v_scale_cache, stream);
+}
+
+}  // namespace paddle_kv
+
+PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_dynamic)
+    .Inputs({"key_cache", "value_cache", "k_scale_cache", "v_scale_cache"})
+    .Outputs({})
+    .Attrs({"key: std::vector<int64_t>", "value: std::vector<int64_t>", "slot_mapping: std::vector<int64_t>",
+            "layout: std::string", "kv_cache_dtype: std::string", "stream: int64_t"})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheDynamic));
+
+PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_dynamic_in_place)
+    .Inputs({"key_cache", "value_cache", "k_scale_cache", "v_scale_cache", "key", "value", "slot_mapping"})
+    .Outputs({"key_cache_out", "value_cache_out", "k_scale_cache_out", "v_scale_cache_out"})
+    .Attrs({"layout: std::string", "kv_cache_dtype: std::string", "stream: int64_t"})
+    .SetInplaceMap({{"key_cache", "key_cache_out"},
+                    {"value_cache", "value_cache_out"},
+                    {"k_scale_cache", "k_scale_cache_out"},
+                    {"v_scale_cache", "v_scale_cache_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheDynamicInPlace));

@@ -1,0 +1,71 @@
+// scatter_cache: contiguous rows of the tokens of many sequences, into their blocks.
+#include "../common/element_type.h"
+#include "../common/guarded_kernel.h"
+#include "../common/launch.h"
+#include "cache_layout.h"
+#include "paddle_kv/cache_write/move_tokens.h"
+#include "token_map.h"
+
+namespace paddle_kv {
+namespace {
+
+// The rows of a strided tensor of [tokens, heads, head size]; strides in elements. Paddle reports any stride for a
+// dimension of size 1: it is never taken.
+RowPlace PlaceOfRows(std::uint8_t* data, const std::vector<int64_t>& shape, const std::vector<int64_t>& strides,
+                     int64_t element_bytes) {
+  std::vector<int64_t> step(3);
+  for (int d = 0; d < 3; ++d) step[d] = shape[d] == 1 ? 0 : strides[d] * element_bytes;
+  const bool contiguous = shape[2] == 1 || strides[2] == 1;
+  const int64_t row_bytes = shape[2] * element_bytes;
+  return {data, 1, step[0], 0, step[1], step[2], contiguous ? row_bytes : element_bytes};
+}
+
+}  // namespace
+
+// The tokens are in the tensor or, where Paddle would copy that, in memory described by `tokens_view`: the address, the
+// shape and the strides; then Python has checked that dtype and device are those of the cache.
+void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor& cache,
+                  const paddle::Tensor& block_table, const paddle::Tensor& cu_seq_lens,
+                  const std::vector<int64_t>& tokens_view, const std::string& layout, int64_t stream) {
+  const CacheTensor to = CheckCacheTensor(cache, "cache", LayoutNamed(layout, "layout", cache.shape().size() == 5));
+  std::uint8_t* data = nullptr;
+  std::vector<int64_t> shape;
+  std::vector<int64_t> strides;
+  if (tokens) {
+    if (tokens->dtype() != cache.dtype()) {
+      ThrowValueError("tokens has dtype " + DtypeName(tokens->dtype()) + ", cache " + DtypeName(cache.dtype()) +
+                      "; both must have the same");
+    }
+    CheckSameDevice(*tokens, "tokens", cache, "cache");
+    data = BytesOf(*tokens);
+    shape = tokens->shape();
+    if (shape.size() == 3) strides = {shape[1] * shape[2], shape[2], 1};
+  } else if (tokens_view.size() == 7) {
+    data = reinterpret_cast<std::uint8_t*>(tokens_view[0]);
+    shape.assign(tokens_view.begin() + 1, tokens_view.begin() + 4);
+    strides.assign(tokens_view.begin() + 4, tokens_view.end());
+  }
+  if (shape.size() != 3 || shape[1] != to.shape.heads || shape[2] != to.shape.head_size) {
+    ThrowValueError("tokens has shape " + ShapeText(shape) + "; [tokens, " + std::to_string(to.shape.heads) + ", " +
+                    std::to_string(to.shape.head_size) + "] is expected for this cache");
+  }
+  const DeviceStream where = OnGpu(cache) ? WhereOf(cache, stream) : DeviceStream{};
+  const TokenMap map = CheckTokenMap(block_table, cu_seq_lens, cache, to.shape, shape[0], BlockUse::kWritten, where);
+  const RowPlace from = PlaceOfRows(data, shape, strides, to.element_bytes);
+  const TokenMove move{
+      from, to.place, map, to.shape.blocks, shape[0], to.shape.heads, to.shape.head_size, to.element_bytes};
+  if (OnGpu(cache)) {
+    LAUNCH_CUDA(where.device, ScatterTokensCuda(move, where));
+  } else {
+    ScatterTokensCpu(move);
+  }
+}
+
+}  // namespace paddle_kv
+
+PD_BUILD_STATIC_OP(paddle_kv_scatter_cache)
+    .Inputs({paddle::Optional("tokens"), "cache", "block_table", "cu_seq_lens"})
+    .Outputs({"cache_out"})
+    .Attrs({"tokens_view: std::vector<int64_t>", "layout: std::string", "stream: int64_t"})
+    .SetInplaceMap({{"cache", "cache_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ScatterCache));

@@ -1,0 +1,65 @@
+#include "strided_input.h"
+
+#include "../common/errors.h"
+#include "cache_layout.h"
+
+namespace paddle_kv {
+namespace {
+
+int DeviceOf(const paddle::Tensor& tensor) {
+  if (tensor.is_cpu()) return StridedInput::kCpu;
+  return tensor.is_gpu() ? static_cast<int>(tensor.place().GetDeviceId()) : StridedInput::kElsewhere;
+}
+
+std::string DeviceText(int device) {
+  if (device == StridedInput::kCpu) return "the CPU";
+  return device == StridedInput::kElsewhere ? "pinned memory" : "GPU " + std::to_string(device);
+}
+
+}  // namespace
+
+StridedInput StridedFromNumbers(const std::vector<int64_t>& numbers) {
+  constexpr std::size_t kHead = 3;
+  StridedInput input;
+  if (numbers.size() < kHead || (numbers.size() - kHead) % 2 != 0) ThrowValueError("a strided input has wrong numbers");
+  input.data = reinterpret_cast<const std::uint8_t*>(numbers[0]);
+  input.dtype = static_cast<paddle::DataType>(numbers[1]);
+  input.device = static_cast<int>(numbers[2]);
+  const auto strides = numbers.begin() + kHead + (numbers.size() - kHead) / 2;
+  input.shape.assign(numbers.begin() + kHead, strides);
+  input.strides.assign(strides, numbers.end());
+  for (int64_t& stride : input.strides) stride *= input.ItemBytes();
+  return input;
+}
+
+StridedInput StridedFromTensor(const paddle::Tensor& tensor) {
+  StridedInput input;
+  input.data = static_cast<const std::uint8_t*>(tensor.data());
+  input.dtype = tensor.dtype();
+  input.device = DeviceOf(tensor);
+  input.shape = tensor.shape();
+  input.strides.resize(input.shape.size());
+  int64_t stride = input.ItemBytes();
+  for (std::size_t d = input.shape.size(); d-- > 0;) {
+    input.strides[d] = stride;
+    stride *= input.shape[d];
+  }
+  return input;
+}
+
+void CheckBeside(const StridedInput& input, const std::string& name, const paddle::Tensor& cache,
+                 const std::string& cache_name) {
+  const int expected = DeviceOf(cache);
+  if (input.device != expected) {
+    ThrowValueError(name + " is on " + DeviceText(input.device) + ", " + cache_name + " on " + DeviceText(expected) +
+                    "; both must be on one device");
+  }
+}
+
+void CheckRank(const StridedInput& input, const std::string& name, int64_t rank, const std::string& expected) {
+  if (input.Rank() != rank) {
+    ThrowValueError(name + " has shape " + ShapeText(input.shape) + "; " + expected + " is expected");
+  }
+}
+
+}  // namespace paddle_kv

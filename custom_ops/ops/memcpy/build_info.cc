@@ -1,0 +1,70 @@
+// build_info, cuda_version, has_memcpy_batch_async, device_of_pointers: questions. Answers are written into a tensor of the caller,
+// on the CPU: allocating one here would need the heavy part of Paddle's headers.
+#include <cstring>
+#include <string>
+
+#include "../common/guarded_kernel.h"
+#include "../common/launch.h"
+#include "paddle_kv/memcpy/memcpy_batch.h"
+#include "pointer_ranges.h"
+
+#ifndef PADDLE_KV_BUILT_CUDA_ARCHS
+#define PADDLE_KV_BUILT_CUDA_ARCHS ""
+#endif
+#ifndef PADDLE_KV_BUILT_COMMIT
+#define PADDLE_KV_BUILT_COMMIT ""
+#endif
+
+namespace paddle_kv {
+
+// Lines "name=value"; the rest of the tensor is zero.
+void BuildInfo(paddle::Tensor& text) {
+  const std::string lines = "architectures=" PADDLE_KV_BUILT_CUDA_ARCHS "\ncommit=" PADDLE_KV_BUILT_COMMIT
+                            "\ncompiler=" __VERSION__ "\n";
+  if (static_cast<int64_t>(lines.size()) > text.numel()) ThrowValueError("text has too few bytes");
+  std::memset(text.data(), 0, text.numel());
+  std::memcpy(text.data(), lines.data(), lines.size());
+}
+
+void CudaVersionAnswer(paddle::Tensor& answer) {
+  int version = 0;
+  LAUNCH_CUDA(0, (version = BuiltCudaVersion(), Status{}));
+  *answer.data<int64_t>() = version;
+}
+
+void HasMemcpyBatchAsyncAnswer(paddle::Tensor& answer) {
+  bool has = false;
+  LAUNCH_CUDA(0, (has = HasMemcpyBatchAsync(), Status{}));
+  *answer.data<int64_t>() = has ? 1 : 0;
+}
+
+void DeviceOfPointersAnswer(paddle::Tensor& answer, const std::vector<int64_t>& pointers) {
+  *answer.data<int64_t>() = DeviceOfPointers(pointers);
+}
+
+}  // namespace paddle_kv
+
+PD_BUILD_STATIC_OP(paddle_kv_build_info)
+    .Inputs({"text"})
+    .Outputs({"text_out"})
+    .SetInplaceMap({{"text", "text_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::BuildInfo));
+
+PD_BUILD_STATIC_OP(paddle_kv_cuda_version)
+    .Inputs({"answer"})
+    .Outputs({"answer_out"})
+    .SetInplaceMap({{"answer", "answer_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::CudaVersionAnswer));
+
+PD_BUILD_STATIC_OP(paddle_kv_has_memcpy_batch_async)
+    .Inputs({"answer"})
+    .Outputs({"answer_out"})
+    .SetInplaceMap({{"answer", "answer_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::HasMemcpyBatchAsyncAnswer));
+
+PD_BUILD_STATIC_OP(paddle_kv_device_of_pointers)
+    .Inputs({"answer"})
+    .Outputs({"answer_out"})
+    .Attrs({"pointers: std::vector<int64_t>"})
+    .SetInplaceMap({{"answer", "answer_out"}})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::DeviceOfPointersAnswer));

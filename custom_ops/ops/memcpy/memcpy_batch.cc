@@ -1,0 +1,32 @@
+// memcpy_batch: a list of pieces of memory, by the copy engine.
+#include "paddle_kv/memcpy/memcpy_batch.h"
+
+#include "../common/guarded_kernel.h"
+#include "../common/launch.h"
+#include "paddle_kv/memcpy/vectorized_copy.h"
+#include "pointer_ranges.h"
+
+namespace paddle_kv {
+
+void MemcpyBatch(const std::vector<int64_t>& source_pointers, const std::vector<int64_t>& target_pointers,
+                 const std::vector<int64_t>& sizes, bool batched, int64_t device, int64_t stream) {
+  const std::vector<CopyPair> pairs = CheckCopyPairs(source_pointers, target_pointers, sizes);
+  const auto pair_count = static_cast<int64_t>(pairs.size());
+  if (device == kNoDevice) {
+    VectorizedCopyCpu(pairs.data(), pair_count);
+    return;
+  }
+  const DeviceStream where{static_cast<int>(device), stream};
+  const PairMemory memory = CheckPairMemory(source_pointers, target_pointers, sizes, where.device, true);
+  // The single copy stages pageable memory before it returns; the batched one makes no such promise.
+  LAUNCH_CUDA(where.device, MemcpyBatchCuda(pairs.data(), pair_count, batched && !memory.pageable, where));
+}
+
+}  // namespace paddle_kv
+
+PD_BUILD_STATIC_OP(paddle_kv_memcpy_batch)
+    .Inputs({})
+    .Outputs({})
+    .Attrs({"source_pointers: std::vector<int64_t>", "target_pointers: std::vector<int64_t>",
+            "sizes: std::vector<int64_t>", "batched: bool", "device: int64_t", "stream: int64_t"})
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::MemcpyBatch));

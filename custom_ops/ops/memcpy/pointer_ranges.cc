@@ -1,0 +1,144 @@
+#include "pointer_ranges.h"
+
+#include <algorithm>
+
+#include "../common/launch.h"
+
+namespace paddle_kv {
+namespace {
+
+std::string NameOf(const char* list, std::size_t position) {
+  return std::string(list) + "[" + std::to_string(position) + "]";
+}
+
+int64_t SizeOf(const Ids& sizes, std::size_t i) { return sizes.size() == 1 ? sizes[0] : sizes[i]; }
+
+struct Range {
+  std::uintptr_t begin;
+  std::uintptr_t end;
+  std::size_t pair;
+};
+
+// Lists are often in order, or of two different allocations: both are seen in one pass, without the search.
+void CheckOverlap(const Ids& sources, const Ids& targets, const Ids& sizes) {
+  std::vector<Range> written;
+  std::vector<Range> read;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const int64_t bytes = SizeOf(sizes, i);
+    if (bytes == 0) continue;
+    written.push_back({static_cast<std::uintptr_t>(targets[i]), static_cast<std::uintptr_t>(targets[i] + bytes), i});
+    read.push_back({static_cast<std::uintptr_t>(sources[i]), static_cast<std::uintptr_t>(sources[i] + bytes), i});
+  }
+  if (written.empty()) return;
+  const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
+  if (!std::is_sorted(written.begin(), written.end(), before)) std::sort(written.begin(), written.end(), before);
+  for (std::size_t i = 1; i < written.size(); ++i) {
+    if (written[i - 1].end > written[i].begin) {
+      ThrowValueError(NameOf("target_pointers", written[i - 1].pair) + " and " +
+                      NameOf("target_pointers", written[i].pair) + " overlap; each byte may be written only once");
+    }
+  }
+  for (const Range& range : read) {
+    if (range.begin >= written.back().end || range.end <= written.front().begin) continue;
+    // The first target that ends behind the start of the source.
+    const auto found = std::partition_point(written.begin(), written.end(),
+                                            [&](const Range& target) { return target.end <= range.begin; });
+    if (found != written.end() && found->begin < range.end) {
+      ThrowValueError(NameOf("source_pointers", range.pair) + " and " + NameOf("target_pointers", found->pair) +
+                      " overlap; memory must not be read and written by one call");
+    }
+  }
+}
+
+}  // namespace
+
+const PointerFacts& PointerRanges::FactsOf(std::uintptr_t address) {
+  if (last_ != nullptr && address >= last_->range_begin && address < last_->range_end) return *last_;
+  const auto found = ranges_.upper_bound(address);
+  if (found != ranges_.end() && address >= found->second.range_begin) {
+    last_ = &found->second;
+    return *last_;
+  }
+  PointerFacts facts;
+  LAUNCH_CUDA(device_, DescribePointer(address, &facts));
+  last_ = &ranges_.insert_or_assign(facts.range_end, facts).first->second;
+  return *last_;
+}
+
+MemoryKind PointerRanges::KindOf(int64_t address, int64_t bytes, const char* list, std::size_t position) {
+  if (bytes == 0) return MemoryKind::kDevice;
+  const auto first = static_cast<std::uintptr_t>(address);
+  const PointerFacts facts = FactsOf(first);
+  if (facts.kind == MemoryKind::kDevice && facts.device != device_) {
+    ThrowValueError(NameOf(list, position) + " is on GPU " + std::to_string(facts.device) +
+                    ", the copy is done by GPU " + std::to_string(device_) +
+                    "; all memory must be on one GPU or on the host");
+  }
+  const PointerFacts& last = FactsOf(first + static_cast<std::uintptr_t>(bytes) - 1);
+  if (last.kind != facts.kind || last.device != facts.device) {
+    ThrowValueError(NameOf(list, position) + ": " + std::to_string(bytes) +
+                    " bytes run past the end of the memory at this address");
+  }
+  return facts.kind;
+}
+
+MemoryKind PointerRanges::CheckReachable(int64_t address, int64_t bytes, const char* list, std::size_t position) {
+  const MemoryKind kind = KindOf(address, bytes, list, position);
+  if (kind == MemoryKind::kPageable) {
+    ThrowValueError(NameOf(list, position) + " = " + std::to_string(address) + " is not memory that GPU " +
+                    std::to_string(device_) + " can reach (pageable host memory?); use pinned memory");
+  }
+  return kind;
+}
+
+int64_t DeviceOfPointers(const Ids& addresses) {
+  bool any_device = false;
+  LAUNCH_CUDA(0, (any_device = HasDevice(), Status{}));
+  if (!any_device) return kNoDevice;
+  for (const int64_t address : addresses) {
+    PointerFacts facts;
+    LAUNCH_CUDA(0, DescribePointer(static_cast<std::uintptr_t>(address), &facts));
+    if (facts.kind == MemoryKind::kDevice) return facts.device;
+  }
+  return kNoDevice;
+}
+
+std::vector<CopyPair> CheckCopyPairs(const Ids& sources, const Ids& targets, const Ids& sizes) {
+  CheckSameLength(sources, "source_pointers", targets, "target_pointers");
+  if (sizes.size() != 1) CheckSameLength(sources, "source_pointers", sizes, "sizes");
+  std::vector<CopyPair> pairs;
+  pairs.reserve(sources.size());
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const int64_t bytes = SizeOf(sizes, i);
+    if (bytes < 0) ThrowValueError(NameOf("sizes", i) + " = " + std::to_string(bytes) + " must not be negative");
+    if (bytes == 0) continue;
+    if (sources[i] == 0)
+      ThrowValueError(NameOf("source_pointers", i) + " is null, its size is " + std::to_string(bytes));
+    if (targets[i] == 0)
+      ThrowValueError(NameOf("target_pointers", i) + " is null, its size is " + std::to_string(bytes));
+    pairs.push_back(
+        {reinterpret_cast<const std::uint8_t*>(sources[i]), reinterpret_cast<std::uint8_t*>(targets[i]), bytes});
+  }
+  CheckOverlap(sources, targets, sizes);
+  return pairs;
+}
+
+PairMemory CheckPairMemory(const Ids& sources, const Ids& targets, const Ids& sizes, int device,
+                           bool pageable_allowed) {
+  PointerRanges source_ranges(device);
+  PointerRanges target_ranges(device);
+  PairMemory memory;
+  const auto look = [&](PointerRanges* ranges, int64_t address, int64_t bytes, const char* list, std::size_t i) {
+    const MemoryKind kind =
+        pageable_allowed ? ranges->KindOf(address, bytes, list, i) : ranges->CheckReachable(address, bytes, list, i);
+    memory.host |= kind == MemoryKind::kHost;
+    memory.pageable |= kind == MemoryKind::kPageable;
+  };
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    look(&source_ranges, sources[i], SizeOf(sizes, i), "source_pointers", i);
+    look(&target_ranges, targets[i], SizeOf(sizes, i), "target_pointers", i);
+  }
+  return memory;
+}
+
+}  // namespace paddle_kv

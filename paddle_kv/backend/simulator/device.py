@@ -1,0 +1,260 @@
+"""A device that runs nothing until it is told what: streams are queues of steps, events are marks between them.
+
+The host program (the scheduler and its user) runs until it looks at the device: asks whether an event was passed, waits
+for one, touches memory. There a chooser decides, step by step, which stream goes on, or that the host does. Markers
+(waits and records at the head of a queue) cost nothing: they are passed as soon as they can be.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .chooser import Chooser, Transition
+from .memory import Cell, Memory
+
+PATIENCE = 4  # so often the host may ask for an event in a row and hear no: somebody who polls would poll for ever
+
+
+class Deadlock(BaseException):
+    """The host waits for what can never happen. Not an Exception: the code under test must not swallow it."""
+
+
+@dataclass(eq=False)
+class Mark:
+    """One recording of an event."""
+
+    number: int
+    passed: bool = False
+    error: Exception | None = None
+    time: int = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """What fails together: one submission."""
+
+    label: str
+    site: str
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Step:
+    """What happens at once."""
+
+    job: Job
+    run: Callable[[], None]
+    reads: tuple[Cell, ...] = ()
+    writes: tuple[Cell, ...] = ()
+
+
+@dataclass(eq=False)
+class _Wait:
+    mark: Mark
+
+
+@dataclass(eq=False)
+class _Record:
+    mark: Mark
+    job: Job | None
+
+
+@dataclass(eq=False)
+class SimulatedStream:
+    """A queue. ``capturing`` as while a CUDA graph is captured; ``held`` streams do not run."""
+
+    name: str
+    number: int
+    items: list[Step | _Wait | _Record] = field(default_factory=list)
+    position: int = 0
+    capturing: bool = False
+    held: bool = False
+
+    @property
+    def idle(self) -> bool:
+        return self.position == len(self.items)
+
+
+class Device:
+    """The queues, and what runs them."""
+
+    def __init__(self, chooser: Chooser, pieces: int) -> None:
+        self.chooser = chooser
+        self.memory = Memory(pieces)
+        self.streams: list[SimulatedStream] = []
+        self.problems: list[str] = []  # what went wrong while running, beside what the checker finds
+        self.history: list[str] = []  # steps in the order in which they ran
+        self.num_broken = 0  # copy steps and submissions that were made to break
+        self._until_copy_breaks = 0
+        self._until_submission_breaks = 0
+        self._time = 0
+        self._num_marks = 0
+        self._num_looks = 0
+        self._polls: dict[Mark, int] = {}
+
+    # ---- what is submitted ----
+    def add_stream(self, name: str) -> SimulatedStream:
+        stream = SimulatedStream(name, len(self.streams))
+        self.streams.append(stream)
+        return stream
+
+    def record(self, stream: SimulatedStream, job: Job | None = None) -> Mark:
+        self._num_marks += 1
+        mark = Mark(self._num_marks)
+        self._submit(stream, _Record(mark, job))
+        return mark
+
+    def wait(self, stream: SimulatedStream, mark: Mark) -> None:
+        self._submit(stream, _Wait(mark))
+
+    def steps(self, stream: SimulatedStream, steps: Iterable[Step]) -> None:
+        self._submit(stream, *steps)
+
+    def _submit(self, stream: SimulatedStream, *items: Step | _Wait | _Record) -> None:
+        stream.items.extend(items)
+        self._polls.clear()
+        self._settle()
+
+    # ---- what the host sees ----
+    def look(self, mark: Mark, *, may_leave: bool) -> bool:
+        """Lets the device run, and says whether the mark was passed. Without ``may_leave`` until it was."""
+        self._num_looks += 1
+        host = Transition(("host", self._num_looks), frozenset([("mark", mark.number)]), frozenset())
+        while not mark.passed:
+            polls = self._polls.get(mark, 0)
+            leave = may_leave and (polls < PATIENCE or not self._can_run())
+            if not self._go_on(host if leave else None, f"event {mark.number} is never passed"):
+                self._polls[mark] = polls + 1
+                return False
+        return True
+
+    def drain(self, streams: Iterable[SimulatedStream]) -> None:
+        """Runs until the streams are empty."""
+        for stream in streams:
+            while not stream.idle:
+                self._go_on(None, f"stream {stream.name} never ends")
+
+    def pause(self, reads: Iterable[Cell], writes: Iterable[Cell]) -> None:
+        """The host is about to touch memory: others may come first."""
+        self._num_looks += 1
+        host = Transition(("host", self._num_looks), frozenset(reads), frozenset(writes))
+        while self._can_run() and self._go_on(host, ""):
+            continue
+
+    @property
+    def time(self) -> int:
+        return self._time
+
+    # ---- running ----
+    def _can_run(self) -> bool:
+        return any(self._runnable(stream) for stream in self.streams)
+
+    def _runnable(self, stream: SimulatedStream) -> bool:
+        return not stream.held and not stream.idle and isinstance(stream.items[stream.position], Step)
+
+    def _go_on(self, host: Transition | None, dead: str) -> bool:
+        """One step of the device; False if the chooser lets the host go on instead."""
+        runnable = [stream for stream in self.streams if self._runnable(stream)]
+        if not runnable and host is None:
+            queues = ", ".join(f"{s.name}: {len(s.items) - s.position} left" for s in self.streams if not s.idle)
+            raise Deadlock(f"{dead}; nothing can run ({queues})")
+        options = [self._transition(stream) for stream in runnable] + ([host] if host else [])
+        chosen = options.index(self.chooser.choose(options))
+        if host and chosen == len(runnable):
+            return False
+        self._run(runnable[chosen])
+        return True
+
+    def _transition(self, stream: SimulatedStream) -> Transition:
+        key = (stream.number, stream.position)
+        if not self.chooser.needs_footprints:
+            return Transition(key, frozenset(), frozenset())
+        step = stream.items[stream.position]
+        assert isinstance(step, Step)
+        positions = [s.position for s in self.streams]
+        positions[stream.number] += 1
+        marks = [("mark", mark.number) for mark in self._cascade(positions)]
+        return Transition(key, frozenset(step.reads), frozenset([*step.writes, *marks]))
+
+    def _run(self, stream: SimulatedStream) -> None:
+        step = stream.items[stream.position]
+        assert isinstance(step, Step)
+        self._time += 1
+        if step.job.error is None:
+            try:
+                step.run()
+            except Exception as error:  # noqa: BLE001  the device goes on; the events behind it carry the error
+                step.job.error = error
+        self.history.append(f"{self._time:5}  {stream.name}: {step.job.label} {' '.join(map(_show, step.writes))}")
+        stream.position += 1
+        self._polls.clear()
+        self._settle()
+
+    def _settle(self) -> None:
+        positions = [stream.position for stream in self.streams]
+        for mark in self._cascade(positions):
+            mark.passed, mark.time = True, self._time
+        for stream, position in zip(self.streams, positions, strict=True):
+            for item in stream.items[stream.position : position]:
+                if isinstance(item, _Record) and item.job is not None:
+                    item.mark.error = item.job.error
+            stream.position = position
+
+    def _cascade(self, positions: list[int]) -> list[Mark]:
+        """Moves the positions over all markers that can be passed; the marks that this passes."""
+        passed: dict[Mark, None] = {}
+        moved = True
+        while moved:
+            moved = False
+            for stream in self.streams:
+                position = positions[stream.number]
+                while position < len(stream.items) and not stream.held:
+                    item = stream.items[position]
+                    if isinstance(item, Step):
+                        break
+                    if isinstance(item, _Record):
+                        passed[item.mark] = None
+                    elif not item.mark.passed and item.mark not in passed:
+                        break
+                    position += 1
+                moved = moved or position != positions[stream.number]
+                positions[stream.number] = position
+        return list(passed)
+
+    # ---- work ----
+    def copy_steps(self, job: Job, pairs: Iterable[tuple[Cell, Cell]]) -> list[Step]:
+        """Steps that copy cells to cells, each in pieces."""
+        return [
+            Step(job, functools.partial(self._copy, job, source, target, piece), (source,), (target,))
+            for source, target in pairs
+            for piece in range(self.memory.pieces)
+        ]
+
+    def break_copy(self, ahead: int) -> None:
+        """The copy step that many steps ahead (1: the next one) breaks while it runs."""
+        self._until_copy_breaks = ahead
+
+    def break_submission(self, ahead: int) -> None:
+        """The submission that many ahead (1: the next one) breaks half way."""
+        self._until_submission_breaks = ahead
+
+    def submission_breaks(self) -> bool:
+        """Whether the submission that is about to be made is the one to break."""
+        self._until_submission_breaks -= 1
+        self.num_broken += self._until_submission_breaks == 0
+        return self._until_submission_breaks == 0
+
+    def _copy(self, job: Job, source: Cell, target: Cell, piece: int) -> None:
+        self._until_copy_breaks -= 1
+        if self._until_copy_breaks == 0:
+            self.num_broken += 1
+            self.memory.poison(target)
+            raise RuntimeError("the simulated copy engine failed")
+        if not self.memory.copy_piece(source, target, piece):
+            self.problems.append(f"{job.label} touches memory that was given back\n    at {job.site}")
+
+
+def _show(cell: Cell) -> str:
+    return f"{cell.pool}[{cell.slot}].{cell.layer}.{cell.name}"

@@ -1,0 +1,161 @@
+"""A backend that leaves one protection out, so that tests can show that somebody notices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from ..protocol import Backend, Event, LayerWork, Stream
+
+REMOVALS = {
+    "wait-compute-before-offload": "an offload does not wait for the compute stream (the call, or the mark of a layer)",
+    "wait-compute-before-onload": "an onload does not wait for the compute stream",
+    "wait-offload-before-onload": "an onload does not wait for the offloads that it conflicts with",
+    "wait-onload-before-offload": "an offload does not wait for the onloads that it conflicts with",
+    "wait-offload-before-offload": "an offload does not wait for conflicting offloads of other schedulers",
+    "wait-onload-before-onload": "an onload does not wait for conflicting onloads of other schedulers",
+    "wait-layer": "wait_layer and wait_on do not hold the compute stream",
+    "record-compute": "the event behind the compute stream's work is not recorded",
+    "record-layer": "the event behind a layer's copy is not recorded",
+    "record-before-copy": "the event of a layer is recorded before its copy instead of behind it",
+    "record-fence": "no event behind a submission that broke half way",
+    "completion": "each event counts as passed: blocks, events and memory are given back too early",
+    "completion-report": "no event ever counts as passed",
+    "copy-error": "the error of a copy is not reported",
+    "submission-error": "the error of a submission is not reported",
+    "capture-check": "a stream that is being captured is used like any other",
+    "give-back-events": "events are not given back",
+    "give-back-streams": "streams are not given back",
+    "give-back-binding": "the pointers of the pools stay registered",
+}
+
+
+class MutatedBackend:
+    """Passes each call on to ``inner``, except for what ``drop`` names.
+
+    Args:
+        inner: a backend.
+        drop: names from :data:`REMOVALS`.
+        directions: event -> direction of the transfer that it is behind; one for all backends of a device.
+
+    Raises:
+        ValueError: a name that is not in :data:`REMOVALS`.
+    """
+
+    def __init__(self, inner: Backend, drop: Collection[str], directions: dict[Event, str]) -> None:
+        unknown = set(drop) - set(REMOVALS)
+        if unknown:
+            raise ValueError(f"drop names {sorted(unknown)}; known are {sorted(REMOVALS)}")
+        self.inner = inner
+        self.name = inner.name
+        self._drop = frozenset(drop)
+        self._directions = directions
+        self._streams: dict[int, bool] = {}  # transfer stream -> whether it has carried a transfer
+        self._compute_events: set[Event] = set()
+        self._spare_events: list[Event] = []
+
+    def restore(self) -> None:
+        """From now on nothing is left out."""
+        self._drop = frozenset()
+
+    def bind(self, device_cache: Any, host_pool: Any) -> Any:
+        return self.inner.bind(device_cache, host_pool)
+
+    def unbind(self, binding: Any) -> None:
+        if "give-back-binding" not in self._drop:
+            self.inner.unbind(binding)
+
+    def create_stream(self) -> Stream:
+        stream = self.inner.create_stream()
+        self._streams[id(stream)] = False
+        return stream
+
+    def destroy_stream(self, stream: Stream) -> None:
+        if "give-back-streams" not in self._drop:
+            self.inner.destroy_stream(stream)
+
+    def create_event(self) -> Event:
+        event = self.inner.create_event()
+        self._compute_events.discard(event)
+        return event
+
+    def destroy_event(self, event: Event) -> None:
+        if "give-back-events" not in self._drop:
+            self.inner.destroy_event(event)
+
+    def close(self) -> None:
+        for event in self._spare_events:
+            self.inner.destroy_event(event)
+        self._spare_events.clear()
+        self.inner.close()
+
+    def compute_stream(self, stream: Any) -> Stream:
+        try:
+            return self.inner.compute_stream(stream)
+        except RuntimeError:
+            if "capture-check" in self._drop and stream is not None:
+                return stream
+            raise
+
+    def record(self, event: Event, stream: Stream) -> None:
+        if id(stream) not in self._streams:
+            self._compute_events.add(event)
+            if "record-compute" in self._drop:
+                return
+        elif self._streams[id(stream)] and "record-fence" in self._drop:
+            return
+        self.inner.record(event, stream)
+
+    def wait_on_stream(self, stream: Stream, event: Event, timeout_s: float | None) -> None:
+        if "wait-layer" not in self._drop:
+            self.inner.wait_on_stream(stream, event, timeout_s)
+
+    def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
+        self._streams[id(stream)] = True
+        waits = [[event for event in events if not self._is_dropped(event, work)] for events in work.waits]
+        work = dataclasses.replace(work, waits=waits)
+        self._directions.update(dict.fromkeys(work.records, work.plan.direction))
+        if "record-layer" in self._drop or "record-before-copy" in self._drop:
+            spare = [self.inner.create_event() for _ in work.records]
+            self._spare_events.extend(spare)
+            for event in work.records if "record-before-copy" in self._drop else ():
+                self.inner.record(event, stream)
+            work = dataclasses.replace(work, records=spare)
+        try:
+            self.inner.copy_layers(binding, work, stream)
+        except Exception:
+            if "submission-error" not in self._drop:
+                raise
+            for event in work.records:
+                self.inner.record(event, stream)
+
+    def is_complete(self, event: Event) -> bool:
+        if "completion" in self._drop or "completion-report" in self._drop:
+            return "completion" in self._drop
+        return self._without_error(lambda: self.inner.is_complete(event))
+
+    def wait(self, event: Event, timeout_s: float | None) -> bool:
+        if "completion" in self._drop:
+            return True
+        return self._without_error(lambda: self.inner.wait(event, timeout_s))
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        return self.inner.elapsed_ms(start, end)
+
+    def user_event(self, stream: Stream) -> Any:
+        return self.inner.user_event(stream)
+
+    def _is_dropped(self, event: Event, work: LayerWork) -> bool:
+        direction = work.plan.direction
+        if event in self._compute_events:
+            return f"wait-compute-before-{direction}" in self._drop
+        return f"wait-{self._directions.get(event, '')}-before-{direction}" in self._drop
+
+    def _without_error(self, ask: Any) -> bool:
+        try:
+            return bool(ask())
+        except Exception:
+            if "copy-error" in self._drop:
+                return True
+            raise

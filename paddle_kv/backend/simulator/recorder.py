@@ -1,0 +1,184 @@
+"""A backend around any other one that writes down what the scheduler submits, for the happens-before checker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..protocol import Backend, Event, LayerWork, Stream
+from .log import ALL_LAYERS, HOST, Location, Log, call_site
+
+
+class RecordingBackend:
+    """Passes each call on to ``inner`` and logs it.
+
+    Compute is what the backend cannot see: tell it by :meth:`touch`. Several backends may share one log; a scheduler
+    with a recording backend works on a GPU as it does on the CPU.
+
+    Example:
+        >>> from paddle_kv.backend.cpu_backend import CpuBackend
+        >>> from paddle_kv.backend.simulator import Log, RecordingBackend, check
+        >>> log = Log()
+        >>> backend = RecordingBackend(CpuBackend(), log)  # LayerwiseScheduler(..., backend=backend), then traffic
+        >>> check(log.entries)
+        []
+    """
+
+    def __init__(self, inner: Backend, log: Log) -> None:
+        self.inner = inner
+        self.log = log
+        self.name = inner.name
+        self._pools: dict[Any, tuple[str, str, str]] = {}  # binding -> names of device cache, host pool and itself
+
+    def touch(
+        self,
+        stream: Stream,
+        *,
+        reads: Iterable[tuple[Any, int, int]] = (),
+        writes: Iterable[tuple[Any, int, int]] = (),
+        label: str = "compute",
+    ) -> None:
+        """Compute on ``stream`` (None: the host itself) touches blocks, each a (pool, slot, layer)."""
+        name = self._stream_name(stream)
+        self.log.work(name, label, self.locations(reads), self.locations(writes))
+
+    def locations(self, blocks: Iterable[tuple[Any, int, int]]) -> list[Location]:
+        return [Location(self.log.pool_name(pool), slot, layer) for pool, slot, layer in blocks]
+
+    # ---- the protocol ----
+    def bind(self, device_cache: Any, host_pool: Any) -> Any:
+        binding = self.inner.bind(device_cache, host_pool)
+        names = (self.log.pool_name(device_cache), self.log.pool_name(host_pool), f"binding-{self.log.next_mark()}")
+        self._pools[binding] = names
+        return binding
+
+    def unbind(self, binding: Any) -> None:
+        names = self._pools.pop(binding, None)
+        if names is not None:
+            self.log.work(HOST, "unbind", writes=[Location(names[2], 0, ALL_LAYERS)])
+        self.inner.unbind(binding)
+
+    def create_stream(self) -> Stream:
+        stream = self.inner.create_stream()
+        self.log.stream_names.setdefault(_key(stream), (f"transfer {self.log.next_mark()}", stream))
+        return stream
+
+    def destroy_stream(self, stream: Stream) -> None:
+        self.inner.destroy_stream(stream)
+        mark = self.log.next_mark()  # it has waited for the stream
+        self.log.record(self._stream_name(stream), mark, "end of the stream")
+        self.log.observe(mark)
+        self.log.stream_names.pop(_key(stream), None)
+
+    def create_event(self) -> Event:
+        event = self.inner.create_event()
+        self.log.event_marks.pop(event, None)
+        return event
+
+    def destroy_event(self, event: Event) -> None:
+        self.log.event_marks.pop(event, None)
+        self.inner.destroy_event(event)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def compute_stream(self, stream: Any) -> Stream:
+        return self.inner.compute_stream(stream)
+
+    def record(self, event: Event, stream: Stream) -> None:
+        self.inner.record(event, stream)
+        self._record(event, self._stream_name(stream), "record")
+
+    def wait_on_stream(self, stream: Stream, event: Event, timeout_s: float | None) -> None:
+        self.inner.wait_on_stream(stream, event, timeout_s)
+        if stream is None:
+            self._observe(event)
+        else:
+            self._wait(event, self._stream_name(stream))
+
+    def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
+        # Logged first, as if all of it were enqueued: of a call that raises an unknown part is.
+        name, names, site = self._stream_name(stream), self._pools[binding], call_site()
+        marks = []
+        for group, waits in zip(range(work.first_group, work.end_group), work.waits, strict=True):
+            for event in waits:
+                self._wait(event, name)
+            if group == work.first_group:
+                self._record(work.start, name, "start")
+            for layer in work.plan.layers_of(group):
+                self._log_copy(work, layer, name, names, site)
+            marks.append((work.records[group - work.first_group], self.log.next_mark()))
+            self.log.record(name, marks[-1][1], f"group {group}")
+        self.inner.copy_layers(binding, work, stream)
+        self.log.event_marks.update(marks)
+
+    def is_complete(self, event: Event) -> bool:
+        self._check_recorded(event, HOST, "query")
+        try:
+            passed = self.inner.is_complete(event)
+        except Exception:
+            self._observe(event)  # an error is reported behind the event only
+            raise
+        if passed:
+            self._observe(event)
+        return passed
+
+    def wait(self, event: Event, timeout_s: float | None) -> bool:
+        self._check_recorded(event, HOST, "host wait")
+        try:
+            passed = self.inner.wait(event, timeout_s)
+        except Exception:
+            self._observe(event)
+            raise
+        if passed:
+            self._observe(event)
+        return passed
+
+    def elapsed_ms(self, start: Event, end: Event) -> float:
+        return self.inner.elapsed_ms(start, end)
+
+    def user_event(self, stream: Stream) -> Any:
+        return self.inner.user_event(stream)
+
+    # ---- log ----
+    def _stream_name(self, stream: Stream) -> str:
+        if stream is None:
+            return HOST
+        given = getattr(stream, "name", None)
+        default = given if isinstance(given, str) else f"compute {self.log.next_mark()}"
+        return self.log.stream_names.setdefault(_key(stream), (default, stream))[0]
+
+    def _log_copy(self, work: LayerWork, layer: int, stream: str, names: Sequence[str], site: str) -> None:
+        device = [Location(names[0], slot, layer) for slot in work.plan.device_ids]
+        host = [Location(names[1], slot, layer) for slot in work.plan.host_ids]
+        reads, writes = (device, host) if work.plan.direction == "offload" else (host, device)
+        self.log.work(
+            stream,
+            f"{work.plan.direction} of device blocks {list(work.plan.device_ids)} and host blocks "
+            f"{list(work.plan.host_ids)}, layer {layer},",
+            [*reads, Location(names[2], 0, ALL_LAYERS)],
+            writes,
+            site,
+        )
+
+    def _record(self, event: Event, stream: str, label: str) -> None:
+        mark = self.log.event_marks[event] = self.log.next_mark()
+        self.log.record(stream, mark, label)
+
+    def _wait(self, event: Event, stream: str) -> None:
+        if self._check_recorded(event, stream, "stream wait"):
+            self.log.wait(stream, self.log.event_marks[event])
+
+    def _observe(self, event: Event) -> None:
+        if event in self.log.event_marks:
+            self.log.observe(self.log.event_marks[event])
+
+    def _check_recorded(self, event: Event, stream: str, call: str) -> bool:
+        if event in self.log.event_marks:
+            return True
+        self.log.misuse(stream, f"{call} for an event that is not recorded: it would not wait")
+        return False
+
+
+def _key(stream: Stream) -> Any:
+    return stream if isinstance(stream, int) else id(stream)

@@ -1,0 +1,237 @@
+"""New tokens into their slots of block caches."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from .. import streams
+from . import _arguments as arguments
+from . import _check
+from ._arguments import Tensor
+from ._library import call, call_traceable
+from ._tracing import capturable, tracing
+
+Layout = Literal["HND", "NHD", "packed"]
+CacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8", "paddle_uint8"]
+
+
+@capturable
+def reshape_and_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: Layout = "HND",
+    kv_cache_dtype: CacheDtype = "auto",
+    k_scale: float | Tensor | None = None,
+    v_scale: float | Tensor | None = None,
+    padded: bool = False,
+    stream: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Writes keys and values of new tokens into their slots of the caches, quantised if the caches are.
+
+    Slot ``s`` is token ``s % block_size`` of block ``s // block_size``. A token with a negative slot is skipped; one
+    with a slot beyond the caches is never written, and reported under ``PADDLE_KV_CHECK=1``, as is a slot named twice
+    (which otherwise is the caller's error: either token may win).
+
+    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors
+    must stay alive, ``key``, ``value`` and ``slot_mapping`` must not be written, and the slots must not be used by
+    other streams, until the stream has passed the write. On the CPU it is done on return. ``slot_mapping`` on the GPU
+    is read when the write runs, so that a CUDA graph can be replayed with other slots.
+
+    Args:
+        key: ``[tokens, heads, head_size]``, float16, bfloat16 or float32, with any strides: a slice of a fused QKV
+            tensor is read where it lies.
+        value: ``[tokens, heads, value_head_size]``, of the same dtype, with strides of its own.
+        key_cache: contiguous; ``[blocks, heads, block_size, head_size]`` (HND, as Paddle's block_multihead_attention
+            keeps it), ``[blocks, block_size, heads, head_size]`` (NHD), or ``[blocks, heads, head_size / x, block_size,
+            x]`` (packed).
+        value_cache: the same with ``value_head_size``; packed: ``[blocks, heads, value_head_size, block_size]``.
+        slot_mapping: ``[tokens]``, int32 or int64, on the device of the caches.
+        layout: of the caches.
+        kv_cache_dtype: what the caches hold. ``"auto"``: elements of the dtype of ``key``, bit for bit. ``"fp8_e4m3"``,
+            ``"fp8_e5m2"`` (caches of dtype uint8, or Paddle's float8), ``"int8"``: ``value / scale`` rounded to nearest
+            even, clipped to the largest number. ``"paddle_uint8"``: ``round(value * scale * 127) + 128``, which
+            block_multihead_attention reads.
+        k_scale: None (1.0), a positive number, or a float32 tensor with one value or one for each head, on the device
+            of the caches. Not with ``"auto"``.
+        v_scale: the same for ``value``.
+        padded: whether ``key`` and ``value`` may have more tokens than ``slot_mapping``; the last are then ignored.
+
+    Returns:
+        ``(key_cache, value_cache)``. In a traced program use these and not the arguments.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or layout do not fit, a cache is not contiguous, more tokens than slots
+            without ``padded``, fewer tokens than slots; under ``PADDLE_KV_CHECK=1`` a slot named twice.
+        IndexError: under ``PADDLE_KV_CHECK=1`` a slot beyond the caches.
+        TypeError: wrong type of an argument.
+        CudaError: CUDA reported a failure.
+        NotImplementedError: ``stream`` was named while a program is traced.
+
+    In each case nothing has been written.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> on_cpu = dict(place=paddle.CPUPlace())
+        >>> keys = paddle.to_tensor(np.array([[[1.0, 2.0]], [[3.0, 4.0]]], "float32"), **on_cpu)  # 2 tokens, 1 head
+        >>> key_cache = paddle.to_tensor(np.zeros((2, 1, 2, 2), "float32"), **on_cpu)  # 2 blocks of 2 tokens
+        >>> value_cache = paddle.to_tensor(np.zeros((2, 1, 2, 2), "float32"), **on_cpu)
+        >>> slots = paddle.to_tensor(np.array([3, -1]), **on_cpu)
+        >>> key_cache, value_cache = ops.reshape_and_cache(keys, keys, key_cache, value_cache, slots)
+        >>> key_cache.numpy().reshape(-1, 2).tolist()
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 2.0]]
+    """
+    arguments.cache(key_cache, "key_cache")
+    arguments.cache(value_cache, "value_cache")
+    k_tensor, k_number = _scale(k_scale, "k_scale", kv_cache_dtype)
+    v_tensor, v_number = _scale(v_scale, "v_scale", kv_cache_dtype)
+    options = (k_number, v_number, _text(layout, "layout"), _text(kv_cache_dtype, "kv_cache_dtype"), bool(padded))
+    caches = (key_cache, value_cache)
+    op = "reshape_and_cache"
+    tokens = {"key": key, "value": value}
+    result: tuple[Tensor, Tensor] = _write(
+        op, caches, (k_tensor, v_tensor), tokens, slot_mapping, options, layout, stream
+    )
+    return result
+
+
+@capturable
+def reshape_and_cache_dynamic(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale_cache: Tensor,
+    v_scale_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    layout: Layout = "HND",
+    kv_cache_dtype: CacheDtype = "fp8_e4m3",
+    stream: Any = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`reshape_and_cache` into quantised caches, with a scale computed for each token and head.
+
+    The scale is the largest finite magnitude of the token and head, divided by the largest number of the format: 448
+    for fp8_e4m3, 57344 for fp8_e5m2, 127 for int8. It is 1 for a row of zeros, and never below the smallest normal
+    float32. Infinities are clipped to the largest number; NaN stays NaN in fp8 and becomes 0 in int8.
+
+    Args:
+        k_scale_cache: ``[blocks, heads, block_size]`` float32, contiguous, in every layout of the caches: where the
+            scales of the keys are written.
+        v_scale_cache: the same for the values.
+        kv_cache_dtype: ``"fp8_e4m3"``, ``"fp8_e5m2"`` or ``"int8"``.
+
+    Returns:
+        ``(key_cache, value_cache, k_scale_cache, v_scale_cache)``.
+
+    All else as for :func:`reshape_and_cache`.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> on_cpu = dict(place=paddle.CPUPlace())
+        >>> keys = paddle.to_tensor(np.array([[[127.0, -254.0]]], "float32"), **on_cpu)  # 1 token, 1 head
+        >>> caches = [paddle.to_tensor(np.zeros((1, 1, 2, 2), "int8"), **on_cpu) for _ in "kv"]
+        >>> scales = [paddle.to_tensor(np.zeros((1, 1, 2), "float32"), **on_cpu) for _ in "kv"]
+        >>> slot = paddle.to_tensor(np.array([1]), **on_cpu)
+        >>> _ = ops.reshape_and_cache_dynamic(keys, keys, *caches, *scales, slot, kv_cache_dtype="int8")
+        >>> caches[0].numpy()[0, 0].tolist(), scales[0].numpy()[0, 0].tolist()
+        ([[0, 0], [64, -127]], [0.0, 2.0])
+    """
+    caches = (key_cache, value_cache, k_scale_cache, v_scale_cache)
+    for cache, name in zip(caches, ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache"), strict=True):
+        arguments.cache(cache, name)
+    options = (_text(layout, "layout"), _text(kv_cache_dtype, "kv_cache_dtype"))
+    op = "reshape_and_cache_dynamic"
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _write(
+        op, caches, (), {"key": key, "value": value}, slot_mapping, options, layout, stream
+    )
+    return result
+
+
+@capturable
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_cache_dtype: CacheDtype = "auto",
+    scale: float | Tensor | None = None,
+    stream: Any = None,
+) -> Tensor:
+    """Writes the latent and the rope part of new tokens side by side into their slots of the cache of an MLA model.
+
+    Args:
+        kv_c: ``[tokens, rank]``, float16, bfloat16 or float32, with any strides.
+        k_pe: ``[tokens, rope]``, of the same dtype, with strides of its own.
+        kv_cache: ``[blocks, block_size, rank + rope]``, contiguous.
+        slot_mapping: ``[tokens]``, int32 or int64, on the device of the cache.
+        kv_cache_dtype: what the cache holds.
+        scale: None (1.0), a positive number, or a float32 tensor with one value. Not with ``"auto"``.
+
+    Returns:
+        ``kv_cache``. In a traced program use it and not the argument.
+
+    Slots, formats, ordering, lifetime and errors as for :func:`reshape_and_cache`.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> on_cpu = dict(place=paddle.CPUPlace())
+        >>> latent, rope = (paddle.to_tensor(np.full((1, n), n, "float32"), **on_cpu) for n in (2, 1))
+        >>> cache = paddle.to_tensor(np.zeros((1, 2, 3), "float32"), **on_cpu)
+        >>> ops.concat_and_cache_mla(latent, rope, cache, paddle.to_tensor(np.array([1]), **on_cpu)).numpy()[0].tolist()
+        [[0.0, 0.0, 0.0], [2.0, 2.0, 1.0]]
+    """
+    arguments.cache(kv_cache, "kv_cache")
+    tensor, number = _scale(scale, "scale", kv_cache_dtype)
+    options = (number, _text(kv_cache_dtype, "kv_cache_dtype"))
+    op = "concat_and_cache_mla"
+    tokens = {"kv_c": kv_c, "k_pe": k_pe}
+    result: Tensor = _write(op, (kv_cache,), (tensor,), tokens, slot_mapping, options, "NHD", stream)[0]
+    return result
+
+
+def _write(
+    op: str,
+    caches: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    tokens: dict[str, Tensor],
+    slot_mapping: Tensor,
+    options: tuple[Any, ...],
+    layout: str,
+    stream: Any,
+) -> Any:
+    """Runs an operator in the form for dygraph or, while tracing, in the one for programs; returns the caches."""
+    if tracing():
+        read = (*tokens.values(), slot_mapping)
+        return tuple(call_traceable(f"{op}_in_place", *caches, *scales, *read, *options, streams.traced(stream, op)))
+    numbers = [arguments.strided(tensor, name) for name, tensor in tokens.items()]
+    slots = arguments.strided(slot_mapping, "slot_mapping")
+    handle = streams.resolve(stream, caches[0])
+    if _check.enabled() and _check.access_checks:
+        block_size = caches[0].shape[1 if layout == "NHD" else -2 if layout == "HND" else 3]
+        written = sorted({slot // block_size for slot in slot_mapping.tolist() if slot >= 0})
+        for cache in caches:
+            _check.block_access(cache, written, writing=True, stream=handle)
+    call(op, *caches, *scales, *numbers, slots, *options, handle)
+    return caches
+
+
+def _scale(value: Any, name: str, kv_cache_dtype: Any) -> tuple[Tensor | None, float]:
+    if value is None:
+        return None, 1.0
+    if kv_cache_dtype == "auto":
+        raise ValueError(f'{name} is given, but kv_cache_dtype "auto" stores elements as they are, without a scale')
+    return arguments.scale(value, name)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}; a string is expected")
+    return value

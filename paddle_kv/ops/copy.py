@@ -1,0 +1,154 @@
+"""Blocks to other blocks of the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from .. import streams
+from . import _arguments as arguments
+from . import _check
+from ._arguments import Tensor
+from ._library import call, call_traceable
+from ._tracing import traceable, tracing
+
+Caches = TypeVar("Caches", Tensor, Sequence[Tensor])
+
+
+@traceable
+def copy_blocks(
+    key_caches: Caches, value_caches: Caches | None, block_mapping: Any, *, stream: Any = None
+) -> tuple[Caches, Caches | None]:
+    """Copies blocks to other blocks of the same cache, in one layer or in all layers with one launch.
+
+    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. The caches, and
+    a ``block_mapping`` on the GPU, must stay alive, and the blocks must not be written (nor, where they are targets,
+    read) by other streams, until the stream has passed the copy. On the CPU the copy is done on return.
+
+    Args:
+        key_caches: ``[num_blocks, ...]``, rank 3 to 5, any dtype, contiguous; or a list of them. The tensors of one
+            call may differ in dtype and block size, so scales and other tensors of the same blocks can be list entries.
+        value_caches: as many tensors again, or None where there is one latent cache.
+        block_mapping: pairs (source block, target block): ``[(source, target), ...]``, ``{source: target}``,
+            ``{source: [targets]}``, or an ``[n, 2]`` int32 or int64 array or tensor. One source may have many targets;
+            a target occurs once, and no block is both source and target.
+            On the host (also a CPU tensor) all pairs are checked before anything moves. In a GPU tensor they are read
+            when the copy runs, so that a CUDA graph can be replayed with other pairs: a pair with a negative id is
+            skipped, one beyond the cache is never written, and the rest is the caller's duty; ``PADDLE_KV_CHECK=1``
+            reads the pairs back and checks them (not while a graph is captured).
+
+    Returns:
+        ``(key_caches, value_caches)``. In a traced program use these and not the arguments.
+
+    Raises:
+        IndexError: a block id on the host is out of range.
+        ValueError: a target occurs twice, a block is source and target, a cache is not contiguous, caches overlap or
+            are on different devices, the two lists differ in length.
+        TypeError: wrong type of an argument.
+        CudaError: CUDA reported a failure.
+        NotImplementedError: ``stream`` was named while a program is traced.
+
+    In each case nothing has moved.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> keys, values = (paddle.to_tensor(np.arange(4, dtype="float32").reshape(4, 1, 1), place=paddle.CPUPlace())
+        ...                 for _ in range(2))
+        >>> keys, values = ops.copy_blocks(keys, values, {1: [0, 3]})
+        >>> keys.numpy().ravel().tolist()
+        [1.0, 1.0, 2.0, 1.0]
+    """
+    return _on_pairs("copy_blocks", key_caches, value_caches, block_mapping, stream)
+
+
+@traceable
+def copy_single_block(
+    key_cache: Caches, value_cache: Caches | None, source_block_id: int, target_block_id: int, *, stream: Any = None
+) -> tuple[Caches, Caches | None]:
+    """:func:`copy_blocks` with a single pair of ids.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> latent = paddle.to_tensor(np.arange(3, dtype="float32").reshape(3, 1, 1), place=paddle.CPUPlace())
+        >>> ops.copy_single_block(latent, None, 2, 0)[0].numpy().ravel().tolist()
+        [2.0, 1.0, 2.0]
+    """
+    caches, key_count = _flat(key_cache, value_cache)
+    source = arguments.integer(source_block_id, "source_block_id")
+    target = arguments.integer(target_block_id, "target_block_id")
+    return _run("copy_single_block", key_cache, value_cache, caches, (source, target), key_count, stream)
+
+
+@traceable
+def swap_blocks(
+    key_cache: Caches, value_cache: Caches | None, block_mapping: Any, *, stream: Any = None
+) -> tuple[Caches, Caches | None]:
+    """Exchanges the two blocks of each pair, in one layer or in all layers.
+
+    As :func:`copy_blocks` in all else, but that each block may occur only once.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> latent = paddle.to_tensor(np.arange(4, dtype="float32").reshape(4, 1, 1), place=paddle.CPUPlace())
+        >>> ops.swap_blocks(latent, None, [(0, 3)])[0].numpy().ravel().tolist()
+        [3.0, 1.0, 2.0, 0.0]
+    """
+    return _on_pairs("swap_blocks", key_cache, value_cache, block_mapping, stream)
+
+
+def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) -> tuple[Any, Any]:
+    caches, key_count = _flat(keys, values)
+    if arguments.known_on_device_only(block_mapping):
+        pairs: tuple[Any, ...] = (arguments.device_ids(block_mapping, "block_mapping"), [], [])
+    else:
+        pairs = (None, *arguments.block_pairs(block_mapping, "block_mapping"))
+    return _run(op, keys, values, caches, pairs, key_count, stream)
+
+
+def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:
+    """All caches as one list, and how many of them hold keys."""
+    if isinstance(keys, (list, tuple)):
+        flat_keys = arguments.caches(keys, "key_caches")
+        flat_values = [] if values is None else arguments.caches(values, "value_caches")
+    else:
+        flat_keys = [arguments.cache(keys, "key_caches")]
+        flat_values = [] if values is None else [arguments.cache(values, "value_caches")]
+    if values is not None and len(flat_keys) != len(flat_values):
+        raise ValueError(
+            f"key_caches has {len(flat_keys)} tensors, value_caches has {len(flat_values)}; "
+            "both must have the same number"
+        )
+    return flat_keys + flat_values, len(flat_keys)
+
+
+def _run(
+    op: str, keys: Any, values: Any, caches: list[Any], ids: tuple[Any, ...], key_count: int, stream: Any
+) -> tuple[Any, Any]:
+    if not caches:
+        return keys, values
+    if not tracing():
+        handle = streams.resolve(stream, caches[0])
+        _report_accesses(op, caches, ids, handle)
+        call(op, caches, *ids, key_count, handle)
+        return keys, values
+    updated = call_traceable(f"{op}_in_place", caches, *ids, key_count, streams.traced(stream, op))
+    if not isinstance(keys, (list, tuple)):
+        return updated[0], None if values is None else updated[1]
+    return updated[:key_count], None if values is None else updated[key_count:]
+
+
+def _report_accesses(op: str, caches: list[Tensor], ids: tuple[Any, ...], handle: int) -> None:
+    if not (_check.enabled() and _check.access_checks):
+        return
+    if op == "copy_single_block":
+        sources, targets = [ids[0]], [ids[1]]
+    elif ids[0] is not None:
+        sources, targets = (column.tolist() for column in ids[0].numpy().T)
+    else:
+        sources, targets = ids[1], ids[2]
+    for cache in caches:
+        _check.block_access(cache, [i for i in sources if i >= 0], writing=op == "swap_blocks", stream=handle)
+        _check.block_access(cache, [i for i in targets if i >= 0], writing=True, stream=handle)
