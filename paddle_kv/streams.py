@@ -58,7 +58,8 @@ def resolve_on(stream: Any, device_id: int) -> int:
 
     Raises:
         TypeError: ``stream`` is not a stream.
-        ValueError: no stream is named, and the CuPy stream of the ``with`` block, which would have to wait for Paddle's,
+        ValueError: no stream is named, and the CuPy stream of the ``with`` block, which would have to wait for
+        Paddle's,
             is being captured into a CUDA graph.
     """
     if stream is not None:

@@ -49,7 +49,7 @@ class Backend(Protocol):
         """An event that is not recorded; may be one that was given back."""
 
     def destroy_event(self, event: Event) -> None:
-        """Gives an event back: nobody asks or waits for it again. A recording of it may still be ahead of its stream."""
+        """Gives an event back: nobody asks or waits for it again. It need not have been passed."""
 
     def close(self) -> None:
         """Frees what the backend keeps for re-use."""

@@ -86,7 +86,7 @@ def _integers(values: Any, name: str) -> np.ndarray:
     if isinstance(values, Tensor):
         if values.dtype not in _INTEGER_TENSORS and values.size:
             raise TypeError(f"{name} has dtype {values.dtype}; int32 or int64 is expected")
-        return values.numpy().astype(np.int64)
+        return values.numpy().astype(np.int64)  # type: ignore[no-any-return]
     try:
         found = np.asarray(values)
     except (TypeError, ValueError):
@@ -160,10 +160,8 @@ def readable(tensor: Any, name: str) -> Tensor:
         return tensor  # type: ignore[no-any-return]
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected ({name}.contiguous())"
-        )
+    if 0 not in tensor.shape and not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected")
     return tensor
 
 

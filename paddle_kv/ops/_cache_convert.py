@@ -1,4 +1,9 @@
-"""Tokens out of and into block caches, and caches in another number format or layout."""
+"""Tokens out of and into block caches, and caches in another number format or layout.
+
+In programs that Paddle 2.6 makes from source (``to_static(full_graph=True)``) a function must not return the result
+of one of these operators itself: Paddle asks the last operator for a gradient, which these do not have. Return what
+is computed from it, or a ``reshape`` of it.
+"""
 
 from __future__ import annotations
 
@@ -35,31 +40,33 @@ def gather_cache(
     is slot ``p % bs`` of block ``block_table[s, p // bs]``. A token without a block becomes zeros: one before the first
     or behind the last sequence, one whose id is negative (padding), beyond the cache, or not in the table.
 
-    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors must
-    stay alive, and the cache must not be written, until the stream has passed the gather. The result is memory of Paddle's
-    current stream: with another ``stream``, make that one wait for Paddle's before the call, and Paddle's for it before
-    the result is read or released.
+    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors
+    must stay alive, and the cache must not be written, until the stream has passed the gather. The result is memory
+    of Paddle's current stream: with another ``stream``, make that one wait for Paddle's before the call, and Paddle's
+    for it before the result is read or released.
 
     Args:
         cache: ``[nb, nh, bs, hd]`` (HND), ``[nb, bs, nh, hd]`` (NHD), or packed: keys ``[nb, nh, hd/x, bs, x]``, values
             ``[nb, nh, hd, bs]``; contiguous.
         block_table: ``[sequences, blocks_per_sequence]``, int32 or int64, on the device of the cache, contiguous.
-        cu_seq_lens: ``[sequences + 1]``, int32 or int64, on the device of the cache: where each sequence starts and, last,
-            where the last one ends.
+        cu_seq_lens: ``[sequences + 1]``, int32 or int64, on the device of the cache: where each sequence starts and,
+            last, where the last one ends.
         total_tokens: rows of the result.
         layout: of the cache.
-        kv_cache_dtype: what the elements of the cache are. ``"auto"``: elements of its dtype, whatever that is, gathered
-            as they are. Otherwise codes of that format (see ``docs/quantisation.md``), which are dequantised: in uint8
-            tensors, fp8 also in Paddle's fp8 dtypes, int8 in int8.
-        out_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (or Paddle's dtype object), rounded to nearest even. None:
-            the cache's dtype for ``"auto"``, else float32, in which a dequantised value loses nothing.
-        scale: a positive number, or a float32 tensor of one value or one for each head, on the device of the cache. None: 1.
+        kv_cache_dtype: what the elements of the cache are. ``"auto"``: elements of its dtype, whatever that is,
+            gathered as they are. Otherwise codes of that format (see ``docs/quantisation.md``), which are
+            dequantised: in uint8 tensors, fp8 also in Paddle's fp8 dtypes, int8 in int8.
+        out_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (or Paddle's dtype object), rounded to nearest even.
+            None: the cache's dtype for ``"auto"``, else float32, in which a dequantised value loses nothing.
+        scale: a positive number, or a float32 tensor of one value or one for each head, on the device of the cache.
+            None: 1.
         stream: see above.
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts that do not fit; a tensor that is not contiguous; ``scale`` or another
-            ``out_dtype`` with ``"auto"``.
-        IndexError: with ``PADDLE_KV_CHECK=1``, a block id beyond the cache, or a sequence longer than its row of the table.
+        ValueError: shapes, dtypes, devices or layouts that do not fit; a tensor that is not contiguous; ``scale`` or
+            another ``out_dtype`` with ``"auto"``.
+        IndexError: with ``PADDLE_KV_CHECK=1``, a block id beyond the cache, or a sequence longer than its row of the
+            table.
         TypeError: wrong type of an argument.
         CudaError: CUDA reported a failure.
         NotImplementedError: ``stream`` was named while a program is traced.
@@ -91,8 +98,11 @@ def gather_cache(
     if kv_cache_dtype == "auto" and dtype == _dtype_name(cache.dtype, "cache"):
         dtype = None
     tensor, number = arguments.scale(1.0 if scale is None else scale, "scale")
-    options = (total_tokens, layout, dtype or "", kv_cache_dtype, number)
-    return _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)
+    # Paddle 2.6 takes no result without elements from an operator.
+    empty = total_tokens == 0 and not tracing()
+    options = (1 if empty else total_tokens, layout, dtype or "", kv_cache_dtype, number)
+    rows = _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)
+    return rows[:0] if empty else rows
 
 
 @traceable
@@ -110,8 +120,9 @@ def scatter_cache(
     Token ``n`` goes to the slot that :func:`gather_cache` would read it from; a token without a block is skipped, and a
     block beyond the cache is never written. Elements are copied as they are.
 
-    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors must
-    stay alive, and the blocks must not be read or written by other streams, until the stream has passed the scatter.
+    Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors
+    must stay alive, and the blocks must not be read or written by other streams, until the stream has passed the
+    scatter.
 
     Args:
         tokens: ``[tokens, nh, hd]`` of the cache's dtype and device. Any strides: a slice of a fused QKV tensor is read
@@ -175,9 +186,9 @@ def convert_fp8(
 ) -> Tensor:
     """A tensor of any shape as 8-bit floats, or 8-bit floats as a plain format.
 
-    To fp8: ``source / scale`` in float32, clipped to plus or minus the largest number of the format (448 for e4m3, 57344
-    for e5m2; infinities too), rounded to nearest even; NaN stays NaN. From fp8: ``code * scale`` in float32, rounded to
-    nearest even to the target. The CPU and the GPU give the same bits.
+    To fp8: ``source / scale`` in float32, clipped to plus or minus the largest number of the format (448 for e4m3,
+    57344 for e5m2; infinities too), rounded to nearest even; NaN stays NaN. From fp8: ``code * scale`` in float32,
+    rounded to nearest even to the target. The CPU and the GPU give the same bits.
 
     Ordering and the life of the result as for :func:`gather_cache`.
 
@@ -189,8 +200,8 @@ def convert_fp8(
         stream: see above.
 
     Returns:
-        A new tensor of the same shape. 8-bit floats are ``float8_e4m3fn`` or ``float8_e5m2`` in Paddle 3, uint8 with the
-        same bits in Paddle 2.6, which has no such dtypes.
+        A new tensor of the same shape. 8-bit floats are ``float8_e4m3fn`` or ``float8_e5m2`` in Paddle 3, uint8 with
+        the same bits in Paddle 2.6, which has no such dtypes.
 
     Raises:
         ValueError: a dtype, format or scale that does not fit; a source that is not contiguous.
@@ -210,7 +221,12 @@ def convert_fp8(
     _text(to, "to")
     _text(fp8_format, "fp8_format")
     tensor, number = arguments.scale(scale, "scale")
-    return _call("convert_fp8", stream, source, (source, tensor), (to, fp8_format, number))
+    options = (to, fp8_format, number)
+    if not tracing() and 0 in source.shape:  # Paddle 2.6 takes no result without elements from an operator
+        one = paddle.empty([1], source.dtype)._copy_to(source.place, True)
+        converted: Tensor = _call("convert_fp8", stream, one, (one, tensor), options)[:0].reshape(source.shape)
+        return converted
+    return _call("convert_fp8", stream, source, (source, tensor), options)
 
 
 @traceable
@@ -234,8 +250,8 @@ def convert_layout(
         stream: see above.
 
     Raises:
-        ValueError: a shape that is not of ``source_layout``, packed keys whose head size ``x`` does not divide, an unknown
-            kind or layout, a cache that is not contiguous.
+        ValueError: a shape that is not of ``source_layout``, packed keys whose head size ``x`` does not divide, an
+            unknown kind or layout, a cache that is not contiguous.
         TypeError: wrong type of an argument.
         CudaError: CUDA reported a failure.
         NotImplementedError: ``stream`` was named while a program is traced.

@@ -20,11 +20,11 @@ INFO_BYTES = 4096
 
 @traceable
 def vectorized_copy(source_pointers: Any, target_pointers: Any, sizes: Any, *, stream: Any = None) -> None:
-    """Copies pieces of memory with one kernel: ``sizes[i]`` bytes from ``source_pointers[i]`` to ``target_pointers[i]``.
+    """Copies ``sizes[i]`` bytes from ``source_pointers[i]`` to ``target_pointers[i]``, all with one kernel.
 
     Each piece is copied in the widest words that its own two addresses allow; any address and any size will do. The
-    kernel runs on the GPU that the first device address belongs to, and uses few of its multiprocessors where a piece is
-    in host memory. If all addresses are host memory, the CPU copies at once, in no order with any stream.
+    kernel runs on the GPU that the first device address belongs to, and uses few of its multiprocessors where a piece
+    is in host memory. If all addresses are host memory, the CPU copies at once, in no order with any stream.
 
     Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. The memory must
     stay alive, and must not be written (nor, where it is a target, read), until the stream has passed the copy; the
@@ -46,8 +46,8 @@ def vectorized_copy(source_pointers: Any, target_pointers: Any, sizes: Any, *, s
         >>> import numpy as np
         >>> from paddle_kv import ops
         >>> source, target = np.arange(6, dtype="uint8"), np.zeros(6, "uint8")
-        >>> ops.vectorized_copy([source.ctypes.data + 4, source.ctypes.data], [target.ctypes.data, target.ctypes.data + 3],
-        ...                     [2, 3])
+        >>> first, second = source.ctypes.data, target.ctypes.data
+        >>> ops.vectorized_copy([first + 4, first], [second, second + 3], [2, 3])
         >>> target.tolist()
         [4, 5, 0, 0, 1, 2]
     """
@@ -73,8 +73,8 @@ def memcpy_batch(
     Args:
         mode: ``"batch"``: ``cudaMemcpyBatchAsync``, in calls of at most 8192 pieces, sources read in the order of the
             stream. ``"loop"``: one ``cudaMemcpyAsync`` for each piece. ``"fallback"``: batch where the driver has it,
-            otherwise the loop. Where CUDA does not allow the batched call (legacy default stream, handles 0 and 1; while
-            a graph is captured; pageable memory), both batch and fallback use the loop.
+            otherwise the loop. Where the batched call is not allowed or not safe (legacy default stream, handles 0 and
+            1; while a graph is captured; pageable memory), both batch and fallback use the loop.
 
     Raises:
         NotImplementedError: mode ``"batch"`` without ``cudaMemcpyBatchAsync``, see :func:`has_memcpy_batch_async`.
@@ -167,7 +167,7 @@ def _compiled_facts() -> dict[str, str]:
     text = _on_cpu(INFO_BYTES, paddle.uint8)
     call("build_info", text)
     lines = bytes(text.numpy()).rstrip(b"\0").decode().splitlines()
-    return dict(line.split("=", 1) for line in lines)  # type: ignore[misc]
+    return dict(line.split("=", 1) for line in lines)
 
 
 def _ask(op: str, *asked: Any) -> int:

@@ -12,16 +12,19 @@ operational   ``[blocks, layers, outer, inner]``                          as in 
 ``outer`` counts what a layer keeps of a block: 2 for keys and values, 1 for a latent cache. The layouts and their names
 are those of Dynamo's block manager. All functions copy bits: any dtype will do.
 
-Ordering, the same for all: ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing
-else. All memory must stay alive, sources must not be written, and targets not be touched, until the stream has passed
-the copy; whoever reads a result on another stream must make that wait. On the CPU the copy is done on return. A result
-that is allocated here comes from Paddle's allocator and so belongs to Paddle's current stream: with any other stream give
-``out``. In a CUDA graph the addresses and the ids of lists are part of what is captured.
+Ordering, the same for all: ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after
+nothing else. All memory must stay alive, sources must not be written, and targets not be touched, until the stream has
+passed the copy; whoever reads a result on another stream must make that wait. On the CPU the copy is done on return. A
+result that is allocated here comes from Paddle's allocator and so belongs to Paddle's current stream: with any other
+stream give ``out``. A captured CUDA graph repeats the copy with the addresses and the ids of lists that it had; call an
+operator once before capturing, because the first call makes a memory pool.
 
-Where the tensors are: all on one GPU, or some of them in page-locked memory, into and out of which the GPU then copies
+Where the tensors are: all on one GPU, or some of them in page-locked memory, which the GPU then reads or writes
 directly; or all on the CPU.
 
-In a traced program tensors and caches work as in dygraph, on Paddle's current stream; use the results, not the arguments.
+In a traced program tensors and caches work as in dygraph, on Paddle's current stream; use the results, not the
+arguments. Addresses and streams cannot be named there. With Paddle 2.6 a program that returns such a result has to be
+put into ``eval()`` mode: it looks for the gradient of the operator otherwise.
 """
 
 from __future__ import annotations
@@ -225,13 +228,13 @@ def universal_from_cache(
             heads, tokens = tokens, heads
         blocks = len(ids[1]) if ids[0] is None else _sizes(ids[0], "block_ids", 1)[0]
         out = _allocate([blocks, heads, key_count, len(caches) // key_count, tokens, shape[-1]], caches[0])
-    if _is_empty(out) and not tracing() and ids == (None, []):
+    if _is_empty(out) and not tracing() and ids[0] is None and not ids[1]:
         return out
     arguments.cache(out, "out")
     attributes = (ids[1], key_count, heads_first)
     if tracing():
         given = (caches, ids[0], out, *attributes, streams.traced(stream, op))
-        return call_traceable(f"{op}_in_place", *given)[0]
+        return call_traceable(f"{op}_in_place", *given)[0]  # type: ignore[no-any-return]
     handle = _handle(stream, [*caches, out])
     _report(caches, ids[1], handle, writing=False)
     call(op, caches, ids[0], out, *attributes, handle)
@@ -277,7 +280,7 @@ def cache_from_universal(
     heads_first = _heads_first(layout, "layout")
     caches, key_count = _flat(key_caches, value_caches)
     ids = _ids(block_ids)
-    if not tracing() and ids == (None, []) and _is_empty(universal):
+    if not tracing() and ids[0] is None and not ids[1] and _is_empty(universal):
         return key_caches, value_caches
     arguments.cache(universal, "universal")
     attributes = (ids[1], key_count, heads_first)
@@ -295,8 +298,8 @@ def cache_from_universal(
 def reshard_universal(parts: Sequence[Tensor], target_tp: int, *, stream: Any = None) -> list[Tensor]:
     """The heads of universal tensors, cut for another number of tensor-parallel ranks.
 
-    Only plain division: rank r of the result has the r-th part of all heads. Where a model has fewer KV heads than ranks
-    and they share copies of a head, give each head once and let the ranks share the parts.
+    Only plain division: rank r of the result has the r-th part of all heads. Where a model has fewer KV heads than
+    ranks and these share copies of a head, give each head once and let the ranks share the parts.
 
     Ordering, lifetime and places: see :mod:`paddle_kv.ops.permute`; the result is allocated.
 
@@ -395,7 +398,7 @@ class _Stack:
         return self.given
 
     def _nothing_to_do(self, dense: Any) -> bool:
-        """No chunks and a tensor for none: Paddle gives such tensors no memory that an operator could be called with."""
+        """No chunks and a tensor for none: Paddle gives such a tensor no memory, so no operator can take it."""
         return not tracing() and self.num_blocks == 0 and _is_empty(dense)
 
     def _attributes(self, device: int) -> tuple[Any, ...]:
@@ -441,6 +444,8 @@ def _allocate(shape: list[int], like: Any) -> Tensor:
         # Not paddle.empty: a program merges two of those that are alike, and two results would share one memory.
         text = " ".join(map(str, shape))
         return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]  # type: ignore[no-any-return]
+    if like.place.is_cuda_pinned_place():  # Paddle allocates none by name
+        return paddle._C_ops.empty(shape, like.dtype, paddle.CPUPlace()).pin_memory()  # type: ignore[no-any-return]
     return paddle._C_ops.empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
 
 

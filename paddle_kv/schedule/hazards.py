@@ -203,19 +203,20 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
     """The domain of the memory that ``owner`` (a pool) lies in, and a call that ends the tie (as the owner's end does).
 
     Raises:
-        ValueError: the memory overlaps that of another pool without having the same blocks and layers, or overlaps itself.
+        ValueError: the memory overlaps that of another pool without having the same blocks and layers, or itself.
     """
     ordered = sorted(extents, key=lambda extent: extent.start)
     for before, after in itertools.pairwise(ordered):
         if before.end > after.start:
             raise ValueError(
-                f"the tensors at {before.start:#x} and {after.start:#x} overlap; each name and layer needs memory of its own"
+                f"the tensors at {before.start:#x} and {after.start:#x} overlap; "
+                "each name and layer needs memory of its own"
             )
     tensors = [(extent.start, extent.stride_bytes, extent.layer) for extent in extents]
     with lock:
         domain = None
         for extent in extents:
-            for known, attached in list(_attached.items()):
+            for known, attached in _attached.copy().items():  # list(): garbage collection half way may detach a pool
                 if extent.start >= known.end or known.start >= extent.end:
                     continue
                 domain = attached.domain
@@ -245,7 +246,7 @@ def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: 
     """Raises RuntimeError if work on ``stream`` touches blocks of a pool's tensor that a transfer is moving, without
     having waited for it (clause 5 of the contract; the debug mode asks)."""
     with lock:
-        for extent, attached in list(_attached.items()):  # a pool may be collected meanwhile
+        for extent, attached in _attached.copy().items():  # list(): garbage collection half way may detach a pool
             if not extent.start <= address < extent.end:
                 continue
             first = (address - extent.start) // extent.stride_bytes

@@ -91,6 +91,7 @@ class LayerwiseScheduler:
             ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
         )
         self._closed = False
+        self._closers = 0  # threads in close()
         self._binding = self._backend.bind(device_cache, host_pool)
         self._streams: dict[str, Stream] = {}
         try:
@@ -117,7 +118,8 @@ class LayerwiseScheduler:
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
-            TransferError: a device block holds no usable data after a failed onload, or the submission failed.
+            TransferError: a device block holds no usable data after a failed onload, or the submission failed. The
+                compute stream is ordered behind what was submitted of it.
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
@@ -172,6 +174,9 @@ class LayerwiseScheduler:
             self._counters[f"{direction}_bytes"] += transfer.bytes
             transfer._advance()
             transfer.poll()
+        if transfer.failed:
+            # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
+            transfer._hold(compute)
             transfer._raise_if_failed()
         return transfer
 
@@ -213,17 +218,23 @@ class LayerwiseScheduler:
         if self._process_id != os.getpid():
             return
         check_timeout(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not self._closed:
+        with hazards.lock:
+            if self._closed:
+                return
+            self._closers += 1  # or threads that go on submitting would keep it open
+            for transfer in self._in_flight():
+                transfer.cancel()
+        try:
+            self.drain(timeout_s)
+        except BaseException:
             with hazards.lock:
-                for transfer in self._in_flight():
-                    transfer.cancel()
-            self.drain(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            with hazards.lock:
-                if self._closed or self._in_flight():  # another thread was quicker, or has started one meanwhile
-                    continue
-                self._closed = True
-            self._give_up()
+                self._closers -= 1
+            raise
+        with hazards.lock:
+            if self._closed:  # another thread was quicker
+                return
+            self._closed = True
+        self._give_up()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now."""
@@ -278,7 +289,7 @@ class LayerwiseScheduler:
                 steps.callback(self._backend.destroy_stream, self._streams.popitem()[1])
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed or self._closers:
             raise RuntimeError("the scheduler is closed")
         if self._process_id != os.getpid():
             raise RuntimeError("the scheduler was made before a fork; make one in this process")

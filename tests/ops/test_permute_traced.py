@@ -20,7 +20,11 @@ SHAPE = Shape(blocks=2, layers=2, heads=3, tokens=4, width=6, dtype="float16")
 
 
 def traced(function: Any, full_graph: bool) -> Any:
-    return paddle.jit.to_static(function, full_graph=full_graph)
+    """For inference: otherwise Paddle 2.6 looks for the gradient of an operator whose result leaves the program."""
+    program = paddle.jit.to_static(function, full_graph=full_graph)
+    if full_graph:
+        program.eval()
+    return program
 
 
 @both_tracers
@@ -124,11 +128,10 @@ def test_a_bad_id_in_a_program(machine: Machine) -> None:
 
 
 def test_what_a_program_cannot_hold(machine: Machine) -> None:
-    stack = Stack(machine, SHAPE)
     out = dense(machine, SHAPE.universal, SHAPE.dtype).tensor
 
     def with_addresses(given: Any) -> Any:
-        return ops.universal_from_block(stack.addresses, num_layers=2, out=given)
+        return ops.universal_from_block([64, 128, 192, 256] * 2, num_layers=2, out=given)
 
     def with_a_stream(given: Any) -> Any:
         return ops.reshard_universal([given], 3, stream=5)

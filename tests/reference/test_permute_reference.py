@@ -7,7 +7,7 @@ import pytest
 
 from tests.reference import memcpy, permute
 
-# Two layers, keys and values, two tokens, three heads, width 1. An element says where it belongs: layer, outer, token, head.
+# Two layers, keys and values, two tokens, three heads, width 1. An element says where it belongs.
 NHD = [
     np.array([[[111], [112], [113]], [[121], [122], [123]]]) + 1000 * (layer - 1) + 1000 * 10 * outer
     for layer in (1, 2)

@@ -1,10 +1,11 @@
-"""What fails, is cancelled or is left undone: who hears of it, what is poisoned, what stays in use, what is given back."""
+"""What fails, is cancelled or left undone: who hears of it, what is poisoned, what stays in use, what is given back."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_a_copy_that_fails(rig, copies, direction, layer):
                 transfer.wait_layer(early, timeout_s=WAIT_S)
             except TransferError:  # known already: also that is right
                 break
-        with pytest.raises(TransferError, match=f"{direction} failed at layer {layer}: the link is down") as error:
+        with pytest.raises(TransferError, match=rf"{direction} failed at layer {layer}: the link is down") as error:
             transfer.wait(WAIT_S)
         assert error.value.layer == layer
         assert error.value.block_ids == targets
@@ -115,9 +116,9 @@ def test_wait_layer_raises_a_failure_of_a_later_layer_only_when_it_is_known(rig,
         load = scheduler.onload([4], [1])
         load.wait_layer(1, timeout_s=WAIT_S)
         copies.go_on()
-        with pytest.raises(TransferError, match="onload failed at layer 2: x"):
+        with pytest.raises(TransferError, match=r"onload failed at layer 2: x"):
             load.wait_layer(2, timeout_s=WAIT_S)
-        with pytest.raises(TransferError, match="onload failed at layer 2: x"):
+        with pytest.raises(TransferError, match=r"onload failed at layer 2: x"):
             load.wait_layer(1)
 
 
@@ -126,9 +127,9 @@ def test_a_failed_layer_of_a_layerwise_save(rig, copies):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         save = scheduler.offload([1], [4], layerwise=True)
         save.mark_layer_written(1)
-        with pytest.raises(TransferError, match="offload failed at layer 1: x"):
+        with pytest.raises(TransferError, match=r"offload failed at layer 1: x"):
             save.wait_layer(1, timeout_s=WAIT_S)
-        with pytest.raises(TransferError, match="offload failed at layer 1"):
+        with pytest.raises(TransferError, match=r"offload failed at layer 1"):
             save.mark_layer_written(0)
         with pytest.raises(TransferError):
             save.wait(WAIT_S)
@@ -142,7 +143,7 @@ def test_an_earlier_layer_that_failed_is_not_forgotten_when_later_ones_succeed(r
         save = scheduler.offload([1], [4], layerwise=True)
         for layer in (1, 0, 2, 3, 4):
             save.mark_layer_written(layer)
-        with pytest.raises(TransferError, match="offload failed at layer 1"):
+        with pytest.raises(TransferError, match=r"offload failed at layer 1"):
             save.wait(WAIT_S)
         rig.expect_offload([1], [4], layers=[0, 2, 3, 4])
         rig.check()
@@ -156,7 +157,7 @@ def test_poisoned_host_blocks_until_they_are_rewritten(rig, copies):
             scheduler.offload([1, 2, 3], [4, 9, 5]).wait(WAIT_S)
         rig.expect_offload([1, 2, 3], [4, 9, 5], layers=[0, 1])
         copies.heal()
-        with pytest.raises(TransferError, match="block 9 of the host pool holds no usable data") as error:
+        with pytest.raises(TransferError, match=r"block 9 of the host pool holds no usable data") as error:
             scheduler.onload([0, 9, 5], [6, 7, 8])
         assert error.value.block_ids == [9, 5]
         rig.check()
@@ -167,7 +168,7 @@ def test_poisoned_host_blocks_until_they_are_rewritten(rig, copies):
         rig.pool.mark_rewritten([5])
         scheduler.onload([5], [8]).wait(WAIT_S)
         rig.expect_onload([5], [8])
-        with pytest.raises(TransferError, match="block 4 of the host pool"):
+        with pytest.raises(TransferError, match=r"block 4 of the host pool"):
             scheduler.onload([4], [6])
         assert_works(rig, scheduler)
 
@@ -178,7 +179,7 @@ def test_poisoned_device_blocks_until_they_are_rewritten(rig, copies):
         with pytest.raises(TransferError):
             scheduler.onload([4, 9], [1, 0]).wait(WAIT_S)
         copies.heal()
-        with pytest.raises(TransferError, match="block 0 of the device cache holds no usable data"):
+        with pytest.raises(TransferError, match=r"block 0 of the device cache holds no usable data"):
             scheduler.offload([0], [3])
         rig.check()
         scheduler.onload([9], [0]).wait(WAIT_S)
@@ -200,7 +201,7 @@ def test_poison_is_known_to_every_scheduler_on_the_memory(rig, copies):
     ):
         with pytest.raises(TransferError):
             one.onload([4], [1]).wait(WAIT_S)
-        with pytest.raises(TransferError, match="block 1 of the device cache"):
+        with pytest.raises(TransferError, match=r"block 1 of the device cache"):
             two.offload([1], [3])
 
 
@@ -225,13 +226,13 @@ def test_what_reads_the_result_of_a_failed_transfer_fails_too(rig, copies):
         free = scheduler.onload([6], [7])
         copies.go_on()
         for transfer in (again, load, save):
-            with pytest.raises(TransferError, match="offload failed at layer 3: x"):
+            with pytest.raises(TransferError, match=r"offload failed at layer 3: x"):
                 transfer.wait(WAIT_S)
         free.wait(WAIT_S)
         rig.expect_onload([6], [7])
         copies.heal()
         for source, target in ((scheduler.onload, 4), (scheduler.offload, 2), (scheduler.onload, 5)):
-            with pytest.raises(TransferError, match="holds no usable data"):
+            with pytest.raises(TransferError, match=r"holds no usable data"):
                 source([target], [0])
         assert scheduler.stats()["failed"] == 3
 
@@ -282,11 +283,11 @@ def test_cancel_before_anything_moved(rig, copies):
             lambda: save.mark_layer_written(0),
             save.wait_on,
         ):
-            with pytest.raises(TransferError, match="offload was cancelled before layer 0 was moved") as error:
+            with pytest.raises(TransferError, match=r"offload was cancelled before layer 0 was moved") as error:
                 call()
             assert error.value.layer == 0
             assert error.value.block_ids == [4]
-        with pytest.raises(TransferError, match="block 4 of the host pool holds no usable data"):
+        with pytest.raises(TransferError, match=r"block 4 of the host pool holds no usable data"):
             scheduler.onload([4], [0])
         assert (scheduler.stats()["cancelled"], scheduler.stats()["failed"]) == (1, 0)
         rig.check()
@@ -309,12 +310,12 @@ def test_cancel_in_the_middle_keeps_the_blocks_until_what_runs_is_done(rig, copi
         assert rig.pool.num_free_blocks == 15
         with pytest.raises(TimeoutError), rig.pool.lease([9], timeout_s=SHORT_S):
             pass
-        with pytest.raises(TransferError, match="block 4 of the host pool holds no usable data"):
+        with pytest.raises(TransferError, match=r"block 4 of the host pool holds no usable data"):
             scheduler.onload([4], [0])
         with pytest.raises(TimeoutError):
             save.wait(SHORT_S)
         copies.go_on()
-        with pytest.raises(TransferError, match="offload was cancelled before layer 0 was moved"):
+        with pytest.raises(TransferError, match=r"offload was cancelled before layer 0 was moved"):
             save.wait(WAIT_S)
         rig.expect_offload([1, 2], [4, 9], layers=[1, 3])
         rig.check()
@@ -387,7 +388,7 @@ def test_a_submission_that_fails_raises_at_the_call(rig, direction, after):
     backend = FailingBackend()
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
         backend.fail("copy_layers", 1, Broken("x"), after=after)
-        with pytest.raises(TransferError, match=f"{direction} failed at layer 0: x") as error:
+        with pytest.raises(TransferError, match=rf"{direction} failed at layer 0: x") as error:
             getattr(scheduler, direction)([4, 9], [1, 0])
         assert isinstance(error.value.__cause__, Broken)
         assert error.value.block_ids == [1, 0]
@@ -397,7 +398,7 @@ def test_a_submission_that_fails_raises_at_the_call(rig, direction, after):
         elif after:
             rig.expect_offload([4, 9], [1, 0])
         rig.check()
-        with pytest.raises(TransferError, match="holds no usable data"):
+        with pytest.raises(TransferError, match=r"holds no usable data"):
             (scheduler.offload if direction == "onload" else scheduler.onload)([1], [5])
         assert scheduler.stats()["failed"] == 1
         assert scheduler.stats()["events"] == 1
@@ -406,16 +407,20 @@ def test_a_submission_that_fails_raises_at_the_call(rig, direction, after):
 
 
 def test_half_of_a_failed_submission_still_runs(rig, copies):
-    """The blocks stay in use until a fence behind it is passed, for every scheduler."""
+    """The blocks stay in use until a fence behind it is passed, for every scheduler; the caller gets no handle, so the
+    error comes when compute may touch the blocks again."""
     copies.hold("onload", 3)
     backend = FailingBackend()
     with (
         LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as one,
         LayerwiseScheduler(rig.cache, rig.pool) as two,
+        ThreadPoolExecutor() as callers,
     ):
         backend.fail("copy_layers", 1, Broken("x"), after=True)
-        with pytest.raises(TransferError):
-            one.onload([4], [1])
+        failing = callers.submit(one.onload, [4], [1])
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        time.sleep(SHORT_S)
+        assert not failing.done()
         assert one.stats()["in_flight"] == 1
         with pytest.raises(TimeoutError), rig.pool.lease([4], write=True, timeout_s=SHORT_S):
             pass
@@ -425,6 +430,8 @@ def test_half_of_a_failed_submission_still_runs(rig, copies):
         rig.expect_onload([4], [1], layers=range(3))
         rig.check()
         copies.go_on()
+        with pytest.raises(TransferError):
+            failing.result(WAIT_S)
         rewrite.wait(WAIT_S)
         one.drain(WAIT_S)
         rig.expect_onload([4], [1], layers=[3, 4])
@@ -485,7 +492,7 @@ def test_an_interrupted_submission_ends_as_failed(rig):
             scheduler.onload([4], [1])
         scheduler.drain(WAIT_S)
         rig.expect_onload([4], [1])
-        with pytest.raises(TransferError, match="holds no usable data"):
+        with pytest.raises(TransferError, match=r"holds no usable data"):
             scheduler.offload([1], [5])
         assert scheduler.stats()["failed"] == 1
         assert_works(rig, scheduler)

@@ -80,7 +80,7 @@ def test_poison_is_raised_until_rewritten(domain):
     domain.poison([1, 2], failed, TransferError("broken"))
     domain.release([1, 2], failed, written=False)
     assert domain.poisoned([0, 1, 2]) == [1, 2]
-    with pytest.raises(TransferError, match="block 1 of the pool holds no usable data .broken.") as error:
+    with pytest.raises(TransferError, match=r"block 1 of the pool holds no usable data .broken.") as error:
         domain.check([0, 1, 2], "pool", writing=False)
     assert error.value.block_ids == [1, 2]
     domain.check([1, 2], "pool", writing=True)
@@ -97,7 +97,7 @@ def test_a_failed_writer_that_still_runs_is_poison_already(domain):
     domain.write([1], failed)
     domain.poison([1], failed, TransferError("broken"))
     failed.failed = True
-    with pytest.raises(TransferError, match="block 1 of the pool holds no usable data"):
+    with pytest.raises(TransferError, match=r"block 1 of the pool holds no usable data"):
         domain.check([1], "pool", writing=False)
 
 
@@ -124,7 +124,7 @@ def test_leases_forbid_conflicting_transfers(domain):
     assert domain.try_lease([2], write=True)
     domain.check([1], "pool", writing=False)
     for ids, writing in (([0, 1], True), ([2], False), ([2], True)):
-        with pytest.raises(RuntimeError, match=f"block {ids[-1]} of the pool is leased"):
+        with pytest.raises(RuntimeError, match=rf"block {ids[-1]} of the pool is leased"):
             domain.check(ids, "pool", writing=writing)
     domain.end_lease([1], write=False)
     domain.end_lease([2], write=True)
@@ -179,13 +179,13 @@ def test_other_memory_other_domain():
 def test_overlapping_memory_of_another_shape_is_refused(other):
     one, two = Owner(), Owner()
     hazards.attach(one, extents(BASE))
-    with pytest.raises(ValueError, match="overlaps that of another pool"):
+    with pytest.raises(ValueError, match=r"overlaps that of another pool"):
         hazards.attach(two, other)
     hazards.attach(two, extents(BASE))
 
 
 def test_memory_that_overlaps_itself_is_refused():
-    with pytest.raises(ValueError, match="overlap; each name and layer needs memory of its own"):
+    with pytest.raises(ValueError, match=r"overlap; each name and layer needs memory of its own"):
         hazards.attach(Owner(), extents(BASE, gap=100))
 
 

@@ -183,9 +183,9 @@ def test_a_layer_is_there_after_wait_layer_and_the_next_one_is_not_awaited(rig, 
         rig.expect_onload([4, 9], [1, 0], layers=[0, 1])
         rig.check()
         assert not load.done()
-        with pytest.raises(TimeoutError, match="timeout_s = 0.05"):
+        with pytest.raises(TimeoutError, match=r"timeout_s = 0.05"):
             load.wait_layer(2, timeout_s=SHORT_S)
-        with pytest.raises(TimeoutError, match="timeout_s = 0.05"):
+        with pytest.raises(TimeoutError, match=r"timeout_s = 0.05"):
             load.wait(SHORT_S)
         copies.go_on()
         load.wait_layer(2, timeout_s=WAIT_S)
@@ -231,7 +231,7 @@ def test_a_group_waits_for_all_of_its_marks(rig, copies):
             save.mark_layer_written(layer)
         save.wait_layer(4, timeout_s=WAIT_S)
         for layer in (1, 2):
-            with pytest.raises(TimeoutError, match=f"layer {layer} was not submitted within timeout_s = 0.05"):
+            with pytest.raises(TimeoutError, match=rf"layer {layer} was not submitted within timeout_s = 0.05"):
                 save.wait_layer(layer, timeout_s=SHORT_S)
         assert [layer for _, _, layer in copies.done] == [4]
         save.mark_layer_written(3)
@@ -317,7 +317,7 @@ def test_two_writers_of_one_block_end_in_their_order(rig, copies):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         first = scheduler.offload([6], [2], layerwise=True)
         second = scheduler.offload([7], [2])
-        with pytest.raises(TimeoutError, match="a layer was not submitted within timeout_s = 0.05"):
+        with pytest.raises(TimeoutError, match=r"a layer was not submitted within timeout_s = 0.05"):
             second.wait(SHORT_S)
         assert copies.done == []
         for layer in range(5):
@@ -442,7 +442,7 @@ def test_a_long_chain_that_is_dropped_needs_no_deep_stack(rig):
         first = scheduler.offload([0], [0], layerwise=True)
         chain = [scheduler.onload([0], [1]) if i % 2 else scheduler.offload([1], [0]) for i in range(1, 801)]
         first.cancel()
-        with pytest.raises(RuntimeError, match="a transfer that failed"):
+        with pytest.raises(RuntimeError, match=r"a transfer that failed"):
             chain[-1].wait(WAIT_S)
         assert len(str(chain[-1].error)) < 500
     rig.check()
@@ -463,7 +463,7 @@ def test_record_event_covers_what_was_submitted(rig, copies):
         rig.expect_onload([1, 2], [3, 4])
         rig.check()
         load.wait(WAIT_S)
-        with pytest.raises(ValueError, match="direction = 'up' must be 'onload' or 'offload'"):
+        with pytest.raises(ValueError, match=r"direction = 'up' must be 'onload' or 'offload'"):
             scheduler.record_event("up")
 
 
@@ -477,7 +477,7 @@ def test_drain_waits_for_all_and_only_its_own(rig, copies):
         loads = [scheduler.onload([1], [1]), scheduler.onload([2], [2])]
         save = scheduler.offload([3], [3])
         second.drain(0)
-        with pytest.raises(TimeoutError, match="2 transfers were not over after timeout_s = 0.05"):
+        with pytest.raises(TimeoutError, match=r"2 transfers were not over after timeout_s = 0.05"):
             scheduler.drain(SHORT_S)
         assert save.done()
         copies.go_on()
@@ -611,7 +611,7 @@ class SmallSpec:
     order=st.permutations(range(3)),
 )
 def test_any_sequence_ends_as_if_one_after_the_other(steps, layers_per_event, order):
-    """Transfers in both directions on few blocks, all in flight at once; each layerwise save is marked at the very end."""
+    """Both directions on few blocks, all in flight at once; each layerwise save is marked at the very end."""
     rig = Rig(SmallSpec.spec, device_blocks=5, host_blocks=6)
     with LayerwiseScheduler(rig.cache, rig.pool, layers_per_event=layers_per_event) as scheduler:
         saves, transfers = [], []

@@ -59,6 +59,7 @@ class Setting:
             assert seen.saw(location) == version, f"{location} holds {seen.seen[location]}; {version} is expected"
 
     def assert_saw(self, computation: Any, block: int, version: str) -> None:
+        self.simulation.run()
         for where in self.device(block):
             location = self.simulation.location(*where)
             assert computation.saw(location) == version, f"{location}: saw {computation.seen[location]}, not {version}"
@@ -151,7 +152,6 @@ def wait_layer_on_another_stream(s: Setting) -> None:
     load = s.scheduler(layers_per_event=2).onload([3], [1])
     load.wait_layer(1, stream=side)
     seen = s.simulation.compute(reads=s.device(1), stream=side)
-    s.simulation.run()
     s.assert_saw(seen, 1, "prefix")
 
 
@@ -190,6 +190,17 @@ def offload_over_a_block_being_loaded(s: Setting) -> None:
     read_layer_by_layer(s, load, 1, "prefix")
     save.wait()
     s.assert_host(3, "prompt")
+
+
+def onload_of_a_block_whose_save_is_not_marked(s: Setting) -> None:
+    scheduler = s.scheduler()
+    save = scheduler.offload([0], [2], layerwise=True)
+    load = scheduler.onload([2], [1])
+    refused(load.wait_layer, 0, timeout_s=0.0, error=TimeoutError)
+    for layer in range(LAYERS):
+        s.simulation.compute(writes=[(s.cache, 0, layer)], version="prompt")
+        save.mark_layer_written(layer)
+    read_layer_by_layer(s, load, 1, "prompt")
 
 
 def two_schedulers_save_to_one_block(s: Setting) -> None:
@@ -349,7 +360,6 @@ def reader_of_a_copy_that_breaks(s: Setting) -> None:
     except TransferError:
         return
     seen = s.compute(reads=1)
-    s.simulation.run()
     s.assert_saw(seen, 1, "prompt")
 
 
@@ -372,6 +382,30 @@ def block_of_a_broken_submission_is_overwritten(s: Setting) -> None:
     s.simulation.device.break_submission(1)
     refused(scheduler.offload, [0], [2], error=TransferError)
     read_layer_by_layer(s, scheduler.onload([3], [0]), 0, "prefix")
+
+
+def another_scheduler_behind_a_broken_submission(s: Setting) -> None:
+    first, second = s.scheduler(), s.scheduler(compute_stream=s.simulation.stream("side"))
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    s.simulation.run()
+    s.simulation.order(s.simulation.compute_stream, s.simulation.device.streams[-1])
+    s.simulation.device.break_submission(1)
+    refused(first.offload, [0], [2], error=TransferError)
+    load = second.onload([3], [0])
+    load.wait()
+    read_layer_by_layer(s, load, 0, "prefix")
+
+
+def compute_behind_a_broken_submission(s: Setting) -> None:
+    scheduler = s.scheduler()
+    s.fill_host(3, "prefix")
+    s.simulation.device.break_submission(1)
+    refused(scheduler.onload, [3], [1], error=TransferError)
+    s.compute(writes=1, version="prompt")
+    s.cache.mark_rewritten([1])
+    scheduler.offload([1], [2]).wait()
+    s.assert_host(2, "prompt")
 
 
 def freed_block_of_a_broken_submission_stays_in_quarantine(s: Setting) -> None:
@@ -405,6 +439,7 @@ def each_transfer_ends(s: Setting) -> None:
     transfers = [scheduler.offload([0], [2]), scheduler.offload([0], [3], layerwise=True)]
     refused(lambda: transfers[1].wait(timeout_s=0.0), error=TimeoutError)
     refused(lambda: transfers[1].wait_layer(0, timeout_s=0.0), error=TimeoutError)
+    refused(lambda: transfers[1].wait_on(timeout_s=0.0), error=TimeoutError)
     transfers[1].cancel()
     try:
         scheduler.drain(timeout_s=0.1)
@@ -428,7 +463,6 @@ def calls_on_a_captured_stream_are_refused(s: Setting) -> None:
     captured.capturing = False
     load.wait_on(captured)
     replay = s.simulation.compute(reads=s.device(1), stream=captured, label="graph replay")
-    s.simulation.run()
     s.assert_saw(replay, 1, "prefix")
 
 

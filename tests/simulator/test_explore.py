@@ -75,7 +75,7 @@ def test_host_sees_both_answers() -> None:
         stream = device.add_stream("a")
         device.steps(stream, [step("a", []), step("b", [])])
         mark = device.record(stream)
-        answer = device.look(mark, may_leave=True)
+        answer = device.look(mark, 0.0)
         device.drain(device.streams)
         if not chooser.pruned:  # type: ignore[attr-defined]
             answers.append(answer)
@@ -128,7 +128,7 @@ def test_who_polls_for_ever_is_answered() -> None:
     stream = device.add_stream("a")
     device.steps(stream, [step("a", [])])
     mark = device.record(stream)
-    assert [device.look(mark, may_leave=True) for _ in range(PATIENCE + 1)] == [False] * PATIENCE + [True]
+    assert [device.look(mark, 0.0) for _ in range(PATIENCE + 1)] == [False] * PATIENCE + [True]
 
 
 def test_deadlock_is_reported() -> None:
@@ -137,6 +137,6 @@ def test_deadlock_is_reported() -> None:
     device.steps(stream, [step("a", [])])
     mark = device.record(stream)
     stream.held = True
-    assert not device.look(mark, may_leave=True)
+    assert not device.look(mark, 0.0)
     with pytest.raises(Deadlock, match="a: 2 left"):
-        device.look(mark, may_leave=False)
+        device.look(mark, None)

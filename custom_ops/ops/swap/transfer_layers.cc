@@ -10,6 +10,7 @@
 #include "../common/launch.h"
 #include "../common/validate.h"
 #include "host_swap.h"
+#include "paddle_kv/common/cuda_device.h"
 
 namespace paddle_kv {
 namespace {
@@ -53,8 +54,9 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
     const std::size_t t = i % per_layer;
     const int64_t bytes =
         host_blocks == 0 ? 0 : CheckedProduct(host_blocks - 1, host_strides[t], "host pool") + block_bytes[t];
-    CheckHostRange(host_pointers[i], bytes, "host pool, layer " + std::to_string(i / per_layer),
-                   std::to_string(host_blocks) + " blocks", static_cast<int>(device));
+    CheckHostRange(host_pointers[i], bytes, "host_pool",
+                   std::to_string(host_blocks) + " blocks of layer " + std::to_string(i / per_layer),
+                   static_cast<int>(device));
   }
   auto plan = std::make_shared<TransferPlan>();
   plan->device = static_cast<int>(device);

@@ -7,8 +7,8 @@ import sys
 import time
 
 from .mutations import REMOVALS
+from .replay import play
 from .simulation import OrderingError
-from .traffic import play
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -34,10 +34,10 @@ class SimulatedUserEvent:
         self._mark = mark
 
     def done(self) -> bool:
-        return self._device.look(self._mark, may_leave=True)
+        return self._device.look(self._mark, 0.0)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        return self._device.look(self._mark, may_leave=timeout_s is not None)
+        return self._device.look(self._mark, timeout_s)
 
 
 class SimulatedBackend:
@@ -137,10 +137,10 @@ class SimulatedBackend:
             work.records[group - work.first_group].mark = device.record(stream, job)
 
     def is_complete(self, event: SimulatedEvent) -> bool:
-        return self._look(event, may_leave=True)
+        return self._look(event, 0.0)
 
     def wait(self, event: SimulatedEvent, timeout_s: float | None) -> bool:
-        return self._look(event, may_leave=timeout_s is not None)
+        return self._look(event, timeout_s)
 
     def elapsed_ms(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
         if start.mark is None or end.mark is None or not (start.mark.passed and end.mark.passed):
@@ -150,10 +150,10 @@ class SimulatedBackend:
     def user_event(self, stream: SimulatedStream) -> SimulatedUserEvent:
         return SimulatedUserEvent(self._device, self._device.record(stream))
 
-    def _look(self, event: SimulatedEvent, *, may_leave: bool) -> bool:
+    def _look(self, event: SimulatedEvent, timeout_s: float | None) -> bool:
         if event.mark is None:
             return True  # as CUDA answers for an event that was never recorded
-        passed = self._device.look(event.mark, may_leave=may_leave)
+        passed = self._device.look(event.mark, timeout_s)
         if passed and event.mark.error is not None:
             raise event.mark.error
         return passed

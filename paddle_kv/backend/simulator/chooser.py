@@ -73,8 +73,8 @@ class _Node:
 
 @dataclass(frozen=True)
 class Exploration:
-    """``orders`` that differ were tried, in ``runs`` (the others turned out to repeat one). ``complete`` says that there
-    is no further order."""
+    """``orders`` that differ were tried, in ``runs`` (the others turned out to repeat one). ``complete`` says that
+    there is no further order."""
 
     orders: int
     runs: int

@@ -118,13 +118,18 @@ class Device:
         self._settle()
 
     # ---- what the host sees ----
-    def look(self, mark: Mark, *, may_leave: bool) -> bool:
-        """Lets the device run, and says whether the mark was passed. Without ``may_leave`` until it was."""
+    def look(self, mark: Mark, timeout_s: float | None) -> bool:
+        """Lets the device run, and says whether the mark was passed.
+
+        Time stands still here: without a time-out the host waits, with one it leaves only where nothing can run any
+        more, and with one of 0 whenever the chooser says so.
+        """
         self._num_looks += 1
         host = Transition(("host", self._num_looks), frozenset([("mark", mark.number)]), frozenset())
         while not mark.passed:
             polls = self._polls.get(mark, 0)
-            leave = may_leave and (polls < PATIENCE or not self._can_run())
+            hurried = timeout_s is not None and timeout_s <= 0 and polls < PATIENCE
+            leave = hurried or (timeout_s is not None and not self._can_run())
             if not self._go_on(host if leave else None, f"event {mark.number} is never passed"):
                 self._polls[mark] = polls + 1
                 return False

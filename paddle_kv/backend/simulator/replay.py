@@ -1,0 +1,90 @@
+"""Random runs of a server on the simulator; the seed decides everything."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+from .simulation import OrderingError
+from .traffic import DEVICE_BLOCKS, Server
+
+TRACE_LINES = 25  # of what led to a failure
+
+
+def play(seed: int, *, num_steps: int = 60, drop: Collection[str] = (), faults: bool = True) -> Server:
+    """One random run.
+
+    Raises:
+        OrderingError: with the trace of the run, and the command that repeats it.
+    """
+    chance = random.Random(seed)
+    server = Server(seed, drop=drop)
+    try:
+        for _ in range(num_steps):
+            _act(server, chance, faults)
+        server.finish()
+    except BaseException as error:
+        findings = [] if isinstance(error, OrderingError) else map(str, server.simulation.findings()[:3])
+        server.abandon()
+        options = f" --steps {num_steps}" + "".join(f" --drop {name}" for name in sorted(drop))
+        raise OrderingError(
+            "\n".join(
+                [
+                    *(f"  {line}" for line in server.trace[-TRACE_LINES:]),
+                    f"{type(error).__name__}: {error}",
+                    *findings,
+                    f"repeat: python -m paddle_kv.backend.simulator --seed {seed}{options}",
+                ]
+            )
+        ) from error
+    return server
+
+
+def _act(server: Server, chance: random.Random, faults: bool) -> None:
+    def some_device() -> list[int]:
+        return chance.sample(range(DEVICE_BLOCKS), chance.randint(1, 3))
+
+    action = chance.choices(
+        ["allocate", "free", "read_host", "compute", "offload", "onload", "mark", "wait", "poll", "wait_on"],
+        [3, 1, 1, 6, 4, 5, 6, 2, 2, 1],
+    )[0]
+    if chance.random() < 0.03:
+        action = chance.choice(["cancel", "restart", *(["break_copy", "break_submission"] if faults else [])])
+    if action == "allocate":
+        server.allocate(chance.randint(1, 3), fill=chance.random() < 0.7)
+    elif action == "compute":
+        server.compute(chance.randrange(DEVICE_BLOCKS), write=chance.random() < 0.5, side=chance.random() < 0.3)
+    elif action == "restart":
+        server.restart(chance.randrange(2))
+    elif action == "break_copy":
+        server.break_copy(chance.randint(1, 20))
+    elif action == "break_submission":
+        server.break_submission(chance.randint(1, 3))
+    elif action in ("free", "read_host", "offload", "onload"):
+        if not server.owned:
+            return
+        device_ids = some_device()[: len(server.owned)]
+        if action == "free":
+            server.free(chance.choice(server.owned))
+        elif action == "read_host":
+            server.read_host(chance.choice(server.owned))
+        elif action == "offload":
+            host_ids = chance.sample(server.owned, len(device_ids))
+            server.offload(chance.randrange(2), device_ids, host_ids, layerwise=chance.random() < 0.5)
+        else:
+            server.onload(chance.randrange(2), chance.choices(server.owned, k=len(device_ids)), device_ids)
+    elif server.flights:
+        flight = chance.choice(server.flights)
+        if action == "mark":
+            waiting = [flight for flight in server.flights if flight.unmarked]
+            if waiting:
+                flight = waiting[0]
+                server.mark(flight, chance.choice(sorted(flight.unmarked)))
+        elif action == "cancel":
+            server.cancel(flight)
+        elif action == "wait_on":
+            server.wait_on(flight)
+        elif action == "poll":
+            server.poll(flight)
+        else:
+            server.wait(flight)

@@ -1,0 +1,90 @@
+"""Names of blocks by content: a hash of the block's tokens and of everything before them.
+
+Two blocks have the same hash exactly if all their tokens up to the end of the block agree, and the salt. BLAKE2b of the
+standard library: it is cryptographic (a collision would hand one user's cache to another), does not depend on
+PYTHONHASHSEED or the machine, and hashes a block of 512 tokens in a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from ..layout import KVCacheSpec
+
+DIGEST_BYTES = 32
+_PERSON = b"paddle_kv"
+
+
+def _joined(fields: Sequence[bytes]) -> bytes:
+    """Injective: each field has its length in front."""
+    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
+
+
+def cache_salt(model: str, *, lora: str = "", tp_rank: int = 0, tp_size: int = 1) -> bytes:
+    """A salt that keeps apart what must not be mixed: models (name them with their revision), adapters, shards.
+
+    Example:
+        >>> cache_salt("llama@r1", tp_rank=0, tp_size=2) == cache_salt("llama@r1", tp_rank=1, tp_size=2)
+        False
+    """
+    return _joined([model.encode(), lora.encode(), str(tp_rank).encode(), str(tp_size).encode()])
+
+
+def spec_salt(spec: KVCacheSpec) -> bytes:
+    """What the bytes of a block depend on: shapes, dtypes, layout."""
+    fields = [str(spec.num_layers), spec.layout, str(spec.latent)]
+    for name in spec.tensor_names:
+        fields += [name, spec.tensor_dtype(name), "x".join(map(str, spec.block_shape(name)))]
+    return _joined([field.encode() for field in fields])
+
+
+class BlockHasher:
+    """Hashes of the full blocks of a prompt.
+
+    Args:
+        block_size: tokens per block.
+        salt: whatever else the content of a block depends on.
+
+    Example:
+        >>> hasher = BlockHasher(2, b"model")
+        >>> first, second = hasher([7, 8, 9, 10, 11])  # the fifth token does not fill a block
+        >>> first == hasher([7, 8])[0], second == hasher([0, 8, 9, 10])[1]
+        (True, False)
+    """
+
+    def __init__(self, block_size: int, salt: bytes = b"") -> None:
+        if not isinstance(salt, (bytes, bytearray)):
+            raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
+        self._block_size = block_size
+        self._salt = bytes(salt)
+
+    def __call__(self, token_ids: Any, request_salt: bytes = b"") -> list[bytes]:
+        """One hash for each full block.
+
+        Raises:
+            TypeError: ``token_ids`` does not hold integers, or ``request_salt`` is not bytes.
+            ValueError: ``token_ids`` is not 1-D.
+        """
+        if not isinstance(request_salt, (bytes, bytearray)):
+            raise TypeError(f"request_salt is {type(request_salt).__name__}; bytes are expected")
+        tokens = np.asarray(token_ids)
+        if tokens.ndim != 1:
+            raise ValueError(f"token_ids has shape {list(tokens.shape)}; a 1-D sequence of integers is expected")
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise TypeError(f"token_ids has dtype {tokens.dtype}; integers are expected")
+        content = tokens.astype("<i8").tobytes()
+        step = 8 * self._block_size
+        parent = _digest(_joined([self._salt, bytes(request_salt)]))
+        hashes = []
+        for start in range(0, len(content) - step + 1, step):
+            parent = _digest(parent + content[start : start + step])
+            hashes.append(parent)
+        return hashes
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES, person=_PERSON).digest()

@@ -1,0 +1,31 @@
+"""What the index asks of an eviction policy."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable
+from typing import Protocol, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Policy(Protocol[Key]):
+    """Which block goes when room is needed. One object serves one index; calls are serialised by its owner.
+
+    The index tells it every event, so the policy knows exactly the blocks that are resident. It may remember more
+    (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``.
+    """
+
+    def on_insert(self, key: Key) -> None:
+        """The block, absent until now, is resident."""
+
+    def on_access(self, key: Key) -> None:
+        """A resident block was used."""
+
+    def on_remove(self, key: Key) -> None:
+        """A resident block is gone for another reason than ``victim`` (its save failed). Nothing is learnt from it."""
+
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
+        """Takes out the resident block that makes room for ``incoming`` (None: for nothing in particular).
+
+        Never one of ``pinned``; None if there is no other.
+        """

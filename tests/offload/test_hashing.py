@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from hashlib import blake2b
+
+import numpy as np
+import paddle
+import pytest
+
+from paddle_kv.offload import BlockHasher, cache_salt
+from paddle_kv.offload.hashing import spec_salt
+from tests.schedule.rig import make_spec
+
+
+def test_one_hash_for_each_full_block() -> None:
+    hasher = BlockHasher(4)
+    assert [len(hasher(range(count))) for count in (0, 3, 4, 7, 8)] == [0, 0, 1, 1, 2]
+
+
+def test_a_hash_stands_for_all_tokens_before_it() -> None:
+    hasher = BlockHasher(2)
+    one, other = hasher([1, 2, 3, 4, 5, 6]), hasher([9, 2, 3, 4, 5, 6])
+    assert not set(one) & set(other)
+    assert hasher([1, 2, 3, 4, 7, 8])[:2] == one[:2]
+    assert len(set(hasher([5, 5] * 10))) == 10
+
+
+def test_the_value_is_what_it_was() -> None:
+    """Hashes may be kept or sent: they must not change with the version."""
+    salt = (4).to_bytes(8, "little") + b"salt" + (0).to_bytes(8, "little")
+    parent = blake2b(salt, digest_size=32, person=b"paddle_kv").digest()
+    tokens = b"".join(token.to_bytes(8, "little") for token in (7, 300, 70000))
+    expected = blake2b(parent + tokens, digest_size=32, person=b"paddle_kv").digest()
+    assert BlockHasher(3, b"salt")([7, 300, 70000]) == [expected]
+
+
+def test_another_process_agrees() -> None:
+    code = "from paddle_kv.offload.hashing import BlockHasher; print(BlockHasher(3, b's')(range(6))[1].hex())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split()[-1] == BlockHasher(3, b"s")(range(6))[1].hex()
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, lambda ids: np.array(ids, np.int32), paddle.to_tensor])
+def test_tokens_of_any_kind(kind: object) -> None:
+    assert BlockHasher(2)(kind([3, 4, 5, 6])) == BlockHasher(2)([3, 4, 5, 6])  # type: ignore[operator]
+
+
+def test_salts_keep_apart() -> None:
+    specs = [
+        make_spec(),
+        make_spec(layout="NHD"),
+        make_spec(dtype="bfloat16"),
+        make_spec(extra={}),
+        make_spec(num_layers=4),
+    ]
+    salts = [spec_salt(spec) for spec in specs]
+    salts += [
+        cache_salt("m"),
+        cache_salt("m", lora="a"),
+        cache_salt("ma"),
+        cache_salt("m", tp_rank=1),
+        cache_salt("m", tp_size=2),
+    ]
+    hashes = {BlockHasher(1, salt)([0])[0] for salt in salts}
+    hashes |= {BlockHasher(1, b"m")([0], request)[0] for request in (b"", b"a")}
+    assert len(hashes) == len(salts) + 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error"), [([1.5], TypeError), ([[1, 2]], ValueError), (["a"], TypeError), (5, ValueError)]
+)
+def test_what_is_not_tokens_is_refused(tokens: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="token_ids"):
+        BlockHasher(1)(tokens)
+
+
+def test_a_salt_is_bytes() -> None:
+    with pytest.raises(TypeError, match="salt is str"):
+        BlockHasher(1, "model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="request_salt is str"):
+        BlockHasher(1)([1], "lora")  # type: ignore[arg-type]

@@ -1,0 +1,334 @@
+"""The manager on the CPU backend: every byte of both sides compared, saves and loads held or failed at will."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv.offload import KVOffloadManager, Lru
+from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory
+
+HOST_BLOCKS = 17
+LAYERS = 5
+
+
+class Server:
+    """A rig with its scheduler and manager."""
+
+    def __init__(self, **options: Any) -> None:
+        self.rig = Rig(host_blocks=HOST_BLOCKS)
+        self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool)
+        self.manager = KVOffloadManager(self.scheduler, **options)
+
+    def hashes(self, count: int, prompt: int = 0) -> list[bytes]:
+        return self.manager.block_hashes(np.arange(count * 7) + 1000 * prompt)
+
+    def save(self, hashes: list[bytes], device_ids: Any) -> None:
+        self.manager.save(hashes, device_ids).wait(WAIT_S)
+
+    def present(self, hashes: list[bytes]) -> int:
+        with self.manager.lookup(hashes) as lease:
+            return lease.num_blocks
+
+    @property
+    def free(self) -> int:
+        return self.rig.pool.num_free_blocks
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    made = Server(**getattr(request, "param", {}))
+    yield made
+    made.scheduler.close(WAIT_S)
+    made.manager.close()
+    assert made.free == HOST_BLOCKS
+
+
+def settle_failure(transfer: Any) -> TransferError:
+    with pytest.raises(TransferError) as caught:
+        transfer.wait(WAIT_S)
+    return caught.value
+
+
+def test_what_was_saved_comes_back_bit_for_bit(server: Server) -> None:
+    hashes, rig = server.hashes(4), server.rig
+    server.save(hashes, [9, 2, 11, 5])
+    with server.manager.lookup([*hashes, b"other"]) as lease:
+        assert lease.hashes == hashes
+        load = server.manager.onload(lease.hashes, [0, 7, 3, 12])
+    load.wait(WAIT_S)
+    for name in rig.spec.tensor_names:
+        for source, target in zip([9, 2, 11, 5], [0, 7, 3, 12], strict=True):
+            rig.device[name][:, target] = rig.device[name][:, source]
+    assert_same(cache_memory(rig.cache), rig.device)
+    assert server.manager.blocks_to_recompute(load) == []
+
+
+def test_a_block_is_found_only_when_all_of_its_bytes_are_there(server: Server, copies: Copies) -> None:
+    copies.hold("offload", LAYERS - 1)
+    hashes = server.hashes(3)
+    save = server.manager.save(hashes, [4, 1, 8])
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    assert server.present(hashes) == 0
+    with pytest.raises(KeyError, match=r"hashes\[0\]"):
+        server.manager.onload(hashes, [0, 2, 3])
+    assert server.manager.stats()["saving_blocks"] == 3
+    copies.go_on()
+    save.wait(WAIT_S)
+    assert server.present(hashes) == 3
+
+
+def test_what_is_present_or_on_its_way_is_not_moved_again(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(5)
+    server.save(hashes[:2], [0, 1])
+    copies.hold("offload", 0)
+    first = server.manager.save(hashes[:4], [0, 1, 2, 3])
+    second = server.manager.save(hashes, range(5))
+    block_bytes = server.rig.spec.block_bytes * LAYERS
+    assert (first.bytes, second.bytes) == (2 * block_bytes, block_bytes)
+    third = server.manager.save(hashes, range(5))
+    assert third.bytes == 0
+    assert third.done()
+    copies.go_on()
+    second.wait(WAIT_S)
+    assert server.present(hashes) == 5
+    assert server.free == HOST_BLOCKS - 5
+    assert server.manager.stats()["deduplicated_blocks"] == 2 + 4 + 5
+
+
+def test_a_failed_save_is_never_found_and_its_host_blocks_return(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(3)
+    copies.fail("offload", 2, OSError("lost"))
+    save = server.manager.save(hashes, [0, 1, 2])
+    settle_failure(save)
+    assert server.present(hashes) == 0
+    assert server.free == HOST_BLOCKS
+    copies.heal()
+    server.save(hashes, [0, 1, 2])
+    assert server.present(hashes) == 3
+    assert server.manager.stats()["failed_saves"] == 1
+
+
+def test_a_cancelled_save_is_never_found_and_its_host_blocks_return(server: Server) -> None:
+    hashes = server.hashes(3)
+    save = server.manager.save(hashes, [0, 1, 2], layerwise=True)
+    save.mark_layer_written(0)
+    save.cancel()
+    settle_failure(save)
+    assert server.present(hashes) == 0
+    assert server.free == HOST_BLOCKS
+
+
+def test_a_save_that_cannot_start_leaves_nothing_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server.scheduler, "offload", broken)
+    with pytest.raises(KeyboardInterrupt):
+        server.manager.save(server.hashes(3), [0, 1, 2])
+    assert server.free == HOST_BLOCKS
+    assert server.manager.stats()["saving_blocks"] == 0
+
+
+def test_a_failed_load_says_what_to_recompute(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes, [0, 1, 2])
+    copies.fail("onload", 3, OSError("lost"))
+    load = server.manager.onload(hashes[1:], [7, 5])
+    error = settle_failure(load)
+    assert sorted(error.block_ids) == [5, 7]
+    assert server.manager.blocks_to_recompute(load) == [0, 1]
+    assert server.present(hashes) == 3  # the copy in host memory is as good as before
+    assert server.manager.stats()["failed_loads"] == 1
+    assert server.manager.stats()["pinned_blocks"] == 0
+    copies.heal()
+    again = server.manager.onload(hashes[1:], [7, 5])
+    again.wait(WAIT_S)
+    assert server.manager.blocks_to_recompute(again) == []
+
+
+def test_a_transfer_of_somebody_else_is_refused(server: Server) -> None:
+    save = server.manager.save([], [])
+    with pytest.raises(ValueError, match="not a transfer"):
+        server.manager.blocks_to_recompute(save)
+
+
+def test_leased_blocks_stay(server: Server) -> None:
+    hashes = server.hashes(4)
+    server.save(hashes, range(4))
+    lease = server.manager.lookup(hashes[:3])
+    assert server.manager.evict(10) == 1
+    assert server.manager.stats()["pinned_blocks"] == 3
+    lease.release()
+    lease.release()
+    assert server.manager.evict(2) == 2
+    assert server.manager.evict(2) == 1
+    assert server.free == HOST_BLOCKS
+
+
+def test_a_lease_that_is_forgotten_ends(server: Server) -> None:
+    hashes = server.hashes(2)
+    server.save(hashes, range(2))
+    lease = server.manager.lookup(hashes)
+    assert server.manager.evict(2) == 0
+    del lease
+    gc.collect()
+    assert server.manager.evict(2) == 2
+
+
+def test_blocks_that_a_load_reads_stay_until_it_is_over(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes, range(3))
+    copies.hold("onload", 4)
+    load = server.manager.onload(hashes[:2], [6, 7])
+    assert server.manager.evict(10) == 1
+    copies.go_on()
+    load.wait(WAIT_S)
+    assert server.manager.evict(10) == 2
+
+
+def test_room_is_made_by_evicting_the_oldest(server: Server) -> None:
+    for prompt in range(4):
+        server.save(server.hashes(5, prompt), range(5))  # 20 blocks into 17
+    assert server.present(server.hashes(5, 0)) == 0  # its first three are gone
+    assert [server.present(server.hashes(5, prompt)) for prompt in (1, 2, 3)] == [5, 5, 5]
+    assert server.free == 0
+    assert server.manager.stats()["evicted_blocks"] == 3
+
+
+def test_a_prompt_beyond_the_pool_keeps_its_first_blocks(server: Server) -> None:
+    hashes = server.hashes(HOST_BLOCKS + 3)
+    save = server.manager.save(hashes, [position % 13 for position in range(len(hashes))])
+    save.wait(WAIT_S)
+    assert server.present(hashes) == HOST_BLOCKS
+    assert server.manager.stats()["left_out_blocks"] == 3
+
+
+def test_no_room_because_all_is_leased(server: Server) -> None:
+    held = server.hashes(HOST_BLOCKS)
+    server.save(held[:13], range(13))
+    server.save(held[13:], range(4))
+    with server.manager.lookup(held) as lease:
+        assert lease.num_blocks == HOST_BLOCKS
+        assert server.manager.save(server.hashes(2, 5), [0, 1]).bytes == 0
+    server.save(server.hashes(2, 5), [0, 1])
+    assert server.present(server.hashes(2, 5)) == 2
+
+
+def test_blocks_of_the_pool_that_others_use_are_left_alone(server: Server) -> None:
+    mine = server.rig.pool.allocate(12)
+    server.save(server.hashes(9), range(9))
+    assert server.present(server.hashes(9)) == 5
+    server.rig.pool.free(mine)
+
+
+def test_capacity_in_bytes() -> None:
+    block_bytes = Rig().spec.block_bytes * LAYERS
+    made = Server(capacity_bytes=3 * block_bytes + 1)
+    assert (made.manager.capacity_blocks, made.manager.capacity_bytes) == (3, 3 * block_bytes)
+    made.save(made.hashes(5), range(5))
+    assert made.present(made.hashes(5)) == 3
+    made.scheduler.close(WAIT_S)
+    with pytest.raises(ValueError, match="capacity_bytes = 7"):
+        KVOffloadManager(made.scheduler, capacity_bytes=7)
+
+
+@pytest.mark.parametrize("server", [{"write_through": True}, {"write_through": False}], indirect=True)
+def test_write_through_and_write_back(server: Server) -> None:
+    hashes = server.hashes(2)
+    filled = server.manager.blocks_full(hashes, [3, 4])
+    assert (filled is not None) == server.manager.write_through
+    if filled is not None:
+        filled.wait(WAIT_S)
+    assert server.present(hashes) == (2 if server.manager.write_through else 0)
+    evicted = server.manager.blocks_evicted(hashes, [3, 4])
+    assert bool(evicted.bytes) != server.manager.write_through
+    evicted.wait(WAIT_S)
+    assert server.present(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    "server", [{"policy": name} for name in ("lru", "arc", "s3fifo")] + [{"policy": Lru()}], indirect=True
+)
+def test_every_policy_keeps_pool_and_index_in_step(server: Server) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(40):
+        prompt, count = int(rng.integers(6)), int(rng.integers(1, 9))
+        hashes = server.hashes(count, prompt)
+        with server.manager.lookup(hashes) as lease:
+            server.manager.onload(lease.hashes, range(lease.num_blocks)).wait(WAIT_S)
+            server.save(hashes[lease.num_blocks :], range(lease.num_blocks, count))
+    stats = server.manager.stats()
+    assert stats["blocks"] == HOST_BLOCKS - server.free
+    assert stats["hit_blocks"] > 0
+    assert stats["saving_blocks"] == stats["pinned_blocks"] == 0
+
+
+def test_bad_arguments_are_named_and_change_nothing(server: Server) -> None:
+    hashes = server.hashes(3)
+    for call, error, text in [
+        (lambda: server.manager.save(hashes, [0, 1]), ValueError, "hashes has 3 blocks, device_block_ids has 2"),
+        (
+            lambda: server.manager.save(hashes, [0, 1, 13]),
+            IndexError,
+            r"device_block_ids\[2\] = 13 must be in \[0, 13\)",
+        ),
+        (lambda: server.manager.save(["a"], [0]), TypeError, r"hashes\[0\] is str"),
+        (lambda: server.manager.lookup(b"hash"), TypeError, "hashes is bytes"),
+        (lambda: server.manager.onload(hashes, [0, 1, 2]), KeyError, r"hashes\[0\]"),
+        (lambda: server.manager.evict(-1), ValueError, "num_blocks = -1"),
+        (lambda: KVOffloadManager(server.scheduler, policy="mru"), ValueError, "'mru'"),
+        (lambda: KVOffloadManager(server.scheduler, salt="m"), TypeError, "salt is str"),
+        (lambda: KVOffloadManager(None), TypeError, "scheduler is NoneType"),
+    ]:
+        with pytest.raises(error, match=text):
+            call()
+    assert server.free == HOST_BLOCKS
+    server.rig.check()
+
+
+def test_close_gives_everything_back_and_ends_the_manager(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(4)
+    server.save(hashes, range(4))
+    lease = server.manager.lookup(hashes)
+    unmarked = server.manager.save(server.hashes(2, 1), [5, 6], layerwise=True)
+    server.manager.close()
+    server.manager.close()
+    assert server.free == HOST_BLOCKS
+    settle_failure(unmarked)
+    lease.release()
+    for call in (lambda: server.manager.lookup(hashes), lambda: server.manager.save(hashes, range(4))):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+
+
+def test_threads_share_a_manager(server: Server) -> None:
+    errors: list[BaseException] = []
+
+    def serve(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(25):
+                hashes = server.hashes(int(rng.integers(1, 7)), int(rng.integers(5)))
+                with server.manager.lookup(hashes) as lease:
+                    load = server.manager.onload(lease.hashes, range(lease.num_blocks))
+                load.wait(WAIT_S)
+                server.manager.save(hashes, range(len(hashes))).wait(WAIT_S)
+        except BaseException as error:  # noqa: BLE001  told by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S * 3)
+    assert errors == []
+    stats = server.manager.stats()
+    assert stats["pinned_blocks"] == stats["saving_blocks"] == 0
+    assert stats["blocks"] == HOST_BLOCKS - server.free

@@ -1,0 +1,89 @@
+"""Each policy against the plain-list reading of its paper: the same block goes at every step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_kv.offload import POLICIES, BlockIndex, make_policy
+from tests.reference.policies import ArcReference, LruReference, S3FifoReference
+
+REFERENCES: dict[str, Any] = {"lru": LruReference, "arc": ArcReference, "s3fifo": S3FifoReference}
+names = pytest.mark.parametrize("name", list(POLICIES))
+
+
+def request(index: BlockIndex[int], key: int, free_slots: list[int]) -> int | None:
+    """One use of one block, as the references see it; the block that went."""
+    if index.lookup([key]):
+        return None
+    before = set(index.slots)
+    index.admit([key], free_slots)
+    gone = before - set(index.slots)
+    assert len(gone) <= 1
+    return gone.pop() if gone else None
+
+
+def compare(name: str, capacity: int, stream: list[int]) -> int:
+    index: BlockIndex[int] = BlockIndex(make_policy(name, capacity), capacity)
+    reference = REFERENCES[name](capacity)
+    free_slots, hits = list(range(capacity)), 0
+    for step, key in enumerate(stream):
+        hits += key in reference
+        assert (key in index.slots) == (key in reference), step
+        assert request(index, key, free_slots) == reference.request(key), step
+    assert sorted([*free_slots, *index.slots.values()]) == list(range(capacity))
+    return hits
+
+
+@names
+@given(capacity=st.integers(1, 25), stream=st.lists(st.integers(0, 40), max_size=300))
+def test_same_victims_as_the_paper_on_any_stream(name: str, capacity: int, stream: list[int]) -> None:
+    compare(name, capacity, stream)
+
+
+@names
+@pytest.mark.parametrize("capacity", [7, 50, 130])
+def test_same_victims_as_the_paper_on_scans_and_a_hot_set(name: str, capacity: int) -> None:
+    rng = random.Random(capacity)
+    stream: list[int] = []
+    for _ in range(60):
+        stream += [int(rng.paretovariate(0.6)) % 300 for _ in range(40)]
+        start = rng.randrange(10_000)
+        stream += range(start, start + rng.randrange(1, 60))
+    assert compare(name, capacity, stream) > 0
+
+
+@names
+@given(data=st.data())
+def test_a_pinned_block_is_never_a_victim(name: str, data: st.DataObject) -> None:
+    capacity = data.draw(st.integers(1, 12))
+    index: BlockIndex[int] = BlockIndex(make_policy(name, capacity), capacity)
+    free_slots = list(range(capacity))
+    for key in data.draw(st.lists(st.integers(0, 20), max_size=60)):
+        request(index, key, free_slots)
+    pinned = {key for key in list(index.slots) if data.draw(st.booleans())}
+    index.pin(pinned)
+    unpinned = len(index.slots) - len(pinned)
+    assert len(index.evict(capacity + 1)) == unpinned
+    assert set(index.slots) == pinned
+    assert index.evict(1) == []
+
+
+@names
+def test_a_removed_block_leaves_nothing_behind(name: str) -> None:
+    index: BlockIndex[str] = BlockIndex(make_policy(name, 3), 3)
+    free_slots = [0, 1, 2]
+    index.admit(["a", "b"], free_slots)
+    free_slots.append(index.remove("a"))
+    assert sorted([*free_slots, index.slots["b"]]) == [0, 1, 2]
+    assert len(index.evict(5)) == 1
+    assert index.slots == {}
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'mru' must be one of lru, arc, s3fifo"):
+        make_policy("mru", 3)

@@ -1,0 +1,338 @@
+"""The end: of a scheduler, of a with block, of a thread, of a forked child, of the interpreter."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from paddle_kv import HostPool, LayerwiseScheduler, TransferError
+from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec
+
+ROOT = __file__.rsplit("/tests/", 1)[0]
+
+
+# ---- close ----
+def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
+    copies.hold("onload", 2)
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    load = scheduler.onload([4], [1])
+    save = scheduler.offload([2], [5], layerwise=True)
+    save.mark_layer_written(0)
+    rig.expect_offload([2], [5], layers=[0])
+    with pytest.raises(TimeoutError, match=r"1 transfers were not over after timeout_s"):
+        scheduler.close(SHORT_S)
+    free = scheduler.offload([7], [8])  # it stays open then
+    free.wait(WAIT_S)
+    rig.expect_offload([7], [8])
+    copies.go_on()
+    scheduler.close(WAIT_S)
+    load.wait(0)
+    rig.expect_onload([4], [1])
+    with pytest.raises(TransferError, match=r"offload was cancelled before layer 1 was moved"):
+        save.wait(0)
+    assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
+    scheduler.close()
+    rig.check()
+    rig.pool.close()
+    assert scheduler.stats()["pinned_bytes"] == 0
+
+
+def test_streams_end_with_the_scheduler(rig):
+    before = threading.active_count()
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    assert threading.active_count() == before + 2
+    scheduler.close()
+    assert threading.active_count() == before
+
+
+def test_a_with_block_that_raises_still_closes(rig, copies):
+    copies.hold("onload", 1)
+    with pytest.raises(KeyError), LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load = scheduler.onload([4], [1])
+        save = scheduler.offload([2], [5], layerwise=True)
+        threading.Timer(SHORT_S, copies.go_on).start()
+        raise KeyError
+    assert load.done()
+    assert save.done()
+    assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
+def test_close_does_not_wait_for_the_marks_of_another_scheduler(rig):
+    """Its own transfer depends on one that is not marked yet: dropped, with nothing of it running."""
+    with LayerwiseScheduler(rig.cache, rig.pool) as one:
+        save = one.offload([1], [4], layerwise=True)
+        two = LayerwiseScheduler(rig.cache, rig.pool)
+        load = two.onload([4], [2])
+        two.close(WAIT_S)
+        with pytest.raises(TransferError, match=r"cancelled"):
+            load.wait(0)
+        assert [two.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
+        for layer in range(5):
+            save.mark_layer_written(layer)
+        save.wait(WAIT_S)
+        rig.expect_offload([1], [4])
+        one.onload([4], [2]).wait(WAIT_S)
+        rig.expect_onload([4], [2])
+    rig.check()
+
+
+def test_closing_while_others_submit(rig):
+    """Each call either works and is waited for, or says that the scheduler is closed; close comes to an end."""
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    transfers, unexpected, started = [], [], threading.Event()
+
+    def submit() -> None:
+        try:
+            while len(transfers) < 100_000:
+                transfers.append(scheduler.onload([4], [1]))
+                started.set()
+        except RuntimeError as error:
+            if "the scheduler is closed" not in str(error):
+                unexpected.append(error)
+
+    threads = [threading.Thread(target=submit) for _ in range(2)]
+    closers = [threading.Thread(target=scheduler.close, args=(WAIT_S,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(WAIT_S)
+    for thread in closers:
+        thread.start()
+    for thread in threads + closers:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert unexpected == []
+    for transfer in transfers:
+        assert transfer.done()
+        assert transfer.error is None
+    assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
+# ---- memory in use ----
+def test_a_block_in_flight_is_not_given_out(rig, copies):
+    copies.hold("offload", 4)
+    ids = rig.pool.allocate(17)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1, 2], [4, 9])
+        rig.pool.free([4, 9, 10])
+        assert rig.pool.num_free_blocks == 1
+        with pytest.raises(MemoryError, match=r"2 blocks were asked for, 1 of 17 are free"):
+            rig.pool.allocate(2)
+        with pytest.raises(ValueError, match=r"block_ids\[0\] = 4 is not allocated"):
+            rig.pool.free([4])
+        with pytest.raises(RuntimeError, match=r"2 blocks \(first: 4\) are held by transfers or leases"):
+            rig.pool.close()
+        copies.go_on()
+        save.wait(WAIT_S)
+        assert rig.pool.allocate(3) == [4, 9, 10]
+    assert len(ids) == 17
+
+
+def test_a_lease_waits_for_a_transfer(rig, copies):
+    copies.hold("offload", 4)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1], [4])
+        with pytest.raises(TimeoutError, match=r"blocks \[4\] were still in use after timeout_s = 0.05"):
+            rig.pool.lease([4], timeout_s=SHORT_S).__enter__()
+        threading.Timer(SHORT_S, copies.go_on).start()
+        with rig.pool.lease([4], timeout_s=WAIT_S):
+            rig.expect_offload([1], [4])
+            rig.check()
+
+
+def test_a_transfer_keeps_what_it_touches(copies):
+    """The caller has dropped everything."""
+    rig = Rig()
+    copies.hold("offload", 0)
+    array = rig.pool.view("key", 4, 9)
+    expected = rig.device["key"][4, 1]
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    scheduler.offload([1], [9])
+    alive = [weakref.ref(thing) for thing in (rig.cache, rig.pool, scheduler)]
+    event = scheduler.record_event("offload")
+    del rig, scheduler
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    copies.go_on()
+    assert event.wait(WAIT_S)
+    np.testing.assert_array_equal(array.reshape(-1).view(np.uint8), expected)
+    alive[2]().close()
+
+
+# ---- fork ----
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_makes_its_own_scheduler(rig, copies):
+    copies.hold("onload", 1)
+    copies.hold("offload", 0)
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    load = scheduler.onload([4], [1])
+    for _ in range(1):
+        assert copies.arrived.acquire(timeout=WAIT_S)
+    save = scheduler.offload([2], [5], layerwise=True)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            copies.go_on()
+            _child(rig, scheduler, load, save)
+            code = 0
+        except BaseException as error:  # noqa: BLE001
+            print(f"child: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    copies.go_on()
+    load.wait(WAIT_S)
+    rig.expect_onload([4], [1])
+    scheduler.close(WAIT_S)
+    rig.check()
+
+
+def _child(rig, scheduler, load, save):
+    for transfer in (load, save):
+        with pytest.raises(TransferError, match=r"the process forked while"):
+            transfer.wait(1)
+        assert transfer.done()
+    for call in (
+        lambda: scheduler.onload([4], [1]),
+        lambda: scheduler.record_event("onload"),
+    ):
+        with pytest.raises(RuntimeError, match=r"the scheduler was made before a fork; make one in this process"):
+            call()
+    scheduler.drain(1)
+    scheduler.close(1)
+    with LayerwiseScheduler(rig.cache, rig.pool) as own:
+        with pytest.raises(TransferError, match=r"block 1 of the device cache holds no usable data"):
+            own.offload([1], [3])
+        own.onload([4], [1]).wait(WAIT_S)
+        rig.expect_onload([4], [1])
+        rig.check()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_while_another_thread_holds_the_lock(rig):
+    from paddle_kv.schedule import hazards
+
+    held, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with hazards.lock:
+            held.set()
+            end.wait(WAIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(WAIT_S)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if rig.pool.allocate(3) == [0, 1, 2] else 1)
+    end.set()
+    _, status = os.waitpid(child, 0)
+    thread.join(WAIT_S)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# ---- interpreter exit ----
+PROGRAM = """
+import sys, threading, time, zlib, warnings
+warnings.simplefilter("ignore")
+import numpy as np
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+from paddle_kv.backend import binding
+
+spec = KVCacheSpec(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="uint8", latent=True)
+file = np.memmap(sys.argv[1], np.uint8, "r+", shape=(4, 6, spec.block_bytes))
+pool = HostPool.adopt(spec, {"latent": [file[layer].ctypes.data for layer in range(4)]}, 6)
+cache = DeviceCache(spec, 3, "cpu")
+for layer in range(4):
+    for block in range(3):
+        cache.tensor("latent", layer)[block] = 10 * layer + block + 1
+copy = binding.copy
+def slow(number, plan, layers):
+    time.sleep(0.15)
+    copy(number, plan, layers)
+binding.copy = slow
+scheduler = LayerwiseScheduler(cache, pool)
+"""
+ENDS = {
+    "end of the program": "scheduler.offload([2, 0], [5, 1])",
+    "everything deleted": "scheduler.offload([2, 0], [5, 1])\ndel scheduler, pool, cache",
+    "exception": "scheduler.offload([2, 0], [5, 1])\nraise KeyError('the end')",
+    "a layer that is never marked": (
+        "scheduler.offload([2, 0], [5, 1])\nscheduler.offload([1], [3], layerwise=True)\nscheduler.onload([3], [2])"
+    ),
+    "a daemon thread that waits for ever": (
+        "save = scheduler.offload([1], [3], layerwise=True)\nscheduler.offload([2, 0], [5, 1])\n"
+        "def wait():\n    try:\n        save.wait()\n    except RuntimeError:\n        pass\n"
+        "threading.Thread(target=wait, daemon=True).start(); time.sleep(0.1)"
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_interpreter_ends_only_behind_the_copies(tmp_path, end):
+    spec_bytes = 16 * 8
+    path = tmp_path / "host"
+    path.write_bytes(b"\xde" * (4 * 6 * spec_bytes))
+    program = textwrap.dedent(PROGRAM) + ENDS[end] + "\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(path)],
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": ROOT},
+    )
+    assert ran.returncode == (1 if "exception" in end else 0), ran.stderr
+    if "exception" in end:
+        assert "KeyError: 'the end'" in ran.stderr
+    else:
+        assert "Traceback" not in ran.stderr, ran.stderr
+    host = np.frombuffer(path.read_bytes(), np.uint8).reshape(4, 6, spec_bytes)
+    expected = np.full_like(host, 0xDE)
+    for layer in range(4):
+        expected[layer, 5] = 10 * layer + 3
+        expected[layer, 1] = 10 * layer + 1
+    np.testing.assert_array_equal(host, expected)
+
+
+def test_a_pool_may_be_dropped_in_a_stream_thread(rig, copies):
+    """The collector may run anywhere, also in the thread that copies while another one waits for it to end."""
+    dropped = []
+
+    def copy_and_drop(*arguments) -> None:
+        pool = HostPool(make_spec(), 3)
+        pool.itself = pool
+        dropped.append(weakref.ref(pool))
+        del pool
+        gc.collect()
+        copies(*arguments)
+
+    from paddle_kv.backend import binding
+
+    binding.copy = copy_and_drop  # the fixture puts the real one back
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    load = scheduler.onload([4], [1])
+    started = time.monotonic()
+    scheduler.close(WAIT_S)
+    assert time.monotonic() - started < WAIT_S
+    load.wait(0)
+    assert len(dropped) == 5
+    assert all(reference() is None for reference in dropped)
+    rig.expect_onload([4], [1])
+    rig.check()

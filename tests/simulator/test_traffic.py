@@ -1,0 +1,79 @@
+"""Random servers: the scheduler holds, what is left out is found, and a run repeats."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paddle_kv.backend.simulator import OrderingError
+from paddle_kv.backend.simulator.__main__ import main
+from paddle_kv.backend.simulator.replay import play
+
+SEEDS_A_TEST = 12
+TRIES = 40  # seeds until what was left out must have shown
+
+FOUND_BY_TRAFFIC = [
+    "wait-compute-before-offload",
+    "wait-compute-before-onload",
+    "wait-offload-before-onload",
+    "wait-onload-before-offload",
+    "wait-offload-before-offload",
+    "wait-onload-before-onload",
+    "wait-layer",
+    "record-compute",
+    "record-layer",
+    "record-before-copy",
+    "record-fence",
+    "completion",
+    "copy-error",
+    "submission-error",
+    "give-back-events",
+]
+
+
+@pytest.mark.parametrize("first", range(0, 60, SEEDS_A_TEST))
+def test_random_server(first: int) -> None:
+    moves = sum(play(seed).moves for seed in range(first, first + SEEDS_A_TEST))
+    assert moves > 10 * SEEDS_A_TEST
+
+
+@pytest.mark.parametrize("removal", FOUND_BY_TRAFFIC)
+def test_random_server_finds_what_is_left_out(removal: str) -> None:
+    for seed in range(TRIES):
+        try:
+            play(seed, drop=[removal])
+        except OrderingError as error:
+            assert f"--seed {seed} --steps 60 --drop {removal}" in str(error)
+            return
+    raise AssertionError(f"{TRIES} runs without {removal} went well")
+
+
+def test_a_run_repeats() -> None:
+    one, two, other = (play(seed) for seed in (5, 5, 6))
+    assert one.trace == two.trace and one.simulation.device.history == two.simulation.device.history
+    assert one.trace != other.trace
+
+
+def test_failure_repeats_by_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(OrderingError) as caught:
+        for seed in range(TRIES):
+            play(seed, drop=["wait-layer"])
+    command = str(caught.value).splitlines()[-1]
+    assert command.startswith("repeat: python -m paddle_kv.backend.simulator --seed")
+    assert main(command.split()[4:]) == 1
+    repeated = capsys.readouterr().out
+    assert "without an edge between them" in repeated
+    assert [line for line in repeated.splitlines() if " at " not in line] == [
+        line for line in str(caught.value).splitlines() if " at " not in line
+    ]
+
+
+def test_command_in_another_process_says_the_same() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "paddle_kv.backend.simulator", "--seed", "7", "--trace"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    here = play(7)
+    lines = result.stdout.splitlines()
+    assert lines[:-1] == [*here.trace, *here.simulation.device.history]
+    assert "no problem found" in lines[-1]
