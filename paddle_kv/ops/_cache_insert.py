@@ -207,10 +207,10 @@ def _write(
     layout: str,
     stream: Any,
 ) -> Any:
-    """Runs an operator in the form for dygraph or, while tracing, in the one for programs; returns the caches."""
+    """Runs an operator with what it reads as numbers or, while tracing, as inputs; returns the caches."""
     if tracing():
-        read = (*tokens.values(), slot_mapping)
-        return tuple(call_traceable(f"{op}_in_place", *caches, *scales, *read, *options, streams.traced(stream, op)))
+        read = (*tokens.values(), slot_mapping, [], [], [])
+        return tuple(call_traceable(op, *caches, *scales, *read, *options, streams.traced(stream, op)))
     numbers = [arguments.strided(tensor, name) for name, tensor in tokens.items()]
     slots = arguments.strided(slot_mapping, "slot_mapping")
     handle = streams.resolve(stream, caches[0])
@@ -219,7 +219,7 @@ def _write(
         written = sorted({slot // block_size for slot in slot_mapping.tolist() if slot >= 0})
         for cache in caches:
             _check.block_access(cache, written, writing=True, stream=handle)
-    call(op, *caches, *scales, *numbers, slots, *options, handle)
+    call(op, *caches, *scales, None, None, None, *numbers, slots, *options, handle)
     return caches
 
 

@@ -134,7 +134,8 @@ def _run(
         _report_accesses(op, caches, ids, handle)
         call(op, caches, *ids, key_count, handle)
         return keys, values
-    updated = call_traceable(f"{op}_in_place", caches, *ids, key_count, streams.traced(stream, op))
+    registered = "copy_blocks_in_place" if op == "copy_blocks" else op
+    updated = call_traceable(registered, caches, *ids, key_count, streams.traced(stream, op))
     if not isinstance(keys, (list, tuple)):
         return updated[0], None if values is None else updated[1]
     return updated[:key_count], None if values is None else updated[key_count:]

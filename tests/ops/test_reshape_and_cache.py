@@ -198,6 +198,19 @@ class TestStrides:
         case.check_insert(case.random_slots(), tensors=tensors)
 
     @every_layout
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+    def test_strides_of_zero(self, machine: Machine, layout: str, kv_cache_dtype: str) -> None:
+        """One row for all tokens and heads, and one element for all of a head."""
+        case = Case(machine, layout=layout, kv_cache_dtype=kv_cache_dtype)
+        one_row, one_element = case.rows[0][:1, :1], case.rows[1][:, :, :1]
+        case.rows = [np.ascontiguousarray(np.broadcast_to(a, case.rows[0].shape)) for a in (one_row, one_element)]
+        shape = list(case.rows[0].shape)
+        key, value = (
+            tensor(a, machine).as_strided(shape, s) for a, s in ((one_row, [0, 0, 1]), (one_element, [3, 1, 0]))
+        )
+        case.check_insert(case.random_slots(), tensors=(key, value))
+
+    @every_layout
     def test_dimensions_of_size_one_with_odd_strides(self, machine: Machine, layout: str) -> None:
         case = Case(machine, layout=layout, tokens=1, heads=1)
         tensors = []

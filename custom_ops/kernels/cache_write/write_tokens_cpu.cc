@@ -30,6 +30,20 @@ void ForEachRow(const TokenWrite& write, const TokenPart& part, std::int64_t row
   });
 }
 
+// Heads that lie side by side on both sides are one long row.
+TokenPart WithJoinedHeads(const TokenWrite& write, TokenPart part) {
+  const std::int64_t element_bytes = ElementBytes(write.plain);
+  const std::int64_t stored_bytes = part.head_size * ElementBytes(write.stored);
+  const bool one_scale = part.scale.pointer == nullptr || part.scale.stride_per_head == 0;
+  if (part.source.element_stride == element_bytes && part.source.head_stride == part.head_size * element_bytes &&
+      part.cache.head_stride == stored_bytes && part.cache.group_bytes >= stored_bytes && one_scale) {
+    part.head_size *= part.heads;
+    part.cache.group_bytes = stored_bytes * part.heads;
+    part.heads = 1;
+  }
+  return part;
+}
+
 // Calls element(source offset, cache offset) along one row.
 template <class Element>
 void ForEachElement(const TokenPart& part, std::int64_t stored_bytes, const Element& element) {
@@ -43,21 +57,36 @@ void ForEachElement(const TokenPart& part, std::int64_t stored_bytes, const Elem
   }
 }
 
+// The groups of one row in words of `kBytes`: with a size known at compile time each memcpy is one load and one store.
+template <std::int64_t kBytes>
+void CopyGroups(const TokenPart& part, const std::uint8_t* source, std::uint8_t* target, std::int64_t words,
+                std::int64_t word_stride) {
+  for (std::int64_t w = 0; w < words; ++w) {
+    std::memcpy(target + w * part.cache.group_stride, source + w * word_stride, kBytes);
+  }
+}
+
 // `Bits` is the word of one element.
 template <class Bits>
 void Copy(const TokenWrite& write, const TokenPart& part) {
   constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Bits));
   const std::int64_t row_bytes = part.head_size * kBytes;
+  const std::int64_t group_bytes = part.cache.group_bytes;
   const bool dense = part.source.element_stride == kBytes;
-  ForEachRow(write, part, 2 * row_bytes, [&](const std::uint8_t* source, std::uint8_t* target, std::int64_t) {
-    if (dense && part.cache.group_bytes >= row_bytes) {
+  const auto row = [&](const std::uint8_t* source, std::uint8_t* target, std::int64_t) {
+    if (dense && group_bytes >= row_bytes) {
       std::memcpy(target, source, row_bytes);
+    } else if (group_bytes == kBytes) {
+      CopyGroups<kBytes>(part, source, target, part.head_size, part.source.element_stride);
+    } else if (dense && group_bytes == 16) {
+      CopyGroups<16>(part, source, target, row_bytes / 16, 16);
     } else {
       ForEachElement(part, kBytes, [&](std::int64_t from, std::int64_t to) {
         std::memcpy(target + to, source + from, sizeof(Bits));
       });
     }
-  });
+  };
+  ForEachRow(write, part, 2 * row_bytes, row);
 }
 
 template <class Source, class Format>
@@ -86,7 +115,7 @@ void Quantize(const TokenWrite& write, const TokenPart& part) {
 
 void WriteTokensCpu(const TokenWrite& write) {
   for (int p = 0; p < write.part_count; ++p) {
-    const TokenPart& part = write.parts[p];
+    const TokenPart part = WithJoinedHeads(write, write.parts[p]);
     if (write.plain == write.stored) {
       if (ElementBytes(write.plain) == 4) {
         Copy<std::uint32_t>(write, part);

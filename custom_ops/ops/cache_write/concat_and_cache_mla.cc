@@ -73,35 +73,23 @@ void Write(const StridedInput& kv_c, const StridedInput& k_pe, const paddle::Ten
 
 }  // namespace
 
-// Dygraph: latent, rope part and slots come as numbers, see strided_input.h.
-void ConcatAndCacheMla(const paddle::Tensor& kv_cache, const paddle::optional<paddle::Tensor>& scale,
-                       const std::vector<int64_t>& kv_c, const std::vector<int64_t>& k_pe,
-                       const std::vector<int64_t>& slot_mapping, float number, const std::string& kv_cache_dtype,
-                       int64_t stream) {
-  Write(StridedFromNumbers(kv_c), StridedFromNumbers(k_pe), kv_cache, StridedFromNumbers(slot_mapping), scale, number,
-        kv_cache_dtype, stream);
-}
-
-void ConcatAndCacheMlaInPlace(paddle::Tensor& kv_cache, const paddle::optional<paddle::Tensor>& scale,
-                              const paddle::Tensor& kv_c, const paddle::Tensor& k_pe,
-                              const paddle::Tensor& slot_mapping, float number, const std::string& kv_cache_dtype,
-                              int64_t stream) {
-  Write(StridedFromTensor(kv_c), StridedFromTensor(k_pe), kv_cache, StridedFromTensor(slot_mapping), scale, number,
-        kv_cache_dtype, stream);
+// In dygraph kv_c, k_pe and slot_mapping are absent, and their numbers given; see strided_input.h.
+void ConcatAndCacheMla(paddle::Tensor& kv_cache, const paddle::optional<paddle::Tensor>& scale,
+                       const paddle::optional<paddle::Tensor>& kv_c, const paddle::optional<paddle::Tensor>& k_pe,
+                       const paddle::optional<paddle::Tensor>& slot_mapping, const std::vector<int64_t>& kv_c_numbers,
+                       const std::vector<int64_t>& k_pe_numbers, const std::vector<int64_t>& slot_numbers, float number,
+                       const std::string& kv_cache_dtype, int64_t stream) {
+  Write(StridedFrom(kv_c, kv_c_numbers), StridedFrom(k_pe, k_pe_numbers), kv_cache,
+        StridedFrom(slot_mapping, slot_numbers), scale, number, kv_cache_dtype, stream);
 }
 
 }  // namespace paddle_kv
 
 PD_BUILD_STATIC_OP(paddle_kv_concat_and_cache_mla)
-    .Inputs({"kv_cache", paddle::Optional("scale")})
-    .Outputs({})
-    .Attrs({"kv_c: std::vector<int64_t>", "k_pe: std::vector<int64_t>", "slot_mapping: std::vector<int64_t>",
-            "number: float", "kv_cache_dtype: std::string", "stream: int64_t"})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ConcatAndCacheMla));
-
-PD_BUILD_STATIC_OP(paddle_kv_concat_and_cache_mla_in_place)
-    .Inputs({"kv_cache", paddle::Optional("scale"), "kv_c", "k_pe", "slot_mapping"})
+    .Inputs({"kv_cache", paddle::Optional("scale"), paddle::Optional("kv_c"), paddle::Optional("k_pe"),
+             paddle::Optional("slot_mapping")})
     .Outputs({"kv_cache_out"})
-    .Attrs({"number: float", "kv_cache_dtype: std::string", "stream: int64_t"})
+    .Attrs({"kv_c_numbers: std::vector<int64_t>", "k_pe_numbers: std::vector<int64_t>",
+            "slot_numbers: std::vector<int64_t>", "number: float", "kv_cache_dtype: std::string", "stream: int64_t"})
     .SetInplaceMap({{"kv_cache", "kv_cache_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ConcatAndCacheMlaInPlace));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ConcatAndCacheMla));

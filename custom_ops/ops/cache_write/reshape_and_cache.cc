@@ -29,43 +29,27 @@ void Write(const KeyValueWrite& given, const paddle::Tensor& key_cache, const pa
 
 }  // namespace
 
-// Dygraph: keys, values and slots come as numbers, see strided_input.h.
-void ReshapeAndCache(const paddle::Tensor& key_cache, const paddle::Tensor& value_cache,
+// In dygraph key, value and slot_mapping are absent, and their numbers given; see strided_input.h.
+void ReshapeAndCache(paddle::Tensor& key_cache, paddle::Tensor& value_cache,
                      const paddle::optional<paddle::Tensor>& k_scale, const paddle::optional<paddle::Tensor>& v_scale,
-                     const std::vector<int64_t>& key, const std::vector<int64_t>& value,
-                     const std::vector<int64_t>& slot_mapping, float k_number, float v_number,
-                     const std::string& layout, const std::string& kv_cache_dtype, bool padded, int64_t stream) {
-  Write({StridedFromNumbers(key), StridedFromNumbers(value), StridedFromNumbers(slot_mapping), layout, kv_cache_dtype,
-         padded},
-        key_cache, value_cache, {k_scale, v_scale, k_number, v_number}, stream);
-}
-
-void ReshapeAndCacheInPlace(paddle::Tensor& key_cache, paddle::Tensor& value_cache,
-                            const paddle::optional<paddle::Tensor>& k_scale,
-                            const paddle::optional<paddle::Tensor>& v_scale, const paddle::Tensor& key,
-                            const paddle::Tensor& value, const paddle::Tensor& slot_mapping, float k_number,
-                            float v_number, const std::string& layout, const std::string& kv_cache_dtype, bool padded,
-                            int64_t stream) {
-  Write({StridedFromTensor(key), StridedFromTensor(value), StridedFromTensor(slot_mapping), layout, kv_cache_dtype,
-         padded},
+                     const paddle::optional<paddle::Tensor>& key, const paddle::optional<paddle::Tensor>& value,
+                     const paddle::optional<paddle::Tensor>& slot_mapping, const std::vector<int64_t>& key_numbers,
+                     const std::vector<int64_t>& value_numbers, const std::vector<int64_t>& slot_numbers,
+                     float k_number, float v_number, const std::string& layout, const std::string& kv_cache_dtype,
+                     bool padded, int64_t stream) {
+  Write({StridedFrom(key, key_numbers), StridedFrom(value, value_numbers), StridedFrom(slot_mapping, slot_numbers),
+         layout, kv_cache_dtype, padded},
         key_cache, value_cache, {k_scale, v_scale, k_number, v_number}, stream);
 }
 
 }  // namespace paddle_kv
 
 PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache)
-    .Inputs({"key_cache", "value_cache", paddle::Optional("k_scale"), paddle::Optional("v_scale")})
-    .Outputs({})
-    .Attrs({"key: std::vector<int64_t>", "value: std::vector<int64_t>", "slot_mapping: std::vector<int64_t>",
-            "k_number: float", "v_number: float", "layout: std::string", "kv_cache_dtype: std::string", "padded: bool",
-            "stream: int64_t"})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCache));
-
-PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_in_place)
-    .Inputs({"key_cache", "value_cache", paddle::Optional("k_scale"), paddle::Optional("v_scale"), "key", "value",
-             "slot_mapping"})
+    .Inputs({"key_cache", "value_cache", paddle::Optional("k_scale"), paddle::Optional("v_scale"),
+             paddle::Optional("key"), paddle::Optional("value"), paddle::Optional("slot_mapping")})
     .Outputs({"key_cache_out", "value_cache_out"})
-    .Attrs({"k_number: float", "v_number: float", "layout: std::string", "kv_cache_dtype: std::string", "padded: bool",
-            "stream: int64_t"})
+    .Attrs({"key_numbers: std::vector<int64_t>", "value_numbers: std::vector<int64_t>",
+            "slot_numbers: std::vector<int64_t>", "k_number: float", "v_number: float", "layout: std::string",
+            "kv_cache_dtype: std::string", "padded: bool", "stream: int64_t"})
     .SetInplaceMap({{"key_cache", "key_cache_out"}, {"value_cache", "value_cache_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheInPlace));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCache));

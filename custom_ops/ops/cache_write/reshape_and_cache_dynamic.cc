@@ -55,42 +55,30 @@ void Write(const KeyValueWrite& given, const paddle::Tensor& key_cache, const pa
 
 }  // namespace
 
-// Dygraph: what is only read comes as numbers, see strided_input.h.
-void ReshapeAndCacheDynamic(const paddle::Tensor& key_cache, const paddle::Tensor& value_cache,
-                            const paddle::Tensor& k_scale_cache, const paddle::Tensor& v_scale_cache,
-                            const std::vector<int64_t>& key, const std::vector<int64_t>& value,
-                            const std::vector<int64_t>& slot_mapping, const std::string& layout,
+// In dygraph key, value and slot_mapping are absent, and their numbers given; see strided_input.h.
+void ReshapeAndCacheDynamic(paddle::Tensor& key_cache, paddle::Tensor& value_cache, paddle::Tensor& k_scale_cache,
+                            paddle::Tensor& v_scale_cache, const paddle::optional<paddle::Tensor>& key,
+                            const paddle::optional<paddle::Tensor>& value,
+                            const paddle::optional<paddle::Tensor>& slot_mapping,
+                            const std::vector<int64_t>& key_numbers, const std::vector<int64_t>& value_numbers,
+                            const std::vector<int64_t>& slot_numbers, const std::string& layout,
                             const std::string& kv_cache_dtype, int64_t stream) {
-  Write({StridedFromNumbers(key), StridedFromNumbers(value), StridedFromNumbers(slot_mapping), layout, kv_cache_dtype,
-         false},
-        key_cache, value_cache, k_scale_cache, v_scale_cache, stream);
-}
-
-void ReshapeAndCacheDynamicInPlace(paddle::Tensor& key_cache, paddle::Tensor& value_cache,
-                                   paddle::Tensor& k_scale_cache, paddle::Tensor& v_scale_cache,
-                                   const paddle::Tensor& key, const paddle::Tensor& value,
-                                   const paddle::Tensor& slot_mapping, const std::string& layout,
-                                   const std::string& kv_cache_dtype, int64_t stream) {
-  Write({StridedFromTensor(key), StridedFromTensor(value), StridedFromTensor(slot_mapping), layout, kv_cache_dtype,
-         false},
+  Write({StridedFrom(key, key_numbers), StridedFrom(value, value_numbers), StridedFrom(slot_mapping, slot_numbers),
+         layout, kv_cache_dtype, false},
         key_cache, value_cache, k_scale_cache, v_scale_cache, stream);
 }
 
 }  // namespace paddle_kv
 
 PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_dynamic)
-    .Inputs({"key_cache", "value_cache", "k_scale_cache", "v_scale_cache"})
-    .Outputs({})
-    .Attrs({"key: std::vector<int64_t>", "value: std::vector<int64_t>", "slot_mapping: std::vector<int64_t>",
-            "layout: std::string", "kv_cache_dtype: std::string", "stream: int64_t"})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheDynamic));
-
-PD_BUILD_STATIC_OP(paddle_kv_reshape_and_cache_dynamic_in_place)
-    .Inputs({"key_cache", "value_cache", "k_scale_cache", "v_scale_cache", "key", "value", "slot_mapping"})
+    .Inputs({"key_cache", "value_cache", "k_scale_cache", "v_scale_cache", paddle::Optional("key"),
+             paddle::Optional("value"), paddle::Optional("slot_mapping")})
     .Outputs({"key_cache_out", "value_cache_out", "k_scale_cache_out", "v_scale_cache_out"})
-    .Attrs({"layout: std::string", "kv_cache_dtype: std::string", "stream: int64_t"})
+    .Attrs({"key_numbers: std::vector<int64_t>", "value_numbers: std::vector<int64_t>",
+            "slot_numbers: std::vector<int64_t>", "layout: std::string", "kv_cache_dtype: std::string",
+            "stream: int64_t"})
     .SetInplaceMap({{"key_cache", "key_cache_out"},
                     {"value_cache", "value_cache_out"},
                     {"k_scale_cache", "k_scale_cache_out"},
                     {"v_scale_cache", "v_scale_cache_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheDynamicInPlace));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ReshapeAndCacheDynamic));

@@ -16,9 +16,7 @@ std::string DeviceText(int device) {
   return device == StridedInput::kElsewhere ? "pinned memory" : "GPU " + std::to_string(device);
 }
 
-}  // namespace
-
-StridedInput StridedFromNumbers(const std::vector<int64_t>& numbers) {
+StridedInput FromNumbers(const std::vector<int64_t>& numbers) {
   constexpr std::size_t kHead = 3;
   StridedInput input;
   if (numbers.size() < kHead || (numbers.size() - kHead) % 2 != 0) ThrowValueError("a strided input has wrong numbers");
@@ -32,7 +30,7 @@ StridedInput StridedFromNumbers(const std::vector<int64_t>& numbers) {
   return input;
 }
 
-StridedInput StridedFromTensor(const paddle::Tensor& tensor) {
+StridedInput FromTensor(const paddle::Tensor& tensor) {
   StridedInput input;
   input.data = static_cast<const std::uint8_t*>(tensor.data());
   input.dtype = tensor.dtype();
@@ -45,6 +43,12 @@ StridedInput StridedFromTensor(const paddle::Tensor& tensor) {
     stride *= input.shape[d];
   }
   return input;
+}
+
+}  // namespace
+
+StridedInput StridedFrom(const paddle::optional<paddle::Tensor>& tensor, const std::vector<int64_t>& numbers) {
+  return tensor ? FromTensor(*tensor) : FromNumbers(numbers);
 }
 
 void CheckBeside(const StridedInput& input, const std::string& name, const paddle::Tensor& cache,

@@ -25,11 +25,9 @@ struct StridedInput {
   int64_t ItemBytes() const { return static_cast<int64_t>(phi::SizeOf(dtype)); }
 };
 
-// From what _arguments.strided() in Python makes: [address, dtype, device, shape..., strides in elements...].
-StridedInput StridedFromNumbers(const std::vector<int64_t>& numbers);
-
-// From a tensor of a traced program, which is contiguous.
-StridedInput StridedFromTensor(const paddle::Tensor& tensor);
+// From a tensor of a traced program, which is contiguous; where that is absent, from what _arguments.strided() in
+// Python makes: [address, dtype, device, shape..., strides in elements...].
+StridedInput StridedFrom(const paddle::optional<paddle::Tensor>& tensor, const std::vector<int64_t>& numbers);
 
 // ValueError unless the input is where `cache` is.
 void CheckBeside(const StridedInput& input, const std::string& name, const paddle::Tensor& cache,

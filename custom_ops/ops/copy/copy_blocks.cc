@@ -43,20 +43,15 @@ void CopyBlocks(const std::vector<paddle::Tensor>& caches, const paddle::optiona
   }
 }
 
-void CopySingleBlock(const std::vector<paddle::Tensor>& caches, int64_t source_block_id, int64_t target_block_id,
-                     int64_t key_count, int64_t stream) {
-  CopyBetween(caches, key_count, {source_block_id}, {target_block_id}, stream, {"source_block_id", "target_block_id"});
-}
-
 void CopyBlocksInPlace(std::vector<paddle::Tensor>& caches, const paddle::optional<paddle::Tensor>& block_mapping,
                        const std::vector<int64_t>& source_ids, const std::vector<int64_t>& target_ids,
                        int64_t key_count, int64_t stream) {
   CopyBlocks(caches, block_mapping, source_ids, target_ids, key_count, stream);
 }
 
-void CopySingleBlockInPlace(std::vector<paddle::Tensor>& caches, int64_t source_block_id, int64_t target_block_id,
-                            int64_t key_count, int64_t stream) {
-  CopySingleBlock(caches, source_block_id, target_block_id, key_count, stream);
+void CopySingleBlock(std::vector<paddle::Tensor>& caches, int64_t source_block_id, int64_t target_block_id,
+                     int64_t key_count, int64_t stream) {
+  CopyBetween(caches, key_count, {source_block_id}, {target_block_id}, stream, {"source_block_id", "target_block_id"});
 }
 
 }  // namespace paddle_kv
@@ -64,11 +59,10 @@ void CopySingleBlockInPlace(std::vector<paddle::Tensor>& caches, int64_t source_
 #define COPY_BLOCKS_INPUTS {paddle::Vec("caches"), paddle::Optional("block_mapping")}
 #define COPY_BLOCKS_ATTRS \
   {"source_ids: std::vector<int64_t>", "target_ids: std::vector<int64_t>", "key_count: int64_t", "stream: int64_t"}
-#define COPY_SINGLE_BLOCK_ATTRS \
-  {"source_block_id: int64_t", "target_block_id: int64_t", "key_count: int64_t", "stream: int64_t"}
 
 // Registered twice: an operator without outputs costs 30 us for 160 tensors, one with in-place outputs 160 us; but only
-// the latter means anything in a traced program.
+// the latter means anything in a traced program. The operators on few tensors are registered once, in place: each call
+// of any operator copies the descriptions of all that are registered.
 PD_BUILD_STATIC_OP(paddle_kv_copy_blocks)
     .Inputs(COPY_BLOCKS_INPUTS)
     .Outputs({})
@@ -84,13 +78,7 @@ PD_BUILD_STATIC_OP(paddle_kv_copy_blocks_in_place)
 
 PD_BUILD_STATIC_OP(paddle_kv_copy_single_block)
     .Inputs({paddle::Vec("caches")})
-    .Outputs({})
-    .Attrs(COPY_SINGLE_BLOCK_ATTRS)
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::CopySingleBlock));
-
-PD_BUILD_STATIC_OP(paddle_kv_copy_single_block_in_place)
-    .Inputs({paddle::Vec("caches")})
     .Outputs({paddle::Vec("caches_out")})
-    .Attrs(COPY_SINGLE_BLOCK_ATTRS)
+    .Attrs({"source_block_id: int64_t", "target_block_id: int64_t", "key_count: int64_t", "stream: int64_t"})
     .SetInplaceMap({{paddle::Vec("caches"), paddle::Vec("caches_out")}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::CopySingleBlockInPlace));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::CopySingleBlock));

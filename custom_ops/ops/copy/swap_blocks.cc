@@ -25,7 +25,7 @@ void Exchange(const std::vector<paddle::Tensor>& caches, int64_t key_count, cons
 }  // namespace
 
 // The pairs are in the tensor, or where it is absent in the two lists.
-void SwapBlocks(const std::vector<paddle::Tensor>& caches, const paddle::optional<paddle::Tensor>& block_mapping,
+void SwapBlocks(std::vector<paddle::Tensor>& caches, const paddle::optional<paddle::Tensor>& block_mapping,
                 const std::vector<int64_t>& first_ids, const std::vector<int64_t>& second_ids, int64_t key_count,
                 int64_t stream) {
   if (!block_mapping) {
@@ -43,27 +43,12 @@ void SwapBlocks(const std::vector<paddle::Tensor>& caches, const paddle::optiona
   }
 }
 
-void SwapBlocksInPlace(std::vector<paddle::Tensor>& caches, const paddle::optional<paddle::Tensor>& block_mapping,
-                       const std::vector<int64_t>& first_ids, const std::vector<int64_t>& second_ids, int64_t key_count,
-                       int64_t stream) {
-  SwapBlocks(caches, block_mapping, first_ids, second_ids, key_count, stream);
-}
-
 }  // namespace paddle_kv
 
-#define SWAP_BLOCKS_INPUTS {paddle::Vec("caches"), paddle::Optional("block_mapping")}
-#define SWAP_BLOCKS_ATTRS \
-  {"first_ids: std::vector<int64_t>", "second_ids: std::vector<int64_t>", "key_count: int64_t", "stream: int64_t"}
-
 PD_BUILD_STATIC_OP(paddle_kv_swap_blocks)
-    .Inputs(SWAP_BLOCKS_INPUTS)
-    .Outputs({})
-    .Attrs(SWAP_BLOCKS_ATTRS)
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::SwapBlocks));
-
-PD_BUILD_STATIC_OP(paddle_kv_swap_blocks_in_place)
-    .Inputs(SWAP_BLOCKS_INPUTS)
+    .Inputs({paddle::Vec("caches"), paddle::Optional("block_mapping")})
     .Outputs({paddle::Vec("caches_out")})
-    .Attrs(SWAP_BLOCKS_ATTRS)
+    .Attrs({"first_ids: std::vector<int64_t>", "second_ids: std::vector<int64_t>", "key_count: int64_t",
+            "stream: int64_t"})
     .SetInplaceMap({{paddle::Vec("caches"), paddle::Vec("caches_out")}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::SwapBlocksInPlace));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::SwapBlocks));
