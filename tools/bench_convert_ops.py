@@ -83,7 +83,8 @@ extern "C" __global__ void decode(const unsigned char* from, half_bits* to, int6
   const int64 i = (int64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= count) return;
   const unsigned code = from[i];
-  const float magnitude = __uint_as_float((code & 0x7fu) << 20) * 0x1p120f;
+  const unsigned low = code & 0x7fu;  // below 8 a subnormal
+  const float magnitude = low < 8 ? low * 0x1p-9f : __uint_as_float((low << 20) + (120u << 23));
   to[i] = narrowed(__fmul_rn(code & 0x80u ? -magnitude : magnitude, scale));
 }
 """)  # fmt: skip

@@ -23,6 +23,8 @@ VARIANT_SUFFIXES = ("_async", "_in_place")
 
 # Operators that tell something about the build or the machine and move nothing: neither kernel nor reference.
 QUERIES = ("build_info", "cuda_version", "device_of_pointers", "has_memcpy_batch_async")
+# Operators that have no public function of their own: steps of other functions, and tested with them.
+STEPS = ("cuda_version", "device_of_pointers", "new_tensor")
 NOT_APPLICABLE = ""
 
 
@@ -51,8 +53,10 @@ def files_of(name: str, glue: Path) -> dict[str, str | None]:
         "reference": first([f"tests/reference/{family}.py"]) or first(references, mentioning=name),
         "test": first([f"tests/ops/test_{name}.py"]) or first(tests, mentioning=name),
     }
-    if name in QUERIES:
+    if name in (*QUERIES, *STEPS):
         paths |= dict.fromkeys(("header", "kernel", "CPU twin", "reference"), NOT_APPLICABLE)
+    if name in STEPS:
+        paths["test"] = NOT_APPLICABLE
     return paths
 
 

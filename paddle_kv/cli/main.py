@@ -21,8 +21,12 @@ from ..bench.load import LOADS
 from ..bench.run import Axes, sweep
 from ..bench.setup import PATTERNS, WAYS
 from ..memory.host_memory import has_gpu
+from ..offload.policies import POLICIES
+from ..offload.replay import Costs
+from ..offload.trace import TOKENS_PER_BLOCK, read_trace
 from . import doctor as checks
 from . import environment
+from . import replay as replays
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
 bench_app = typer.Typer(help="Measure how fast blocks move.")
@@ -33,6 +37,7 @@ Way = Enum("Way", {name: name for name in WAYS}, type=str)
 Backend = Enum("Backend", {name: name for name in methods.METHODS}, type=str)
 Model = Enum("Model", {name: name for name in models.NAMES}, type=str)
 Load = Enum("Load", {name: name for name in LOADS}, type=str)
+PolicyName = Enum("PolicyName", {name: name for name in POLICIES}, type=str)
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -104,6 +109,47 @@ def compare(before: Path, after: Path) -> None:
         rich.print(reports.compare(reports.read_json(before), reports.read_json(after)))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, hash_ids (Mooncake's traces).")],
+    policy: Annotated[list[PolicyName], typer.Option(help="Repeat to compare.")] = list(PolicyName),  # noqa: B006
+    capacity: Annotated[list[int], typer.Option(help="Blocks in host memory; repeat to sweep.")] = [],  # noqa: B006
+    requests: Annotated[int | None, typer.Option(help="Only so many requests of the trace.", min=1)] = None,
+    model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-70B"],
+    tp: Annotated[int, typer.Option(help="Ranks; each has a link and its part of each block.")] = 8,
+    link_gbps: Annotated[float, typer.Option(help="Host to device, GB/s per rank.")] = 50.0,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.")] = 60_000.0,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and costs to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw three PNG files in this directory.")] = None,
+) -> None:
+    """Replay a trace in simulated time: hit rates of the eviction policies, and what loading saves over recomputing."""
+    with Progress(transient=True) as bar:
+        task = bar.add_task("reading")
+
+        def show(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        try:
+            spec = models.model_spec(model.value, tp=tp, tokens_per_block=TOKENS_PER_BLOCK)
+            costs = Costs(spec.block_bytes * spec.num_layers, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s)
+            all_requests = read_trace(trace, requests)
+            capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
+            policies = list(dict.fromkeys(one.value for one in policy))
+            runs = replays.run_all(all_requests, policies, capacities, costs, show)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from None
+    rows = [replays.row_of(run, all_requests, costs) for run in runs]
+    rich.print(replays.table(rows))
+    if csv:
+        replays.write_csv(rows, csv)
+    if json_file:
+        replays.write_json(rows, costs, json_file)
+    if plot:
+        for path in replays.plot(runs, all_requests, plot):
+            rich.print(path)
 
 
 @app.command()

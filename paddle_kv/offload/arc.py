@@ -7,7 +7,7 @@ target size p of T1 grows when a block comes back that B1 remembers, and shrinks
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Container
 from typing import Generic
 
 from .policy import Key
@@ -54,20 +54,28 @@ class Arc(Generic[Key]):
     def on_remove(self, key: Key) -> None:
         del (self._once if key in self._once else self._often)[key]
 
-    def victim(self, incoming: Key | None, is_pinned: Callable[[Key], bool]) -> Key | None:
-        once_ghosts, often_ghosts = len(self._once_ghosts), len(self._often_ghosts)
-        was_often = incoming in self._often_ghosts
-        if incoming in self._once_ghosts:
-            self._target = min(float(self._capacity), self._target + max(often_ghosts / once_ghosts, 1.0))
-        elif was_often:
-            self._target = max(0.0, self._target - max(once_ghosts / often_ghosts, 1.0))
-        size = len(self._once)
-        from_once = size > self._target or (was_often and size == self._target)
-        lists = [(self._once, self._once_ghosts), (self._often, self._often_ghosts)]
-        for resident, ghosts in lists if from_once else reversed(lists):
-            for key in resident:
-                if not is_pinned(key):
-                    del resident[key]
-                    ghosts[key] = None
-                    return key
-        return None
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
+        once, once_ghosts, often_ghosts = self._once, self._once_ghosts, self._often_ghosts
+        size = len(once)
+        from_once = size > self._target
+        if incoming in once_ghosts:
+            self._target = min(float(self._capacity), self._target + max(len(often_ghosts) / len(once_ghosts), 1.0))
+            from_once = size > self._target
+        elif incoming in often_ghosts:
+            self._target = max(0.0, self._target - max(len(once_ghosts) / len(often_ghosts), 1.0))
+            from_once = size >= self._target
+        if from_once:
+            key = _oldest(once, pinned, once_ghosts)
+            return _oldest(self._often, pinned, often_ghosts) if key is None else key
+        key = _oldest(self._often, pinned, often_ghosts)
+        return _oldest(once, pinned, once_ghosts) if key is None else key
+
+
+def _oldest(resident: OrderedDict[Key, None], pinned: Container[Key], ghosts: OrderedDict[Key, None]) -> Key | None:
+    """Moves the oldest block that is not pinned to the ghosts."""
+    for key in resident:
+        if key not in pinned:
+            del resident[key]
+            ghosts[key] = None
+            return key
+    return None

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic
 
 from .policy import Key, Policy
-
-
-class Entry:
-    """One block: its slot, how many leases and transfers hold it, and whether its bytes have arrived."""
-
-    __slots__ = ("pins", "slot", "visible")
-
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-        self.pins = 0
-        self.visible = False
 
 
 class BlockIndex(Generic[Key]):
@@ -25,74 +14,91 @@ class BlockIndex(Generic[Key]):
     Not thread-safe: the owner serialises the calls.
 
     Attributes:
-        entries: all blocks, also those whose bytes are on their way.
+        slots: block -> its slot, also for blocks that are still arriving.
+        arriving: blocks whose bytes are not there yet; the owner keeps it, and :meth:`lookup` stops at them.
+        pins: block -> how often it is held; see :meth:`pin`.
         evicted_blocks: blocks that made room for others.
     """
 
     def __init__(self, policy: Policy[Key], capacity_blocks: int) -> None:
-        self.entries: dict[Key, Entry] = {}
+        self.slots: dict[Key, int] = {}
+        self.arriving: set[Key] = set()
+        self.pins: dict[Key, int] = {}
         self.capacity_blocks = capacity_blocks
         self.evicted_blocks = 0
         self._policy = policy
 
-    def lookup(self, keys: Sequence[Key]) -> list[Entry]:
-        """The longest prefix of ``keys`` whose blocks are all there and visible; counts as a use of these blocks."""
-        found = []
-        entries, on_access = self.entries, self._policy.on_access
+    def lookup(self, keys: Sequence[Key]) -> int:
+        """Length of the longest prefix of ``keys`` whose blocks are all there; counts as a use of these blocks."""
+        slots, arriving, on_access = self.slots, self.arriving, self._policy.on_access
+        count = 0
         for key in keys:
-            entry = entries.get(key)
-            if entry is None or not entry.visible:
+            if key not in slots or key in arriving:
                 break
             on_access(key)
-            found.append(entry)
-        return found
+            count += 1
+        return count
 
-    def admit(self, keys: Sequence[Key], free_slots: list[int]) -> dict[Key, Entry]:
+    def admit(self, keys: Sequence[Key], free_slots: list[int]) -> dict[Key, int]:
         """Gives slots to those of the blocks that are absent, in order: free ones (taken from the list), then those of
-        victims. The entries are neither visible nor pinned.
+        victims. Returns the blocks that are new, with their slots.
 
         A block that is there already keeps its place; it counts as used only behind an absent one, since
         :meth:`lookup` has counted the others. The policy may choose a block of this very call as victim: then that one
         is not admitted. Of more blocks than there are slots in all, the first are taken; blocks behind one for which
         there is no room because all others are pinned are left out.
         """
-        entries, policy = self.entries, self._policy
-        admitted: dict[Key, Entry] = {}
+        slots, pins = self.slots, self.pins
+        on_access, on_insert, take_victim = self._policy.on_access, self._policy.on_insert, self._policy.victim
+        free = min(len(free_slots), self.capacity_blocks - len(slots))
+        admitted: dict[Key, int] = {}
         behind_absent = False
-        for key in keys[: min(self.capacity_blocks, len(entries) + len(free_slots))]:
-            if key in entries:
+        for key in keys[: len(slots) + free]:
+            if key in slots:
                 if behind_absent:
-                    policy.on_access(key)
+                    on_access(key)
                 continue
             behind_absent = True
-            if free_slots and len(entries) < self.capacity_blocks:
+            if free:
+                free -= 1
                 slot = free_slots.pop()
             else:
-                victim = policy.victim(key, self._is_pinned)
+                victim = take_victim(key, pins)
                 if victim is None:
                     break
-                slot = entries.pop(victim).slot
+                slot = slots.pop(victim)
                 if admitted.pop(victim, None) is None:
                     self.evicted_blocks += 1
-            admitted[key] = entries[key] = Entry(slot)
-            policy.on_insert(key)
+            admitted[key] = slots[key] = slot
+            on_insert(key)
         return admitted
 
+    def pin(self, keys: Iterable[Key]) -> None:
+        """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
+        pins = self.pins
+        for key in keys:
+            pins[key] = pins.get(key, 0) + 1
+
+    def unpin(self, keys: Iterable[Key]) -> None:
+        pins = self.pins
+        for key in keys:
+            if pins[key] == 1:
+                del pins[key]
+            else:
+                pins[key] -= 1
+
     def remove(self, key: Key) -> int:
-        """Forgets a block that will never become visible; its slot."""
+        """Forgets a block that will never arrive; its slot."""
         self._policy.on_remove(key)
-        return self.entries.pop(key).slot
+        return self.slots.pop(key)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Lets go of up to so many blocks that nothing holds; their slots."""
-        slots: list[int] = []
-        while len(slots) < num_blocks:
-            victim = self._policy.victim(None, self._is_pinned)
+        taken: list[int] = []
+        while len(taken) < num_blocks:
+            victim = self._policy.victim(None, self.pins)
             if victim is None:
                 break
-            slots.append(self.entries.pop(victim).slot)
-        self.evicted_blocks += len(slots)
-        return slots
-
-    def _is_pinned(self, key: Key) -> bool:
-        return self.entries[key].pins > 0
+            taken.append(self.slots.pop(victim))
+        self.evicted_blocks += len(taken)
+        return taken

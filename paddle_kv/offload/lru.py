@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Container
 from typing import Generic
 
 from .policy import Key
@@ -25,9 +25,9 @@ class Lru(Generic[Key]):
     def on_remove(self, key: Key) -> None:
         del self._order[key]
 
-    def victim(self, incoming: Key | None, is_pinned: Callable[[Key], bool]) -> Key | None:
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         for key in self._order:
-            if not is_pinned(key):
+            if key not in pinned:
                 del self._order[key]
                 return key
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..schedule.plan import check_ids
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from .hashing import BlockHasher, spec_salt
-from .index import BlockIndex, Entry
+from .index import BlockIndex
 from .policies import make_policy
 from .policy import Policy
 
@@ -41,10 +41,10 @@ class Lease:
         num_blocks: how many.
     """
 
-    def __init__(self, manager: KVOffloadManager, hashes: list[bytes], entries: list[Entry]) -> None:
+    def __init__(self, manager: KVOffloadManager, hashes: list[bytes]) -> None:
         self.hashes = hashes
         self._manager = manager
-        self._entries = entries
+        self._held = True
 
     @property
     def num_blocks(self) -> int:
@@ -64,17 +64,16 @@ class Lease:
 
     def __del__(self) -> None:
         # May run in the middle of anything, also of a call of this manager: it only leaves a note.
-        if self._entries:
-            self._manager._lost.append(self._entries)
+        if self._held:
+            self._manager._lost.append(self.hashes)
 
 
 class _Moving:
     """A transfer in flight and the blocks that it holds."""
 
-    def __init__(self, transfer: Transfer, keys: Sequence[bytes], entries: Sequence[Entry], *, saving: bool) -> None:
+    def __init__(self, transfer: Transfer, keys: Sequence[bytes], *, saving: bool) -> None:
         self.transfer = transfer
         self.keys = keys
-        self.entries = entries
         self.saving = saving
 
 
@@ -146,7 +145,7 @@ class KVOffloadManager:
         self._lock = threading.RLock()
         self._moving: list[_Moving] = []
         self._targets: weakref.WeakKeyDictionary[Transfer, list[int]] = weakref.WeakKeyDictionary()
-        self._lost: list[list[Entry]] = []  # of leases that nobody released; appended without the lock
+        self._lost: list[list[bytes]] = []  # of leases that nobody released; appended without the lock
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._closed = False
 
@@ -167,13 +166,12 @@ class KVOffloadManager:
         keys = _checked_hashes(hashes)
         with self._lock:
             self._settle()
-            entries = self._index.lookup(keys)
-            for entry in entries:
-                entry.pins += 1
+            found = keys[: self._index.lookup(keys)]
+            self._index.pin(found)
             self._counters["lookups"] += 1
             self._counters["looked_up_blocks"] += len(keys)
-            self._counters["hit_blocks"] += len(entries)
-            return Lease(self, keys[: len(entries)], entries)
+            self._counters["hit_blocks"] += len(found)
+            return Lease(self, found)
 
     # ---- transfers ----
     def onload(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:
@@ -192,16 +190,13 @@ class KVOffloadManager:
         device_ids = self._device_ids(device_block_ids, len(keys))
         with self._lock:
             self._settle()
-            entries = []
+            slots, arriving = self._index.slots, self._index.arriving
             for position, key in enumerate(keys):
-                entry = self._index.entries.get(key)
-                if entry is None or not entry.visible:
+                if key not in slots or key in arriving:
                     raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
-                entries.append(entry)
-            transfer = self._scheduler.onload([entry.slot for entry in entries], device_ids)
-            for entry in entries:
-                entry.pins += 1
-            self._moving.append(_Moving(transfer, keys, entries, saving=False))
+            transfer = self._scheduler.onload([slots[key] for key in keys], device_ids)
+            self._index.pin(keys)
+            self._moving.append(_Moving(transfer, keys, saving=False))
             self._targets[transfer] = device_ids
             self._counters["loaded_blocks"] += len(keys)
             return transfer
@@ -223,24 +218,23 @@ class KVOffloadManager:
         with self._lock:
             self._settle()
             source = dict(zip(keys, device_ids, strict=True))
-            absent = [key for key in source if key not in self._index.entries]
-            slots = self._take_slots(len(absent))
-            admitted = self._index.admit(list(source), slots)
-            self._give_back(slots)
-            keys, entries = list(admitted), list(admitted.values())
+            absent = [key for key in source if key not in self._index.slots]
+            free_slots = self._take_slots(len(absent))
+            admitted = self._index.admit(list(source), free_slots)
+            self._give_back(free_slots)
             try:
                 transfer = self._scheduler.offload(
-                    [source[key] for key in keys], [entry.slot for entry in entries], layerwise=layerwise
+                    [source[key] for key in admitted], list(admitted.values()), layerwise=layerwise
                 )
             except BaseException:
-                self._forget(keys)
+                self._forget(admitted)
                 raise
-            for entry in entries:
-                entry.pins += 1
-            self._moving.append(_Moving(transfer, keys, entries, saving=True))
-            self._counters["saved_blocks"] += len(keys)
+            self._index.pin(admitted)
+            self._index.arriving.update(admitted)
+            self._moving.append(_Moving(transfer, list(admitted), saving=True))
+            self._counters["saved_blocks"] += len(admitted)
             self._counters["deduplicated_blocks"] += len(source) - len(absent)
-            self._counters["left_out_blocks"] += len(absent) - len(keys)
+            self._counters["left_out_blocks"] += len(absent) - len(admitted)
             return transfer
 
     def blocks_full(
@@ -294,18 +288,18 @@ class KVOffloadManager:
         with self._lock:
             if not self._closed:
                 self._settle()
-            entries = self._index.entries.values()
+            index = self._index
             counters = self._counters
             return {
                 **counters,
                 "hit_rate": counters["hit_blocks"] / max(1, counters["looked_up_blocks"]),
                 "saved_bytes": counters["saved_blocks"] * self._block_bytes,
                 "loaded_bytes": counters["loaded_blocks"] * self._block_bytes,
-                "evicted_blocks": self._index.evicted_blocks,
-                "blocks": sum(entry.visible for entry in entries),
-                "saving_blocks": sum(not entry.visible for entry in entries),
-                "pinned_blocks": sum(entry.pins > 0 for entry in entries),
-                "used_bytes": len(entries) * self._block_bytes,
+                "evicted_blocks": index.evicted_blocks,
+                "blocks": len(index.slots) - len(index.arriving),
+                "saving_blocks": len(index.arriving),
+                "pinned_blocks": len(index.pins),
+                "used_bytes": len(index.slots) * self._block_bytes,
                 "capacity_blocks": self.capacity_blocks,
                 "capacity_bytes": self.capacity_bytes,
             }
@@ -321,8 +315,9 @@ class KVOffloadManager:
                 if moving.saving:
                     moving.transfer.cancel()
             self._moving.clear()
-            slots = [entry.slot for entry in self._index.entries.values()]
-            self._index.entries.clear()
+            slots = list(self._index.slots.values())
+            for blocks in (self._index.slots, self._index.arriving, self._index.pins):
+                blocks.clear()
             self._give_back(slots)
 
     # ---- under the lock ----
@@ -331,7 +326,7 @@ class KVOffloadManager:
         if self._closed:
             raise RuntimeError("the offload manager is closed")
         while self._lost:
-            _unpin(self._lost.pop())
+            self._index.unpin(self._lost.pop())
         if not self._moving:
             return
         running = []
@@ -339,28 +334,28 @@ class KVOffloadManager:
             if not moving.transfer.done():
                 running.append(moving)
                 continue
-            _unpin(moving.entries)
+            self._index.unpin(moving.keys)
             failed = moving.transfer.error is not None
             if not moving.saving:
                 self._counters["failed_loads"] += failed
-            elif failed:
+                continue
+            self._index.arriving.difference_update(moving.keys)
+            if failed:
                 self._counters["failed_saves"] += 1
                 self._forget(moving.keys)
-            else:
-                for entry in moving.entries:
-                    entry.visible = True
         self._moving = running
 
     def _release(self, lease: Lease) -> None:
         with self._lock:
-            _unpin(lease._entries)
-            lease._entries = []
+            if lease._held and not self._closed:
+                self._index.unpin(lease.hashes)
+            lease._held = False
 
-    def _forget(self, keys: Sequence[bytes]) -> None:
+    def _forget(self, keys: Iterable[bytes]) -> None:
         self._give_back([self._index.remove(key) for key in keys])
 
     def _take_slots(self, num_absent: int) -> list[int]:
-        room = self._index.capacity_blocks - len(self._index.entries)
+        room = self._index.capacity_blocks - len(self._index.slots)
         with hazards.lock:  # nobody else may take blocks in between
             return self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
 
@@ -376,11 +371,6 @@ class KVOffloadManager:
             )
         check_ids(ids, "device_block_ids", self._scheduler.device_cache.num_blocks)
         return ids
-
-
-def _unpin(entries: Sequence[Entry]) -> None:
-    for entry in entries:
-        entry.pins -= 1
 
 
 def _checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Container, Hashable
 from typing import Protocol, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
@@ -24,8 +24,8 @@ class Policy(Protocol[Key]):
     def on_remove(self, key: Key) -> None:
         """A resident block is gone for another reason than ``victim`` (its save failed). Nothing is learnt from it."""
 
-    def victim(self, incoming: Key | None, is_pinned: Callable[[Key], bool]) -> Key | None:
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """Takes out the resident block that makes room for ``incoming`` (None: for nothing in particular).
 
-        Never one that ``is_pinned``; None if there is no other.
+        Never one of ``pinned``; None if there is no other.
         """

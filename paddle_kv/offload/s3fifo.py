@@ -8,8 +8,8 @@ block at the end of the main queue goes round again while its counter (two bits)
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Container
 from typing import Generic
 
 from .policy import Key
@@ -29,8 +29,8 @@ class S3Fifo(Generic[Key]):
     def __init__(self, capacity_blocks: int) -> None:
         self._small_size = max(1, capacity_blocks // SMALL_PART)
         self._ghost_size = capacity_blocks - self._small_size
-        self._small: OrderedDict[Key, None] = OrderedDict()  # oldest first
-        self._main: OrderedDict[Key, None] = OrderedDict()
+        self._small: deque[Key] = deque()  # oldest first
+        self._main: deque[Key] = deque()
         self._ghosts: OrderedDict[Key, None] = OrderedDict()
         self._counts: dict[Key, int] = {}  # of the resident blocks
 
@@ -38,9 +38,9 @@ class S3Fifo(Generic[Key]):
         self._counts[key] = 0
         if key in self._ghosts:
             del self._ghosts[key]
-            self._main[key] = None
+            self._main.append(key)
         else:
-            self._small[key] = None
+            self._small.append(key)
 
     def on_access(self, key: Key) -> None:
         if self._counts[key] < COUNT_MAX:
@@ -48,45 +48,38 @@ class S3Fifo(Generic[Key]):
 
     def on_remove(self, key: Key) -> None:
         del self._counts[key]
-        del (self._small if key in self._small else self._main)[key]
+        (self._small if key in self._small else self._main).remove(key)  # linear, and only after a failure
 
-    def victim(self, incoming: Key | None, is_pinned: Callable[[Key], bool]) -> Key | None:
-        queues = [self._from_small, self._from_main]
-        if len(self._small) < self._small_size:
-            queues.reverse()
-        for take in queues:
-            key = take(is_pinned)
-            if key is not None:
-                del self._counts[key]
-                return key
-        return None
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
+        if len(self._small) >= self._small_size:
+            key = self._from_small(pinned)
+            return self._from_main(pinned) if key is None else key
+        key = self._from_main(pinned)
+        return self._from_small(pinned) if key is None else key
 
-    def _from_small(self, is_pinned: Callable[[Key], bool]) -> Key | None:
+    def _from_small(self, pinned: Container[Key]) -> Key | None:
         for _ in range(len(self._small)):
-            key, _ = self._small.popitem(last=False)
+            key = self._small.popleft()
             if self._counts[key] > MOVE_ABOVE:
-                self._main[key] = None
+                self._main.append(key)
                 self._counts[key] = 0
-            elif is_pinned(key):
-                self._small[key] = None
+            elif key in pinned:
+                self._small.append(key)
             else:
-                self._remember(key)
+                del self._counts[key]
+                self._ghosts[key] = None
+                if len(self._ghosts) > self._ghost_size:
+                    self._ghosts.popitem(last=False)
                 return key
         return None
 
-    def _from_main(self, is_pinned: Callable[[Key], bool]) -> Key | None:
+    def _from_main(self, pinned: Container[Key]) -> Key | None:
         for _ in range((COUNT_MAX + 1) * len(self._main)):
-            key, _ = self._main.popitem(last=False)
+            key = self._main.popleft()
             if self._counts[key] > 0:
                 self._counts[key] -= 1
-            elif not is_pinned(key):
+            elif key not in pinned:
+                del self._counts[key]
                 return key
-            self._main[key] = None
+            self._main.append(key)
         return None
-
-    def _remember(self, key: Key) -> None:
-        if not self._ghost_size:
-            return
-        if len(self._ghosts) >= self._ghost_size:
-            self._ghosts.popitem(last=False)
-        self._ghosts[key] = None

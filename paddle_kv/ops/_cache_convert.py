@@ -1,4 +1,9 @@
-"""Tokens out of and into block caches, and caches in another number format or layout."""
+"""Tokens out of and into block caches, and caches in another number format or layout.
+
+In programs that Paddle 2.6 makes from source (``to_static(full_graph=True)``) a function must not return the result
+of one of these operators itself: Paddle asks the last operator for a gradient, which these do not have. Return what
+is computed from it, or a ``reshape`` of it.
+"""
 
 from __future__ import annotations
 

@@ -214,6 +214,11 @@ class Transfer:
             return self._error
 
     @property
+    def num_layers(self) -> int:
+        """Layers that it moves, each with a :meth:`wait_layer`."""
+        return self._plan.num_layers
+
+    @property
     def failed(self) -> bool:
         """Whether something is known to have gone wrong; does not look at the device."""
         return self._error is not None

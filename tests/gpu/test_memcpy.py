@@ -157,7 +157,9 @@ def test_the_first_device_address_decides(machine: Machine, op: str) -> None:
 def test_beyond_the_end_of_an_allocation(machine: Machine, op: str) -> None:
     host = machine.allocate_host(4096)
     target = Memory(machine, 100)
-    with pytest.raises(ValueError, match=r"source_pointers\[0\].*(run past the end|overlap)|source_pointers\[0\] = .*can reach"):
+    with pytest.raises(
+        ValueError, match=r"source_pointers\[0\].*(run past the end|overlap)|source_pointers\[0\] = .*can reach"
+    ):
         OPS[op]([int(host.ctypes.data)], [target.tensor.data_ptr()], 1 << 40)
 
 

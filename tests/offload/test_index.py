@@ -6,17 +6,16 @@ from paddle_kv.offload import BlockIndex, Lru, S3Fifo
 def filled(keys: str, capacity: int) -> tuple[BlockIndex[str], list[int]]:
     index: BlockIndex[str] = BlockIndex(Lru(), capacity)
     slots = list(range(capacity))
-    for entry in index.admit(list(keys), slots).values():
-        entry.visible = True
+    index.admit(list(keys), slots)
     return index, slots
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_absent_or_not_there_yet() -> None:
     index, _ = filled("abcd", 7)
-    assert len(index.lookup(list("abxd"))) == 2
-    assert index.lookup(list("xab")) == []
-    index.entries["b"].visible = False
-    assert len(index.lookup(list("abcd"))) == 1
+    assert index.lookup(list("abxd")) == 2
+    assert index.lookup(list("xab")) == 0
+    index.arriving.add("b")
+    assert index.lookup(list("abcd")) == 1
 
 
 def test_admitting_gives_slots_only_to_absent_blocks() -> None:
@@ -24,21 +23,20 @@ def test_admitting_gives_slots_only_to_absent_blocks() -> None:
     taken = index.admit(list("axcy"), slots)
     assert list(taken) == ["x", "y"]
     assert slots == []
-    assert sorted(entry.slot for entry in index.entries.values()) == [0, 1, 2, 3, 4]
+    assert sorted(index.slots.values()) == [0, 1, 2, 3, 4]
 
 
 def test_a_block_behind_an_absent_one_counts_as_used() -> None:
     index, slots = filled("abc", 4)
     index.admit(["x", "a"], slots)  # b is the oldest now, not a
     index.admit(["y"], slots)
-    assert set(index.entries) == {"a", "c", "x", "y"}
+    assert set(index.slots) == {"a", "c", "x", "y"}
 
 
 def test_a_block_before_the_first_absent_one_is_not_counted_again() -> None:
     index: BlockIndex[int] = BlockIndex(S3Fifo(10), 10)
     slots = list(range(10))
-    for entry in index.admit([0], slots).values():
-        entry.visible = True
+    index.admit([0], slots)
     for _ in range(3):
         index.lookup([0])
         index.admit([0], slots)
@@ -49,18 +47,19 @@ def test_a_block_before_the_first_absent_one_is_not_counted_again() -> None:
 
 def test_more_blocks_than_fit_keep_the_first() -> None:
     index, _ = filled("abcdefg", 3)
-    assert len(index.lookup(list("abcdefg"))) == 3
+    assert index.lookup(list("abcdefg")) == 3
     assert index.evicted_blocks == 0
 
 
 def test_no_room_where_everything_is_pinned() -> None:
     index, slots = filled("abc", 3)
-    for entry in index.entries.values():
-        entry.pins = 1
+    index.pin("abc")
+    index.pin("b")
+    index.unpin("b")
     assert index.admit(["x", "y"], slots) == {}
-    index.entries["b"].pins = 0
+    index.unpin("b")
     index.admit(["x"], slots)
-    assert set(index.entries) == {"a", "c", "x"}
+    assert set(index.slots) == {"a", "c", "x"}
 
 
 def test_the_policy_may_refuse_a_block_of_the_same_call() -> None:
@@ -72,6 +71,6 @@ def test_the_policy_may_refuse_a_block_of_the_same_call() -> None:
             index._policy.on_access(key)  # all of them deserve the main queue
     taken = index.admit(range(100, 120), slots)
     assert 0 < len(taken) < 20
-    assert len(index.entries) == 20
-    assert sorted(entry.slot for entry in index.entries.values()) == list(range(20))
-    assert set(taken) <= set(index.entries)
+    assert len(index.slots) == 20
+    assert sorted(index.slots.values()) == list(range(20))
+    assert set(taken) <= set(index.slots)

@@ -20,10 +20,9 @@ def request(index: BlockIndex[int], key: int, free_slots: list[int]) -> int | No
     """One use of one block, as the references see it; the block that went."""
     if index.lookup([key]):
         return None
-    before = set(index.entries)
-    for entry in index.admit([key], free_slots).values():
-        entry.visible = True
-    gone = before - set(index.entries)
+    before = set(index.slots)
+    index.admit([key], free_slots)
+    gone = before - set(index.slots)
     assert len(gone) <= 1
     return gone.pop() if gone else None
 
@@ -34,9 +33,9 @@ def compare(name: str, capacity: int, stream: list[int]) -> int:
     free_slots, hits = list(range(capacity)), 0
     for step, key in enumerate(stream):
         hits += key in reference
-        assert (key in index.entries) == (key in reference), step
+        assert (key in index.slots) == (key in reference), step
         assert request(index, key, free_slots) == reference.request(key), step
-    assert sorted([*free_slots, *(entry.slot for entry in index.entries.values())]) == list(range(capacity))
+    assert sorted([*free_slots, *index.slots.values()]) == list(range(capacity))
     return hits
 
 
@@ -66,12 +65,11 @@ def test_a_pinned_block_is_never_a_victim(name: str, data: st.DataObject) -> Non
     free_slots = list(range(capacity))
     for key in data.draw(st.lists(st.integers(0, 20), max_size=60)):
         request(index, key, free_slots)
-    pinned = {key for key in list(index.entries) if data.draw(st.booleans())}
-    for key in pinned:
-        index.entries[key].pins += 1
-    unpinned = len(index.entries) - len(pinned)
+    pinned = {key for key in list(index.slots) if data.draw(st.booleans())}
+    index.pin(pinned)
+    unpinned = len(index.slots) - len(pinned)
     assert len(index.evict(capacity + 1)) == unpinned
-    assert set(index.entries) == pinned
+    assert set(index.slots) == pinned
     assert index.evict(1) == []
 
 
@@ -81,9 +79,9 @@ def test_a_removed_block_leaves_nothing_behind(name: str) -> None:
     free_slots = [0, 1, 2]
     index.admit(["a", "b"], free_slots)
     free_slots.append(index.remove("a"))
-    assert sorted([*free_slots, index.entries["b"].slot]) == [0, 1, 2]
+    assert sorted([*free_slots, index.slots["b"]]) == [0, 1, 2]
     assert len(index.evict(5)) == 1
-    assert index.entries == {}
+    assert index.slots == {}
 
 
 def test_an_unknown_policy_is_named() -> None:

@@ -18,7 +18,7 @@ LAYOUTS = [("HND", "key"), ("NHD", "key"), ("packed", "key"), ("packed", "value"
 
 def elements(bits: np.ndarray, size: int) -> np.ndarray:
     """Bytes as integers of the size of one element: what copies move, NaNs included."""
-    return bits.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size])
+    return bits.view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size])
 
 
 @dataclass

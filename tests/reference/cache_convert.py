@@ -1,4 +1,7 @@
-"""Caches in NumPy, as HND, [blocks, heads, block size, head size]; the other layouts are permutations of it."""
+"""What gather_cache, scatter_cache and convert_layout do, in NumPy (convert_fp8: see float_formats).
+
+Caches are HND, [blocks, heads, block size, head size]; the other layouts are permutations of it.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,26 @@
 namespace paddle_kv {
 namespace {
 
-// Tokens that share the cache lines of a packed block: they are done together, head by head.
-constexpr std::int64_t kTokensTogether = 64;
+// Tokens that are moved together, head by head: of a packed block they share the cache lines, and their rows stay in
+// the first-level cache.
+constexpr std::int64_t kTileTokens = 64;
+
+// Tokens whose rows follow each other at one distance on both sides.
+struct Run {
+  std::int64_t count;
+  std::int64_t on_rows;   // offset of the first row
+  std::int64_t in_cache;  // likewise; -1: these tokens have no slot
+  std::int64_t rows_step;
+  std::int64_t cache_step;
+};
+
+// The rows of one head for the tokens of a run. `in_cache` is null where they have no slot.
+struct RunOfHead {
+  const Run& run;
+  std::int64_t head;
+  std::uint8_t* on_rows;
+  std::uint8_t* in_cache;
+};
 
 std::int64_t SlotOfToken(const TokenMove& move, std::int64_t token) {
   const TokenMap& map = move.map;
@@ -28,84 +46,129 @@ std::int64_t SlotOfToken(const TokenMove& move, std::int64_t token) {
   return SlotInTable(map, low, token, move.cache.block_size, move.block_count);
 }
 
-// Calls row(rows of the token, cache row or null, head) for all tokens and heads. `row_bytes` on both sides together.
-template <class Row>
-void ForEachRow(const TokenMove& move, std::int64_t row_bytes, const Row& row) {
+// Adds a token to the last run, or begins another one.
+void AddToken(std::int64_t on_rows, std::int64_t in_cache, std::vector<Run>* runs) {
+  if (!runs->empty()) {
+    Run& last = runs->back();
+    const bool alike = (in_cache < 0) == (last.in_cache < 0);
+    const std::int64_t rows_step = on_rows - last.on_rows - (last.count - 1) * last.rows_step;
+    const std::int64_t cache_step = in_cache < 0 ? 0 : in_cache - last.in_cache - (last.count - 1) * last.cache_step;
+    if (alike && (last.count == 1 || (rows_step == last.rows_step && cache_step == last.cache_step))) {
+      last.rows_step = rows_step;
+      last.cache_step = cache_step;
+      ++last.count;
+      return;
+    }
+  }
+  runs->push_back({1, on_rows, in_cache, 0, 0});
+}
+
+// Calls use(run of a head) for all tokens and heads. `row_bytes` on both sides together.
+template <class Use>
+void ForEachRun(const TokenMove& move, std::int64_t row_bytes, const Use& use) {
   ParallelFor(move.tokens, move.tokens * move.heads * row_bytes, [&](std::int64_t begin, std::int64_t end) {
-    std::int64_t slots[kTokensTogether];
-    for (std::int64_t first = begin; first < end; first += kTokensTogether) {
-      const std::int64_t count = std::min(kTokensTogether, end - first);
-      for (std::int64_t i = 0; i < count; ++i) {
-        slots[i] = SlotOfToken(move, first + i);
+    std::vector<Run> runs;
+    for (std::int64_t first = begin; first < end; first += kTileTokens) {
+      runs.clear();
+      for (std::int64_t token = first; token < std::min(first + kTileTokens, end); ++token) {
+        const std::int64_t slot = SlotOfToken(move, token);
+        AddToken(OffsetOfSlot(move.rows, token), slot < 0 ? -1 : OffsetOfSlot(move.cache, slot), &runs);
       }
       for (std::int64_t head = 0; head < move.heads; ++head) {
-        for (std::int64_t i = 0; i < count; ++i) {
-          std::uint8_t* const on_rows =
-              move.rows.data + OffsetOfSlot(move.rows, first + i) + head * move.rows.head_stride;
-          std::uint8_t* const in_cache =
-              slots[i] < 0 ? nullptr
-                           : move.cache.data + OffsetOfSlot(move.cache, slots[i]) + head * move.cache.head_stride;
-          row(on_rows, in_cache, head);
+        std::uint8_t* const rows = move.rows.data + head * move.rows.head_stride;
+        std::uint8_t* const cache = move.cache.data + head * move.cache.head_stride;
+        for (const Run& run : runs) {
+          use(RunOfHead{run, head, rows + run.on_rows, run.in_cache < 0 ? nullptr : cache + run.in_cache});
         }
       }
     }
   });
 }
 
-// Calls element(target offset, source offset) along one row, for rows whose bytes do not lie side by side on both
-// sides.
-template <class Element>
-void ForEachElement(const RowPlace& a, std::int64_t a_bytes, const RowPlace& b, std::int64_t b_bytes,
-                    std::int64_t elements, const Element& element) {
-  // Groups hold whole elements, so the offset is a step for each element and a jump for each group.
-  const std::int64_t a_group = a.group_bytes / a_bytes;
-  const std::int64_t b_group = b.group_bytes / b_bytes;
-  const std::int64_t together = std::min({a_group, b_group, elements});
-  for (std::int64_t first = 0; first < elements; first += together) {
-    const std::int64_t a_first = first / a_group * a.group_stride + first % a_group * a_bytes;
-    const std::int64_t b_first = first / b_group * b.group_stride + first % b_group * b_bytes;
-    const std::int64_t count = std::min(together, elements - first);
-    for (std::int64_t i = 0; i < count; ++i) element(a_first + i * a_bytes, b_first + i * b_bytes);
+std::int64_t OffsetInRow(const RowPlace& place, std::int64_t offset) {
+  return offset / place.group_bytes * place.group_stride + offset % place.group_bytes;
+}
+
+void ZeroRows(const RowPlace& place, const RunOfHead& rows, std::int64_t row_bytes) {
+  const std::int64_t group = std::min(place.group_bytes, row_bytes);
+  for (std::int64_t i = 0; i < rows.run.count; ++i) {
+    for (std::int64_t g = 0; g < row_bytes / group; ++g) {
+      std::memset(rows.on_rows + i * rows.run.rows_step + g * place.group_stride, 0, group);
+    }
   }
 }
 
-// `kBytes` at compile time turns each memcpy into one load and one store.
-template <int kBytes>
-void CopyPieces(const RowPlace& target_place, std::uint8_t* target, const RowPlace& source_place,
-                const std::uint8_t* source, std::int64_t row_bytes) {
-  ForEachElement(target_place, kBytes, source_place, kBytes, row_bytes / kBytes,
-                 [&](std::int64_t to, std::int64_t from) { std::memcpy(target + to, source + from, kBytes); });
+enum class Way { kGather, kScatter };
+
+// `bytes` from one side to the other.
+template <Way way>
+void CopyBytes(std::uint8_t* on_rows, std::uint8_t* in_cache, std::int64_t bytes) {
+  std::memcpy(way == Way::kGather ? on_rows : in_cache, way == Way::kGather ? in_cache : on_rows, bytes);
 }
 
-void CopyRow(const RowPlace& target_place, std::uint8_t* target, const RowPlace& source_place,
-             const std::uint8_t* source, std::int64_t row_bytes) {
-  const std::int64_t smaller = std::min(target_place.group_bytes, source_place.group_bytes);
-  if (smaller >= row_bytes) {
-    std::memcpy(target, source, row_bytes);
+// Rows that are contiguous on both sides.
+template <Way way>
+void CopyRows(const RunOfHead& rows, std::int64_t row_bytes) {
+  const Run& run = rows.run;
+  if (run.rows_step == row_bytes && run.cache_step == row_bytes) {
+    CopyBytes<way>(rows.on_rows, rows.in_cache, run.count * row_bytes);
     return;
   }
-  switch (smaller) {
-    case 16:
-      return CopyPieces<16>(target_place, target, source_place, source, row_bytes);
-    case 8:
-      return CopyPieces<8>(target_place, target, source_place, source, row_bytes);
-    case 4:
-      return CopyPieces<4>(target_place, target, source_place, source, row_bytes);
-    case 2:
-      return CopyPieces<2>(target_place, target, source_place, source, row_bytes);
-    default:
-      return CopyPieces<1>(target_place, target, source_place, source, row_bytes);
+  for (std::int64_t i = 0; i < run.count; ++i) {
+    CopyBytes<way>(rows.on_rows + i * run.rows_step, rows.in_cache + i * run.cache_step, row_bytes);
   }
 }
 
-void ZeroRow(const RowPlace& place, std::uint8_t* row, std::int64_t row_bytes) {
-  const std::int64_t group = std::min(place.group_bytes, row_bytes);
-  for (std::int64_t i = 0; i < row_bytes / group; ++i) std::memset(row + i * place.group_stride, 0, group);
+// Rows in pieces of kBytes, each of which is contiguous on both sides. Along tokens first: so a packed block is walked
+// from front to back. `kBytes` at compile time turns each copy into one load and one store.
+template <Way way, int kBytes>
+void CopyPieces(const TokenMove& move, const RunOfHead& rows, std::int64_t row_bytes) {
+  const Run run = rows.run;
+  for (std::int64_t piece = 0; piece < row_bytes; piece += kBytes) {
+    std::uint8_t* const on_rows = rows.on_rows + OffsetInRow(move.rows, piece);
+    std::uint8_t* const in_cache = rows.in_cache + OffsetInRow(move.cache, piece);
+    for (std::int64_t i = 0; i < run.count; ++i) {
+      CopyBytes<way>(on_rows + i * run.rows_step, in_cache + i * run.cache_step, kBytes);
+    }
+  }
+}
+
+template <Way way>
+void CopyRun(const TokenMove& move, const RunOfHead& rows, std::int64_t row_bytes) {
+  const std::int64_t piece = std::min(move.rows.group_bytes, move.cache.group_bytes);
+  if (piece >= row_bytes) {
+    CopyRows<way>(rows, row_bytes);
+  } else if (piece % 16 == 0) {
+    CopyPieces<way, 16>(move, rows, row_bytes);
+  } else if (piece % 8 == 0) {
+    CopyPieces<way, 8>(move, rows, row_bytes);
+  } else if (piece % 4 == 0) {
+    CopyPieces<way, 4>(move, rows, row_bytes);
+  } else if (piece % 2 == 0) {
+    CopyPieces<way, 2>(move, rows, row_bytes);
+  } else {
+    CopyPieces<way, 1>(move, rows, row_bytes);
+  }
+}
+
+// Heads that follow each other on both sides are one row.
+TokenMove WithMergedHeads(TokenMove move) {
+  const std::int64_t row_bytes = move.head_size * move.element_bytes;
+  const auto dense = [row_bytes](const RowPlace& place) {
+    return place.head_stride == row_bytes && place.group_bytes >= row_bytes;
+  };
+  if (dense(move.rows) && dense(move.cache)) {
+    move.head_size *= move.heads;
+    move.rows.group_bytes = move.cache.group_bytes = move.head_size * move.element_bytes;
+    move.heads = 1;
+  }
+  return move;
 }
 
 template <class Format, class Plain>
 void Dequantize(const TokenMove& move, const Dequantization& how) {
   using Bits = typename Plain::Bits;
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(Bits));
   const bool scale_per_head = how.pointer != nullptr && how.stride_per_head != 0;
   // What each of the 256 codes means, one table for each scale.
   std::vector<Bits> meaning((scale_per_head ? move.heads : 1) * 256);
@@ -114,37 +177,51 @@ void Dequantize(const TokenMove& move, const Dequantization& how) {
         how.pointer == nullptr ? how.value : how.pointer[static_cast<std::int64_t>(i / 256) * how.stride_per_head];
     meaning[i] = Plain::FromFloat(Format::Dequantize(static_cast<std::uint8_t>(i % 256), scale));
   }
-  ForEachRow(move, move.head_size * static_cast<std::int64_t>(1 + sizeof(Bits)),
-             [&](std::uint8_t* on_rows, const std::uint8_t* in_cache, std::int64_t head) {
-               if (in_cache == nullptr) {
-                 ZeroRow(move.rows, on_rows, move.head_size * static_cast<std::int64_t>(sizeof(Bits)));
-                 return;
-               }
-               const Bits* const table = meaning.data() + (scale_per_head ? head * 256 : 0);
-               ForEachElement(move.rows, sizeof(Bits), move.cache, 1, move.head_size,
-                              [&](std::int64_t to, std::int64_t from) {
-                                std::memcpy(on_rows + to, table + in_cache[from], sizeof(Bits));
-                              });
-             });
-}
-
-}  // namespace
-
-void GatherTokensCpu(const TokenMove& move) {
-  const std::int64_t row_bytes = move.head_size * move.element_bytes;
-  ForEachRow(move, 2 * row_bytes, [&](std::uint8_t* on_rows, const std::uint8_t* in_cache, std::int64_t) {
-    if (in_cache == nullptr) {
-      ZeroRow(move.rows, on_rows, row_bytes);
-    } else {
-      CopyRow(move.rows, on_rows, move.cache, in_cache, row_bytes);
+  // The rows are contiguous. The cache is too, or it is walked along tokens as in CopyPieces.
+  ForEachRun(move, move.head_size * (1 + kBytes), [&](const RunOfHead& rows) {
+    if (rows.in_cache == nullptr) {
+      ZeroRows(move.rows, rows, move.head_size * kBytes);
+      return;
+    }
+    const Run run = rows.run;
+    const Bits* const table = meaning.data() + (scale_per_head ? rows.head * 256 : 0);
+    if (move.cache.group_bytes >= move.head_size) {
+      for (std::int64_t i = 0; i < run.count; ++i) {
+        std::uint8_t* const values = rows.on_rows + i * run.rows_step;
+        const std::uint8_t* const codes = rows.in_cache + i * run.cache_step;
+        for (std::int64_t d = 0; d < move.head_size; ++d) std::memcpy(values + d * kBytes, table + codes[d], kBytes);
+      }
+      return;
+    }
+    for (std::int64_t d = 0; d < move.head_size; ++d) {
+      std::uint8_t* const values = rows.on_rows + d * kBytes;
+      const std::uint8_t* const codes = rows.in_cache + OffsetInRow(move.cache, d);
+      for (std::int64_t i = 0; i < run.count; ++i) {
+        std::memcpy(values + i * run.rows_step, table + codes[i * run.cache_step], kBytes);
+      }
     }
   });
 }
 
-void ScatterTokensCpu(const TokenMove& move) {
+}  // namespace
+
+void GatherTokensCpu(const TokenMove& given) {
+  const TokenMove move = WithMergedHeads(given);
   const std::int64_t row_bytes = move.head_size * move.element_bytes;
-  ForEachRow(move, 2 * row_bytes, [&](const std::uint8_t* on_rows, std::uint8_t* in_cache, std::int64_t) {
-    if (in_cache != nullptr) CopyRow(move.cache, in_cache, move.rows, on_rows, row_bytes);
+  ForEachRun(move, 2 * row_bytes, [&](const RunOfHead& rows) {
+    if (rows.in_cache == nullptr) {
+      ZeroRows(move.rows, rows, row_bytes);
+    } else {
+      CopyRun<Way::kGather>(move, rows, row_bytes);
+    }
+  });
+}
+
+void ScatterTokensCpu(const TokenMove& given) {
+  const TokenMove move = WithMergedHeads(given);
+  const std::int64_t row_bytes = move.head_size * move.element_bytes;
+  ForEachRun(move, 2 * row_bytes, [&](const RunOfHead& rows) {
+    if (rows.in_cache != nullptr) CopyRun<Way::kScatter>(move, rows, row_bytes);
   });
 }
 

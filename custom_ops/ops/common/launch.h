@@ -14,13 +14,15 @@ constexpr int64_t kPaddleCurrentStream = -1;
 
 // paddle::Tensor::stream(), which Paddle's headers declare only beside a full CUDA toolkit. Weak, because nothing but
 // traced programs needs it.
-extern "C" void* PaddleCurrentStream(const paddle::Tensor*) __asm__("_ZNK6paddle6Tensor6streamEv") __attribute__((weak));
+extern "C" void* PaddleCurrentStream(const paddle::Tensor*) __asm__("_ZNK6paddle6Tensor6streamEv")
+    __attribute__((weak));
 
 // The stream handle comes from Python; Tensor::stream() would be Paddle's current stream, whatever the caller wanted.
 inline DeviceStream WhereOf(const paddle::Tensor& tensor, int64_t stream) {
   const int device = static_cast<int>(tensor.place().GetDeviceId());
   if (stream != kPaddleCurrentStream) return {device, stream};
-  if (PaddleCurrentStream == nullptr) ThrowNotImplementedError("this Paddle does not tell an operator its current stream");
+  if (PaddleCurrentStream == nullptr)
+    ThrowNotImplementedError("this Paddle does not tell an operator its current stream");
   return {device, reinterpret_cast<int64_t>(PaddleCurrentStream(&tensor))};
 }
 

@@ -33,7 +33,8 @@ void CheckDisjoint(const Ids& sources, const std::string& source_name, const Ids
 // writes.
 void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name);
 
-// Whether PADDLE_KV_CHECK=1 asks for ids that only the device knows to be read back and checked, at the price of a wait.
+// Whether PADDLE_KV_CHECK=1 asks for ids that only the device knows to be read back and checked, at the price of a
+// wait.
 bool CheckRequested();
 
 // a * b for sizes, ValueError naming what overflowed.

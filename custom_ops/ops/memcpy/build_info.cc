@@ -1,5 +1,5 @@
-// build_info, cuda_version, has_memcpy_batch_async, device_of_pointers: questions. Answers are written into a tensor of the caller,
-// on the CPU: allocating one here would need the heavy part of Paddle's headers.
+// build_info, cuda_version, has_memcpy_batch_async, device_of_pointers: questions. Answers are written into a tensor of
+// the caller, on the CPU: allocating one here would need the heavy part of Paddle's headers.
 #include <cstring>
 #include <string>
 
@@ -19,8 +19,8 @@ namespace paddle_kv {
 
 // Lines "name=value"; the rest of the tensor is zero.
 void BuildInfo(paddle::Tensor& text) {
-  const std::string lines = "architectures=" PADDLE_KV_BUILT_CUDA_ARCHS "\ncommit=" PADDLE_KV_BUILT_COMMIT
-                            "\ncompiler=" __VERSION__ "\n";
+  const std::string lines =
+      "architectures=" PADDLE_KV_BUILT_CUDA_ARCHS "\ncommit=" PADDLE_KV_BUILT_COMMIT "\ncompiler=" __VERSION__ "\n";
   if (static_cast<int64_t>(lines.size()) > text.numel()) ThrowValueError("text has too few bytes");
   std::memset(text.data(), 0, text.numel());
   std::memcpy(text.data(), lines.data(), lines.size());

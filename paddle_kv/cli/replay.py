@@ -1,0 +1,232 @@
+"""What people and programs read of a replay: table, CSV, JSON, plots."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..offload.replay import OPTIMUM, WAYS, Costs, Run, replay
+from ..offload.trace import Request
+
+PARTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # capacities if none is named: parts of the distinct blocks of the trace
+PROGRESS_STEP = 500  # requests
+TIMELINE_REQUESTS = 6
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy at one capacity, in one line."""
+
+    policy: str
+    capacity_blocks: int
+    capacity_bytes: int
+    requests: int
+    blocks: int
+    hit_blocks: int
+    hit_rate: float
+    loaded_bytes: int
+    saved_bytes: int
+    evicted_blocks: int
+    transfer_s: float
+    hidden_transfer_s: float
+    recompute_wait_mean_s: float
+    recompute_wait_p50_s: float
+    recompute_wait_p99_s: float
+    whole_wait_mean_s: float
+    whole_wait_p50_s: float
+    whole_wait_p99_s: float
+    layerwise_wait_mean_s: float
+    layerwise_wait_p50_s: float
+    layerwise_wait_p99_s: float
+
+
+def default_capacities(requests: Sequence[Request]) -> list[int]:
+    """From a hundredth of the distinct blocks of the trace to all of them."""
+    distinct = len({block for request in requests for block in request.block_ids})
+    return sorted({max(1, round(distinct * part)) for part in PARTS})
+
+
+def run_all(
+    requests: Sequence[Request],
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    costs: Costs,
+    show: Callable[[int, int, str], None],
+) -> list[Run]:
+    """Every policy and the optimum at every capacity. ``show`` is told steps done, steps in all, and what runs.
+
+    Raises:
+        ValueError: an unknown policy, or a capacity below 1.
+    """
+    plans = [(policy, capacity) for capacity in capacities for policy in (*policies, OPTIMUM)]
+    runs = []
+    for number, (policy, capacity) in enumerate(plans):
+        before, what = number * len(requests), f"{policy}, {capacity} blocks"
+
+        def progress(done: int, before: int = before, what: str = what) -> None:
+            if done % PROGRESS_STEP == 0 or done == len(requests):
+                show(before + done, len(plans) * len(requests), what)
+
+        runs.append(replay(requests, policy, capacity, costs, progress))
+    return runs
+
+
+def row_of(run: Run, requests: Sequence[Request], costs: Costs) -> Row:
+    waits: dict[str, float] = {}
+    for way in WAYS:
+        values = run.waits_s(way, requests)
+        middle, late = np.percentile(values, [50, 99])
+        waits |= {f"{way}_wait_mean_s": float(np.mean(values)), f"{way}_wait_p50_s": float(middle)}
+        waits[f"{way}_wait_p99_s"] = float(late)
+    return Row(
+        policy=run.policy,
+        capacity_blocks=run.capacity_blocks,
+        capacity_bytes=run.capacity_blocks * costs.block_bytes,
+        requests=len(requests),
+        blocks=run.num_blocks,
+        hit_blocks=run.hit_blocks,
+        hit_rate=run.hit_rate,
+        loaded_bytes=run.hit_blocks * costs.block_bytes,
+        saved_bytes=run.saved_blocks * costs.block_bytes,
+        evicted_blocks=run.evicted_blocks,
+        transfer_s=run.transfer_s,
+        hidden_transfer_s=run.hidden_s,
+        **waits,
+    )
+
+
+def table(rows: Sequence[Row]) -> Any:
+    """A rich table."""
+    from rich.table import Table
+
+    made = Table(box=None, pad_edge=False)
+    made.caption = "GiB are of one rank. hidden: part of the loading time in which the model computes. Mean waits in s."
+    made.add_column("policy", no_wrap=True)
+    for column in ("blocks", "GiB", "hits", "GiB in", "out", "hidden", *WAYS):
+        made.add_column(column, justify="right", no_wrap=True)
+    previous = None
+    for row in rows:
+        if previous not in (None, row.capacity_blocks):
+            made.add_row()
+        previous = row.capacity_blocks
+        hidden = 100 * row.hidden_transfer_s / row.transfer_s if row.transfer_s else 0.0
+        made.add_row(
+            row.policy,
+            str(row.capacity_blocks),
+            f"{row.capacity_bytes / 2**30:.1f}",
+            f"{100 * row.hit_rate:.2f}%",
+            f"{row.loaded_bytes / 2**30:.0f}",
+            f"{row.saved_bytes / 2**30:.0f}",
+            f"{hidden:.0f}%",
+            *(f"{getattr(row, f'{way}_wait_mean_s'):.2f}" for way in WAYS),
+        )
+    return made
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [column.name for column in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def write_json(rows: Sequence[Row], costs: Costs, path: Path) -> None:
+    path.write_text(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def plot(runs: Sequence[Run], requests: Sequence[Request], directory: Path) -> list[Path]:
+    """Hit rate over capacity, waiting times, and a timeline, as PNG files; the two latter at the largest capacity that
+    still evicts (the largest, if none does)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    directory.mkdir(parents=True, exist_ok=True)
+    shown = max((run.capacity_blocks for run in runs if run.evicted_blocks), default=runs[-1].capacity_blocks)
+    chosen = [run for run in runs if run.capacity_blocks == shown]
+    made = [directory / f"{name}.png" for name in ("hit_rate", "waiting_time", "timeline")]
+    figure, panel = pyplot.subplots(figsize=(8, 4.5))
+    _draw_hit_rates(panel, runs)
+    _save(figure, made[0])
+    figure, panel = pyplot.subplots(figsize=(8, 4.5))
+    _draw_waits(panel, chosen, requests)
+    _save(figure, made[1])
+    figure, panels = pyplot.subplots(3, 1, figsize=(8, 9))
+    _draw_timeline(panels, chosen, requests)
+    _save(figure, made[2])
+    return made
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_hit_rates(panel: Any, runs: Sequence[Run]) -> None:
+    for policy in dict.fromkeys(run.policy for run in runs):
+        points = [(run.capacity_blocks, 100 * run.hit_rate) for run in runs if run.policy == policy]
+        style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o"}
+        panel.plot(*zip(*sorted(points), strict=True), label=policy, **style)
+    panel.set_xscale("log")
+    panel.set_xlabel("capacity in blocks of 512 tokens")
+    panel.set_ylabel("blocks found in %")
+    panel.set_ylim(bottom=0)
+    panel.grid(alpha=0.3)
+    panel.legend()
+
+
+def _draw_waits(panel: Any, runs: Sequence[Run], requests: Sequence[Request]) -> None:
+    share = 100 * (np.arange(len(requests)) + 1) / len(requests)
+    panel.plot(np.sort(runs[0].waits_s("recompute", requests)), share, color="grey", label="recompute")
+    for number, run in enumerate(run for run in runs if run.policy != OPTIMUM):
+        for way, line in (("whole", ":"), ("layerwise", "-")):
+            waits = np.sort(run.waits_s(way, requests))
+            panel.plot(waits, share, line, color=f"C{number}", label=f"{run.policy}, {way}")
+    panel.set_xscale("log")
+    panel.set_xlabel("s from arrival to the end of the prefill")
+    panel.set_ylabel("% of the requests")
+    panel.set_title(f"{runs[0].capacity_blocks} blocks")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8)
+
+
+def _draw_timeline(panels: Sequence[Any], runs: Sequence[Run], requests: Sequence[Request]) -> None:
+    """The requests around the one that loads most, in both ways; and the hit rate over the whole trace."""
+    run = runs[0]
+    first = max(0, int(np.argmax(run.hits)) - TIMELINE_REQUESTS // 2)
+    some = range(first, min(first + TIMELINE_REQUESTS, len(requests)))
+    for panel, way in zip(panels, ("whole", "layerwise"), strict=False):
+        for line, number in enumerate(some):
+            done = run.prefills[way][number]
+            panel.barh(line + 0.2, done.load_s, 0.4, done.start_s, color="C0", label="" if line else "load")
+            start_s = done.end_s - done.compute_s
+            panel.barh(line - 0.2, done.compute_s, 0.4, start_s, color="C1", label="" if line else "compute")
+        panel.set_title(f"{run.policy}, {run.capacity_blocks} blocks, {way}", fontsize=9)
+        panel.set_xlabel("s")
+        panel.set_ylabel("request")
+        panel.set_yticks(range(len(some)), [str(number) for number in some], fontsize=7)
+        panel.legend(fontsize=8)
+    right = max(panel.get_xlim()[1] for panel in panels[:2])
+    for panel in panels[:2]:
+        panel.set_xlim(right=right)
+    windows = np.array([request.arrival_s for request in requests]) // WINDOW_S
+    blocks = np.bincount(windows.astype(int), [len(request.block_ids) for request in requests])
+    for run in runs:
+        found = np.bincount(windows.astype(int), run.hits)
+        style = {"color": "black", "linestyle": "--"} if run.policy == OPTIMUM else {}
+        panels[2].plot(100 * found / np.maximum(blocks, 1), label=run.policy, **style)
+    panels[2].set_xlabel("minutes")
+    panels[2].set_ylabel("blocks found in %")
+    panels[2].grid(alpha=0.3)
+    panels[2].legend(fontsize=8)

@@ -1,0 +1,113 @@
+"""The transfer calls of FastDeploy's cache manager (``fastdeploy/cache_manager/v1``) under their names, on a scheduler.
+
+What differs: the data moves on streams of its own, in order with the model and with every other transfer; a failure
+raises (there: False, and the layer counts as done); an event stands for the layer that it was recorded for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..ops import _arguments as arguments
+from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.transfer import Transfer
+
+
+class LayerEvent:
+    """Stands for one layer of a load, where FastDeploy keeps a CUDA event."""
+
+    def __init__(self, load: Transfer, layer: int) -> None:
+        self._load = load
+        self._layer = layer
+
+    def synchronize(self) -> None:
+        """What the model does from now on sees the layer: :meth:`Transfer.wait_layer`, so on a GPU the host goes on.
+
+        Raises:
+            TransferError: the load failed.
+        """
+        self._load.wait_layer(self._layer)
+
+
+class CacheTransferManager:
+    """``evict_to_host_async``, ``load_layers_to_device_async`` and ``record_input_stream_event``.
+
+    Args:
+        scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner.
+    """
+
+    def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        self._scheduler = scheduler
+        self._loads: list[Transfer] = []
+        self._saves: list[Transfer] = []
+        self._submitting: LayerEvent | None = None
+
+    def evict_to_host_async(self, device_block_ids: Any, host_block_ids: Any) -> Transfer:
+        """Saves all layers. The transfer that it returns is true, as the bool there; keep it: the device blocks may be
+        written again after its ``wait_on()``, and the host blocks hold data only if its ``wait()`` does not raise.
+
+        Raises:
+            As :meth:`LayerwiseScheduler.offload`.
+        """
+        return _kept(self._saves, self._scheduler.offload(device_block_ids, host_block_ids))
+
+    def load_layers_to_device_async(
+        self,
+        layer_indices: Sequence[int],
+        host_block_ids: Any,
+        device_block_ids: Any,
+        on_layer_complete: Callable[[int], object] | None = None,
+    ) -> Transfer:
+        """Loads all layers in order; ``on_layer_complete(layer)`` is called for each when it has been submitted, and
+        may call :meth:`record_input_stream_event` for the event of that layer. Returns the transfer (true).
+
+        Raises:
+            ValueError: ``layer_indices`` is not all layers in order.
+            As :meth:`LayerwiseScheduler.onload`, and what ``on_layer_complete`` raises.
+        """
+        num_layers = self._scheduler.device_cache.spec.num_layers
+        layers = arguments.block_ids(layer_indices, "layer_indices")
+        if layers != list(range(num_layers)):
+            raise ValueError(f"layer_indices = {layers} must be all layers in order, 0 to {num_layers - 1}")
+        load = _kept(self._loads, self._scheduler.onload(host_block_ids, device_block_ids))
+        if on_layer_complete is not None:
+            try:
+                for layer in layers:
+                    self._submitting = LayerEvent(load, layer)
+                    on_layer_complete(layer)
+            finally:
+                self._submitting = None
+        return load
+
+    def record_input_stream_event(self) -> Any:
+        """Inside ``on_layer_complete``: a :class:`LayerEvent` of that layer. Elsewhere an event behind all loads so
+        far, as :meth:`LayerwiseScheduler.record_event`."""
+        return self._submitting or self._scheduler.record_event("onload")
+
+    def sync_input_stream(self) -> None:
+        """Blocks the host until all loads so far are over.
+
+        Raises:
+            TransferError: one of them failed.
+        """
+        _wait_for(self._loads)
+
+    def sync_output_stream(self) -> None:
+        """Blocks the host until all saves so far are over.
+
+        Raises:
+            TransferError: one of them failed.
+        """
+        _wait_for(self._saves)
+
+
+def _kept(transfers: list[Transfer], transfer: Transfer) -> Transfer:
+    transfers[:] = [one for one in transfers if not one.done() or one.failed]
+    transfers.append(transfer)
+    return transfer
+
+
+def _wait_for(transfers: list[Transfer]) -> None:
+    while transfers:
+        transfers.pop(0).wait()

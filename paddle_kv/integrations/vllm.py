@@ -1,0 +1,72 @@
+"""The calls of vLLM's ``CacheEngine`` under their names, on a scheduler: ``swap_out``, ``swap_in``, ``copy``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .. import ops
+from ..ops import _arguments as arguments
+from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.transfer import Transfer
+
+
+class CacheEngine:
+    """Moves blocks of all layers by mappings of block ids.
+
+    Mappings are as for :func:`paddle_kv.ops.transfer_blocks`: ``{source: target}``, ``{source: [targets]}``, pairs, or
+    an ``[n, 2]`` array or tensor. The transfers run in order with the model, and with each other where they share
+    blocks; nothing has to be synchronised between ``swap_out`` and a ``swap_in`` of the same blocks.
+
+    Args:
+        scheduler: of the device cache and the host pool. Closing it stays with its owner.
+    """
+
+    def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        self._scheduler = scheduler
+        self._in_flight: list[Transfer] = []
+
+    def swap_out(self, src_to_dst: Any) -> Transfer:
+        """Device to host. The device blocks may be written again after ``wait_on()`` of the transfer.
+
+        Raises:
+            As :meth:`LayerwiseScheduler.offload`.
+        """
+        device_ids, host_ids = arguments.block_pairs(src_to_dst, "src_to_dst")
+        return self._kept(self._scheduler.offload(device_ids, host_ids))
+
+    def swap_in(self, src_to_dst: Any) -> Transfer:
+        """Host to device. The model may touch the device blocks of a layer after ``wait_layer`` of the transfer.
+
+        Raises:
+            As :meth:`LayerwiseScheduler.onload`.
+        """
+        host_ids, device_ids = arguments.block_pairs(src_to_dst, "src_to_dst")
+        return self._kept(self._scheduler.onload(host_ids, device_ids))
+
+    def copy(self, src_to_dsts: Any) -> None:
+        """Blocks to other blocks of the device cache, all layers and tensors, on the current stream, after the
+        transfers of this engine that are in flight.
+
+        Raises:
+            TransferError: one of these transfers failed.
+            As :func:`paddle_kv.ops.copy_blocks`.
+        """
+        for transfer in self._in_flight:
+            transfer.wait_on()
+        cache = self._scheduler.device_cache
+        layers = range(cache.spec.num_layers)
+        tensors = [_as_cache(cache.tensor(name, layer)) for name in cache.spec.tensor_names for layer in layers]
+        ops.copy_blocks(tensors, None, src_to_dsts)
+
+    def _kept(self, transfer: Transfer) -> Transfer:
+        self._in_flight = [one for one in self._in_flight if not one.done()]
+        self._in_flight.append(transfer)
+        return transfer
+
+
+def _as_cache(tensor: Any) -> Any:
+    """The same memory with a rank that operators take for a cache: scales may have one value per block."""
+    if 3 <= tensor.ndim <= 5:
+        return tensor
+    return tensor.view([tensor.shape[0], 1, math.prod(tensor.shape[1:])])

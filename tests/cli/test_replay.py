@@ -1,0 +1,80 @@
+"""The command as a user calls it, on a small trace of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from paddle_kv.cli.main import app
+
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Three conversations in turn, each prompt two blocks longer than the one before."""
+    path = tmp_path / "trace.jsonl"
+    lines = []
+    for turn in range(8):
+        for talk in range(3):
+            ids = [1000 * talk + position for position in range(2 * turn + 2)]
+            line = {
+                "timestamp": 1000 * (3 * turn + talk),
+                "input_length": 512 * len(ids),
+                "output_length": 9,
+                "hash_ids": ids,
+            }
+            lines.append(json.dumps(line))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
+    rows_path, json_path, plots = tmp_path / "rows.csv", tmp_path / "rows.json", tmp_path / "plots"
+    found = RUNNER.invoke(
+        app,
+        [
+            *["replay", str(trace), "--policy", "lru", "--policy", "arc", "--capacity", "100", "--capacity", "10"],
+            *["--csv", str(rows_path), "--json", str(json_path), "--plot", str(plots)],
+        ],
+    )
+    assert found.exit_code == 0, found.output
+    rows = list(csv.DictReader(rows_path.open()))
+    assert [(row["policy"], row["capacity_blocks"]) for row in rows] == [
+        (policy, capacity) for capacity in ("10", "100") for policy in ("lru", "arc", "optimum")
+    ]
+    # With room for all, every block but the two new ones of each prompt is found.
+    blocks, found_blocks = 3 * sum(2 * turn + 2 for turn in range(8)), 3 * sum(2 * turn for turn in range(8))
+    for row in rows[3:]:
+        assert (int(row["blocks"]), int(row["hit_blocks"])) == (blocks, found_blocks)
+        assert (
+            float(row["layerwise_wait_mean_s"]) < float(row["whole_wait_mean_s"]) < float(row["recompute_wait_mean_s"])
+        )
+    assert all(int(row["hit_blocks"]) < found_blocks for row in rows[:3])
+    assert [row["hit_rate"] for row in json.loads(json_path.read_text())["rows"]] == [
+        float(row["hit_rate"]) for row in rows
+    ]
+    pytest.importorskip("matplotlib")
+    assert sorted(path.name for path in plots.iterdir()) == ["hit_rate.png", "timeline.png", "waiting_time.png"]
+    assert "optimum" in found.output
+
+
+@pytest.mark.parametrize("options", [["--capacity", "0"], ["--link-gbps", "0"], ["--tp", "3"], ["--policy", "mru"]])
+def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list[str]) -> None:
+    found = RUNNER.invoke(app, ["replay", str(trace), *options])
+    assert found.exit_code == 2
+    assert isinstance(found.exception, SystemExit)
+
+
+def test_a_file_that_is_no_trace_is_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "other.txt"
+    path.write_text("hello")
+    found = RUNNER.invoke(app, ["replay", str(path)])
+    assert found.exit_code == 2
+    assert "line 1" in found.output

@@ -1,0 +1,102 @@
+"""The calls of FastDeploy's and vLLM's cache managers, every byte of both sides compared."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv.integrations import CacheEngine, CacheTransferManager
+from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
+
+LAYERS = 5
+
+
+@pytest.fixture
+def scheduler(rig: Rig) -> Iterator[LayerwiseScheduler]:
+    with LayerwiseScheduler(rig.cache, rig.pool) as made:
+        yield made
+
+
+def test_fastdeploy_evicts_and_loads(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+    manager = CacheTransferManager(scheduler)
+    assert manager.evict_to_host_async([3, 9], [11, 2])
+    assert manager.load_layers_to_device_async(list(range(LAYERS)), [2, 11, 7], [0, 1, 4])
+    manager.sync_input_stream()
+    manager.sync_output_stream()
+    rig.expect_offload([3, 9], [11, 2])
+    rig.expect_onload([2, 11, 7], [0, 1, 4])
+    rig.check()
+
+
+def test_fastdeploy_events_stand_for_their_layer(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    """As its controller uses them: an event recorded in the callback, waited for before the layer."""
+    manager, events = CacheTransferManager(scheduler), {}
+    copies.hold("onload", 2)
+
+    def on_layer_complete(layer: int) -> None:
+        events[layer] = manager.record_input_stream_event()
+
+    load = manager.load_layers_to_device_async(range(LAYERS), [3], [0], on_layer_complete)
+    assert list(events) == list(range(LAYERS))
+    for layer in (0, 1):
+        events[layer].synchronize()  # would hang if it waited for layer 2
+        assert ("onload", (0,), layer) in copies.done
+    assert not load.done()
+    behind = manager.record_input_stream_event()
+    assert not behind.done()
+    copies.go_on()
+    events[4].synchronize()
+    assert ("onload", (0,), 4) in copies.done
+    assert behind.wait(WAIT_S)
+    load.wait(WAIT_S)
+
+
+def test_fastdeploy_failures_raise(scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    manager = CacheTransferManager(scheduler)
+    with pytest.raises(ValueError, match="layer_indices"):
+        manager.load_layers_to_device_async([0, 2], [0], [0])
+    with pytest.raises(IndexError, match="host_block_ids"):
+        manager.evict_to_host_async([0], [17])
+    copies.fail("offload", 1, OSError("lost"))
+    manager.evict_to_host_async([0], [1])
+    with pytest.raises(TransferError):
+        manager.sync_output_stream()
+    manager.sync_output_stream()  # it was told
+
+
+def test_vllm_swaps_by_mappings(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+    engine = CacheEngine(scheduler)
+    engine.swap_out({3: 11, 9: 2})
+    engine.swap_in(np.array([[2, 0], [11, 1], [7, 4]])).wait(WAIT_S)
+    rig.expect_offload([3, 9], [11, 2])
+    rig.expect_onload([2, 11, 7], [0, 1, 4])
+    rig.check()
+
+
+def test_vllm_copies_behind_what_is_in_flight(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    """One source to two targets, all layers and tensors, while a load writes the source and a save reads a target."""
+    engine = CacheEngine(scheduler)
+    copies.hold("onload", 4)
+    copies.hold("offload", 4)
+    engine.swap_in({5: 6})
+    engine.swap_out({8: 0})
+    threading.Timer(SHORT_S, copies.go_on).start()
+    engine.copy({6: [8, 12], 1: [2]})
+    assert len(copies.done) == 2 * LAYERS
+    rig.expect_onload([5], [6])
+    rig.expect_offload([8], [0])
+    for name in rig.spec.tensor_names:
+        for source, target in ((6, 8), (6, 12), (1, 2)):
+            rig.device[name][:, target] = rig.device[name][:, source]
+    scheduler.drain(WAIT_S)
+    rig.check()
+
+
+def test_vllm_one_host_block_into_two(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+    CacheEngine(scheduler).swap_in({4: [1, 2]}).wait(WAIT_S)
+    rig.expect_onload([4, 4], [1, 2])
+    rig.check()

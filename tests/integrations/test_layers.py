@@ -1,0 +1,168 @@
+"""Waits and marks around layers: by hand and by hooks, in the same cases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import paddle
+import pytest
+
+from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv.integrations import ForwardPass, LayerHooks
+from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
+
+LAYERS = 5
+
+
+class Block(paddle.nn.Layer):
+    """Calls ``work(number)`` where a decoder layer would compute."""
+
+    def __init__(self, number: int, work: Callable[[int], object]) -> None:
+        super().__init__()
+        self._number = number
+        self._work = work
+
+    def forward(self, hidden: Any) -> Any:
+        self._work(self._number)
+        return hidden + 1
+
+
+class Runner:
+    """Runs ``work(layer)`` for each layer in a forward pass, by hooked layers or by the context manager."""
+
+    def __init__(self, way: str) -> None:
+        self._work: Callable[[int], object] = lambda number: None
+        self.blocks = [Block(number, lambda number: self._work(number)) for number in range(LAYERS)]
+        self.hooks = LayerHooks(self.blocks) if way == "hooks" else None
+
+    def run(self, work: Callable[[int], object], loads: Any = (), saves: Any = (), count: int = LAYERS) -> None:
+        self._work = work
+        if self.hooks is None:
+            with ForwardPass(loads, saves, timeout_s=WAIT_S) as layers:
+                for number in range(count):
+                    with layers.layer(number):
+                        work(number)
+            return
+        with self.hooks.forward_pass(loads, saves, timeout_s=WAIT_S):
+            hidden = paddle.zeros([2])
+            for block in self.blocks[:count]:
+                hidden = block(hidden)
+            assert hidden.numpy().tolist() == [count, count]
+
+
+@pytest.fixture(params=["hooks", "by hand"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return Runner(request.param)
+
+
+@pytest.fixture
+def scheduler(rig: Rig) -> Iterator[LayerwiseScheduler]:
+    with LayerwiseScheduler(rig.cache, rig.pool) as made:
+        yield made
+
+
+def test_each_layer_runs_when_it_is_loaded_and_is_saved_when_it_has_run(
+    rig: Rig, scheduler: LayerwiseScheduler, runner: Runner, copies: Copies
+) -> None:
+    load, save = scheduler.onload([3, 8], [0, 1]), scheduler.offload([5], [2], layerwise=True)
+
+    def work(layer: int) -> None:
+        assert ("onload", (0, 1), layer) in copies.done
+        assert ("offload", (5,), layer) not in copies.done
+        rig.write_device(5, [layer], value=40 + layer)
+
+    runner.run(work, [load], [save])
+    load.wait(WAIT_S)
+    save.wait(WAIT_S)
+    rig.expect_onload([3, 8], [0, 1])
+    rig.expect_offload([5], [2])
+    rig.check()
+
+
+def test_a_layer_that_is_not_loaded_holds_the_model(
+    rig: Rig, scheduler: LayerwiseScheduler, runner: Runner, copies: Copies
+) -> None:
+    copies.hold("onload", 3)
+    load = scheduler.onload([3], [0])
+    reached: list[int] = []
+    blocked = threading.Event()
+
+    def work(layer: int) -> None:
+        reached.append(layer)
+        if layer == 2:
+            blocked.set()
+
+    thread = threading.Thread(target=runner.run, args=(work, [load]))
+    thread.start()
+    assert blocked.wait(WAIT_S)
+    thread.join(SHORT_S)
+    assert reached == [0, 1, 2]
+    copies.go_on()
+    thread.join(WAIT_S)
+    assert reached == list(range(LAYERS))
+    load.wait(WAIT_S)
+
+
+def test_a_pass_that_raises_ends_its_saves(rig: Rig, scheduler: LayerwiseScheduler, runner: Runner) -> None:
+    save = scheduler.offload([5], [2], layerwise=True)
+
+    def work(layer: int) -> None:
+        if layer == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        runner.run(work, [], [save])
+    with pytest.raises(TransferError, match="cancelled"):
+        save.wait(WAIT_S)
+    runner.run(lambda layer: None)  # the next pass is not disturbed
+
+
+def test_a_pass_that_leaves_layers_out_ends_its_saves(scheduler: LayerwiseScheduler, runner: Runner) -> None:
+    save = scheduler.offload([5], [2], layerwise=True)
+    runner.run(lambda layer: None, [], [save], count=LAYERS - 1)
+    with pytest.raises(TransferError, match="cancelled"):
+        save.wait(WAIT_S)
+
+
+def test_a_failed_load_stops_the_model(scheduler: LayerwiseScheduler, runner: Runner, copies: Copies) -> None:
+    copies.fail("onload", 1, OSError("lost"))
+    load = scheduler.onload([3], [0])
+    with pytest.raises(TransferError):
+        load.wait(WAIT_S)
+    reached: list[int] = []
+    with pytest.raises(TransferError):
+        runner.run(reached.append, [load])
+    assert reached == []
+
+
+def test_hooks_do_nothing_outside_of_a_pass_and_can_be_removed(scheduler: LayerwiseScheduler) -> None:
+    runner = Runner("hooks")
+    assert runner.blocks[0](paddle.zeros([1])).item() == 1
+    assert runner.hooks is not None
+    runner.hooks.remove()
+    runner.hooks.remove()
+    save = scheduler.offload([5], [2], layerwise=True)
+    with runner.hooks.forward_pass(saves=[save]):
+        runner.blocks[0](paddle.zeros([1]))
+        save.mark_layer_written(0)  # would raise if the hook had done it
+    with pytest.raises(TransferError):
+        save.wait(WAIT_S)
+
+
+def test_passes_do_not_nest() -> None:
+    hooks = LayerHooks([paddle.nn.Linear(2, 2)])
+    with hooks.forward_pass(), pytest.raises(RuntimeError, match="running already"), hooks.forward_pass():
+        pass
+
+
+def test_wrong_arguments_are_named(scheduler: LayerwiseScheduler) -> None:
+    layer = paddle.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"layers\[1\] is str"):
+        LayerHooks([layer, "layer"])
+    assert not layer._forward_pre_hooks
+    with pytest.raises(TypeError, match="loads is"):
+        ForwardPass(scheduler.onload([], []))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="saves is"):
+        ForwardPass(saves=[None])  # type: ignore[list-item]

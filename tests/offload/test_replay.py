@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_kv.offload.optimum import optimal_hits
+from paddle_kv.offload.replay import OPTIMUM, Costs, replay
+from paddle_kv.offload.trace import Request, read_trace
+from tests.reference.policies import ArcReference, LruReference, S3FifoReference
+from tests.reference.prefix_cache import best_hits, policy_hits
+
+COSTS = Costs(block_bytes=1000, num_layers=4, link_bytes_per_s=10_000.0, prefill_tokens_per_s=512.0)
+
+
+def prompts_of(rng: random.Random, count: int, branches: int, length: int) -> list[list[int]]:
+    """Paths of a tree: equal ids, equal prefixes."""
+    names: dict[tuple[int, ...], int] = {}
+    prompts = []
+    for _ in range(count):
+        path: tuple[int, ...] = ()
+        prompt = []
+        for _ in range(rng.randint(1, length)):
+            path = (*path, min(int(rng.paretovariate(1.0)) - 1, branches - 1))
+            prompt.append(names.setdefault(path, len(names)))
+        prompts.append(prompt)
+    return prompts
+
+
+def requests_of(prompts: list[list[int]], gap_s: float = 1.0) -> list[Request]:
+    return [Request(number * gap_s, 512 * len(prompt), prompt) for number, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"), [("lru", LruReference), ("arc", ArcReference), ("s3fifo", S3FifoReference)]
+)
+@pytest.mark.parametrize("capacity", [12, 40, 200])
+def test_hits_are_those_of_a_plain_simulation(name: str, reference: Any, capacity: int) -> None:
+    prompts = prompts_of(random.Random(capacity), 400, 5, 12)
+    run = replay(requests_of(prompts), name, capacity, COSTS)
+    assert run.hits == policy_hits(reference(capacity), prompts)
+    assert 0 < run.hit_blocks < run.num_blocks == sum(map(len, prompts))
+
+
+@given(seed=st.integers(0, 10_000), capacity=st.integers(1, 4))
+def test_the_optimum_is_the_best_of_all_choices(seed: int, capacity: int) -> None:
+    prompts = prompts_of(random.Random(seed), 6, 3, 3)
+    hits, _ = optimal_hits(requests_of(prompts), capacity)
+    assert sum(hits) == best_hits(tuple(map(tuple, prompts)), capacity)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
+def test_no_policy_beats_the_optimum(policy: str) -> None:
+    requests = requests_of(prompts_of(random.Random(5), 300, 4, 10))
+    for capacity in (10, 60, 5000):
+        best = replay(requests, OPTIMUM, capacity, COSTS)
+        run = replay(requests, policy, capacity, COSTS)
+        assert run.hit_blocks <= best.hit_blocks
+        assert (run.hit_blocks == best.hit_blocks) == (capacity == 5000)
+        assert run.saved_blocks - run.evicted_blocks <= capacity
+
+
+def test_times_of_the_three_ways() -> None:
+    """Blocks take 1 s to compute and 0.1 s to load; four layers."""
+    requests = [
+        Request(10.0, 4 * 512, [0, 1, 2, 3]),
+        Request(11.0, 6 * 512, [0, 1, 2, 3, 4, 5]),
+        Request(40.0, 512, [0]),
+    ]
+    run = replay(requests, "lru", 9, COSTS)
+    assert run.hits == [0, 4, 1]
+    one_token = 1 / 512
+    assert run.waits_s("recompute", requests) == pytest.approx([4, 3 + 6, 1])
+    assert run.waits_s("whole", requests) == pytest.approx([4, 3 + 0.4 + 2, 0.1 + one_token])
+    assert run.waits_s("layerwise", requests) == pytest.approx([4, 3 + 0.4 / 4 + 2, 0.1 + one_token / 4])
+    assert run.transfer_s == pytest.approx(0.5)
+    assert run.hidden_s == pytest.approx(0.3 + one_token * 3 / 4)
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
+    fields = {"input_length": 700, "output_length": 3, "hash_ids": [4, 9]}
+    path = write_lines(tmp_path / "trace.jsonl", {"timestamp": 1500, **fields}, "", {"timestamp": 20, **fields})
+    assert read_trace(path) == [Request(0.02, 700, [4, 9]), Request(1.5, 700, [4, 9])]
+    assert read_trace(path, 1) == [Request(1.5, 700, [4, 9])]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[]", '{"timestamp": 0}', {"timestamp": 0, "input_length": 0, "hash_ids": []},
+     {"timestamp": -1, "input_length": 5, "hash_ids": [1]}, {"timestamp": 0, "input_length": 5, "hash_ids": [1.5]}],
+)  # fmt: skip
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: Any) -> None:
+    good = {"timestamp": 0, "input_length": 5, "hash_ids": [1]}
+    with pytest.raises(ValueError, match="line 2"):
+        read_trace(write_lines(tmp_path / "trace.jsonl", good, line))
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no requests"):
+        read_trace(write_lines(tmp_path / "trace.jsonl", ""))
+
+
+def test_costs_are_positive() -> None:
+    with pytest.raises(ValueError, match="link_bytes_per_s = 0"):
+        Costs(1, 1, 0, 1)
+    with pytest.raises(ValueError, match="capacity_blocks = 0"):
+        replay([], "lru", 0, COSTS)
