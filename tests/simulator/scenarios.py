@@ -332,6 +332,20 @@ def host_writes_under_a_lease(s: Setting) -> None:
     read_layer_by_layer(s, load, 1, "prefix")
 
 
+def transfers_keep_off_a_leased_block(s: Setting) -> None:
+    scheduler = s.scheduler()
+    s.fill_host(2, "prefix")
+    with s.pool.lease([2], write=True):
+        refused(scheduler.offload, [0], [2])
+        refused(scheduler.onload, [2], [1])
+        s.fill_host(2, "other")
+    with s.pool.lease([2]):
+        refused(scheduler.offload, [0], [2])
+        load = scheduler.onload([2], [1])
+        s.assert_host(2, "other")
+    read_layer_by_layer(s, load, 1, "other")
+
+
 # ---- 7: no failure looks like success ----
 def copy_that_breaks(s: Setting) -> None:
     scheduler = s.scheduler()
