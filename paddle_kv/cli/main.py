@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 try:
-    import rich
+    import rich.console
     import typer
     from rich.progress import Progress
 except ImportError:
@@ -27,6 +27,14 @@ from ..offload.trace import TOKENS_PER_BLOCK, read_trace
 from . import doctor as checks
 from . import environment
 from . import replay as replays
+
+TABLE_COLUMNS = 150  # where the output is a file or a pipe
+
+
+def _show(table: Any) -> None:
+    console = rich.console.Console()
+    (console if console.is_terminal else rich.console.Console(width=TABLE_COLUMNS)).print(table)
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
 bench_app = typer.Typer(help="Measure how fast blocks move.")
@@ -92,7 +100,7 @@ def bench(
             result = sweep(axes, environment.summary(), show)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-    rich.print(reports.table(result))
+    _show(reports.table(result))
     if csv:
         reports.write_csv(result, csv)
     if json_file:
@@ -106,7 +114,7 @@ def bench(
 def compare(before: Path, after: Path) -> None:
     """Two files of --json: ratio of the rates, and whether it is more than the noise."""
     try:
-        rich.print(reports.compare(reports.read_json(before), reports.read_json(after)))
+        _show(reports.compare(reports.read_json(before), reports.read_json(after)))
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from None
 

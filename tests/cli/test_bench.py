@@ -1,0 +1,123 @@
+"""paddle-kv bench, doctor and env from end to end, on what this machine has."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from paddle_kv.bench import methods
+from paddle_kv.cli.main import app
+
+SMALL = ["--layers", "2", "--tokens", "3", "--tokens", "5", "--blocks", "7", "--repeats", "2", "--warmups", "1"]
+COLUMNS = {
+    "tokens_per_block", "num_blocks", "pattern", "direction", "backend", "total_bytes", "inner_bytes", "copy_size",
+    "num_copies", "median_ms", "bandwidth_gbps",
+}  # fmt: skip
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    found = {kind: folder / f"run.{kind}" for kind in ("csv", "json", "png")}
+    sweep = [f"--{axis}={value}" for axis, values in (("direction", ("h2d", "d2h", "both")),) for value in values]
+    sweep += [f"--pattern={value}" for value in ("scattered", "contiguous_host", "lw_to_fc", "fc_to_fc")]
+    run("bench", *SMALL, *sweep, "--csv", str(found["csv"]), "--json", str(found["json"]), "--plot", str(found["png"]))
+    return found
+
+
+def test_the_csv_has_every_combination_with_bytes_that_add_up(files):
+    with files["csv"].open() as file:
+        rows = list(csv.DictReader(file))
+    assert set(rows[0]) >= COLUMNS
+    token_bytes = 2 * 8 * 128  # one tensor of one layer: bfloat16, 8 heads of 128
+    for row in rows:
+        tokens, ways = int(row["tokens_per_block"]), 2 if row["direction"] == "both" else 1
+        assert int(row["inner_bytes"]) == tokens * token_bytes
+        assert int(row["total_bytes"]) == ways * 7 * 2 * 2 * tokens * token_bytes
+        assert int(row["copy_size"]) * int(row["num_copies"]) == int(row["total_bytes"])
+        assert int(row["copy_size"]) == tokens * token_bytes * (4 if row["pattern"] == "fc_to_fc" else 1)
+        rate = int(row["total_bytes"]) / float(row["median_ms"]) / 1e6
+        assert float(row["bandwidth_gbps"]) == pytest.approx(rate)
+        assert row["bytes_checked"] == "True"
+    seen = {(row["tokens_per_block"], row["pattern"], row["direction"], row["backend"]) for row in rows}
+    assert len(seen) == len(rows)
+    everywhere = {"contiguous", "memcpy_loop", "vectorized_copy"}
+    for tokens in ("3", "5"):
+        for pattern in ("scattered", "contiguous_host", "lw_to_fc", "fc_to_fc"):
+            for direction in ("h2d", "d2h", "both"):
+                here = {name for *case, name in seen if case == [tokens, pattern, direction]}
+                layered = {"scheduler"} if pattern != "fc_to_fc" else set()
+                swaps = (
+                    {"swap_cache_all_layers", "swap_cache_per_layer"} if "co" in pattern or "sc" in pattern else set()
+                )
+                assert here >= everywhere | layered | (swaps if pattern != "fc_to_fc" else set())
+
+
+def test_the_json_compares_with_itself(files):
+    data = json.loads(files["json"].read_text())
+    assert data["machine"]["paddle"] and len(data["rows"]) > 20
+    output = run("bench", "compare", str(files["json"]), str(files["json"]))
+    assert "1.000" in output and "faster" not in output
+
+
+def test_the_plots_show_something(files):
+    from matplotlib import image
+
+    for path in (files["png"], files["png"].with_stem("run-roofline")):
+        pixels = image.imread(path)[..., :3]
+        assert min(pixels.shape[:2]) > 300
+        assert len(np.unique(pixels.reshape(-1, 3).round(1), axis=0)) > 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--tp", "3"], "must divide the 8 KV heads"),
+        (["--pattern", "diagonal"], "diagonal"),
+        (["--model", "nobody"], "nobody"),
+        (["--load", "gemm"], "needs a GPU"),
+    ],
+)
+def test_bad_axes_are_refused_in_a_sentence(arguments, text):
+    result = CliRunner().invoke(app, ["bench", *SMALL, *arguments])
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.replace("│", " ").split())
+
+
+def test_compare_refuses_a_foreign_file(tmp_path):
+    foreign = tmp_path / "x.json"
+    foreign.write_text("{}")
+    result = CliRunner().invoke(app, ["bench", "compare", str(foreign), str(foreign)])
+    assert result.exit_code == 2
+
+
+def test_a_method_that_moves_wrong_bytes_is_found(monkeypatch):
+    from paddle_kv.bench.run import Axes, WrongBytes, sweep
+
+    monkeypatch.setitem(methods.METHODS, "scheduler", lambda case, way, stream: lambda: None)
+    axes = Axes(num_layers=1, tokens_per_block=(2,), num_blocks=(3,), backends=("scheduler",), repeats=1, warmups=0)
+    with pytest.raises(WrongBytes, match="scheduler"):
+        sweep(axes, {}, lambda done, total, what: None)
+
+
+def test_doctor_finds_nothing_and_finds_a_broken_method(monkeypatch):
+    assert "FAIL" not in run("doctor")
+    monkeypatch.setitem(methods.METHODS, "scheduler", lambda case, way, stream: lambda: None)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "moved wrong bytes" in result.output
+
+
+def test_env_is_json():
+    facts = json.loads(run("env", "--json"))
+    assert {"python", "packages", "build", "gpus"} <= set(facts)
