@@ -19,6 +19,7 @@ from .protocol import LayerWork
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6
 NOT_READY = 600  # cudaErrorNotReady
+HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -58,7 +59,8 @@ class CupyBackend:
 
     @_on_device
     def create_stream(self) -> Any:
-        return cupy.cuda.Stream(non_blocking=True)
+        # The copy kernel has two CTAs: they must not queue behind the thousands of a matrix product.
+        return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
 
     @_on_device
     def destroy_stream(self, stream: Any) -> None:

@@ -85,13 +85,19 @@ def test_the_plots_show_something(files):
         (["--tp", "3"], "must divide the 8 KV heads"),
         (["--pattern", "diagonal"], "diagonal"),
         (["--model", "nobody"], "nobody"),
-        (["--load", "gemm"], "needs a GPU"),
     ],
 )
 def test_bad_axes_are_refused_in_a_sentence(arguments, text):
     result = CliRunner().invoke(app, ["bench", *SMALL, *arguments])
     assert result.exit_code == 2
     assert text in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_load_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr("paddle_kv.cli.main.has_gpu", lambda: False)
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--load", "gemm"])
+    assert result.exit_code == 2
+    assert "a load needs a GPU" in result.output
 
 
 def test_compare_refuses_a_foreign_file(tmp_path):

@@ -437,8 +437,8 @@ def test_10_events_streams_and_pinned_memory_are_back_at_zero(rig, monkeypatch):
             scheduler.offload([3], [6]).wait(WAIT_S)
         return len(counting.events)
 
-    most = work(20)
-    assert work(200) == most, "events are not re-used"
+    few_transfers = 4 * (rig.spec.num_layers + 3)  # as many as can be in flight here
+    assert work(200) - before <= few_transfers, "events are not re-used"
     assert before >= 1
     scheduler.offload([4], [0], layerwise=True).mark_layer_written(1)
     scheduler.close(WAIT_S)
