@@ -47,15 +47,15 @@ class ComputeLoad:
         return sorted(times[1:])[1]
 
 
-def beside(load: ComputeLoad, alone_ms: float, enqueue: Any, stream: Any, transfer_ms: float) -> tuple[float, float]:
+def beside(load: ComputeLoad, enqueue: Any, stream: Any, transfer_ms: float) -> tuple[float, float]:
     """(milliseconds of one transfer, slowdown of the load in percent) while both run. Transfers outlast the load."""
     import cupy
 
+    alone_ms = load.alone_ms()  # just before: clocks differ between a GPU that has idled and one that has not
     repeats = max(2, round(1.5 * alone_ms / transfer_ms))
     start, end = cupy.cuda.Event(), cupy.cuda.Event()
     load.start()
     start.record(stream)
-    done_beside = 0
     marks = []
     for _ in range(repeats):
         enqueue()

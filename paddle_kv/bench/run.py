@@ -10,7 +10,7 @@ from typing import Any
 from ..memory.host_memory import has_gpu
 from . import methods, models
 from .check import moves_the_bytes
-from .clock import Clock, CudaClock, HostClock, Timing, measure
+from .clock import HIGHEST_PRIORITY, Clock, CudaClock, HostClock, Timing, measure
 from .load import ComputeLoad, LoadName, beside
 from .setup import Case, Pattern, Way, make_case
 
@@ -85,7 +85,6 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
     """
     result = Result(machine)
     load = ComputeLoad(axes.load) if axes.load != "none" else None
-    load_alone_ms = load.alone_ms() if load else 0.0
     cases = list(itertools.product(axes.tokens_per_block, axes.num_blocks, axes.patterns, axes.directions))
     for done, (tokens, blocks, pattern, way) in enumerate(cases):
         progress(done, len(cases), f"{tokens} tokens x {blocks} blocks, {pattern}, {way}")
@@ -111,7 +110,7 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
             timing = _time(clock, axes, enqueues, streams)
             slowdown = None
             if load is not None and len(enqueues) == 1:
-                beside_ms, slowdown = beside(load, load_alone_ms, enqueues[0], streams[0], timing.median_ms)
+                beside_ms, slowdown = beside(load, enqueues[0], streams[0], timing.median_ms)
                 timing = Timing(beside_ms, beside_ms, beside_ms, timing.host_us, 1)
             result.rows.append(_row(axes, made, way, name, timing, peak_rate, slowdown, checked))
         for case in made:
@@ -125,7 +124,7 @@ def _second_stream() -> Any:
         return None
     import cupy
 
-    return cupy.cuda.Stream(non_blocking=True)
+    return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
 
 
 def _time(clock: Clock, axes: Axes, enqueues: list[methods.Enqueue], streams: list[Any]) -> Timing:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-cupy = pytest.importorskip("cupy")
+pytest.importorskip("cupy")
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, streams
 from paddle_kv.backend.cupy_backend import CupyBackend
 from paddle_kv.backend.simulator import Log, RecordingBackend, check
-from tests.gpu.delay import busy
+from tests.gpu.delay import busy, cupy_stream
 
 LAYERS = 3
 SPEC = KVCacheSpec(num_layers=LAYERS, num_kv_heads=2, head_dim=64, block_size=5, dtype="float16")
@@ -50,7 +50,7 @@ def test_traffic_is_ordered(recorded) -> None:
 def test_computation_that_does_not_wait_is_found(recorded) -> None:
     cache, pool, backend, compute = recorded
     with LayerwiseScheduler(cache, pool, backend=backend) as scheduler:
-        busy(cupy.cuda.ExternalStream(compute), DELAY_MS)  # a load that is seen to be over orders what comes later
+        busy(cupy_stream(compute), DELAY_MS)  # a load that is seen to be over orders what comes later
         load = scheduler.onload([0], [4])
         backend.touch(compute, reads=[(cache, 4, 1)])
         load.wait(WAIT_S)
