@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-
 HIGHEST_PRIORITY = -5  # as the scheduler's streams have it; CUDA takes the highest that the GPU has
 
 
