@@ -320,7 +320,7 @@ def test_7_cancel_drops_what_is_not_marked_and_poisons(rig):
 def test_8_host_waits_end(rig):
     backend = Watched()
     scheduler = rig.scheduler(backend)
-    rig.busy(backend.streams[ONLOAD], 4 * DELAY_MS)
+    rig.busy(backend.streams[ONLOAD], 25 * DELAY_MS)  # longer than all of the waits together, on a slow host too
     load = scheduler.onload([5], [3])
     save = scheduler.offload([4], [6], layerwise=True)
     waits = {
