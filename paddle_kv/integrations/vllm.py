@@ -45,7 +45,7 @@ class CacheEngine:
         return self._kept(self._scheduler.onload(host_ids, device_ids))
 
     def copy(self, src_to_dsts: Any) -> None:
-        """Blocks to other blocks of the device cache, all layers and tensors, on the current stream, after the
+        """Blocks to other blocks of the device cache, all layers and tensors, on the compute stream, after the
         transfers of this engine that are in flight.
 
         Raises:
@@ -57,7 +57,7 @@ class CacheEngine:
         cache = self._scheduler.device_cache
         layers = range(cache.spec.num_layers)
         tensors = [_as_cache(cache.tensor(name, layer)) for name in cache.spec.tensor_names for layer in layers]
-        ops.copy_blocks(tensors, None, src_to_dsts)
+        ops.copy_blocks(tensors, None, src_to_dsts, stream=self._scheduler._default_stream)
 
     def _kept(self, transfer: Transfer) -> Transfer:
         self._in_flight = [one for one in self._in_flight if not one.done()]
