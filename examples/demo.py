@@ -170,6 +170,7 @@ def report(turns: Sequence[Turn]) -> list[Row]:
     return rows
 
 
+TABLE_COLUMNS = 120  # where the output is a file or a pipe
 HEADINGS = (
     "conversation",
     "turn",
@@ -224,7 +225,8 @@ def print_table(rows: Iterable[Row]) -> None:
             )
         for line in cells:
             table.add_row(*line)
-        Console().print(table)
+        console = Console()
+        (console if console.is_terminal else Console(width=TABLE_COLUMNS)).print(table)
     print(LEGEND)
 
 
