@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 Layout = Literal["HND", "NHD", "packed"]
+CacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8", "paddle_uint8"]
 
 # Bytes of one element, and the NumPy type as which paddle.Tensor.numpy() shows it.
 _DTYPES = {
@@ -85,8 +86,7 @@ class KVCacheSpec:
             value = getattr(self, name)
             if name == "v_head_dim" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+            check_positive(value, name)
         if self.layout not in ("HND", "NHD", "packed"):
             raise ValueError(f"layout = {self.layout!r} must be 'HND', 'NHD' or 'packed'")
         _dtype(self.dtype, "dtype")
@@ -182,3 +182,9 @@ def _rebuild(values: dict[str, Any]) -> KVCacheSpec:
 def _dtype(dtype: str, name: str) -> None:
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ValueError(f"{name} = {dtype!r} must be one of {', '.join(_DTYPES)}")
+
+
+def check_positive(value: object, name: str) -> None:
+    """ValueError unless the value is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} = {value!r} must be an integer of at least 1")

@@ -59,8 +59,7 @@ class CupyBackend:
 
     @_on_device
     def create_stream(self) -> Any:
-        # The copy kernel has two CTAs: they must not queue behind the thousands of a matrix product.
-        return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+        return transfer_stream()
 
     @_on_device
     def destroy_stream(self, stream: Any) -> None:
@@ -145,6 +144,12 @@ class CupyBackend:
         event = cupy.cuda.Event()
         event.record(stream)
         return event
+
+
+def transfer_stream() -> Any:
+    """A stream for copies, on the current device."""
+    # The copy kernel has two CTAs: they must not queue behind the thousands of a matrix product.
+    return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
 
 
 def _handle(stream: Any) -> int:

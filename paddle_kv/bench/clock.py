@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-HIGHEST_PRIORITY = -5  # as the scheduler's streams have it; CUDA takes the highest that the GPU has
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -52,7 +50,9 @@ class CudaClock:
     def __init__(self) -> None:
         import cupy
 
-        self.stream = cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+        from ..backend.cupy_backend import transfer_stream
+
+        self.stream = transfer_stream()
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
         l2_bytes = cupy.cuda.Device().attributes["L2CacheSize"]
         self._evict = cupy.empty(2 * l2_bytes, dtype="uint8")

@@ -10,7 +10,7 @@ from typing import Any
 from ..memory.host_memory import has_gpu
 from . import methods, models
 from .check import moves_the_bytes
-from .clock import HIGHEST_PRIORITY, Clock, CudaClock, HostClock, Timing, measure
+from .clock import Clock, CudaClock, HostClock, Timing, measure
 from .load import ComputeLoad, LoadName, beside
 from .setup import Case, Pattern, Way, make_case
 
@@ -122,9 +122,9 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
 def _second_stream() -> Any:
     if not has_gpu():
         return None
-    import cupy
+    from ..backend.cupy_backend import transfer_stream
 
-    return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+    return transfer_stream()
 
 
 def _time(clock: Clock, axes: Axes, enqueues: list[methods.Enqueue], streams: list[Any]) -> Timing:

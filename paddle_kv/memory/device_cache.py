@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..layout import KVCacheSpec, check_spec
+from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
 from ..schedule import hazards
@@ -38,8 +38,7 @@ class DeviceCache:
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None) -> None:
         check_spec(spec)
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
-            raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
+        check_positive(num_blocks, "num_blocks")
         place = _place(device)
         tensors = {
             name: [

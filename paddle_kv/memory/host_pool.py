@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..layout import KVCacheSpec, check_spec
+from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..schedule import hazards
 from ..schedule.plan import check_distinct, check_ids, check_timeout
@@ -103,8 +103,7 @@ class HostPool:
 
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
         check_spec(spec)
-        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
-            raise ValueError(f"num_blocks = {num_blocks!r} must be an integer of at least 1")
+        check_positive(num_blocks, "num_blocks")
         self.spec = spec
         self.num_blocks = num_blocks
         self._memory: list[HostMemory] = []

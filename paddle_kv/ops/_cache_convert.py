@@ -12,13 +12,11 @@ from typing import Any, Literal
 import paddle
 
 from .. import streams
+from ..layout import CacheDtype, Layout
 from . import _arguments as arguments
 from ._arguments import Tensor
 from ._library import call_traceable
 from ._tracing import traceable, tracing
-
-Layout = Literal["HND", "NHD", "packed"]
-CacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8", "paddle_uint8"]
 
 
 @traceable

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from .. import streams
+from ..layout import CacheDtype, Layout
 from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
 from ._library import call, call_traceable
 from ._tracing import capturable, tracing
-
-Layout = Literal["HND", "NHD", "packed"]
-CacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8", "paddle_uint8"]
 
 
 @capturable

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .. import backend as backends
 from ..backend.protocol import Backend, Event, Stream
+from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
@@ -75,8 +76,7 @@ class LayerwiseScheduler:
             raise RuntimeError("the host pool is closed")
         if engine != "auto":
             raise ValueError(f"engine = {engine!r} must be 'auto'")
-        if isinstance(layers_per_event, bool) or not isinstance(layers_per_event, int) or layers_per_event < 1:
-            raise ValueError(f"layers_per_event = {layers_per_event!r} must be an integer of at least 1")
+        check_positive(layers_per_event, "layers_per_event")
         if device_cache.domain is host_pool.domain:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
