@@ -39,11 +39,9 @@ class Transfer:
     def __init__(self, scheduler: LayerwiseScheduler, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
         spec = scheduler.device_cache.spec
         self.bytes: int = len(plan.device_ids) * spec.block_bytes * spec.num_layers
-        self._scheduler = scheduler
+        self._scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self._plan = plan
         self._stream = stream
-        # Kept until retired: the memory must not go away under a copy, whatever becomes of scheduler and pools.
-        self._pools: tuple[Any, ...] = (scheduler.device_cache, scheduler.host_pool)
         self._marks: list[Event | None] | None = [None] * plan.num_layers if layerwise else None
         self._after: list[Event] = []  # events that come before the first layer: the compute stream's
         self._depends_on: set[Transfer] = set()
@@ -480,7 +478,7 @@ class Transfer:
         for before in self._depends_on:
             if self in before._dependents:
                 before._dependents.remove(self)
-        self._depends_on, self._reads_from, self._pools = set(), set(), ()
+        self._depends_on, self._reads_from = set(), set()
         for dependent in list(self._dependents):
             dependent._advance()
         hazards.changed.notify_all()
