@@ -62,13 +62,12 @@ def extension():
     archs = [str(number) for number in TOOLS.architectures]
     gencode = [flag for arch in archs for flag in ("-gencode", f"arch=compute_{arch},code=sm_{arch}")]
     macros = ["-DPADDLE_WITH_CUSTOM_KERNEL", f"-DPADDLE_KV_PADDLE_MAJOR={TOOLS.paddle_major}"]
-    macros += [f'-DPADDLE_KV_BUILT_COMMIT="{commit()}"']
     if WITH_CUDA:
         gencode += ["-gencode", f"arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
         macros += ["-DPADDLE_KV_WITH_CUDA", f'-DPADDLE_KV_BUILT_CUDA_ARCHS="{";".join(archs)}"']
     made = (CUDAExtension if WITH_CUDA else CppExtension)(
         sources=sources(),
-        include_dirs=[str(ROOT / "custom_ops" / "include")],
+        include_dirs=[str(ROOT / "custom_ops" / "include"), str(WORK)],
         library_dirs=TOOLS.cudart_directories if WITH_CUDA else [],
         extra_compile_args={
             "cxx": ["-O2", "-g0", "-std=c++17", "-w", *macros],
@@ -104,6 +103,9 @@ class Build(BuildExtension):
         else:
             # Paddle 3 drops compile errors; an object file left from an earlier build would then be linked.
             shutil.rmtree(WORK, ignore_errors=True)
+            WORK.mkdir(parents=True)
+            # A macro would go to every compiler call, and a cache of compiled files would miss after each commit.
+            (WORK / "paddle_kv_commit.h").write_text(f'#define PADDLE_KV_BUILT_COMMIT "{commit()}"\n')
             build_ext.run(self)
             key_file.write_text(self.key)
             print(f"paddle_kv: built {LIBRARY}")
@@ -115,7 +117,7 @@ class Build(BuildExtension):
         """Changes with everything that the library is made from."""
         digest = hashlib.sha256(TOOLS.versions.encode())
         made = self.distribution.ext_modules[0]
-        digest.update(repr((made.extra_compile_args, made.extra_link_args, made.include_dirs)).encode())
+        digest.update(repr((made.extra_compile_args, made.extra_link_args, made.include_dirs, commit())).encode())
         for path in sorted(path for path in (ROOT / "custom_ops").rglob("*") if path.is_file()):
             digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
         return digest.hexdigest()

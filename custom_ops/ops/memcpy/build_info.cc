@@ -6,13 +6,11 @@
 #include "../common/guarded_kernel.h"
 #include "../common/launch.h"
 #include "paddle_kv/memcpy/memcpy_batch.h"
+#include "paddle_kv_commit.h"  // written by setup_ops.py
 #include "pointer_ranges.h"
 
 #ifndef PADDLE_KV_BUILT_CUDA_ARCHS
 #define PADDLE_KV_BUILT_CUDA_ARCHS ""
-#endif
-#ifndef PADDLE_KV_BUILT_COMMIT
-#define PADDLE_KV_BUILT_COMMIT ""
 #endif
 
 namespace paddle_kv {
