@@ -1,0 +1,46 @@
+// A way of moving the blocks of consecutive layers. Each engine moves any blocks; they differ in speed and in what they
+// cost the model beside them. See engine_choice.h for who gets what.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "paddle_kv/common/device_stream.h"
+#include "paddle_kv/common/status.h"
+#include "paddle_kv/swap/runs.h"
+#include "paddle_kv/swap/transfer_layers.h"
+
+namespace paddle_kv {
+
+// Groups of layers of one transfer with nothing to wait for in between.
+struct EngineWork {
+  const TransferPlan* plan;
+  Direction direction;
+  const std::vector<Run>* runs;  // sorted, neighbours merged; the same for all layers
+  std::int64_t first_layer;
+  std::int64_t end_layer;
+  std::int64_t layers_per_event;
+  const std::int64_t* record_events;  // cudaEvent_t as integers, one a group
+};
+
+// Belongs to one transfer stream; called by one thread at a time.
+class Engine {
+ public:
+  virtual ~Engine() = default;
+
+  // Enqueues. Work that was on the stream before comes first; later work on it comes behind all of this. Event g is
+  // recorded (on whatever stream) such that it completes when group g is copied. All arguments may go away on return;
+  // memory of the plan must live until the last event is done. After an error an unknown part has been enqueued, and
+  // the stream is ordered behind it all the same.
+  virtual Status Copy(const EngineWork& work, const DeviceStream& where) = 0;
+};
+
+// Merged runs, strided rows and batched copies by the copy engine.
+std::unique_ptr<Engine> MakeCopyEngine(int device);
+// One kernel of few CTAs for all layers of a call.
+std::unique_ptr<Engine> MakeKernelEngine(int device);
+// Bulk copies of host runs, and a kernel of few CTAs that scatters or gathers on the device.
+std::unique_ptr<Engine> MakeStagingEngine(int device);
+
+}  // namespace paddle_kv
