@@ -47,4 +47,4 @@ def copy(number: int, plan: TransferPlan, layers: range) -> None:
     """Copies the layers in the calling thread, without a stream (device in RAM only)."""
     direction = DIRECTION_CODES[plan.direction]
     device_ids, host_ids = list(plan.device_ids), list(plan.host_ids)
-    call("transfer_layers", number, direction, device_ids, host_ids, layers.start, layers.stop, 1, [], [], 0, [], 0)
+    call("transfer_layers", number, direction, device_ids, host_ids, layers.start, layers.stop)

@@ -1,4 +1,4 @@
-"""The backend on a GPU: CuPy streams, CUDA events, and one call into the compiled library per submission."""
+"""The backend on a GPU: CuPy streams, CUDA events, and a thread of the compiled library that submits the copies."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import cupy
+import numpy as np
 from cupy.cuda import runtime
 
 from .. import streams
 from ..errors import CudaError
-from ..ops._library import call
 from . import binding as bindings
-from .protocol import LayerWork
+from . import transfer_queue
+from .protocol import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6
-NOT_READY = 600  # cudaErrorNotReady
 HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -47,6 +47,7 @@ class CupyBackend:
         self._device_id = device_id
         self._device = cupy.cuda.Device(device_id)
         self._idle_events: list[int] = []
+        self._saw_failure = False
 
     def bind(self, device_cache: Any, host_pool: Any) -> int:
         if device_cache.device_id != self._device_id:
@@ -58,12 +59,13 @@ class CupyBackend:
         bindings.release(binding)
 
     @_on_device
-    def create_stream(self) -> Any:
-        return transfer_stream()
+    def create_stream(self, *, urgent: bool = False) -> Any:
+        stream = transfer_stream()
+        transfer_queue.open_stream(self._device_id, stream.ptr, urgent=urgent)
+        return stream
 
-    @_on_device
     def destroy_stream(self, stream: Any) -> None:
-        stream.synchronize()
+        transfer_queue.close_stream(stream.ptr)
 
     @_on_device
     def create_event(self) -> int:
@@ -73,6 +75,8 @@ class CupyBackend:
         return int(runtime.eventCreateWithFlags(runtime.eventDefault))
 
     def destroy_event(self, event: int) -> None:
+        if self._saw_failure:
+            transfer_queue.forget(event)
         self._idle_events.append(event)
 
     @_on_device
@@ -94,36 +98,32 @@ class CupyBackend:
     def record(self, event: int, stream: Any) -> None:
         runtime.eventRecord(event, _handle(stream))
 
-    @_on_device
-    def wait_on_stream(self, stream: Any, event: int, timeout_s: float | None) -> None:
-        runtime.streamWaitEvent(_handle(stream), event)
+    def wait_on_stream(self, stream: int, event: int, timeout_s: float | None) -> None:
+        if not transfer_queue.wait_stream(self._device_id, stream, event, timeout_s):
+            raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
-    @_on_device
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
         plan = work.plan
-        call(
-            "transfer_layers",
-            binding,
-            bindings.DIRECTION_CODES[plan.direction],
-            list(plan.device_ids),
-            list(plan.host_ids),
-            plan.layers_of(work.first_group).start,
-            plan.layers_of(work.end_group - 1).stop,
-            plan.layers_per_event,
-            [event for events in work.waits for event in events],
-            [len(events) for events in work.waits],
-            work.start,
-            list(work.records),
-            _handle(stream),
+        transfer_queue.submit(
+            plan=binding,
+            direction=bindings.DIRECTION_CODES[plan.direction],
+            engine=ENGINES.index(work.engine),
+            device_ids=np.array(plan.device_ids, np.int64),
+            host_ids=np.array(plan.host_ids, np.int64),
+            layers=range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
+            layers_per_event=plan.layers_per_event,
+            waits=work.waits,
+            start_event=work.start,
+            record_events=work.records,
+            stream=stream.ptr,
         )
 
-    @_on_device
     def is_complete(self, event: int) -> bool:
-        status = runtime.eventQuery(event)
-        if status == NOT_READY:
-            return False
-        runtime.check_status(status)
-        return True
+        try:
+            return transfer_queue.query(event)
+        except CudaError:
+            self._saw_failure = True
+            raise
 
     def wait(self, event: int, timeout_s: float | None) -> bool:
         # cudaEventSynchronize has no time-out, hence the polling.
@@ -141,6 +141,7 @@ class CupyBackend:
 
     @_on_device
     def user_event(self, stream: Any) -> Any:
+        transfer_queue.flush(stream.ptr)  # it covers what is enqueued, not only what is submitted yet
         event = cupy.cuda.Event()
         event.record(stream)
         return event
@@ -153,4 +154,7 @@ def transfer_stream() -> Any:
 
 
 def _handle(stream: Any) -> int:
-    return stream if isinstance(stream, int) else int(stream.ptr)
+    if isinstance(stream, int):
+        return stream
+    transfer_queue.flush(stream.ptr)  # behind what is enqueued, not only behind what is submitted yet
+    return int(stream.ptr)

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import ops
-from ..backend import binding as bindings
 from ..memory.host_memory import has_gpu
-from ..ops._library import call
+from ..schedule.scheduler import LayerwiseScheduler
 from .setup import Case, Way, address_of, buffer
 
 Enqueue = Callable[[], None]
@@ -34,23 +33,13 @@ def contiguous(case: Case, way: Way, stream: Any) -> Enqueue:
 
 
 def scheduler(case: Case, way: Way, stream: Any) -> Enqueue | None:
-    """What LayerwiseScheduler submits: layer after layer with an event behind each."""
+    """What LayerwiseScheduler moves by: all layers of the pair of pools, on the CPU by threads."""
     if case.device_cache is None or case.host_pool is None or way == "d2d":
         return None
-    number = bindings.register(case.device_cache, case.host_pool, device=0 if has_gpu() else -1)
-    layers = case.spec.num_layers
-    events: list[Any] = []
-    if has_gpu():
-        import cupy
-
-        events = [cupy.cuda.Event() for _ in range(layers)]
-    code = bindings.DIRECTION_CODES["onload" if way == "h2d" else "offload"]
-    waits = [0] * layers if events else []
-    handles = [event.ptr for event in events]
-    ids, handle = (case.device_ids, case.host_ids), stream.ptr if events else 0
-    return _keeping(
-        lambda: call("transfer_layers", number, code, *ids, 0, layers, 1, [], waits, 0, handles, handle), events
-    )
+    scheduler = LayerwiseScheduler(case.device_cache, case.host_pool)
+    if way == "h2d":
+        return _keeping(lambda: _drop(scheduler.onload(case.host_ids, case.device_ids).wait_on(stream)), scheduler)
+    return _keeping(lambda: _drop(scheduler.offload(case.device_ids, case.host_ids).wait_on(stream)), scheduler)
 
 
 def swap_cache_all_layers(case: Case, way: Way, stream: Any) -> Enqueue | None:

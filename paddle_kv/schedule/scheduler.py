@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from .. import backend as backends
-from ..backend.protocol import Backend, Event, Stream
+from ..backend.protocol import ENGINES, Backend, Event, Stream
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
@@ -35,7 +35,8 @@ class LayerwiseScheduler:
         compute_stream: stream on which the model runs (int handle, CuPy or Paddle stream). None: at each call Paddle's
             current stream, or the CuPy stream of the surrounding ``with`` block.
         backend: "cupy" on a GPU, "cpu" without, "auto" picks; or an object that implements the protocol.
-        engine: how bytes are moved; "auto" is the only one.
+        engine: how bytes are moved on a GPU: "copy_engine", "kernel", "staging", or "auto", which chooses for each
+            transfer (docs/design.md).
         layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
         record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
 
@@ -74,14 +75,15 @@ class LayerwiseScheduler:
             raise TypeError(f"host_pool is {type(host_pool).__name__}; a HostPool is expected")
         if host_pool.closed:
             raise RuntimeError("the host pool is closed")
-        if engine != "auto":
-            raise ValueError(f"engine = {engine!r} must be 'auto'")
+        if engine not in ENGINES:
+            raise ValueError(f"engine = {engine!r} must be one of {', '.join(map(repr, ENGINES))}")
         check_positive(layers_per_event, "layers_per_event")
         if device_cache.domain is host_pool.domain:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
         self._default_stream = compute_stream
+        self._engine = engine
         self._layers_per_event = layers_per_event
         self._record_layer_times = record_layer_times
         self._backend = backends.create(backend, device_cache.device_id)

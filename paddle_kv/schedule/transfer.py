@@ -93,12 +93,8 @@ class Transfer:
             if self._over:
                 return
             event = self._events[group]
-            if queue is not None:
-                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
-                self._waiting.setdefault(queue, set()).add(group)
-                return
             self._host_waits += 1
-        self._wait_on_host(event, {group}, started, timeout_s)
+        self._wait_behind(queue, event, {group}, started, timeout_s)
 
     def mark_layer_written(self, layer: int, *, stream: Any = None) -> None:
         """Layer ``layer`` may be saved once the work submitted to ``stream`` so far is done.
@@ -139,13 +135,8 @@ class Transfer:
             if self._over:
                 return
             event = self._last_event
-            groups = set(range(self._plan.num_groups))
-            if queue is not None:
-                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
-                self._waiting[queue] = groups
-                return
             self._host_waits += 1
-        self._wait_on_host(event, groups, started, timeout_s)
+        self._wait_behind(queue, event, set(range(self._plan.num_groups)), started, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
@@ -298,7 +289,7 @@ class Transfer:
         try:
             start = self._take_event()
             records = [self._take_event() for _ in groups]
-            work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records)
+            work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records, self._scheduler._engine)
             backend.copy_layers(self._scheduler._binding, work, self._stream)
         except BaseException as error:  # whatever it is, the transfer carries it
             self._fence()
@@ -509,11 +500,14 @@ class Transfer:
         hazards.changed.wait(POLL_S)
         hazards.collect()
 
-    def _wait_on_host(self, event: Event, groups: set[int], started: float, timeout_s: float | None) -> None:
+    def _wait_behind(
+        self, queue: Stream, event: Event, groups: set[int], started: float, timeout_s: float | None
+    ) -> None:
+        # Outside of the lock: the caller may be held until the event is recorded, on the CPU until it is passed.
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
         try:
-            self._scheduler._backend.wait_on_stream(None, event, left)
-            self._waiting.setdefault(None, set()).update(groups)
+            self._scheduler._backend.wait_on_stream(queue, event, left)
+            self._waiting.setdefault(queue, set()).update(groups)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
         except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it

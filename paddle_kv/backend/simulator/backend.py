@@ -78,7 +78,7 @@ class SimulatedBackend:
     def unbind(self, binding: Binding) -> None:
         self._bindings.remove(binding)
 
-    def create_stream(self) -> SimulatedStream:
+    def create_stream(self, *, urgent: bool = False) -> SimulatedStream:
         stream = self._device.add_stream(f"transfer-{len(self._device.streams)}")
         self._streams.append(stream)
         return stream

@@ -58,8 +58,8 @@ class RecordingBackend:
             self.log.work(HOST, "unbind", writes=[Location(names[2], 0, ALL_LAYERS)])
         self.inner.unbind(binding)
 
-    def create_stream(self) -> Stream:
-        stream = self.inner.create_stream()
+    def create_stream(self, *, urgent: bool = False) -> Stream:
+        stream = self.inner.create_stream(urgent=urgent)
         self.log.stream_names.setdefault(_key(stream), (f"transfer {self.log.next_mark()}", stream))
         return stream
 
