@@ -28,10 +28,10 @@ def _on_device(method: _Function) -> _Function:
     """Runs the method with the backend's device current (a new thread starts on device 0) and CUDA's errors typed."""
 
     @functools.wraps(method)
-    def wrapped(self: CupyBackend, *arguments: Any) -> Any:
+    def wrapped(self: CupyBackend, *arguments: Any, **options: Any) -> Any:
         try:
             with self._device:
-                return method(self, *arguments)
+                return method(self, *arguments, **options)
         except runtime.CUDARuntimeError as error:
             raise CudaError(str(error).split(":", 1)[0], error.status, str(error)) from error
 

@@ -127,6 +127,7 @@ class Queue:
         self.stream = transfer_stream()
         transfer_queue.open_stream(0, self.stream.ptr, urgent=urgent)
         self.start = cupy.cuda.Event()
+        self.events: list[Any] = []  # they have to live until they are recorded
 
     def submit(
         self,
@@ -144,6 +145,7 @@ class Queue:
         layers = range(pools.layers) if layers is None else layers
         groups = -(-len(layers) // layers_per_event)
         events = [cupy.cuda.Event() for _ in range(groups)]
+        self.events += events
         transfer_queue.submit(
             plan=pools.number,
             direction=direction,
@@ -160,8 +162,13 @@ class Queue:
         return events
 
     def finish(self) -> None:
+        """Blocks until everything is done; raises what went wrong."""
         transfer_queue.flush(self.stream.ptr)
         self.stream.synchronize()
+        for event in self.events:
+            while not transfer_queue.query(event.ptr):
+                pass
+        self.events.clear()
 
     def close(self) -> None:
         transfer_queue.close_stream(self.stream.ptr)

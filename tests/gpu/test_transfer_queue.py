@@ -131,6 +131,7 @@ def test_a_submission_that_fails_is_told_by_its_events_and_leaves_the_rest_alone
         assert transfer_queue.forget(event.ptr)
         assert not transfer_queue.forget(event.ptr)
         assert transfer_queue.query(event.ptr)
+    queue.finish()
     pools.check(TO_HOST, *ids, [0])
     queue.submit(pools, TO_HOST, *ids)
     queue.finish()
