@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 from .. import streams
 from ..errors import CudaError
 from . import binding as bindings
-from . import transfer_queue
+from . import calibration, transfer_queue
 from .protocol import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
@@ -48,6 +48,8 @@ class CupyBackend:
         self._device = cupy.cuda.Device(device_id)
         self._idle_events: list[int] = []
         self._saw_failure = False
+        sizes = calibration.load(device_name(device_id)) or calibration.EngineSizes()
+        transfer_queue.set_thresholds(sizes.in_order())
 
     def bind(self, device_cache: Any, host_pool: Any) -> int:
         if device_cache.device_id != self._device_id:
@@ -145,6 +147,11 @@ class CupyBackend:
         event = cupy.cuda.Event()
         event.record(stream)
         return event
+
+
+def device_name(device_id: int) -> str:
+    """The kind of GPU."""
+    return str(runtime.getDeviceProperties(device_id)["name"].decode())
 
 
 def transfer_stream() -> Any:
