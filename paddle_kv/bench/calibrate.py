@@ -18,7 +18,7 @@ LATENCY_SHARE = 0.1
 
 def measure(*, repeats: int) -> Iterator[Row]:
     """The rows that :func:`sizes_from` needs; about a minute."""
-    loads = {name: ComputeLoad(name) for name in LOADS if name != "none"}
+    loads: dict[str, ComputeLoad] = {name: ComputeLoad(name) for name in LOADS if name != "none"}
     yield from engines.rows(SIZES_KIB, ["scattered"], ["copy_engine", "kernel"], loads, repeats=repeats)
     yield from engines.rows(
         STAGED_KIB, ["contiguous_host"], ["copy_engine", "kernel", "staging"], loads, repeats=repeats

@@ -37,6 +37,7 @@ class Pools:
         block_first: bool = False,
         misalignment: int = 0,
         seed: int = 1,
+        fill: bool = True,
     ) -> None:
         self.block_bytes, self.layers = list(block_bytes), layers
         self.device_blocks, self.host_blocks = device_blocks, host_blocks
@@ -71,13 +72,15 @@ class Pools:
             list(self.strides),
             self.block_bytes,
         )
-        self.refill()
+        if fill:
+            self.refill()
+
+    def _bits(self, size: int) -> np.ndarray:
+        return self.random.integers(0, 1 << 64, -(-size // 8), np.uint64).view(np.uint8)[:size]
 
     def refill(self) -> None:
-        self.host[:] = self.random.integers(0, 256, self.host.size, np.uint8)
-        self.device_bits = [
-            [self.random.integers(0, 256, tensor.size, np.uint8) for tensor in layer] for layer in self.device
-        ]
+        self.host[:] = self._bits(self.host.size)
+        self.device_bits = [[self._bits(tensor.size) for tensor in layer] for layer in self.device]
         for layer, bits in zip(self.device, self.device_bits, strict=True):
             for tensor, tensor_bits in zip(layer, bits, strict=True):
                 tensor.set(tensor_bits)

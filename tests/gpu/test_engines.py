@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 cupy = pytest.importorskip("cupy")
@@ -242,7 +242,7 @@ def test_later_work_on_the_stream_comes_behind(queue, engine, direction):
     pools.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_transfer(data, machine, paddle_stream):
     queue = Queue()

@@ -89,7 +89,7 @@ def test_one_that_waits_does_not_hold_other_streams(queue):
 @pytest.mark.parametrize("engine", ["copy_engine", "kernel", "staging"])
 def test_an_urgent_load_does_not_queue_behind_bulk(queue, engine):
     """Alone and behind 8 GiB in the same direction: what it waits longer is the share of what is in flight."""
-    bulk = Pools([1 << 20], layers=16, device_blocks=256, host_blocks=256)
+    bulk = Pools([1 << 20], layers=16, device_blocks=256, host_blocks=256, fill=False)
     small = Pools([65536], layers=16, device_blocks=4, host_blocks=4)
     urgent = Queue(urgent=True)
 

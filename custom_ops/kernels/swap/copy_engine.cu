@@ -13,7 +13,7 @@ namespace paddle_kv {
 namespace {
 
 // The driver's lock is held for the time of a call, and the model's launches wait for it.
-constexpr std::int64_t kPiecesPerCall = 256;
+constexpr std::int64_t kPiecesPerCall = 128;
 constexpr std::int64_t kRowsOfStridedCopy = 4;  // fewer are not worth a call of their own
 constexpr std::int64_t kLargestPitch = 0x7fffffff;
 
