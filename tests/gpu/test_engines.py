@@ -145,11 +145,12 @@ def test_engines_take_turns_on_a_stream(queue, direction):
 
 @engines
 @both_ways
-def test_beyond_two_gibibytes(queue, engine, direction):
-    blocks, size = 2_200, 1 << 20
-    pools = Pools([size], layers=1, device_blocks=blocks, host_blocks=blocks + 3)
-    ids = ([blocks - 1, 0, 2047, 1030], [blocks + 2, 2_101, 1, 2049])
-    check(queue, pools, direction, ids, engine=engine)
+@pytest.mark.parametrize("blocks", [(2_200, 9), (9, 2_200)], ids=["device", "host"])
+def test_beyond_two_gibibytes(queue, engine, direction, blocks):
+    pools = Pools([1 << 20], layers=1, device_blocks=blocks[0], host_blocks=blocks[1], fill=False)
+    device_ids, host_ids = ([count - 1, 0, count // 2, count - 2] for count in blocks)
+    pools.fill_blocks(device_ids, host_ids)
+    check(queue, pools, direction, (device_ids, host_ids), engine=engine)
     pools.close()
 
 

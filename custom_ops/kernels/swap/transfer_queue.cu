@@ -27,10 +27,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct Tuning {
-  static constexpr std::int64_t kBytesPerCall = 64 << 20;    // of an engine: 1.2 ms of the link
-  static constexpr std::int64_t kBytesInFlight = 128 << 20;  // on a stream: what an urgent transfer may find before it
-  static constexpr std::chrono::microseconds kPoll{50};      // for the end of what is in flight
+  // What an urgent transfer may find before it is what the copy engine has been given: 0.3 ms of the link a call. The
+  // others are kernels, which run beside each other, and their calls are worth more when they are long.
+  static constexpr std::int64_t kCopyEngineBytes = 16 << 20;
+  static constexpr std::int64_t kKernelBytes = 64 << 20;
+  static constexpr int kCallsInFlight = 3;
+  static constexpr std::chrono::microseconds kPoll{50};         // for the end of what is in flight
   static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
+};  // for the end of what is in flight
+static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
 };
 
 // Asked in vain: the runtime would report that as the error of the next launch.
@@ -46,8 +51,7 @@ struct QueuedTransfer {
   Direction direction;
   EngineKind engine;
   std::vector<Run> runs;  // sorted by host block
-  std::vector<std::int64_t> device_ids;
-  std::vector<std::int64_t> host_ids;
+  PieceSizes sizes;
   std::int64_t first_layer;
   std::int64_t end_layer;
   std::int64_t layers_per_event;
@@ -55,8 +59,8 @@ struct QueuedTransfer {
   std::vector<std::int64_t> first_wait;  // of each group, and the end
   std::int64_t start_event;
   std::vector<std::int64_t> record_events;
-  std::int64_t next_group = 0;
   std::int64_t layer_bytes = 0;
+  std::int64_t next_group = 0;
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const {
@@ -70,6 +74,7 @@ struct Step {
   std::int64_t first_group;
   std::int64_t end_group;
   std::int64_t bytes;
+  EngineKind engine;
 };
 
 struct Stream {
@@ -224,8 +229,9 @@ class TransferQueue {
       bool queued = false;
       bool submitted = false;
       for (const std::shared_ptr<Stream>& candidate : std::vector<std::shared_ptr<Stream>>(order_)) {
-        queued = queued || !candidate->transfers.empty();
         Step step;
+        if (candidate->transfers.empty()) continue;
+        queued = true;
         if (!NextStep(*candidate, &step)) continue;
         SubmitStep(lock, *candidate, step);
         submitted = true;
@@ -240,9 +246,12 @@ class TransferQueue {
     }
   }
 
-  // Under the lock. False: nothing to do, or nothing that may be submitted yet.
+  bool ComputeWasBusy() const {
+    return Clock::now().time_since_epoch() - Clock::duration(compute_seen_.load()) < Tuning::kComputeSeen;
+  }
+
+  // Under the lock. False: nothing that may be submitted yet.
   bool NextStep(Stream& stream, Step* step) {
-    if (stream.transfers.empty()) return false;
     QueuedTransfer& transfer = stream.transfers.front();
     std::int64_t group = transfer.next_group;
     for (std::int64_t w = transfer.first_wait[group]; w < transfer.first_wait[group + 1]; ++w) {
@@ -253,7 +262,12 @@ class TransferQueue {
       stream.idle_events.push_back(stream.flights.front().end);
       stream.flights.pop_front();
     }
-    if (stream.bytes_in_flight >= Tuning::kBytesInFlight) return false;
+    step->engine = transfer.engine != EngineKind::kAuto
+                       ? transfer.engine
+                       : ChooseEngine(transfer.sizes, transfer.direction, ComputeWasBusy(), thresholds_);
+    const std::int64_t largest =
+        step->engine == EngineKind::kCopyEngine ? Tuning::kCopyEngineBytes : Tuning::kKernelBytes;
+    if (stream.bytes_in_flight >= largest * (Tuning::kCallsInFlight - 1)) return false;
     step->transfer = &transfer;
     step->first_group = group;
     step->bytes = 0;
@@ -261,19 +275,18 @@ class TransferQueue {
       step->bytes += (transfer.FirstLayer(group + 1) - transfer.FirstLayer(group)) * transfer.layer_bytes;
       ++group;
     } while (group < transfer.group_count() && transfer.first_wait[group] == transfer.first_wait[group + 1] &&
-             step->bytes < Tuning::kBytesPerCall);
+             step->bytes < largest);
     step->end_group = group;
     return true;
   }
 
   void SubmitStep(std::unique_lock<std::mutex>& lock, Stream& stream, const Step& step) {
     QueuedTransfer& transfer = *step.transfer;  // others append behind it, this thread alone removes it
-    const EngineThresholds thresholds = thresholds_;
     stream.submitting = true;
     lock.unlock();
     Status status;
     try {
-      status = Enqueue(stream, step, thresholds);
+      status = Enqueue(stream, step);
     } catch (const std::bad_alloc&) {
       status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
     }
@@ -297,7 +310,7 @@ class TransferQueue {
     changed_.notify_all();
   }
 
-  Status Enqueue(Stream& stream, const Step& step, const EngineThresholds& thresholds) {
+  Status Enqueue(Stream& stream, const Step& step) {
     QueuedTransfer& transfer = *step.transfer;
     DeviceGuard guard(stream.where.device);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
@@ -308,16 +321,8 @@ class TransferQueue {
       if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
       PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
     }
-    if (step.first_group == 0) {
-      PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
-      Prepare(transfer);
-    }
-    const Clock::duration unseen = Clock::now().time_since_epoch() - Clock::duration(compute_seen_.load());
-    EngineKind kind = transfer.engine;
-    if (kind == EngineKind::kAuto) {
-      kind = ChooseEngine(SizesOfPieces(*transfer.plan, transfer.direction, transfer.runs), transfer.direction,
-                          unseen < Tuning::kComputeSeen, thresholds);
-    }
+    if (step.first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
+    const EngineKind kind = step.engine;
     std::unique_ptr<Engine>& engine = stream.engines[static_cast<int>(kind)];
     if (engine == nullptr) {
       engine = kind == EngineKind::kKernel    ? MakeKernelEngine(stream.where.device)
@@ -342,15 +347,6 @@ class TransferQueue {
     stream.idle_events.pop_back();
     stream.bytes_in_flight += step.bytes;
     return {};
-  }
-
-  // Sorting is the submitter's work, not the caller's.
-  static void Prepare(QueuedTransfer& transfer) {
-    const auto count = static_cast<std::int64_t>(transfer.host_ids.size());
-    transfer.runs = MergeRuns(transfer.host_ids.data(), transfer.device_ids.data(), count);
-    if (transfer.direction == Direction::kDeviceToHost) {
-      for (Run& run : transfer.runs) std::swap(run.source, run.target);
-    }
   }
 
   std::mutex mutex_;
@@ -406,8 +402,11 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     if (transfer.plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
     transfer.direction = static_cast<Direction>(given->direction);
     transfer.engine = static_cast<EngineKind>(given->engine);
-    transfer.device_ids.assign(given->device_ids, given->device_ids + given->block_count);
-    transfer.host_ids.assign(given->host_ids, given->host_ids + given->block_count);
+    transfer.runs = MergeRuns(given->host_ids, given->device_ids, given->block_count);
+    if (transfer.direction == Direction::kDeviceToHost) {
+      for (Run& run : transfer.runs) std::swap(run.source, run.target);
+    }
+    transfer.sizes = SizesOfPieces(*transfer.plan, transfer.direction, transfer.runs);
     transfer.first_layer = given->first_layer;
     transfer.end_layer = given->end_layer;
     transfer.layers_per_event = given->layers_per_event;
