@@ -34,8 +34,6 @@ struct Tuning {
   static constexpr int kCallsInFlight = 3;
   static constexpr std::chrono::microseconds kPoll{50};         // for the end of what is in flight
   static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
-};  // for the end of what is in flight
-static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
 };
 
 // Asked in vain: the runtime would report that as the error of the next launch.
