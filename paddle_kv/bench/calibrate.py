@@ -12,6 +12,7 @@ from .load import LOADS, ComputeLoad
 
 SIZES_KIB = (4, 8, 16, 32, 64, 128)
 STAGED_KIB = (8, 16, 32, 64)
+NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 3 * 2 * 3)
 # What a second of a transfer costs, beside what it takes from the model: a load that comes late makes a layer wait.
 LATENCY_SHARE = 0.1
 
