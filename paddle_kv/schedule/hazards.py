@@ -51,33 +51,17 @@ class Tracked(Protocol):
         """Whether work on the stream waits for this layer."""
 
 
-class _Blocks:
-    """Blocks that somebody holds: an array, which counting needs, and a set, made when somebody else's touch them."""
-
-    __slots__ = ("_set", "ids")
-
-    def __init__(self, ids: Ids) -> None:
-        self.ids = ids
-        self._set: set[int] | None = None
-
-    @property
-    def as_set(self) -> set[int]:
-        if self._set is None:
-            self._set = set(self.ids.tolist())
-        return self._set
-
-
 @dataclass(eq=False)
 class _Lease:
-    blocks: _Blocks
+    ids: Ids
     write: bool
 
 
 class BlockDomain:
     """The blocks of one memory, shared by all pools that lie in it.
 
-    Each transfer and each lease holds a set of blocks. How many hold a block is also counted, in an array: where none
-    holds any block of a call, which is the rule, nothing is looked at block by block.
+    Each transfer and each lease holds blocks. How many hold a block is also counted, in an array: where nobody holds
+    any block of a call, which is the rule, nobody's blocks are looked at.
 
     Attributes:
         tensors: start, stride and layer of each tensor of the pools.
@@ -86,8 +70,8 @@ class BlockDomain:
     def __init__(self, tensors: Sequence[tuple[int, int, int]] = ()) -> None:
         self.tensors = tuple(tensors)
         self._holders = np.zeros(0, np.int32)  # of each block up to the largest that was ever held
-        self._writes: dict[Tracked, _Blocks] = {}  # those of which it is the last writer
-        self._reads: dict[Tracked, _Blocks] = {}  # those that it reads and nobody has written since
+        self._writes: dict[Tracked, Ids] = {}  # those of which it is the last writer
+        self._reads: dict[Tracked, Ids] = {}  # those that it reads and nobody has written since
         self._leases: list[_Lease] = []
         self._poison: dict[int, TransferError] = {}
 
@@ -115,10 +99,10 @@ class BlockDomain:
     def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
         """Raises where a lease forbids the access, or a poisoned block would be read."""
         poison = {} if writing else self._poison
-        leases = [lease.blocks.as_set for lease in self._leases if writing or lease.write]
+        leases = [lease.ids.tolist() for lease in self._leases if writing or lease.write]
         if not leases and not poison:
             return
-        leased: set[int] = set().union(*leases)
+        leased = set(itertools.chain.from_iterable(leases))
         for block_id in _array(block_ids).tolist():
             if block_id in leased:
                 raise RuntimeError(
@@ -126,7 +110,7 @@ class BlockDomain:
                 )
             if block_id not in poison:
                 continue
-            rewriter = next((writer for writer, blocks in self._writes.items() if block_id in blocks.as_set), None)
+            rewriter = next((writer for writer, held in self._writes.items() if block_id in held), None)
             if rewriter is None or rewriter.failed:
                 raise TransferError(
                     f"block {block_id} of the {pool} holds no usable data ({self._poison[block_id]}); rewrite it first",
@@ -138,8 +122,8 @@ class BlockDomain:
         ids = _array(block_ids)
         writers: set[Tracked] = set()
         if self._any_held(ids):
-            asked = set(ids.tolist())
-            writers = {writer for writer, blocks in self._writes.items() if not blocks.as_set.isdisjoint(asked)}
+            asked = self._mask(ids)
+            writers = {writer for writer, held in self._writes.items() if asked[held].any()}
         self._note(self._reads, transfer, ids)
         return writers
 
@@ -148,41 +132,42 @@ class BlockDomain:
         ids = _array(block_ids)
         before: set[Tracked] = set()
         if self._any_held(ids):
-            asked = set(ids.tolist())
+            asked = self._mask(ids)
             for holders in (self._writes, self._reads):
-                overlapping = [t for t, blocks in holders.items() if not blocks.as_set.isdisjoint(asked)]
-                before.update(overlapping)
-                for other in overlapping:
-                    self._let_go(holders[other])
-                    left = holders.pop(other).as_set - asked
-                    if left:
-                        holders[other] = self._hold(np.fromiter(left, np.int64))
+                for other, held in list(holders.items()):
+                    taken = asked[held]
+                    if taken.any():
+                        before.add(other)
+                        self._holders[held[taken]] -= 1
+                        holders[other] = held[~taken]
+                        if not holders[other].size:
+                            del holders[other]
         self._note(self._writes, transfer, ids)
         return before
 
     def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, error: TransferError) -> None:
         """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
         if transfer in self._writes:
-            written = self._writes[transfer].as_set
-            self._poison.update(dict.fromkeys(written.intersection(_array(block_ids).tolist()), error))
+            own = set(self._writes[transfer].tolist())
+            self._poison.update(dict.fromkeys(own.intersection(_array(block_ids).tolist()), error))
 
     def release(self, block_ids: Sequence[int] | Ids, transfer: Tracked, *, written: bool) -> None:
         """The transfer is over and holds nothing any more. ``written``: it has rewritten the blocks completely."""
-        blocks = self._writes.pop(transfer, None)
-        if blocks is not None:
-            self._let_go(blocks)
-            if written and self._poison:
-                self.mark_rewritten(blocks.as_set.intersection(_array(block_ids).tolist()))
-        blocks = self._reads.pop(transfer, None)
-        if blocks is not None:
-            self._let_go(blocks)
+        for holders in (self._writes, self._reads):
+            held = holders.pop(transfer, None)
+            if held is None:
+                continue
+            self._holders[held] -= 1
+            if written and self._poison and holders is self._writes:
+                self.mark_rewritten(set(held.tolist()).intersection(_array(block_ids).tolist()))
 
     def users(self, block_ids: Iterable[int], *, writing: bool) -> Iterator[tuple[int, Tracked, bool]]:
         """Transfers that an access conflicts with: a block, who holds it, and whether that one writes it."""
         asked = list(block_ids)
         for is_writer, holders in ((True, self._writes), (False, self._reads if writing else {})):
-            for transfer, blocks in list(holders.items()):
-                block_id = next((block_id for block_id in asked if block_id in blocks.as_set), None)
+            for transfer, held in list(holders.items()):
+                own = set(held.tolist())
+                block_id = next((block_id for block_id in asked if block_id in own), None)
                 if block_id is not None:
                     yield block_id, transfer, is_writer
 
@@ -191,19 +176,20 @@ class BlockDomain:
         """Takes the lease, unless a transfer or another lease conflicts with it."""
         ids = _array(block_ids)
         if self._any_held(ids):
-            asked = set(ids.tolist())
-            held = [*self._writes.values(), *(self._reads.values() if write else ())]
-            held += [lease.blocks for lease in self._leases if write or lease.write]
-            if not all(blocks.as_set.isdisjoint(asked) for blocks in held):
+            asked = self._mask(ids)
+            conflicting = [*self._writes.values(), *(self._reads.values() if write else ())]
+            conflicting += [lease.ids for lease in self._leases if write or lease.write]
+            if any(asked[held].any() for held in conflicting):
                 return False
-        self._leases.append(_Lease(self._hold(ids), write))
+        self._holders[ids] += 1
+        self._leases.append(_Lease(ids, write))
         return True
 
     def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
-        blocks = set(block_ids)
-        lease = next(lease for lease in self._leases if lease.write == write and lease.blocks.as_set == blocks)
+        ended = set(block_ids)
+        lease = next(lease for lease in self._leases if lease.write == write and ended == set(lease.ids.tolist()))
         self._leases.remove(lease)
-        self._let_go(lease.blocks)
+        self._holders[lease.ids] -= 1
 
     # ---- counts; an id that a list names twice counts once in both ----
     def _any_held(self, ids: Ids) -> bool:
@@ -213,19 +199,18 @@ class BlockDomain:
             self._holders = np.append(self._holders, np.zeros(ids.max() + 1 - self._holders.size, np.int32))
             return bool(self._holders[ids].any())
 
-    def _note(self, holders: dict[Tracked, _Blocks], transfer: Tracked, ids: Ids) -> None:
-        earlier = holders.get(transfer)
-        if earlier is not None:
-            self._let_go(earlier)
-            ids = np.fromiter(earlier.as_set.union(ids.tolist()), np.int64)
-        holders[transfer] = self._hold(ids)
+    def _mask(self, ids: Ids) -> np.ndarray:
+        mask = np.zeros(self._holders.size, bool)
+        mask[ids] = True
+        return mask
 
-    def _hold(self, ids: Ids) -> _Blocks:
+    def _note(self, holders: dict[Tracked, Ids], transfer: Tracked, ids: Ids) -> None:
+        if transfer in holders:
+            earlier = holders[transfer]
+            self._holders[earlier] -= 1
+            ids = np.concatenate([earlier, ids])
         self._holders[ids] += 1
-        return _Blocks(ids)
-
-    def _let_go(self, blocks: _Blocks) -> None:
-        self._holders[blocks.ids] -= 1
+        holders[transfer] = ids
 
 
 def _array(block_ids: Sequence[int] | Ids) -> Ids:

@@ -265,12 +265,7 @@ class Transfer:
 
     def _ready_runs(self) -> list[tuple[int, list[list[Event]]]]:
         """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
-        # One that is submitted as a whole on the same stream, or over, is waited for by the order of the stream.
-        others = [
-            before
-            for before in self._depends_on
-            if not (before._all_submitted and (before._over or before._stream is self._stream))
-        ]
+        others = self._others()
         runs: list[tuple[int, list[list[Event]]]] = []
         next_group = -1
         for group in self._marked:
@@ -285,23 +280,31 @@ class Transfer:
             runs[0][1][0].extend(self._after)
         return runs
 
+    def _others(self) -> list[Transfer]:
+        """Those whose layers have to be submitted before the same layers of this one, and be waited for."""
+        found = list(self._depends_on)
+        seen = set(found)
+        for before in found:  # grows meanwhile
+            if before._dropped and not before._all_submitted:  # what it would have waited for
+                found.extend(before._depends_on - seen)
+                seen |= before._depends_on
+        # The order of the stream is enough for one that is submitted as a whole on the same stream.
+        return [
+            before
+            for before in found
+            if not before._retired and not (before._all_submitted and (before._over or before._stream is self._stream))
+        ]
+
     def _waits_of(self, group: int, others: list[Transfer]) -> list[Event] | None:
         """What the group has to wait for on the device; None while something of it is not recorded yet."""
         layers = self._plan.layers_of(group)
         waits: list[Event] = [] if self._marks is None else self._marks[layers.start : layers.stop]
-        seen: set[Transfer] = set()
-        queue = others.copy()
-        while queue:
-            before = queue.pop()
-            if before in seen or before._retired:
-                continue
-            seen.add(before)
-            group_of = before._plan.group_of
-            events = before._events[group_of(layers[0]) : group_of(layers[-1]) + 1]
+        for before in others:
+            per_event = before._plan.layers_per_event
+            events = before._events[layers.start // per_event : (layers.stop - 1) // per_event + 1]
             if None in events:
                 if not before._dropped:
                     return None
-                queue.extend(before._depends_on)  # what it would have waited for
                 events = [event for event in (*events, before._fence_event) if event is not None]
             if not before._over and before._stream is not self._stream:
                 waits.extend(events)
