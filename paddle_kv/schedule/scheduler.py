@@ -39,7 +39,8 @@ class LayerwiseScheduler:
         layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
         record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
 
-    Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own.
+    Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own. Close it, or
+    use a ``with`` block: streams and events of one that is only dropped stay until the next one is made or closed.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -81,7 +82,7 @@ class LayerwiseScheduler:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
-        self.bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
+        self._bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
         self._default_stream = compute_stream
         self._layers_per_event = layers_per_event
         self._record_layer_times = record_layer_times
@@ -93,16 +94,16 @@ class LayerwiseScheduler:
         self._closed = False
         self._closers = 0  # threads in close()
         release_abandoned()
-        self.resources = DeviceResources(self._backend, device_cache, host_pool)
-        self.origin_event = self.resources.origin_event
+        self._resources = DeviceResources(self._backend, device_cache, host_pool)
+        self.origin_event = self._resources.origin_event
         self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
         try:
-            self._backend.record(self.origin_event, self.resources.streams["onload"])
+            self._backend.record(self.origin_event, self._resources.streams["onload"])
             self._backend.wait(self.origin_event, None)
         except BaseException:
-            self.resources.release()
+            self._resources.release()
             raise
-        self._abandon = weakref.finalize(self, abandoned.append, self.resources)
+        self._abandon = weakref.finalize(self, abandoned.append, self._resources)
         self._abandon.atexit = False
         _schedulers.add(self)
 
@@ -154,7 +155,7 @@ class LayerwiseScheduler:
             hazards.collect()
             source.domain.check(plan.source_ids, names[0], writing=False)
             target.domain.check(plan.target_ids, names[1], writing=True)
-            transfer = Transfer(self, plan, self.resources.streams[direction], layerwise=layerwise)
+            transfer = Transfer(self, plan, self._resources.streams[direction], layerwise=layerwise)
             if not layerwise and plan.num_groups:
                 try:
                     event = transfer._take_event()
@@ -187,7 +188,7 @@ class LayerwiseScheduler:
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
         with hazards.lock:
             self._check_open()
-            return self._backend.user_event(self.resources.streams[direction])
+            return self._backend.user_event(self._resources.streams[direction])
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -235,7 +236,7 @@ class LayerwiseScheduler:
                 return
             self._closed = True
         self._abandon.detach()
-        self.resources.release()
+        self._resources.release()
         release_abandoned()
 
     def stats(self) -> dict[str, int]:
@@ -245,8 +246,8 @@ class LayerwiseScheduler:
             return {
                 **self._counters,
                 "in_flight": len(self._in_flight()),
-                "events": self.resources.num_events,
-                "streams": len(self.resources.streams),
+                "events": self._resources.num_events,
+                "streams": len(self._resources.streams),
                 "pinned_bytes": self.host_pool.pinned_bytes,
             }
 

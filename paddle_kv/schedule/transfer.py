@@ -38,7 +38,7 @@ class Transfer:
     """
 
     def __init__(self, scheduler: LayerwiseScheduler, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
-        self.bytes: int = len(plan.device_ids) * scheduler.bytes_per_block
+        self.bytes: int = len(plan.device_ids) * scheduler._bytes_per_block
         self._scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self._plan = plan
         num_groups = plan.num_groups
@@ -265,7 +265,7 @@ class Transfer:
 
     def _ready_runs(self) -> list[tuple[int, list[list[Event]]]]:
         """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
-        others = self._others()
+        others = self._others() if self._depends_on else []
         runs: list[tuple[int, list[list[Event]]]] = []
         next_group = -1
         for group in self._marked:
@@ -316,7 +316,7 @@ class Transfer:
         try:
             start, *records = self._take_events(1 + len(groups))
             work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records)
-            backend.copy_layers(self._scheduler.resources.binding, work, self._stream)
+            backend.copy_layers(self._scheduler._resources.binding, work, self._stream)
         except BaseException as error:  # whatever it is, the transfer carries it
             self._fence()
             layer = self._plan.layers_of(first).start
@@ -362,11 +362,11 @@ class Transfer:
         return self._take_events(1)[0]
 
     def _take_events(self, count: int) -> list[Event]:
-        self._scheduler.resources.take_events(count, self._held_events)
+        self._scheduler._resources.take_events(count, self._held_events)
         return self._held_events[-count:]
 
     def _give_back_events(self) -> None:
-        self._scheduler.resources.give_back(self._held_events)
+        self._scheduler._resources.give_back(self._held_events)
         self._held_events, self._after, self._starts = [], [], []
         self._stream = None
 
