@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import cupy
-import numpy as np
 from cupy.cuda import runtime
 
 from .. import streams
@@ -110,8 +109,8 @@ class CupyBackend:
             plan=binding,
             direction=bindings.DIRECTION_CODES[plan.direction],
             engine=ENGINES.index(work.engine),
-            device_ids=np.array(plan.device_ids, np.int64),
-            host_ids=np.array(plan.host_ids, np.int64),
+            device_ids=plan.device_ids,
+            host_ids=plan.host_ids,
             layers=range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
             layers_per_event=plan.layers_per_event,
             waits=work.waits,
