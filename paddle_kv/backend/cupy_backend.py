@@ -99,8 +99,8 @@ class CupyBackend:
     def record(self, event: int, stream: Any) -> None:
         runtime.eventRecord(event, _handle(stream))
 
-    def wait_on_stream(self, stream: int, event: int, timeout_s: float | None) -> None:
-        if not transfer_queue.wait_stream(self._device_id, stream, event, timeout_s):
+    def wait_on_stream(self, stream: Any, event: int, timeout_s: float | None) -> None:
+        if not transfer_queue.wait_stream(self._device_id, _handle(stream), event, timeout_s):
             raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:

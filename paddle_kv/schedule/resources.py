@@ -37,6 +37,12 @@ class DeviceResources:
             raise
         self.origin_event = self._own_events[0]
 
+    def urgent_stream(self) -> Stream:
+        """The stream of loads that must not queue behind others; most schedulers never need it."""
+        if "urgent" not in self.streams:
+            self.streams["urgent"] = self.backend.create_stream(urgent=True)
+        return self.streams["urgent"]
+
     def take_events(self, count: int, held: list[Event]) -> None:
         """Appends to ``held``, which has those that could be made if one cannot."""
         before = len(held)

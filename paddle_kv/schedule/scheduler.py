@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from .. import backend as backends
-from ..backend.protocol import ENGINES, Backend, Stream
+from ..backend.protocol import ENGINES, Backend, Event, Stream
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
@@ -21,6 +21,8 @@ from .resources import DeviceResources, abandoned, release_abandoned
 from .transfer import Transfer, depend
 
 EXIT_TIMEOUT_S = 30.0
+URGENT_SHARE = 8
+URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
 
 _check.access_checks.append(hazards.check_access)
 _schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
@@ -126,18 +128,23 @@ class LayerwiseScheduler:
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
-    def onload(self, host_block_ids: Any, device_block_ids: Any) -> Transfer:
+    def onload(self, host_block_ids: Any, device_block_ids: Any, *, urgent: bool | None = None) -> Transfer:
         """Loads blocks: ``host_block_ids[i]`` to ``device_block_ids[i]`` of every layer and tensor, layers in order.
 
         Does not overwrite a block before the work submitted to the compute stream before the call is done. Compute may
         touch the blocks only after ``wait_layer``, ``wait_on`` or ``wait``.
 
+        Loads run one behind the other. An urgent one does not queue behind those before it, unless they share a block;
+        None: it is urgent if it finds eight times its own bytes, and at least 64 MiB, in flight.
+
         Raises:
             As :meth:`offload`, with the roles of device and host exchanged.
         """
-        return self._start("onload", device_block_ids, host_block_ids, layerwise=False)
+        return self._start("onload", device_block_ids, host_block_ids, layerwise=False, urgent=urgent)
 
-    def _start(self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool) -> Transfer:
+    def _start(
+        self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
+    ) -> Transfer:
         self._check_open()
         plan = make_plan(
             direction,
@@ -157,7 +164,10 @@ class LayerwiseScheduler:
             hazards.collect()
             source.domain.check(plan.source_ids, names[0], writing=False)
             target.domain.check(plan.target_ids, names[1], writing=True)
-            transfer = Transfer(self, plan, self._resources.streams[direction], layerwise=layerwise)
+            if urgent is None:
+                urgent = self._is_small_beside_others(len(plan.device_ids) * self._bytes_per_block)
+            stream = self._resources.urgent_stream() if urgent else self._resources.streams[direction]
+            transfer = Transfer(self, plan, stream, layerwise=layerwise)
             if not layerwise and plan.num_groups:
                 try:
                     event = transfer._take_event()
@@ -190,7 +200,14 @@ class LayerwiseScheduler:
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
         with hazards.lock:
             self._check_open()
-            return self._backend.user_event(self._resources.streams[direction])
+            streams = self._resources.streams
+            if direction == "onload" and "urgent" in streams:  # one event for both of its streams
+                events: list[Event] = []
+                self._resources.take_events(1, events)
+                self._backend.record(events[0], streams["urgent"])
+                self._backend.wait_on_stream(streams["onload"], events[0], None)
+                self._resources.give_back(events)
+            return self._backend.user_event(streams[direction])
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -268,6 +285,11 @@ class LayerwiseScheduler:
     # ---- for the transfers ----
     def _compute_stream(self, stream: Any) -> Stream:
         return self._backend.compute_stream(self._default_stream if stream is None else stream)
+
+    def _is_small_beside_others(self, own_bytes: int) -> bool:
+        stream = self._resources.streams["onload"]
+        before = sum(transfer.bytes for transfer in self._in_flight() if transfer.is_on(stream))
+        return before >= max(URGENT_SHARE * own_bytes, URGENT_BESIDE_BYTES)
 
     def _in_flight(self) -> list[Transfer]:
         mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]

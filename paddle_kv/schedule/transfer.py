@@ -411,6 +411,10 @@ class Transfer:
         else:
             self.poll()
 
+    def is_on(self, stream: Stream) -> bool:
+        """Whether it still moves on this stream."""
+        return self._stream is stream
+
     @property
     def is_settled(self) -> bool:
         """Over, and all events given back."""
