@@ -79,6 +79,12 @@ bool CheckRequested() {
   return value != nullptr && std::string(value) == "1";
 }
 
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
 int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what) {
   int64_t product = 0;
   if (__builtin_mul_overflow(a, b, &product)) {

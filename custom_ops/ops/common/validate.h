@@ -37,6 +37,9 @@ void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, con
 // wait.
 bool CheckRequested();
 
+// "[2, 3]" for messages.
+std::string ShapeText(const std::vector<int64_t>& shape);
+
 // a * b for sizes, ValueError naming what overflowed.
 int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what);
 

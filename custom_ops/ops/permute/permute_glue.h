@@ -61,6 +61,4 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
                    const paddle::Tensor& universal, const std::string& universal_name, bool heads_first,
                    PermuteDirection direction, int64_t stream);
 
-std::string SizesText(const std::vector<int64_t>& shape);
-
 }  // namespace paddle_kv

@@ -7,10 +7,9 @@
 #include <mutex>
 
 #include "../common/guarded_kernel.h"
+#include "../common/host_range.h"
 #include "../common/launch.h"
 #include "../common/validate.h"
-#include "host_swap.h"
-#include "paddle_kv/common/cuda_device.h"
 
 namespace paddle_kv {
 namespace {
