@@ -12,6 +12,9 @@ namespace paddle_kv {
 
 using Ids = std::vector<int64_t>;
 
+// A list as an attribute costs Paddle 80 ns an entry; a long one comes as its address in host memory and its length.
+Ids IdsAt(const std::vector<int64_t>& address_and_count);
+
 // A block cache: 3 to 5 dimensions (5: packed keys), the first counts blocks; initialised, on CPU or GPU. Returns bytes
 // of one block.
 int64_t CheckCache(const paddle::Tensor& cache, const std::string& name);

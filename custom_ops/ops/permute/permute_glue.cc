@@ -133,9 +133,9 @@ void PermuteGivenChunks(const PermuteShape& shape, ChunkSide chunk_side, const D
   Ids bases = chunks.addresses;
   Placement place;
   if (chunks.tensors != nullptr) {
+    bases.reserve(chunks.tensors->size());
     const std::vector<paddle::Tensor> dense_list{dense};
     place = PlaceTensors({{*chunks.tensors, "chunks"}, {dense_list, dense_name}}, stream);
-    bases.clear();
     for (const paddle::Tensor& chunk : *chunks.tensors) bases.push_back(reinterpret_cast<int64_t>(chunk.data()));
   } else if (chunks.device >= 0) {
     place.on_gpu = true;

@@ -34,7 +34,7 @@ int64_t CheckAlike(const TensorList& list);
 // Chunks as the caller gave them: tensors, or addresses of memory on `device` (-1: in RAM) or that it can reach.
 struct GivenChunks {
   const std::vector<paddle::Tensor>* tensors;  // null: addresses
-  const Ids& addresses;
+  Ids addresses;
   int64_t device;
 };
 
