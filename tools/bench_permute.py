@@ -155,7 +155,8 @@ def permute_cases(bench: Bench, tokens: int, layout: str | None) -> Iterator[Res
     chunks = [(pool.addresses[i] + orders[i] * inner * ELEMENT_BYTES).tolist() for i in range(SETS)]
     tables = [cupy.cuda.alloc(8 * count) for _ in range(SETS)]
     for table, addresses in zip(tables, chunks, strict=True):
-        cupy.cuda.runtime.memcpy(table.ptr, np.array(addresses, np.uint64).ctypes.data, 8 * count, 1)
+        words = np.array(addresses, np.uint64)
+        cupy.cuda.runtime.memcpy(table.ptr, words.ctypes.data, 8 * count, cupy.cuda.runtime.memcpyDefault)
 
     def expected(i: int) -> np.ndarray:
         stack = bits[i].view(np.uint16).reshape(count, inner)[orders[i]]

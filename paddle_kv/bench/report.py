@@ -49,14 +49,14 @@ def table(result: Result) -> Any:
     """A rich table."""
     from rich.table import Table
 
-    made = Table(title="  ".join(f"{name}: {value}" for name, value in result.machine.items()))
-    for column in ("op", "tokens", "blocks", "piece", "pattern", "way", "align", "load", "method"):
+    facts = {"op": ", ".join(dict.fromkeys(row.op for row in result.rows)), **result.machine}
+    made = Table(title="  ".join(f"{name}: {value}" for name, value in facts.items()))
+    for column in ("tokens", "blocks", "piece", "pattern", "way", "align", "load", "method"):
         made.add_column(column)
     for column in ("ms", "noise", "GB/s", "of peak", "host us", "load slowed"):
         made.add_column(column, justify="right")
     for row in result.rows:
         made.add_row(
-            row.op,
             str(row.tokens_per_block),
             str(row.num_blocks),
             _bytes(row.copy_size),

@@ -145,17 +145,18 @@ def test_beside_a_capture_on_another_stream(machine: Machine, op: str, other_str
 
 
 def test_more_lists_in_flight_than_memory_is_kept_for(machine: Machine, other_stream: Any) -> None:
-    """Each is 1 MiB on its way to the kernel. None may overwrite another, and no call may wait for the device."""
-    count, calls = 43_690, 40
+    """Each is 1 MiB on its way to the kernel. None may overwrite another, and not until 16 MiB may a call wait."""
+    count, calls = 43_690, 20
     source = Side(machine, "device", random_bits(1, count, 10)[0])
     target = Side(machine, "device", np.zeros(calls * count, np.uint8))
     orders = [np.random.default_rng(i).permutation(count) for i in range(calls)]
-    machine.synchronize()
-    busy(other_stream, 5000)
     for i, order in enumerate(orders):
+        if i == 1:  # the first call allocates
+            machine.synchronize()
+            busy(other_stream, 2000)
         first = target.address + i * count
         ops.vectorized_copy(source.address + order, np.arange(first, first + count), 1, stream=other_stream)
-    assert not other_stream.done, "a call has waited for the stream"
+        assert i > 14 or i == 0 or not other_stream.done, "a call has waited for the stream"
     other_stream.synchronize()
     np.testing.assert_array_equal(target.read(), np.concatenate([source.read()[order] for order in orders]))
 

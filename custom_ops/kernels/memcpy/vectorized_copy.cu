@@ -1,8 +1,8 @@
 // Copies a list of pieces of memory.
 //
-// 1. The host cuts long pieces, so that each is work for one CTA and no piece has to be searched.
-// 2. The warps of a CTA share its piece, in steps that keep all of them busy with short pieces too.
-// 3. Each warp copies in the widest words on which its own two addresses agree.
+// 1. The host cuts long pieces, so that each is work for one warp and no warp has to search.
+// 2. A warp copies its piece in the widest words on which its own two addresses agree.
+// 3. Inside the device there is a warp for each piece. Copies over the link get few CTAs, which walk over the list.
 // The list travels as kernel parameters where it fits, otherwise in a KernelTable.
 #include "paddle_kv/memcpy/vectorized_copy.h"
 
@@ -17,8 +17,9 @@ namespace paddle_kv {
 namespace {
 
 struct Tuning {
-  static constexpr std::int64_t kPieceBytes = 32 << 10;
-  static constexpr std::int64_t kStepBytes = 512;  // one 16-byte word for each lane
+  static constexpr std::int64_t kMostPieceBytes = 8 << 10;
+  static constexpr std::int64_t kFewestPieceBytes = 2 << 10;
+  static constexpr std::int64_t kBusyWarps = 4096;  // enough for the memory; shorter lists are cut finer
   static constexpr int kThreads = 256;
   static constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
   static constexpr std::int64_t kHostLinkCtas =
@@ -35,41 +36,40 @@ struct Launch {
 };
 static_assert(sizeof(Launch) <= 4096, "kernel parameters");
 
-__device__ void CopyShare(const CopyPair& piece) {
-  constexpr std::int64_t kStepsBytes = kWarpsPerCta * Tuning::kStepBytes;
-  const std::int64_t share = (piece.bytes + kStepsBytes - 1) / kStepsBytes * Tuning::kStepBytes;
-  const std::int64_t offset = threadIdx.x / kWarpLanes * share;
-  if (offset < piece.bytes) {
-    CopyBytesWithWarp(piece.source + offset, piece.target + offset, min(share, piece.bytes - offset),
-                      threadIdx.x % kWarpLanes);
-  }
+__device__ void Copy(const CopyPair& piece) {
+  CopyBytesWithWarp(piece.source, piece.target, piece.bytes, threadIdx.x % kWarpLanes);
 }
 
-// kFewCtas: the grid is smaller than the list. The next piece is read before the copy of this one, because the list may
-// be in host memory.
+// kFewCtas: the grid is smaller than the list. The next piece is read before the copy of this one.
 template <bool kFewCtas>
 __global__ void __launch_bounds__(Tuning::kThreads) CopyPieces(const __grid_constant__ Launch launch) {
   const CopyPair* pieces = launch.pieces != nullptr ? launch.pieces : launch.inline_pieces;
-  std::int64_t i = blockIdx.x;
+  std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / kWarpLanes;
+  if (i >= launch.count) return;
   CopyPair piece = pieces[i];
   if constexpr (kFewCtas) {
-    for (; i + gridDim.x < launch.count; i += gridDim.x) {
-      const CopyPair next = pieces[i + gridDim.x];
-      CopyShare(piece);
+    const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kWarpsPerCta;
+    for (; i + warps < launch.count; i += warps) {
+      const CopyPair next = pieces[i + warps];
+      Copy(piece);
       piece = next;
     }
   }
-  CopyShare(piece);
+  Copy(piece);
 }
 
 std::vector<CopyPair> CutIntoPieces(const CopyPair* pairs, std::int64_t pair_count) {
+  std::int64_t total_bytes = 0;
+  for (std::int64_t p = 0; p < pair_count; ++p) total_bytes += pairs[p].bytes;
+  constexpr std::int64_t kStep = 512;  // a 16-byte word for each lane
+  const std::int64_t share = (total_bytes / Tuning::kBusyWarps + kStep - 1) / kStep * kStep;
+  const std::int64_t piece_bytes = std::clamp(share, Tuning::kFewestPieceBytes, Tuning::kMostPieceBytes);
   std::vector<CopyPair> pieces;
-  pieces.reserve(pair_count);
+  pieces.reserve(pair_count + total_bytes / piece_bytes);
   for (std::int64_t p = 0; p < pair_count; ++p) {
     const CopyPair& pair = pairs[p];
-    for (std::int64_t offset = 0; offset < pair.bytes; offset += Tuning::kPieceBytes) {
-      pieces.push_back(
-          {pair.source + offset, pair.target + offset, std::min(Tuning::kPieceBytes, pair.bytes - offset)});
+    for (std::int64_t offset = 0; offset < pair.bytes; offset += piece_bytes) {
+      pieces.push_back({pair.source + offset, pair.target + offset, std::min(piece_bytes, pair.bytes - offset)});
     }
   }
   return pieces;
@@ -90,11 +90,12 @@ Status VectorizedCopyCuda(const CopyPair* pairs, std::int64_t pair_count, bool t
   if (launch.count <= kInlinePieces) {
     std::copy(pieces.begin(), pieces.end(), launch.inline_pieces);
   } else {
-    PADDLE_KV_RETURN_IF_ERROR(table.Store(pieces, where));
+    PADDLE_KV_RETURN_IF_ERROR(table.Store(pieces, touches_host, where));
     launch.pieces = table.rows<CopyPair>();
   }
-  const std::int64_t grid = std::min(launch.count, touches_host ? Tuning::kHostLinkCtas : Tuning::kLargestGrid);
-  const auto kernel = grid < launch.count ? CopyPieces<true> : CopyPieces<false>;
+  const std::int64_t whole_grid = (launch.count + kWarpsPerCta - 1) / kWarpsPerCta;
+  const std::int64_t grid = std::min(whole_grid, touches_host ? Tuning::kHostLinkCtas : Tuning::kLargestGrid);
+  const auto kernel = grid < whole_grid ? CopyPieces<true> : CopyPieces<false>;
   kernel<<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
   return LaunchStatus("CopyPieces");
 }

@@ -170,8 +170,7 @@ __device__ void CopyTile(const Launch& launch, const Tile& tile, std::uint32_t l
 }
 
 // kOneRow: each tile is one row or a piece of it, copied in the widest words that its two addresses agree on.
-// kFewCtas: the grid is smaller than the work. The next tile is looked up before the copy of this one, because the
-// table may be in host memory.
+// kFewCtas: the grid is smaller than the work. The next tile is looked up before the copy of this one.
 template <bool kOneRow, bool kFewCtas>
 __global__ void __launch_bounds__(Tuning::kThreads) PermuteTiles(const __grid_constant__ Launch launch) {
   const std::uint32_t lane = threadIdx.x % kWarpLanes;
@@ -239,7 +238,7 @@ Status PermuteChunksCuda(const PermuteShape& given_shape, const ChunkSide& given
   if (words.size() <= kInlineWords) {
     std::copy(words.begin(), words.end(), launch.inline_words);
   } else {
-    PADDLE_KV_RETURN_IF_ERROR(table.Store(words, where));
+    PADDLE_KV_RETURN_IF_ERROR(table.Store(words, touches_host, where));
     launch.words = table.rows<std::int64_t>();
   }
 
