@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/swap/engine.h"
 #include "paddle_kv/swap/engine_choice.h"
@@ -105,16 +106,6 @@ int Fail(const std::string& text) {
   last_error_text = text;
   return -1;
 }
-
-// Calls of this thread that a capture in another thread would forbid are allowed for the time of the object.
-class BesideCaptures {
- public:
-  BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  ~BesideCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
 
 class TransferQueue {
  public:
@@ -219,9 +210,7 @@ class TransferQueue {
   }
 
   void SubmitForever() {
-    // A capture that another thread has begun must not be broken by ours.
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
+    const CaptureTolerance tolerance;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       bool queued = false;
@@ -435,7 +424,7 @@ int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t ev
     DeviceGuard guard(device);
     if (!guard.status().ok()) return Fail(guard.status());
     const auto handle = reinterpret_cast<cudaStream_t>(stream);
-    const BesideCaptures relaxed;
+    const CaptureTolerance tolerance;
     if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy();
     const Status status = ToStatus(cudaStreamWaitEvent(handle, EventOf(event), 0), "cudaStreamWaitEvent");
     return status.ok() ? 0 : Fail(status);
@@ -446,7 +435,7 @@ int paddle_kv_queue_query(std::int64_t event) {
   return Guarded([&] {
     TransferQueue& queue = TransferQueue::Get();
     if (queue.IsPending(event)) return 1;
-    const BesideCaptures relaxed;
+    const CaptureTolerance tolerance;
     const cudaError_t result = cudaEventQuery(EventOf(event));
     if (IsNotReady(result)) return 1;
     if (result != cudaSuccess) return Fail(ToStatus(result, "cudaEventQuery"));

@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "../common/guarded_kernel.h"
+#include "../common/host_range.h"
 #include "../common/validate.h"
-#include "host_swap.h"
 #include "paddle_kv/swap/transfer_plans.h"
 
 namespace paddle_kv {
