@@ -6,7 +6,6 @@ python tools/bench_engines.py [--engines auto,kernel] [--sizes 4,16,32,128] [--l
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 
 import cupy
@@ -14,6 +13,7 @@ import cupy
 from paddle_kv.backend.protocol import ENGINES
 from paddle_kv.bench.engines import COLUMNS, both_ways, rows
 from paddle_kv.bench.load import LOADS, ComputeLoad
+from paddle_kv.cli.calibrate import write_csv
 
 
 def main() -> None:
@@ -41,10 +41,7 @@ def main() -> None:
         done.append({**common, "gbps": round(gbps, 1), "of_link_percent": round(100 * gbps / link)})
         print(" | ".join(str(done[-1].get(column, "")) for column in COLUMNS), flush=True)
     if given.csv:
-        with given.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(done)
+        write_csv(done, given.csv)
 
 
 if __name__ == "__main__":

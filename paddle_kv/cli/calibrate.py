@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
@@ -40,6 +41,13 @@ def table(sizes: EngineSizes) -> rich.table.Table:
     for (engine, way), each in zip(names, astuple(sizes)[:4], strict=True):
         made.add_row(engine, way, *(text(size) for size in each))
     return made
+
+
+def write_csv(rows: list[engines.Row], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, engines.COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def text(size_bytes: int) -> str:

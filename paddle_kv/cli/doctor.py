@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 
 from .. import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, ops
+from ..backend import calibration
+from ..backend.protocol import ENGINES
 from ..bench import methods
 from ..bench.check import moves_the_bytes
 from ..bench.clock import CudaClock, HostClock
 from ..bench.setup import OPERATIONS, Way, make_case
 from ..memory.host_memory import available_bytes, has_gpu
+from .calibrate import text
 
 PINNED_TRIAL_BYTES = 64 << 20
 ROUND_TRIP_BYTES = 1 << 20
@@ -35,7 +38,8 @@ def examine() -> Iterator[Finding]:
         ("build", _build),
         ("GPU", _gpu),
         ("host memory", _host_memory),
-        ("round trip", _round_trip),
+        *((f"engine {engine}", _round_trip(engine)) for engine in ENGINES),
+        ("engine sizes", _engine_sizes),
         *((f"method {method}", _method(method)) for method in methods.METHODS),
     ):
         try:
@@ -77,8 +81,14 @@ def _spec(kib: int) -> KVCacheSpec:
     return KVCacheSpec(num_layers=1, num_kv_heads=kib, head_dim=32, block_size=16, dtype="uint8")
 
 
-def _round_trip() -> str:
+def _round_trip(engine: str) -> Callable[[], str]:
+    return lambda: _moved_by(engine)
+
+
+def _moved_by(engine: str) -> str:
     """Host, device, host, with a checksum."""
+    if not has_gpu() and engine != "auto":
+        return "not on this machine"
     spec = _spec(64)
     blocks = ROUND_TRIP_BYTES // spec.block_bytes
     cache, pool = DeviceCache(spec, blocks), HostPool(spec, 2 * blocks)
@@ -87,7 +97,7 @@ def _round_trip() -> str:
     for block_id in there:
         for name in spec.tensor_names:
             pool.view(name, 0, block_id)[...] = rng.integers(0, 256, spec.block_shape(name), dtype="uint8")
-    with LayerwiseScheduler(cache, pool) as scheduler:
+    with LayerwiseScheduler(cache, pool, engine=engine) as scheduler:
         scheduler.onload(there, range(blocks)).wait(30)
         scheduler.offload(range(blocks), back).wait(30)
     sent, received = (_checksum(pool, spec, ids) for ids in (there, back))
@@ -95,6 +105,23 @@ def _round_trip() -> str:
     if sent != received:
         raise RuntimeError(f"checksum {received:08x} came back for {sent:08x}; the device or the link corrupts data")
     return f"{ROUND_TRIP_BYTES} bytes to the device and back, checksum {sent:08x}"
+
+
+def _engine_sizes() -> str:
+    if not has_gpu():
+        return "of no use on the CPU"
+    from ..backend.cupy_backend import device_name
+
+    sizes = calibration.load(device_name(0))
+    where = (
+        f"measured ({calibration.path_of(device_name(0))})"
+        if sizes
+        else "built in; paddle-kv bench --calibrate measures"
+    )
+    sizes = sizes or calibration.EngineSizes()
+    from_ = {way: getattr(sizes, f"copy_engine_{way}") for way in ("d2h", "h2d")}
+    each = ", ".join(f"{way} {text(size.alone)}, beside compute {text(size.beside)}" for way, size in from_.items())
+    return f"{where}: copy engine from {each}"
 
 
 def _checksum(pool: HostPool, spec: KVCacheSpec, ids: list[int]) -> int:

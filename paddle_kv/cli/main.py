@@ -24,6 +24,7 @@ from ..memory.host_memory import has_gpu
 from ..offload.policies import POLICIES
 from ..offload.replay import Costs
 from ..offload.trace import TOKENS_PER_BLOCK, read_trace
+from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
@@ -72,6 +73,9 @@ def bench(
     warmups: int = 2,
     repeats: int = 7,
     seed: int = 0,
+    calibrate: Annotated[
+        bool, typer.Option(help="Measure the transfer engines instead, and store what engine 'auto' uses from then on.")
+    ] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
     plot: Annotated[
@@ -110,6 +114,13 @@ def bench(
             bar.update(task, completed=done, total=total, description=what)
 
         try:
+            if calibrate:
+                sizes, path, rows = calibration.run(repeats, show)
+                _show(calibration.table(sizes))
+                rich.print(f"stored in {path}")
+                if csv:
+                    calibration.write_csv(rows, csv)
+                return
             result = sweep(axes, environment.summary(), show)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None

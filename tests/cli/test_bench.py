@@ -193,3 +193,11 @@ def test_doctor_finds_nothing_and_finds_a_broken_method(monkeypatch):
 def test_env_is_json():
     facts = json.loads(run("env", "--json"))
     assert {"python", "packages", "build", "gpus"} <= set(facts)
+
+
+def test_calibrate_needs_a_gpu():
+    if has_gpu():
+        pytest.skip("there is one")
+    result = runner.invoke(app, ["bench", "--calibrate"])
+    assert result.exit_code == 2
+    assert "--calibrate measures the engines of a GPU" in " ".join(result.output.split())
