@@ -194,10 +194,10 @@ class BlockDomain:
     # ---- counts; an id that a list names twice counts once in both ----
     def _any_held(self, ids: Ids) -> bool:
         try:
-            return bool(self._holders[ids].any())
+            return bool(np.count_nonzero(self._holders[ids]))
         except IndexError:
             self._holders = np.append(self._holders, np.zeros(ids.max() + 1 - self._holders.size, np.int32))
-            return bool(self._holders[ids].any())
+            return bool(np.count_nonzero(self._holders[ids]))
 
     def _mask(self, ids: Ids) -> np.ndarray:
         mask = np.zeros(self._holders.size, bool)

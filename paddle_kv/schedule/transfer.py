@@ -257,6 +257,8 @@ class Transfer:
     def _ready_runs(self) -> list[tuple[int, list[list[Event]]]]:
         """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
         others = self._others() if self._depends_on else []
+        if self._marked and self._marks is None and not others and self._last_event is None:
+            return [(0, [self._after.copy(), *([] for _ in self._marked[1:])])]  # the rule: all at once
         runs: list[tuple[int, list[list[Event]]]] = []
         next_group = -1
         for group in self._marked:

@@ -154,3 +154,13 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+
+
+def test_a_transfer_may_hold_blocks_by_two_calls() -> None:
+    domain, reader = BlockDomain(), Move([1, 2, 3], writes=False)
+    domain.read([1, 2], reader)
+    domain.read([2, 3], reader)
+    assert domain.busy(BLOCKS) == [1, 2, 3]
+    assert domain.write([1], Move([1], writes=True)) == {reader}
+    domain.release([1, 2, 3], reader, written=False)
+    assert domain.busy(BLOCKS) == [1]
