@@ -68,11 +68,12 @@ class CupyBackend:
     def destroy_stream(self, stream: Any) -> None:
         transfer_queue.close_stream(stream.ptr)
 
-    @_on_device
     def create_event(self) -> int:
         # Creating an event costs more than recording it. A stream wait takes the state at its call, so re-use is safe.
-        if self._idle_events:
-            return self._idle_events.pop()
+        return self._idle_events.pop() if self._idle_events else self._new_event()
+
+    @_on_device
+    def _new_event(self) -> int:
         return int(runtime.eventCreateWithFlags(runtime.eventDefault))
 
     def destroy_event(self, event: int) -> None:
