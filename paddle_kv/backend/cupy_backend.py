@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from .protocol import ENGINES, LayerWork
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6
 HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
+
+_left_over: list[tuple[int, int]] = []  # events of closed backends that another one's transfers still wait for
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -46,6 +49,7 @@ class CupyBackend:
         self._device_id = device_id
         self._device = cupy.cuda.Device(device_id)
         self._idle_events: list[int] = []
+        self._resting_events: deque[tuple[int, int]] = deque()  # transfers enqueued when it was given back, event
         self._saw_failure = False
         sizes = calibration.load(device_name(device_id)) or calibration.EngineSizes()
         transfer_queue.set_thresholds(sizes.in_order())
@@ -69,7 +73,9 @@ class CupyBackend:
         transfer_queue.close_stream(stream.ptr)
 
     def create_event(self) -> int:
-        # Creating an event costs more than recording it. A stream wait takes the state at its call, so re-use is safe.
+        # Creating an event costs more than recording it.
+        if not self._idle_events:
+            self._wake_events()
         return self._idle_events.pop() if self._idle_events else self._new_event()
 
     @_on_device
@@ -79,10 +85,21 @@ class CupyBackend:
     def destroy_event(self, event: int) -> None:
         if self._saw_failure:
             transfer_queue.forget(event)
-        self._idle_events.append(event)
+        # A transfer that is enqueued, not submitted, may still have to wait for it: recorded anew it would mean another
+        # point of another stream, perhaps one that waits for that very transfer.
+        self._resting_events.append((transfer_queue.enqueued(), event))
+
+    def _wake_events(self) -> None:
+        submitted = transfer_queue.submitted()
+        while self._resting_events and self._resting_events[0][0] <= submitted:
+            self._idle_events.append(self._resting_events.popleft()[1])
 
     @_on_device
     def close(self) -> None:
+        _left_over.extend(self._resting_events)
+        self._resting_events, _left_over[:] = deque(_left_over), []
+        self._wake_events()
+        _left_over.extend(self._resting_events)
         while self._idle_events:
             runtime.eventDestroy(self._idle_events.pop())
 

@@ -55,6 +55,8 @@ def _functions() -> Any:
     }
     for name, types in arguments.items():
         getattr(library, f"paddle_kv_queue_{name}").argtypes = types
+    for name in ("enqueued", "submitted"):
+        getattr(library, f"paddle_kv_queue_{name}").restype = ctypes.c_int64
     return library
 
 
@@ -114,6 +116,16 @@ def submit(
         stream,
     )
     _checked(_functions().paddle_kv_queue_submit(ctypes.byref(transfer)))
+
+
+def enqueued() -> int:
+    """How many transfers were enqueued in this process."""
+    return int(_functions().paddle_kv_queue_enqueued())
+
+
+def submitted() -> int:
+    """How many of the first of them are submitted: none of those waits for an event any more that is not recorded."""
+    return int(_functions().paddle_kv_queue_submitted())
 
 
 def flush(stream: int, timeout_s: float | None = None) -> bool:

@@ -29,7 +29,8 @@ _schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
 
 
 class LayerwiseScheduler:
-    """Moves blocks between a device cache and a host pool on streams of its own, one per direction.
+    """Moves blocks between a device cache and a host pool on streams of its own, one per direction and one for
+    urgent loads.
 
     Args:
         device_cache: the cache of this rank.

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from paddle_kv.bench import methods
 from paddle_kv.cli.main import app
+from paddle_kv.memory.host_memory import has_gpu
 
 SMALL = ["--layers", "2", "--tokens", "3", "--tokens", "5", "--blocks", "7", "--repeats", "2", "--warmups", "1"]
 COLUMNS = {
@@ -198,6 +199,6 @@ def test_env_is_json():
 def test_calibrate_needs_a_gpu():
     if has_gpu():
         pytest.skip("there is one")
-    result = runner.invoke(app, ["bench", "--calibrate"])
+    result = CliRunner().invoke(app, ["bench", "--calibrate"])
     assert result.exit_code == 2
     assert "--calibrate measures the engines of a GPU" in " ".join(result.output.split())

@@ -372,3 +372,43 @@ def test_the_interpreter_ends_only_behind_the_copies(end, result):
     )
     assert ran.stdout.split()[-1:] == [result], ran.stdout + ran.stderr
     assert ran.returncode == (1 if "raise" in end else 0), ran.stderr
+
+
+# ---- the submitting thread ----
+def test_an_event_is_not_used_anew_while_an_enqueued_transfer_may_wait_for_it():
+    """A is over before B, which waits for it, is submitted; C, behind B, would get the events of A: B would wait for C."""
+    spec = KVCacheSpec(num_layers=4, num_kv_heads=1, head_dim=1024, block_size=256, dtype="uint8", latent=True)
+    rig = GpuRig(spec, device_blocks=1200, host_blocks=1200)
+    with rig.scheduler(engine="copy_engine") as scheduler:
+        bulk = scheduler.onload(range(1100), range(1100))  # 1.1 GiB: far more than may be in flight
+        a = scheduler.offload([1150], [1150])
+        b = scheduler.onload([1160], [1150], urgent=False)
+        a.wait(WAIT_S)
+        assert a.done()
+        assert not bulk.done(), "the bulk was over too soon to show anything"
+        c = scheduler.offload([1150], [1151])
+        c.wait(WAIT_S)
+        b.wait(WAIT_S)
+        rig.host = moved(rig.device, rig.host, [1150], [1150])
+        rig.device = moved(rig.host, rig.device, [*range(1100), 1160], [*range(1100), 1150])
+        rig.host = moved(rig.device, rig.host, [1150], [1151])
+        bulk.wait(WAIT_S)
+        rig.check()
+
+
+@pytest.mark.parametrize("engine", ["copy_engine", "kernel", "staging"])
+def test_every_engine_through_the_scheduler(engine):
+    rig = GpuRig(device_blocks=40, host_blocks=50)
+    rng = np.random.default_rng(5)
+    with rig.scheduler(engine=engine, layers_per_event=2) as scheduler:
+        for _ in range(5):
+            device_ids, host_ids = rng.permutation(40)[:33], rng.permutation(50)[:33]
+            save = scheduler.offload(device_ids, host_ids)
+            rig.host = moved(rig.device, rig.host, device_ids, host_ids)
+            host_ids = rng.permutation(50)[:33]
+            load = scheduler.onload(host_ids, device_ids)
+            load.wait_on()
+            save.wait(WAIT_S)
+            load.wait(WAIT_S)
+            rig.device = moved(rig.host, rig.device, host_ids, device_ids)
+        rig.check()

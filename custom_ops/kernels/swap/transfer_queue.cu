@@ -46,6 +46,7 @@ bool IsNotReady(cudaError_t result) {
 cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
 struct QueuedTransfer {
+  std::int64_t number;  // in the order of the calls
   std::shared_ptr<const TransferPlan> plan;
   Direction direction;
   EngineKind engine;
@@ -154,9 +155,25 @@ class TransferQueue {
     const auto found = streams_.find(handle);
     if (found == streams_.end()) return false;
     for (const std::int64_t event : transfer.record_events) pending_.insert(event);
+    transfer.number = enqueued_++;
     found->second->transfers.push_back(std::move(transfer));
     work_.notify_one();
     return true;
+  }
+
+  std::int64_t Enqueued() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return enqueued_;
+  }
+
+  std::int64_t Submitted() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::int64_t submitted = enqueued_;
+    for (const auto& entry : streams_) {
+      const auto& transfers = entry.second->transfers;
+      if (!transfers.empty()) submitted = std::min(submitted, transfers.front().number);
+    }
+    return submitted;
   }
 
   bool Flush(std::int64_t handle, std::int64_t timeout_us) {
@@ -339,6 +356,7 @@ class TransferQueue {
   std::mutex mutex_;
   std::condition_variable work_;     // for the thread: there is more to submit
   std::condition_variable changed_;  // for callers: something was submitted
+  std::int64_t enqueued_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
   std::vector<std::shared_ptr<Stream>> order_;  // urgent ones first
   std::multiset<std::int64_t> pending_;         // events that are still to be recorded
@@ -412,6 +430,10 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     return 0;
   });
 }
+
+std::int64_t paddle_kv_queue_enqueued() { return TransferQueue::Get().Enqueued(); }
+
+std::int64_t paddle_kv_queue_submitted() { return TransferQueue::Get().Submitted(); }
 
 int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us) {
   return Guarded([&] { return TransferQueue::Get().Flush(stream, timeout_us) ? 0 : 1; });

@@ -42,6 +42,11 @@ int paddle_kv_queue_close(std::int64_t stream);
 // back, not the other streams; so a transfer may wait for any transfer that was enqueued before.
 int paddle_kv_queue_submit(const PaddleKvTransfer* transfer);
 
+// How many transfers were enqueued, and how many of the first of them are submitted. An event may be used anew when all
+// that were enqueued while it was in use are: until then one of them may still have to wait for it.
+std::int64_t paddle_kv_queue_enqueued();
+std::int64_t paddle_kv_queue_submitted();
+
 // Blocks until everything of the stream is submitted; 1: not within the time. A negative time has no end.
 int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
 
