@@ -376,7 +376,8 @@ def test_the_interpreter_ends_only_behind_the_copies(end, result):
 
 # ---- the submitting thread ----
 def test_an_event_is_not_used_anew_while_an_enqueued_transfer_may_wait_for_it():
-    """A is over before B, which waits for it, is submitted; C, behind B, would get the events of A: B would wait for C."""
+    """A is over before B, which waits for it, is submitted. With A's events C would be what B waits for, and B what C
+    waits for."""
     spec = KVCacheSpec(num_layers=4, num_kv_heads=1, head_dim=1024, block_size=256, dtype="uint8", latent=True)
     rig = GpuRig(spec, device_blocks=1200, host_blocks=1200)
     with rig.scheduler(engine="copy_engine") as scheduler:
@@ -386,12 +387,12 @@ def test_an_event_is_not_used_anew_while_an_enqueued_transfer_may_wait_for_it():
         a.wait(WAIT_S)
         assert a.done()
         assert not bulk.done(), "the bulk was over too soon to show anything"
-        c = scheduler.offload([1150], [1151])
+        c = scheduler.offload([1160], [1151])
         c.wait(WAIT_S)
         b.wait(WAIT_S)
         rig.host = moved(rig.device, rig.host, [1150], [1150])
         rig.device = moved(rig.host, rig.device, [*range(1100), 1160], [*range(1100), 1150])
-        rig.host = moved(rig.device, rig.host, [1150], [1151])
+        rig.host = moved(rig.device, rig.host, [1160], [1151])
         bulk.wait(WAIT_S)
         rig.check()
 
