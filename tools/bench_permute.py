@@ -2,11 +2,10 @@
 
     python tools/bench_permute.py [--out DIRECTORY] [--repeats 15] [--only universal,operational,pairs]
 
-Each figure is the median of single calls, timed by CUDA events behind a kernel that keeps the stream busy until the
-host has submitted the call: the events see device time only, and the time on the host is shown beside it. Buffers
-change with each call, chunks and pieces lie in shuffled order, and what the measured call wrote is compared with an
-independent computation. GB/s counts each copied byte once. "of copy" is the rate against a contiguous cudaMemcpyAsync
-of as many bytes, measured in the same way in the same run.
+Each figure is the median of single calls in device time (see paddle_kv/bench/clock.py); host time is beside it.
+Buffers change with each call, chunks and pieces lie in shuffled order, and what the measured call wrote is compared
+with an independent computation. GB/s counts each copied byte once. "of copy" is the rate against a contiguous
+cudaMemcpyAsync of as many bytes, measured in the same way in the same run.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ import argparse
 import csv
 import itertools
 import json
-import statistics
 import sys
-import time
 import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -34,15 +31,6 @@ SETS = 2  # of buffers, used in turn
 LEAST_BYTES = 256 << 20  # several times the L2 cache
 
 KERNELS = r"""
-extern "C" __global__ void busy(unsigned long long duration_ns) {
-  unsigned long long start, now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-  do {
-    __nanosleep(1000);
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  } while (now - start < duration_ns);
-}
-
 // One thread an element, and divisions for each of them.
 extern "C" __global__ void universal_per_element(const unsigned long long* chunks, unsigned short* universal,
                                                  long long count, int heads, int layers, int outer, int tokens,
@@ -76,7 +64,7 @@ class Result:
     method: str
     total_bytes: int
     median_ms: float
-    spread_ms: float  # between the quartiles
+    spread_ms: float  # from the 10th to the 90th percentile
     host_us: float
     bandwidth_gbps: float
     of_copy: float | None = None
@@ -84,39 +72,25 @@ class Result:
     correct: bool | None = None
 
 
-class Clock:
+class Bench:
     def __init__(self, repeats: int) -> None:
         import cupy
 
+        from paddle_kv.bench.clock import CudaClock
+
         self.cupy, self.repeats = cupy, repeats
         self.kernels = cupy.RawModule(code=KERNELS)
-        self.busy = self.kernels.get_function("busy")
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.clock = CudaClock()
+        self.stream = self.clock.stream
 
     def measure(self, case: str, method: str, total_bytes: int, calls: list[Callable[[], Any]]) -> Result:
         """``calls`` in turn, each on ``self.stream``."""
+        from paddle_kv.bench.clock import measure
+
         turns = itertools.cycle(calls)
-        for _ in range(2 * len(calls)):
-            next(turns)()
-        self.stream.synchronize()
-        started = time.perf_counter()
-        next(turns)()
-        delay_ns = int(2e9 * (time.perf_counter() - started)) + 500_000
-        self.stream.synchronize()
-        device_ms, host_us = [], []
-        for _ in range(self.repeats):
-            first, last = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-            self.busy((1,), (1,), (np.uint64(delay_ns),), stream=self.stream)
-            started = time.perf_counter()
-            first.record(self.stream)
-            next(turns)()
-            last.record(self.stream)
-            host_us.append(1e6 * (time.perf_counter() - started))
-            last.synchronize()
-            device_ms.append(self.cupy.cuda.get_elapsed_time(first, last))
-        low, median, high = statistics.quantiles(device_ms, n=4)
-        rate = total_bytes / median / 1e6
-        return Result(case, method, total_bytes, median, high - low, statistics.median(host_us), rate)
+        timing = measure(self.clock, lambda: next(turns)(), warmups=2 * len(calls), repeats=self.repeats)
+        spread_ms, rate = timing.p90_ms - timing.p10_ms, total_bytes / timing.median_ms / 1e6
+        return Result(case, method, total_bytes, timing.median_ms, spread_ms, timing.host_us, rate)
 
     def contiguous(self, sources: list[int], targets: list[int], total_bytes: int, case: str) -> Result:
         runtime, handle = self.cupy.cuda.runtime, self.stream.ptr
@@ -160,13 +134,13 @@ def noise(num_bytes: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 1 << 32, num_bytes // 4, np.uint32).view(np.uint8)
 
 
-def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Result]:
+def permute_cases(bench: Bench, tokens: int, layout: str | None) -> Iterator[Result]:
     """Universal in a layout, or operational where there is none: both directions, and the plain kernel."""
     import paddle
 
     from paddle_kv import ops
 
-    cupy, stream = clock.cupy, clock.stream
+    cupy, stream = bench.cupy, bench.stream
     inner = tokens * HEADS * WIDTH
     blocks = max(8, -(-LEAST_BYTES // (LAYERS * OUTER * inner * ELEMENT_BYTES)))
     count = blocks * LAYERS * OUTER
@@ -181,7 +155,8 @@ def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Res
     chunks = [(pool.addresses[i] + orders[i] * inner * ELEMENT_BYTES).tolist() for i in range(SETS)]
     tables = [cupy.cuda.alloc(8 * count) for _ in range(SETS)]
     for table, addresses in zip(tables, chunks, strict=True):
-        cupy.cuda.runtime.memcpy(table.ptr, np.array(addresses, np.uint64).ctypes.data, 8 * count, 1)
+        words = np.array(addresses, np.uint64)
+        cupy.cuda.runtime.memcpy(table.ptr, words.ctypes.data, 8 * count, cupy.cuda.runtime.memcpyDefault)
 
     def expected(i: int) -> np.ndarray:
         stack = bits[i].view(np.uint16).reshape(count, inner)[orders[i]]
@@ -205,14 +180,14 @@ def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Res
     def plain(i: int, to_dense: bool) -> Callable[[], Any]:
         memory = (np.uint64(tables[i].ptr), np.uint64(dense.addresses[i]), np.int64(count * inner))
         if layout is None:
-            kernel = clock.kernels.get_function("operational_per_element")
+            kernel = bench.kernels.get_function("operational_per_element")
             given = (*memory, np.int64(inner), np.int32(to_dense))
         else:
-            kernel = clock.kernels.get_function("universal_per_element")
+            kernel = bench.kernels.get_function("universal_per_element")
             given = (*memory, *map(np.int32, (HEADS, LAYERS, OUTER, tokens, WIDTH, layout == "HND", to_dense)))
         return lambda: kernel((-(-count * inner // 256),), (256,), given, stream=stream)
 
-    ceiling = clock.contiguous(pool.addresses, dense.addresses, total_bytes, case)
+    ceiling = bench.contiguous(pool.addresses, dense.addresses, total_bytes, case)
     yield ceiling
     for to_dense in (True, False):
         per_element = None
@@ -221,7 +196,7 @@ def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Res
                 pool.write(i, bits[i]) if to_dense else pool.clear(i)
                 dense.clear(i) if to_dense else dense.write(i, expected(i))
             name = f"{method}, {'to' if to_dense else 'from'} dense"
-            result = clock.measure(case, name, total_bytes, [make(i, to_dense) for i in range(SETS)])
+            result = bench.measure(case, name, total_bytes, [make(i, to_dense) for i in range(SETS)])
             written = dense if to_dense else pool
             right = expected if to_dense else bits.__getitem__
             result.correct = all(np.array_equal(written.read(i), right(i)) for i in range(SETS))
@@ -232,11 +207,11 @@ def permute_cases(clock: Clock, tokens: int, layout: str | None) -> Iterator[Res
             yield result
 
 
-def pair_cases(clock: Clock, direction: str, piece_bytes: int, count: int) -> Iterator[Result]:
+def pair_cases(bench: Bench, direction: str, piece_bytes: int, count: int) -> Iterator[Result]:
     """Pieces in shuffled order on both sides."""
     from paddle_kv import ops
 
-    cupy, stream = clock.cupy, clock.stream
+    cupy, stream = bench.cupy, bench.stream
     total_bytes = piece_bytes * count
     case = f"{direction}, {count} x {piece_bytes >> 10} KiB"
     random = np.random.default_rng(piece_bytes + count)
@@ -253,7 +228,7 @@ def pair_cases(clock: Clock, direction: str, piece_bytes: int, count: int) -> It
     def run(function: Callable[..., Any], **named: Any) -> list[Callable[[], Any]]:
         return [lambda given=given: function(*given, piece_bytes, stream=stream, **named) for given in lists]
 
-    ceiling = clock.contiguous(source.addresses, target.addresses, total_bytes, case)
+    ceiling = bench.contiguous(source.addresses, target.addresses, total_bytes, case)
     yield ceiling
     methods = [("vectorized_copy", run(ops.vectorized_copy)), ("memcpy_batch loop", run(ops.memcpy_batch, mode="loop"))]
     if ops.has_memcpy_batch_async():
@@ -261,7 +236,7 @@ def pair_cases(clock: Clock, direction: str, piece_bytes: int, count: int) -> It
     for method, calls in methods:
         for i in range(SETS):
             target.clear(i)
-        result = clock.measure(case, method, total_bytes, calls)
+        result = bench.measure(case, method, total_bytes, calls)
         result.of_copy = result.bandwidth_gbps / ceiling.bandwidth_gbps
         result.correct = True
         for i, (first, second) in enumerate(orders):
@@ -270,17 +245,17 @@ def pair_cases(clock: Clock, direction: str, piece_bytes: int, count: int) -> It
         yield result
 
 
-def all_cases(clock: Clock, only: list[str]) -> Iterator[Result]:
+def all_cases(bench: Bench, only: list[str]) -> Iterator[Result]:
     for tokens in (16, 64):
         if "universal" in only:
             for layout in ("NHD", "HND"):
-                yield from permute_cases(clock, tokens, layout)
+                yield from permute_cases(bench, tokens, layout)
         if "operational" in only:
-            yield from permute_cases(clock, tokens, None)
+            yield from permute_cases(bench, tokens, None)
     if "pairs" in only:
         for direction in ("d2d", "h2d", "d2h"):
             for piece_bytes, count in ((4 << 10, 65536), (32 << 10, 20480), (128 << 10, 4096), (1 << 20, 512)):
-                yield from pair_cases(clock, direction, piece_bytes, count)
+                yield from pair_cases(bench, direction, piece_bytes, count)
 
 
 def main() -> int:
@@ -297,10 +272,10 @@ def main() -> int:
 
     from paddle_kv import ops
 
-    clock, results = Clock(given.repeats), []
+    bench, results = Bench(given.repeats), []
     row = "{:34} {:24} {:>9} {:>8} {:>9} {:>9} {:>8} {:>11} {:>8}"
     print(row.format("case", "method", "median ms", "+-", "host us", "GB/s", "of copy", "x element", "correct"))
-    for result in all_cases(clock, given.only.split(",")):
+    for result in all_cases(bench, given.only.split(",")):
         results.append(result)
         share = "" if result.of_copy is None else f"{100 * result.of_copy:.1f} %"
         times = "" if result.times_per_element is None else f"{result.times_per_element:.2f}"

@@ -46,5 +46,5 @@ def release(number: int) -> None:
 def copy(number: int, plan: TransferPlan, layers: range) -> None:
     """Copies the layers in the calling thread, without a stream (device in RAM only)."""
     direction = DIRECTION_CODES[plan.direction]
-    device_ids, host_ids = list(plan.device_ids), list(plan.host_ids)
-    call("transfer_layers", number, direction, device_ids, host_ids, layers.start, layers.stop, 1, [], [], 0, [], 0)
+    device_ids, host_ids = plan.device_ids.tolist(), plan.host_ids.tolist()
+    call("transfer_layers", number, direction, device_ids, host_ids, layers.start, layers.stop)

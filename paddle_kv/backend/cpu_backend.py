@@ -73,7 +73,7 @@ class CpuBackend:
     def unbind(self, binding: int) -> None:
         bindings.release(binding)
 
-    def create_stream(self) -> CpuStream:
+    def create_stream(self, *, urgent: bool = False) -> CpuStream:
         return CpuStream()
 
     def destroy_stream(self, stream: CpuStream) -> None:

@@ -1,4 +1,4 @@
-"""The backend on a GPU: CuPy streams, CUDA events, and one call into the compiled library per submission."""
+"""The backend on a GPU: CuPy streams, CUDA events, and a thread of the compiled library that submits the copies."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from cupy.cuda import runtime
 
 from .. import streams
 from ..errors import CudaError
-from ..ops._library import call
 from . import binding as bindings
-from .protocol import LayerWork
+from . import calibration, transfer_queue
+from .protocol import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6
-NOT_READY = 600  # cudaErrorNotReady
 HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -28,10 +27,10 @@ def _on_device(method: _Function) -> _Function:
     """Runs the method with the backend's device current (a new thread starts on device 0) and CUDA's errors typed."""
 
     @functools.wraps(method)
-    def wrapped(self: CupyBackend, *arguments: Any) -> Any:
+    def wrapped(self: CupyBackend, *arguments: Any, **options: Any) -> Any:
         try:
             with self._device:
-                return method(self, *arguments)
+                return method(self, *arguments, **options)
         except runtime.CUDARuntimeError as error:
             raise CudaError(str(error).split(":", 1)[0], error.status, str(error)) from error
 
@@ -47,6 +46,9 @@ class CupyBackend:
         self._device_id = device_id
         self._device = cupy.cuda.Device(device_id)
         self._idle_events: list[int] = []
+        self._saw_failure = False
+        sizes = calibration.load(device_name(device_id)) or calibration.EngineSizes()
+        transfer_queue.set_thresholds(sizes.in_order())
 
     def bind(self, device_cache: Any, host_pool: Any) -> int:
         if device_cache.device_id != self._device_id:
@@ -58,12 +60,13 @@ class CupyBackend:
         bindings.release(binding)
 
     @_on_device
-    def create_stream(self) -> Any:
-        return transfer_stream()
+    def create_stream(self, *, urgent: bool = False) -> Any:
+        stream = transfer_stream()
+        transfer_queue.open_stream(self._device_id, stream.ptr, urgent=urgent)
+        return stream
 
-    @_on_device
     def destroy_stream(self, stream: Any) -> None:
-        stream.synchronize()
+        transfer_queue.close_stream(stream.ptr)
 
     @_on_device
     def create_event(self) -> int:
@@ -73,6 +76,8 @@ class CupyBackend:
         return int(runtime.eventCreateWithFlags(runtime.eventDefault))
 
     def destroy_event(self, event: int) -> None:
+        if self._saw_failure:
+            transfer_queue.forget(event)
         self._idle_events.append(event)
 
     @_on_device
@@ -94,36 +99,32 @@ class CupyBackend:
     def record(self, event: int, stream: Any) -> None:
         runtime.eventRecord(event, _handle(stream))
 
-    @_on_device
     def wait_on_stream(self, stream: Any, event: int, timeout_s: float | None) -> None:
-        runtime.streamWaitEvent(_handle(stream), event)
+        if not transfer_queue.wait_stream(self._device_id, _handle(stream), event, timeout_s):
+            raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
-    @_on_device
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
         plan = work.plan
-        call(
-            "transfer_layers",
-            binding,
-            bindings.DIRECTION_CODES[plan.direction],
-            list(plan.device_ids),
-            list(plan.host_ids),
-            plan.layers_of(work.first_group).start,
-            plan.layers_of(work.end_group - 1).stop,
-            plan.layers_per_event,
-            [event for events in work.waits for event in events],
-            [len(events) for events in work.waits],
-            work.start,
-            list(work.records),
-            _handle(stream),
+        transfer_queue.submit(
+            plan=binding,
+            direction=bindings.DIRECTION_CODES[plan.direction],
+            engine=ENGINES.index(work.engine),
+            device_ids=plan.device_ids,
+            host_ids=plan.host_ids,
+            layers=range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
+            layers_per_event=plan.layers_per_event,
+            waits=work.waits,
+            start_event=work.start,
+            record_events=work.records,
+            stream=stream.ptr,
         )
 
-    @_on_device
     def is_complete(self, event: int) -> bool:
-        status = runtime.eventQuery(event)
-        if status == NOT_READY:
-            return False
-        runtime.check_status(status)
-        return True
+        try:
+            return transfer_queue.query(event)
+        except CudaError:
+            self._saw_failure = True
+            raise
 
     def wait(self, event: int, timeout_s: float | None) -> bool:
         # cudaEventSynchronize has no time-out, hence the polling.
@@ -141,9 +142,15 @@ class CupyBackend:
 
     @_on_device
     def user_event(self, stream: Any) -> Any:
+        transfer_queue.flush(stream.ptr)  # it covers what is enqueued, not only what is submitted yet
         event = cupy.cuda.Event()
         event.record(stream)
         return event
+
+
+def device_name(device_id: int) -> str:
+    """The kind of GPU."""
+    return str(runtime.getDeviceProperties(device_id)["name"].decode())
 
 
 def transfer_stream() -> Any:
@@ -153,4 +160,7 @@ def transfer_stream() -> Any:
 
 
 def _handle(stream: Any) -> int:
-    return stream if isinstance(stream, int) else int(stream.ptr)
+    if isinstance(stream, int):
+        return stream
+    transfer_queue.flush(stream.ptr)  # behind what is enqueued, not only behind what is submitted yet
+    return int(stream.ptr)

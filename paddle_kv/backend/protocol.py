@@ -1,7 +1,8 @@
 """What the scheduler needs of a device. It reaches one through nothing else.
 
 Streams are queues that run their work in order; events mark a point of a stream. Streams and events are opaque to the
-scheduler. Only events that have been recorded are ever waited for: waiting for an unrecorded CUDA event is a no-op.
+scheduler. Only events that have been recorded, or handed to ``copy_layers`` for it, are ever waited for: waiting for
+an unrecorded CUDA event is a no-op. A backend that records them later has to hold such waits back until it has.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from ..schedule.plan import TransferPlan
 
 Stream = Any
 Event = Any
+ENGINES = ("auto", "copy_engine", "kernel", "staging")  # in the order of the library's codes
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class LayerWork:
     waits: Sequence[Sequence[Event]]  # for each group: events that come before it
     start: Event  # recorded behind the first group's waits
     records: Sequence[Event]  # for each group: recorded when its layers are copied
+    engine: str = "auto"
 
 
 class Backend(Protocol):
@@ -40,8 +43,8 @@ class Backend(Protocol):
 
     def unbind(self, binding: Any) -> None: ...
 
-    def create_stream(self) -> Stream:
-        """A stream that is ordered against no other one."""
+    def create_stream(self, *, urgent: bool = False) -> Stream:
+        """A stream that is ordered against no other one. The work of urgent ones is submitted first."""
 
     def destroy_stream(self, stream: Stream) -> None: ...
 
@@ -62,8 +65,8 @@ class Backend(Protocol):
     def record(self, event: Event, stream: Stream) -> None: ...
 
     def wait_on_stream(self, stream: Stream, event: Event, timeout_s: float | None) -> None:
-        """Work submitted to the stream from now on runs after the event. Where compute has no stream, the caller
-        blocks; TimeoutError after ``timeout_s``."""
+        """Work submitted to the stream from now on runs after the event. The caller blocks until the event is recorded;
+        where compute has no stream, until it was passed. TimeoutError after ``timeout_s``."""
 
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""

@@ -1,4 +1,4 @@
-"""Measuring: device time by CUDA events on a GPU, wall time on the CPU; host submission time beside it."""
+"""Measuring: device time by CUDA events on a GPU, wall time on the CPU; time on the host beside it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class Clock(Protocol):
 
     stream: Any
 
-    def time_ms(self, enqueue: Callable[[], None]) -> float: ...
+    def time_ms(self, enqueue: Callable[[], None], submission_us: float) -> float:
+        """``submission_us``: how long ``enqueue`` is expected to hold the calling thread; that is not to be counted."""
+        ...
 
 
 class HostClock:
@@ -38,14 +42,30 @@ class HostClock:
 
     stream = None
 
-    def time_ms(self, enqueue: Callable[[], None]) -> float:
+    def time_ms(self, enqueue: Callable[[], None], submission_us: float) -> float:
         started = time.perf_counter()
         enqueue()
         return (time.perf_counter() - started) * 1e3
 
 
+_BUSY = r"""
+extern "C" __global__ void busy(unsigned long long duration_ns) {
+  unsigned long long start, now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+  do {
+    __nanosleep(1000);
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  } while (now - start < duration_ns);
+}
+"""
+
+
 class CudaClock:
-    """Events around the work, on a non-blocking stream of its own. Before each run the L2 cache is overwritten."""
+    """Events around the work, on a non-blocking stream of its own.
+
+    Before each run the L2 cache is overwritten, and a kernel keeps the stream busy until the host has submitted the
+    work: the events see the device alone.
+    """
 
     def __init__(self) -> None:
         import cupy
@@ -56,11 +76,13 @@ class CudaClock:
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
         l2_bytes = cupy.cuda.Device().attributes["L2CacheSize"]
         self._evict = cupy.empty(2 * l2_bytes, dtype="uint8")
+        self._busy = cupy.RawKernel(_BUSY, "busy")
         self._elapsed = cupy.cuda.get_elapsed_time
 
-    def time_ms(self, enqueue: Callable[[], None]) -> float:
+    def time_ms(self, enqueue: Callable[[], None], submission_us: float) -> float:
         with self.stream:
-            self._evict.fill(0)  # also hides the latency of the first launch
+            self._evict.fill(0)
+        self._busy((1,), (1,), (np.uint64(1500 * submission_us + 20_000),), stream=self.stream)
         self._start.record(self.stream)
         enqueue()
         self._end.record(self.stream)
@@ -70,21 +92,23 @@ class CudaClock:
 
 def measure(clock: Clock, enqueue: Callable[[], None], *, warmups: int, repeats: int) -> Timing:
     """Median and spread of ``repeats`` runs after ``warmups``."""
-    for _ in range(warmups):
-        clock.time_ms(enqueue)
-    host: list[float] = []
+    host_us = [0.0]
 
     def counted() -> None:
         started = time.perf_counter()
         enqueue()
-        host.append((time.perf_counter() - started) * 1e6)
+        host_us.append((time.perf_counter() - started) * 1e6)
 
-    times = sorted(clock.time_ms(counted) for _ in range(repeats))
+    for _ in range(warmups):
+        clock.time_ms(counted, 0.0)
+    submission_us = host_us[-1]  # warm, and not yet behind a busy stream: a full queue would hold the caller too
+    del host_us[:]
+    times = sorted(clock.time_ms(counted, submission_us) for _ in range(repeats))
     last = len(times) - 1
     return Timing(
         statistics.median(times),
         times[round(0.1 * last)],
         times[round(0.9 * last)],
-        statistics.median(host),
+        statistics.median(host_us),
         repeats,
     )

@@ -26,6 +26,11 @@ class ComputeLoad:
         self._matmul, self._elapsed = cupy.matmul, cupy.cuda.get_elapsed_time
         cupy.cuda.Device().synchronize()
 
+    @property
+    def span(self) -> tuple[Any, Any]:
+        """The events around the products that were started last."""
+        return self._start, self._end
+
     def start(self) -> None:
         with self.stream:
             self._start.record(self.stream)

@@ -2,55 +2,48 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from .. import ops
-from ..backend import binding as bindings
 from ..memory.host_memory import has_gpu
-from ..ops._library import call
-from .setup import Case, Way, address_of, buffer
+from ..schedule.scheduler import LayerwiseScheduler
+from .setup import Case, Side, Way
 
 Enqueue = Callable[[], None]
 Method = Callable[[Case, Way, Any], "Enqueue | None"]  # None: the method does not apply to the case
 
 
 def contiguous(case: Case, way: Way, stream: Any) -> Enqueue:
-    """The ceiling: one copy of the same number of bytes."""
-    size = case.total_bytes
-    first = buffer(size, on_device=True, pinned=True)
-    second = buffer(size, on_device=way == "d2d", pinned=True)
+    """The ceiling: the one copy of a case that :func:`~.setup.in_one_piece` made."""
+    (first,), (second,) = case.device.bases, case.host.bases
     source, target = (second, first) if way == "h2d" else (first, second)
+    size = case.total_bytes
     if not has_gpu():
-        arrays = target.array(), source.array()
-        return lambda: _numpy_copy(*arrays)
+        return lambda: _drop(ctypes.memmove(target, source, size))
     import cupy
 
-    def enqueue() -> None:
-        cupy.cuda.runtime.memcpyAsync(address_of(target), address_of(source), size, 4, stream.ptr)
-
-    return _keeping(enqueue, first, second)
+    return lambda: cupy.cuda.runtime.memcpyAsync(target, source, size, cupy.cuda.runtime.memcpyDefault, stream.ptr)
 
 
 def scheduler(case: Case, way: Way, stream: Any) -> Enqueue | None:
-    """What LayerwiseScheduler submits: layer after layer with an event behind each."""
-    if case.device_cache is None or case.host_pool is None or way == "d2d":
+    """What LayerwiseScheduler moves by: all layers of the pair of pools, on the CPU by threads."""
+    if case.device_cache is None or case.host_pool is None:
         return None
-    number = bindings.register(case.device_cache, case.host_pool, device=0 if has_gpu() else -1)
-    layers = case.spec.num_layers
-    events: list[Any] = []
-    if has_gpu():
-        import cupy
+    made = LayerwiseScheduler(case.device_cache, case.host_pool, compute_stream=stream)
 
-        events = [cupy.cuda.Event() for _ in range(layers)]
-    code = bindings.DIRECTION_CODES["onload" if way == "h2d" else "offload"]
-    waits = [0] * layers if events else []
-    handles = [event.ptr for event in events]
-    ids, handle = (case.device_ids, case.host_ids), stream.ptr if events else 0
-    return _keeping(
-        lambda: call("transfer_layers", number, code, *ids, 0, layers, 1, [], waits, 0, handles, handle), events
-    )
+    def enqueue() -> None:
+        if way == "h2d":
+            transfer = made.onload(case.host_ids, case.device_ids)
+        else:
+            transfer = made.offload(case.device_ids, case.host_ids)
+        transfer.wait_on(stream)  # blocks until all of it is submitted: that is counted as host time, too
+
+    return _keeping(enqueue, made)
 
 
 def swap_cache_all_layers(case: Case, way: Way, stream: Any) -> Enqueue | None:
@@ -106,7 +99,7 @@ extern "C" __global__ void full_grid(const long long* pieces, long long count) {
 
 def full_grid_warps(case: Case, way: Way, stream: Any) -> Enqueue | None:
     """The plain kernel: one warp a piece, 8-byte words, as many CTAs as there are pieces for."""
-    if not has_gpu() or not case.pinned or case.copy_bytes % 8:
+    if not has_gpu() or not case.pinned or case.copy_bytes % 8 or case.alignment < 8:
         return None
     import cupy
 
@@ -122,14 +115,41 @@ def full_grid_warps(case: Case, way: Way, stream: Any) -> Enqueue | None:
 
 
 def copy_blocks(case: Case, way: Way, stream: Any) -> Enqueue | None:
-    """Inside one cache, all layers and tensors in one call."""
-    if way != "d2d" or case.device_cache is None:
+    """Inside one cache, all layers and tensors in one call; the pairs are a NumPy array."""
+    if case.op != "copy_blocks":
         return None
-    spec, cache = case.spec, case.device_cache
-    tensors = [cache.tensor(name, layer) for name in spec.tensor_names for layer in range(spec.num_layers)]
-    unused = sorted(set(range(cache.num_blocks)) - set(case.device_ids))
-    pairs = list(zip(case.device_ids, unused, strict=False))
+    tensors, pairs = _all_tensors(case), np.array([case.device_ids, case.host_ids]).T
     return lambda: _drop(ops.copy_blocks(tensors, None, pairs, stream=stream))
+
+
+def universal_from_cache(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    if case.op != "universal_from_cache":
+        return None
+    keys, values = _keys_and_values(case)
+    return lambda: _drop(ops.universal_from_cache(keys, values, case.device_ids, out=case.dense, stream=stream))
+
+
+def cache_from_universal(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    if case.op != "cache_from_universal":
+        return None
+    keys, values = _keys_and_values(case)
+    return lambda: _drop(ops.cache_from_universal(case.dense, keys, values, case.host_ids, stream=stream))
+
+
+def operational_from_block(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    """Chunks are given as an array of addresses."""
+    if case.op != "operational_from_block":
+        return None
+    chunks, layers = _chunks(case.device, case.device_ids), case.spec.num_layers
+    given = {"num_layers": layers, "num_outer": len(case.spec.tensor_names), "out": case.dense, "stream": stream}
+    return lambda: _drop(ops.operational_from_block(chunks, **given))
+
+
+def block_from_operational(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    if case.op != "block_from_operational":
+        return None
+    chunks = _chunks(case.host, case.host_ids)
+    return lambda: _drop(ops.block_from_operational(case.dense, chunks, stream=stream))
 
 
 METHODS: dict[str, Method] = {
@@ -143,23 +163,37 @@ METHODS: dict[str, Method] = {
         vectorized_copy,
         full_grid_warps,
         copy_blocks,
+        universal_from_cache,
+        cache_from_universal,
+        operational_from_block,
+        block_from_operational,
     )
 }
-SELF_CHECKING = {"copy_blocks"}  # its targets are not those of the case
+
+
+def _all_tensors(case: Case) -> list[Any]:
+    assert case.device_cache is not None
+    layers = range(case.spec.num_layers)
+    return [case.device_cache.tensor(name, layer) for layer in layers for name in case.spec.tensor_names]
+
+
+def _keys_and_values(case: Case) -> tuple[list[Any], list[Any] | None]:
+    tensors = _all_tensors(case)
+    return (tensors, None) if case.spec.latent else (tensors[0::2], tensors[1::2])
+
+
+def _chunks(side: Side, block_ids: list[int]) -> np.ndarray:
+    """Addresses in order block, layer, outer."""
+    addresses: np.ndarray = np.array(side.bases) + np.array(block_ids)[:, None] * np.array(side.strides)
+    return addresses.ravel()
 
 
 def _swap_arguments(case: Case, way: Way) -> tuple[Any, Any, tuple[Any, ...]] | None:
-    if (
-        case.device_cache is None
-        or case.pattern not in ("scattered", "contiguous_host")
-        or way == "d2d"
-        or not case.pinned
-    ):
+    applies = case.op == "swap" and case.pattern in ("scattered", "contiguous_host") and case.pinned
+    if case.device_cache is None or not applies or way == "d2d":
         return None
-    spec, cache = case.spec, case.device_cache
-    tensors = [cache.tensor(name, layer) for layer in range(spec.num_layers) for name in spec.tensor_names]
     mode = 1 if way == "h2d" else 0
-    return tensors, case.host.bases, (cache.num_blocks, case.device_ids, case.host_ids, 0, mode)
+    return _all_tensors(case), case.host.bases, (case.device_cache.num_blocks, case.device_ids, case.host_ids, 0, mode)
 
 
 def _lists(case: Case, way: Way) -> tuple[list[int], list[int], list[int]]:
@@ -171,10 +205,6 @@ def _lists(case: Case, way: Way) -> tuple[list[int], list[int], list[int]]:
 def _pointer_lists(case: Case, way: Way, run: Callable[..., Any]) -> Enqueue:
     lists = _lists(case, way)
     return lambda: run(*lists)
-
-
-def _numpy_copy(target: Any, source: Any) -> None:
-    target[...] = source
 
 
 def _keeping(enqueue: Enqueue, *memory: Any) -> Enqueue:

@@ -10,7 +10,19 @@ from typing import Any
 
 from .run import Result, Row
 
-_KEY = ("model", "tp", "tokens_per_block", "num_blocks", "pattern", "direction", "memory", "load", "backend")
+_KEY = (
+    "model",
+    "tp",
+    "op",
+    "tokens_per_block",
+    "num_blocks",
+    "pattern",
+    "direction",
+    "memory",
+    "alignment",
+    "load",
+    "backend",
+)
 
 
 def write_csv(result: Result, path: Path) -> None:
@@ -37,8 +49,9 @@ def table(result: Result) -> Any:
     """A rich table."""
     from rich.table import Table
 
-    made = Table(title="  ".join(f"{name}: {value}" for name, value in result.machine.items()))
-    for column in ("tokens", "blocks", "piece", "pattern", "way", "load", "method"):
+    facts = {"op": ", ".join(dict.fromkeys(row.op for row in result.rows)), **result.machine}
+    made = Table(title="  ".join(f"{name}: {value}" for name, value in facts.items()))
+    for column in ("tokens", "blocks", "piece", "pattern", "way", "align", "load", "method"):
         made.add_column(column)
     for column in ("ms", "noise", "GB/s", "of peak", "host us", "load slowed"):
         made.add_column(column, justify="right")
@@ -49,6 +62,7 @@ def table(result: Result) -> Any:
             _bytes(row.copy_size),
             row.pattern,
             row.direction,
+            str(row.alignment),
             row.load,
             row.backend,
             f"{row.median_ms:.3f}",

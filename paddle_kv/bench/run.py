@@ -12,7 +12,7 @@ from . import methods, models
 from .check import moves_the_bytes
 from .clock import Clock, CudaClock, HostClock, Timing, measure
 from .load import ComputeLoad, LoadName, beside
-from .setup import Case, Pattern, Way, make_case
+from .setup import Case, Operation, Pattern, Way, in_one_piece, make_case
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class Axes:
     model: str = "Llama-3.1-8B"
     tp: int = 1
     num_layers: int | None = None
+    op: Operation = "swap"
     tokens_per_block: Sequence[int] = (16,)
     num_blocks: Sequence[int] = (256,)
-    directions: Sequence[Way] = ("h2d", "d2h")
+    directions: Sequence[Way] = ("h2d", "d2h")  # "d2d" alone for all operations but swap
     patterns: Sequence[Pattern] = ("scattered",)
     backends: Sequence[str] = tuple(methods.METHODS)
+    alignments: Sequence[int] = (16,)
     load: LoadName = "none"
     pinned: bool = True
     warmups: int = 2
@@ -40,11 +42,13 @@ class Row:
 
     model: str
     tp: int
+    op: str
     tokens_per_block: int
     num_blocks: int
     pattern: str
     direction: str
     memory: str
+    alignment: int
     load: str
     backend: str
     total_bytes: int
@@ -85,38 +89,60 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
     """
     result = Result(machine)
     load = ComputeLoad(axes.load) if axes.load != "none" else None
-    cases = list(itertools.product(axes.tokens_per_block, axes.num_blocks, axes.patterns, axes.directions))
-    for done, (tokens, blocks, pattern, way) in enumerate(cases):
-        progress(done, len(cases), f"{tokens} tokens x {blocks} blocks, {pattern}, {way}")
+    cases = list(
+        itertools.product(axes.tokens_per_block, axes.num_blocks, axes.patterns, axes.directions, axes.alignments)
+    )
+    for done, (tokens, blocks, pattern, way, alignment) in enumerate(cases):
+        what = f"{axes.op}, {tokens} tokens x {blocks} blocks, {pattern}, {way}"
+        progress(done, len(cases), what)
         spec = models.model_spec(axes.model, tp=axes.tp, tokens_per_block=tokens, num_layers=axes.num_layers)
         ways: list[Way] = ["h2d", "d2h"] if way == "both" else [way]
-        made = [make_case(spec, pattern, one, blocks, pinned=axes.pinned, seed=axes.seed) for one in ways]
+        given: dict[str, Any] = {"pinned": axes.pinned, "seed": axes.seed, "op": axes.op, "alignment": alignment}
+        made = [make_case(spec, pattern, one, blocks, **given) for one in ways]
         clock: Clock = CudaClock() if has_gpu() else HostClock()
-        streams = [clock.stream, _second_stream()][: len(ways)]
-        peak = _time(
-            clock, axes, [methods.contiguous(*given) for given in zip(made, ways, streams, strict=True)], streams
-        )
-        peak_rate = _rate(made, peak)
-        result.rows.append(_row(axes, made, way, "contiguous", peak, peak_rate, None, True))
+        bench = _Bench(axes, what, ways, clock, [clock.stream, _second_stream()][: len(ways)])
+        pieces = [in_one_piece(*each) for each in zip(made, ways, strict=True)]
+        ceiling = bench.measure("contiguous", methods.contiguous, pieces, None)
+        assert ceiling is not None
+        peak_rate = _rate(made, ceiling[0])
+        result.rows.append(_row(axes, made, way, "contiguous", ceiling[0], peak_rate, None))
+        del pieces, ceiling
         for name in axes.backends:
-            calls = [methods.METHODS[name](*given) for given in zip(made, ways, streams, strict=True)]
-            if any(call is None for call in calls):
-                continue
-            enqueues = [call for call in calls if call is not None]
-            checked = name not in methods.SELF_CHECKING
-            for case, one, enqueue, stream in zip(made, ways, enqueues, streams, strict=True):
-                if checked and not moves_the_bytes(case, one, enqueue, stream):
-                    raise WrongBytes(f"{name} moved wrong bytes: {tokens} tokens x {blocks} blocks, {pattern}, {one}")
-            timing = _time(clock, axes, enqueues, streams)
-            slowdown = None
-            if load is not None and len(enqueues) == 1:
-                beside_ms, slowdown = beside(load, enqueues[0], streams[0], timing.median_ms)
-                timing = Timing(beside_ms, beside_ms, beside_ms, timing.host_us, 1)
-            result.rows.append(_row(axes, made, way, name, timing, peak_rate, slowdown, checked))
+            measured = bench.measure(name, methods.METHODS[name], made, load)
+            if measured is not None:
+                result.rows.append(_row(axes, made, way, name, measured[0], peak_rate, measured[1]))
         for case in made:
             case.close()
     progress(len(cases), len(cases), "done")
     return result
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Where and how the methods of one case are measured."""
+
+    axes: Axes
+    what: str
+    ways: list[Way]
+    clock: Clock
+    streams: list[Any]
+
+    def measure(
+        self, name: str, method: methods.Method, cases: list[Case], load: ComputeLoad | None
+    ) -> tuple[Timing, float | None] | None:
+        """Checks, then times. Returns the slowdown of the load too; None where the method does not apply."""
+        calls = [method(*each) for each in zip(cases, self.ways, self.streams, strict=True)]
+        enqueues = [call for call in calls if call is not None]
+        if len(enqueues) < len(calls):
+            return None
+        for case, way, enqueue, stream in zip(cases, self.ways, enqueues, self.streams, strict=True):
+            if not moves_the_bytes(case, way, enqueue, stream):
+                raise WrongBytes(f"{name} moved wrong bytes: {self.what}")
+        timing = _time(self.clock, self.axes, enqueues, self.streams)
+        if load is None or len(enqueues) > 1:
+            return timing, None
+        beside_ms, slowdown = beside(load, enqueues[0], self.streams[0], timing.median_ms)
+        return Timing(beside_ms, beside_ms, beside_ms, timing.host_us, 1), slowdown
 
 
 def _second_stream() -> Any:
@@ -155,17 +181,18 @@ def _row(
     timing: Timing,
     peak_rate: float,
     slowdown: float | None,
-    checked: bool,
 ) -> Row:
     case, rate = cases[0], _rate(cases, timing)
     return Row(
         model=axes.model,
         tp=axes.tp,
+        op=case.op,
         tokens_per_block=case.spec.block_size,
         num_blocks=case.num_blocks,
         pattern=case.pattern,
         direction=way,
         memory="pinned" if axes.pinned and has_gpu() else "pageable",
+        alignment=case.alignment,
         load=axes.load if slowdown is not None else "none",
         backend=name,
         total_bytes=sum(one.total_bytes for one in cases),
@@ -180,5 +207,5 @@ def _row(
         bandwidth_gbps=rate,
         percent_of_peak=100 * rate / peak_rate,
         load_slowdown_percent=slowdown,
-        bytes_checked=checked,
+        bytes_checked=True,  # a method that moves other bytes has no row
     )

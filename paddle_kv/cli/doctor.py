@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from .. import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, ops
 from ..bench import methods
 from ..bench.check import moves_the_bytes
 from ..bench.clock import CudaClock, HostClock
-from ..bench.setup import make_case
+from ..bench.setup import OPERATIONS, Way, make_case
 from ..memory.host_memory import available_bytes, has_gpu
 
 PINNED_TRIAL_BYTES = 64 << 20
@@ -35,7 +36,7 @@ def examine() -> Iterator[Finding]:
         ("GPU", _gpu),
         ("host memory", _host_memory),
         ("round trip", _round_trip),
-        *((f"method {method}", _method(method)) for method in methods.METHODS if method not in methods.SELF_CHECKING),
+        *((f"method {method}", _method(method)) for method in methods.METHODS),
     ):
         try:
             yield Finding(name, True, check())
@@ -108,8 +109,10 @@ def _method(name: str) -> Callable[[], str]:
     def check() -> str:
         clock = CudaClock() if has_gpu() else HostClock()
         done = []
-        for way in ("h2d", "d2h"):
-            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0)
+        ways: tuple[Way, ...] = ("d2d",) if name in OPERATIONS else ("h2d", "d2h")
+        for way in ways:
+            op: Any = name if name in OPERATIONS else "swap"
+            case = make_case(_spec(16), "scattered", way, 32, pinned=True, seed=0, op=op)
             enqueue = methods.METHODS[name](case, way, clock.stream)
             if enqueue is None:
                 case.close()

@@ -19,7 +19,7 @@ from ..bench import methods, models
 from ..bench import report as reports
 from ..bench.load import LOADS
 from ..bench.run import Axes, sweep
-from ..bench.setup import PATTERNS, WAYS
+from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..memory.host_memory import has_gpu
 from ..offload.policies import POLICIES
 from ..offload.replay import Costs
@@ -41,6 +41,7 @@ bench_app = typer.Typer(help="Measure how fast blocks move.")
 app.add_typer(bench_app, name="bench")
 
 Pattern = Enum("Pattern", {name: name for name in PATTERNS}, type=str)
+Operation = Enum("Operation", {name: name for name in OPERATIONS}, type=str)
 Way = Enum("Way", {name: name for name in WAYS}, type=str)
 Backend = Enum("Backend", {name: name for name in methods.METHODS}, type=str)
 Model = Enum("Model", {name: name for name in models.NAMES}, type=str)
@@ -54,11 +55,18 @@ def bench(
     model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-8B"],
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that share the KV heads.")] = 1,
     layers: Annotated[int, typer.Option(help="Fewer layers than the model has; 0 takes all.")] = 0,
+    op: Annotated[Operation, typer.Option(help="What is done; all but swap work inside the device.")] = Operation.swap,
     tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.")] = [16],  # noqa: B006
     blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.")] = [256],  # noqa: B006
-    direction: Annotated[list[Way], typer.Option(help="Which way; repeat to sweep.")] = [Way.h2d, Way.d2h],  # noqa: B006
+    direction: Annotated[
+        list[Way], typer.Option(help="Which way; repeat to sweep. Default: h2d and d2h, or d2d where that is all.")
+    ] = [],  # noqa: B006
     pattern: Annotated[list[Pattern], typer.Option(help="Where the blocks lie.")] = [Pattern.scattered],  # noqa: B006
     backend: Annotated[list[Backend], typer.Option(help="Methods to compare; default all.")] = [],  # noqa: B006
+    alignment: Annotated[
+        list[int],
+        typer.Option(help="Bytes modulo which source and target addresses agree: the widest words; repeat to sweep."),
+    ] = [16],  # noqa: B006
     load: Annotated[Load, typer.Option(help="Matrix products that run beside (GPU).")] = Load.none,
     pageable: Annotated[bool, typer.Option(help="Host memory that is not page-locked.")] = False,
     warmups: int = 2,
@@ -75,15 +83,20 @@ def bench(
         return
     if load is not Load.none and not has_gpu():
         raise typer.BadParameter("a load needs a GPU", param_hint="--load")
+    if not set(alignment) <= set(ALIGNMENTS):
+        choices = ", ".join(map(str, ALIGNMENTS))
+        raise typer.BadParameter(f"{alignment} must be of {choices}", param_hint="--alignment")
     axes = Axes(
         model=model.value,
         tp=tp,
         num_layers=layers or None,
+        op=op.value,
         tokens_per_block=tokens,
         num_blocks=blocks,
-        directions=[one.value for one in direction],
+        directions=[one.value for one in direction] or (["h2d", "d2h"] if op is Operation.swap else ["d2d"]),
         patterns=[one.value for one in pattern],
         backends=[one.value for one in backend] or list(methods.METHODS),
+        alignments=alignment,
         load=load.value,
         pinned=not pageable,
         warmups=warmups,

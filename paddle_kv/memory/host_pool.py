@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..schedule import hazards
 from ..schedule.plan import check_distinct, check_ids, check_timeout
+from .free_extents import FreeExtents
 from .host_memory import HostMemory, allocate, has_gpu
 
 POLL_S = 0.001
@@ -122,7 +122,7 @@ class HostPool:
 
     def _attach(self, extents: list[hazards.Extent]) -> None:
         self.domain, self._detach = hazards.attach(self, extents)
-        self._free = list(range(self.num_blocks))
+        self._free = FreeExtents(self.num_blocks)
 
     # ---- memory ----
     @property
@@ -172,7 +172,7 @@ class HostPool:
             if self._closed:
                 return
             hazards.collect()
-            busy = [block_id for block_id in range(self.num_blocks) if self.domain.is_busy(block_id)]
+            busy = self.domain.busy(range(self.num_blocks))
             if busy:
                 raise RuntimeError(
                     f"{len(busy)} blocks (first: {busy[0]}) are held by transfers or leases; wait for them"
@@ -183,7 +183,11 @@ class HostPool:
 
     # ---- blocks ----
     def allocate(self, count: int) -> list[int]:
-        """``count`` block ids that nobody uses.
+        """``count`` block ids that nobody uses, ascending.
+
+        Neighbours where possible: from the smallest run of free blocks that holds them all, else from the largest runs.
+        A transfer between neighbours on both sides moves them as one large piece, which the copy engine takes without
+        the model noticing; so allocate what is used together, such as the blocks of one sequence, by one call.
 
         Raises:
             MemoryError: names the blocks asked for and free. Nothing is allocated then.
@@ -197,7 +201,7 @@ class HostPool:
                 self._reclaim()
             if count > len(self._free):
                 raise MemoryError(f"{count} blocks were asked for, {len(self._free)} of {self.num_blocks} are free")
-            taken, self._free = self._free[:count], self._free[count:]
+            taken = self._free.allocate(count)
             self._allocated.update(taken)
             return taken
 
@@ -212,9 +216,9 @@ class HostPool:
         check_distinct("block_ids", ids)
         with hazards.lock:
             self._check_open()
-            for position, block_id in enumerate(ids):
-                if block_id not in self._allocated:
-                    raise ValueError(f"block_ids[{position}] = {block_id} is not allocated")
+            if not self._allocated.issuperset(ids):
+                position = next(i for i, block_id in enumerate(ids) if block_id not in self._allocated)
+                raise ValueError(f"block_ids[{position}] = {ids[position]} is not allocated")
             self._allocated.difference_update(ids)
             self._releasing.update(ids)
             self._reclaim()
@@ -230,10 +234,9 @@ class HostPool:
         if not self._releasing:
             return
         hazards.collect()
-        for block_id in sorted(self._releasing):
-            if not self.domain.is_busy(block_id):
-                self._releasing.remove(block_id)
-                bisect.insort(self._free, block_id)
+        idle = self._releasing.difference(self.domain.busy(self._releasing))
+        self._releasing -= idle
+        self._free.free(idle)
 
     @contextmanager
     def lease(self, block_ids: Any, *, write: bool = False, timeout_s: float | None = None) -> Iterator[None]:

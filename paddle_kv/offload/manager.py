@@ -357,7 +357,8 @@ class KVOffloadManager:
     def _take_slots(self, num_absent: int) -> list[int]:
         room = self._index.capacity_blocks - len(self._index.slots)
         with hazards.lock:  # nobody else may take blocks in between
-            return self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
+            slots = self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
+        return slots[::-1]  # taken from the end: neighbours of a prompt become neighbours here, in the same order
 
     def _give_back(self, slots: list[int]) -> None:
         if slots and not self._pool.closed:

@@ -52,8 +52,8 @@ def vectorized_copy(source_pointers: Any, target_pointers: Any, sizes: Any, *, s
         [4, 5, 0, 0, 1, 2]
     """
     lists = _lists("vectorized_copy", source_pointers, target_pointers, sizes)
-    if lists[0]:
-        call("vectorized_copy", *lists, *_where(lists[0], lists[1], stream))
+    if lists[0].size:
+        call("vectorized_copy", *map(arguments.in_memory, lists), *_where(lists[0], lists[1], stream))
 
 
 @traceable
@@ -96,8 +96,8 @@ def memcpy_batch(
             'mode="batch" needs cudaMemcpyBatchAsync (CUDA 12.8), which this build or this driver does not have; '
             'use mode="fallback"'
         )
-    if lists[0]:
-        call("memcpy_batch", *lists, batched, *_where(lists[0], lists[1], stream))
+    if lists[0].size:
+        call("memcpy_batch", *map(arguments.in_memory, lists), batched, *_where(lists[0], lists[1], stream))
 
 
 @functools.cache
@@ -156,9 +156,9 @@ def build_info() -> dict[str, Any]:
     }
 
 
-def device_of_pointers(pointers: list[int]) -> int:
+def device_of_pointers(pointers: np.ndarray) -> int:
     """The GPU of the first address that is device memory; -1 if all are host memory."""
-    return NO_DEVICE if is_stub_build() else _ask("device_of_pointers", pointers)
+    return NO_DEVICE if is_stub_build() else _ask("device_of_pointers", arguments.in_memory(pointers))
 
 
 @functools.cache
@@ -179,26 +179,26 @@ def _on_cpu(count: int, dtype: Any) -> paddle.Tensor:
     return paddle._C_ops.empty([count], dtype, core.CPUPlace())
 
 
-def _lists(op: str, source_pointers: Any, target_pointers: Any, sizes: Any) -> tuple[list[int], list[int], list[int]]:
+def _lists(op: str, source_pointers: Any, target_pointers: Any, sizes: Any) -> tuple[np.ndarray, ...]:
     """The three lists. One size for all is a list of one."""
     arguments.refuse_tracing(op)
     one_size = isinstance(sizes, (int, np.integer)) or not hasattr(sizes, "__len__")
-    given = [
-        arguments.block_ids(source_pointers, "source_pointers"),
-        arguments.block_ids(target_pointers, "target_pointers"),
-        [arguments.integer(sizes, "sizes")] if one_size else arguments.block_ids(sizes, "sizes"),
-    ]
+    given = (
+        arguments.id_array(source_pointers, "source_pointers"),
+        arguments.id_array(target_pointers, "target_pointers"),
+        np.array([arguments.integer(sizes, "sizes")]) if one_size else arguments.id_array(sizes, "sizes"),
+    )
     for name, values in zip(("target_pointers", "sizes"), given[1:], strict=True):
         if len(values) != len(given[0]) and not (one_size and name == "sizes"):
             raise ValueError(
                 f"source_pointers has {len(given[0])} entries, {name} has {len(values)}; both must have the same number"
             )
-    return given[0], given[1], given[2]
+    return given
 
 
-def _where(sources: list[int], targets: list[int], stream: Any) -> tuple[int, int]:
+def _where(sources: np.ndarray, targets: np.ndarray, stream: Any) -> tuple[int, int]:
     """Device and stream handle. Almost always the first pair has a device address; the rest is searched only if not."""
-    device = device_of_pointers([sources[0], *targets[:1]])
+    device = device_of_pointers(np.array([sources[0], targets[0]]))
     if device == NO_DEVICE and len(sources) > 1:
-        device = device_of_pointers([*sources, *targets])
+        device = device_of_pointers(np.concatenate([sources, targets]))
     return device, 0 if device == NO_DEVICE else streams.resolve_on(stream, device)

@@ -17,7 +17,7 @@ nothing else. All memory must stay alive, sources must not be written, and targe
 passed the copy; whoever reads a result on another stream must make that wait. On the CPU the copy is done on return. A
 result that is allocated here comes from Paddle's allocator and so belongs to Paddle's current stream: with any other
 stream give ``out``. A captured CUDA graph repeats the copy with the addresses and the ids of lists that it had; call an
-operator once before capturing, because the first call makes a memory pool.
+operator once before capturing, so that its kernel is loaded.
 
 Where the tensors are: all on one GPU, or some of them in page-locked memory, which the GPU then reads or writes
 directly; or all on the CPU.
@@ -195,7 +195,7 @@ def universal_from_cache(
         block_ids: which blocks. On the host (also a CPU tensor) they are checked before anything moves. In a GPU tensor
             they are read when the copy runs: for a negative id or one beyond the cache the block of ``out`` stays as it
             is; ``PADDLE_KV_CHECK=1`` reads them back and checks them.
-        layout: of the caches.
+        layout: of the caches, ``"HND"`` or ``"NHD"``. Packed ones have to be converted first: ``ops.convert_layout``.
         out: contiguous ``[ids, heads, layers, outer, tokens, head size]`` with outer 2, or 1 without values.
 
     Returns:
@@ -260,7 +260,7 @@ def cache_from_universal(
         key_caches: as in :func:`universal_from_cache`.
         value_caches: as in :func:`universal_from_cache`.
         block_ids: target blocks, each once; a GPU tensor as there, where a block with a bad id is not written.
-        layout: of the caches.
+        layout: of the caches, ``"HND"`` or ``"NHD"``. Packed ones have to be converted first: ``ops.convert_layout``.
 
     Returns:
         ``(key_caches, value_caches)``.
@@ -350,18 +350,18 @@ class _Stack:
         if self.num_layers < 1 or self.num_outer < 1:
             raise ValueError(f"num_layers = {num_layers} and num_outer = {num_outer} must be at least 1")
         self.tensors: list[Tensor] | None = None
-        self.addresses: list[int] = []
+        self.addresses = np.empty(0, np.int64)
         if _are_addresses(chunks):
             arguments.refuse_tracing(f"{op} with addresses")
-            self.addresses = arguments.block_ids(chunks, "chunks")
+            self.addresses = arguments.id_array(chunks, "chunks")
         else:
             self.tensors = arguments.caches(chunks, "chunks") or None
         per_block = self.num_layers * self.num_outer
-        self.num_blocks, left = divmod(len(self.tensors or self.addresses), per_block)
+        count = self.addresses.size if self.tensors is None else len(self.tensors)
+        self.num_blocks, left = divmod(count, per_block)
         if left:
             raise ValueError(
-                f"chunks has {len(self.tensors or self.addresses)} entries; "
-                f"a multiple of num_layers * num_outer = {per_block} is expected"
+                f"chunks has {count} entries; a multiple of num_layers * num_outer = {per_block} is expected"
             )
 
     def chunk_shape(self, rank: int | None) -> list[int]:
@@ -402,7 +402,7 @@ class _Stack:
         return not tracing() and self.num_blocks == 0 and _is_empty(dense)
 
     def _attributes(self, device: int) -> tuple[Any, ...]:
-        return self.addresses, device, self.num_layers, self.num_outer
+        return arguments.in_memory(self.addresses), device, self.num_layers, self.num_outer
 
     def _where(self, dense: Tensor, stream: Any) -> tuple[int, int]:
         if self.tensors is not None:
@@ -419,7 +419,8 @@ def _are_addresses(chunks: Any) -> bool:
 
 def _heads_first(layout: Any, name: str) -> bool:
     if layout not in ("NHD", "HND"):
-        raise ValueError(f'{name} is {layout!r}; "NHD" or "HND" is expected')
+        hint = "; ops.convert_layout turns a packed cache into either" if layout == "packed" else ""
+        raise ValueError(f'{name} is {layout!r}; "NHD" or "HND" is expected{hint}')
     return bool(layout == "HND")
 
 

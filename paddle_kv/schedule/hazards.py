@@ -1,7 +1,7 @@
 """Which transfer has to run after which: hazard tracking per block, over all pools of the process.
 
 A pool is identified by the memory that it lies in, so two pools over the same tensors share one :class:`BlockDomain`,
-and several schedulers on one cache are ordered against each other. For each block the domain keeps the last transfer
+and several schedulers on one cache are ordered against each other. The domain knows of each block the last transfer
 that writes it and the transfers that read it since; a new transfer depends on
 
 * the writer of a block that it reads (read after write),
@@ -20,11 +20,15 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
 
 from ..errors import TransferError
+
+Ids: TypeAlias = np.ndarray  # int64
 
 lock = threading.RLock()
 changed = threading.Condition(lock)
@@ -47,24 +51,17 @@ class Tracked(Protocol):
         """Whether work on the stream waits for this layer."""
 
 
-@dataclass
-class _Slot:
-    writer: Tracked | None = None
-    readers: list[Tracked] = field(default_factory=list)
-    read_leases: int = 0
-    write_lease: bool = False
-
-    @property
-    def in_flight(self) -> bool:
-        return self.writer is not None or bool(self.readers)
-
-    @property
-    def unused(self) -> bool:
-        return not self.in_flight and not self.read_leases and not self.write_lease
+@dataclass(eq=False)
+class _Lease:
+    ids: Ids
+    write: bool
 
 
 class BlockDomain:
     """The blocks of one memory, shared by all pools that lie in it.
+
+    Each transfer and each lease holds blocks. How many hold a block is also counted, in an array: where nobody holds
+    any block of a call, which is the rule, nobody's blocks are looked at.
 
     Attributes:
         tensors: start, stride and layer of each tensor of the pools.
@@ -72,16 +69,25 @@ class BlockDomain:
 
     def __init__(self, tensors: Sequence[tuple[int, int, int]] = ()) -> None:
         self.tensors = tuple(tensors)
-        self._slots: dict[int, _Slot] = {}
+        self._holders = np.zeros(0, np.int32)  # of each block up to the largest that was ever held
+        self._writes: dict[Tracked, Ids] = {}  # those of which it is the last writer
+        self._reads: dict[Tracked, Ids] = {}  # those that it reads and nobody has written since
+        self._leases: list[_Lease] = []
         self._poison: dict[int, TransferError] = {}
+
+    def busy(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks that a transfer or a lease holds."""
+        ids = np.fromiter(block_ids, np.int64)
+        known = ids[ids < self._holders.size]
+        return known[self._holders[known] > 0].tolist()  # type: ignore[no-any-return]
 
     def is_busy(self, block_id: int) -> bool:
         """Whether a transfer or a lease holds the block."""
-        return block_id in self._slots
+        return block_id < self._holders.size and bool(self._holders[block_id])
 
     def poisoned(self, block_ids: Iterable[int]) -> list[int]:
         """Those of the blocks whose content is not usable."""
-        return [block_id for block_id in block_ids if block_id in self._poison]
+        return [block_id for block_id in map(int, block_ids) if block_id in self._poison]
 
     def mark_rewritten(self, block_ids: Iterable[int]) -> None:
         """The blocks hold usable data again: somebody other than a transfer has rewritten them."""
@@ -90,91 +96,125 @@ class BlockDomain:
                 self._poison.pop(block_id, None)
 
     # ---- transfers ----
-    def check(self, block_ids: Sequence[int], pool: str, *, writing: bool) -> None:
+    def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
         """Raises where a lease forbids the access, or a poisoned block would be read."""
-        for block_id in block_ids:
-            slot = self._slots.get(block_id)
-            if slot is not None and (slot.write_lease or (writing and slot.read_leases)):
+        poison = {} if writing else self._poison
+        leases = [lease.ids.tolist() for lease in self._leases if writing or lease.write]
+        if not leases and not poison:
+            return
+        leased = set(itertools.chain.from_iterable(leases))
+        for block_id in _array(block_ids).tolist():
+            if block_id in leased:
                 raise RuntimeError(
                     f"block {block_id} of the {pool} is leased; release the lease before moving the block"
                 )
-            rewriter = slot.writer if slot is not None else None
-            if not writing and block_id in self._poison and (rewriter is None or rewriter.failed):
+            if block_id not in poison:
+                continue
+            rewriter = next((writer for writer, held in self._writes.items() if block_id in held), None)
+            if rewriter is None or rewriter.failed:
                 raise TransferError(
                     f"block {block_id} of the {pool} holds no usable data ({self._poison[block_id]}); rewrite it first",
                     block_ids=self.poisoned(block_ids),
                 )
 
-    def read(self, block_ids: Sequence[int], transfer: Tracked) -> set[Tracked]:
+    def read(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the reads; returns the transfers whose result is read."""
+        ids = _array(block_ids)
         writers: set[Tracked] = set()
-        for block_id in block_ids:
-            slot = self._slots.setdefault(block_id, _Slot())
-            if slot.writer is not None:
-                writers.add(slot.writer)
-            if not slot.readers or slot.readers[-1] is not transfer:  # one source may have many targets
-                slot.readers.append(transfer)
+        if self._any_held(ids):
+            asked = self._mask(ids)
+            writers = {writer for writer, held in self._writes.items() if asked[held].any()}
+        self._note(self._reads, transfer, ids)
         return writers
 
-    def write(self, block_ids: Sequence[int], transfer: Tracked) -> set[Tracked]:
+    def write(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the writes; returns the transfers that must be over first."""
+        ids = _array(block_ids)
         before: set[Tracked] = set()
-        for block_id in block_ids:
-            slot = self._slots.setdefault(block_id, _Slot())
-            if slot.writer is not None:
-                before.add(slot.writer)
-            before.update(slot.readers)
-            slot.writer, slot.readers = transfer, []
+        if self._any_held(ids):
+            asked = self._mask(ids)
+            for holders in (self._writes, self._reads):
+                for other, held in list(holders.items()):
+                    taken = asked[held]
+                    if taken.any():
+                        before.add(other)
+                        self._holders[held[taken]] -= 1
+                        holders[other] = held[~taken]
+                        if not holders[other].size:
+                            del holders[other]
+        self._note(self._writes, transfer, ids)
         return before
 
-    def poison(self, block_ids: Sequence[int], transfer: Tracked, error: TransferError) -> None:
+    def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, error: TransferError) -> None:
         """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
-        for block_id in block_ids:
-            slot = self._slots.get(block_id)
-            if slot is not None and slot.writer is transfer:
-                self._poison[block_id] = error
+        if transfer in self._writes:
+            own = set(self._writes[transfer].tolist())
+            self._poison.update(dict.fromkeys(own.intersection(_array(block_ids).tolist()), error))
 
-    def release(self, block_ids: Sequence[int], transfer: Tracked, *, written: bool) -> None:
-        """The transfer is over. ``written``: it has rewritten the blocks completely."""
-        for block_id in block_ids:
-            slot = self._slots.get(block_id)
-            if slot is None:
+    def release(self, block_ids: Sequence[int] | Ids, transfer: Tracked, *, written: bool) -> None:
+        """The transfer is over and holds nothing any more. ``written``: it has rewritten the blocks completely."""
+        for holders in (self._writes, self._reads):
+            held = holders.pop(transfer, None)
+            if held is None:
                 continue
-            if slot.writer is transfer:
-                slot.writer = None
-                if written:
-                    self._poison.pop(block_id, None)
-            elif transfer in slot.readers:
-                slot.readers.remove(transfer)
-            if slot.unused:
-                del self._slots[block_id]
+            self._holders[held] -= 1
+            if written and self._poison and holders is self._writes:
+                self.mark_rewritten(set(held.tolist()).intersection(_array(block_ids).tolist()))
+
+    def users(self, block_ids: Iterable[int], *, writing: bool) -> Iterator[tuple[int, Tracked, bool]]:
+        """Transfers that an access conflicts with: a block, who holds it, and whether that one writes it."""
+        asked = list(block_ids)
+        for is_writer, holders in ((True, self._writes), (False, self._reads if writing else {})):
+            for transfer, held in list(holders.items()):
+                own = set(held.tolist())
+                block_id = next((block_id for block_id in asked if block_id in own), None)
+                if block_id is not None:
+                    yield block_id, transfer, is_writer
 
     # ---- leases ----
     def try_lease(self, block_ids: Sequence[int], *, write: bool) -> bool:
         """Takes the lease, unless a transfer or another lease conflicts with it."""
-        for block_id in block_ids:
-            slot = self._slots.get(block_id)
-            if slot is None:
-                continue
-            if slot.writer is not None or slot.write_lease or (write and (slot.readers or slot.read_leases)):
+        ids = _array(block_ids)
+        if self._any_held(ids):
+            asked = self._mask(ids)
+            conflicting = [*self._writes.values(), *(self._reads.values() if write else ())]
+            conflicting += [lease.ids for lease in self._leases if write or lease.write]
+            if any(asked[held].any() for held in conflicting):
                 return False
-        for block_id in block_ids:
-            slot = self._slots.setdefault(block_id, _Slot())
-            if write:
-                slot.write_lease = True
-            else:
-                slot.read_leases += 1
+        self._holders[ids] += 1
+        self._leases.append(_Lease(ids, write))
         return True
 
     def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
-        for block_id in block_ids:
-            slot = self._slots[block_id]
-            if write:
-                slot.write_lease = False
-            else:
-                slot.read_leases -= 1
-            if slot.unused:
-                del self._slots[block_id]
+        ended = set(block_ids)
+        lease = next(lease for lease in self._leases if lease.write == write and ended == set(lease.ids.tolist()))
+        self._leases.remove(lease)
+        self._holders[lease.ids] -= 1
+
+    # ---- counts; an id that a list names twice counts once in both ----
+    def _any_held(self, ids: Ids) -> bool:
+        try:
+            return bool(self._holders[ids].any())
+        except IndexError:
+            self._holders = np.append(self._holders, np.zeros(ids.max() + 1 - self._holders.size, np.int32))
+            return bool(self._holders[ids].any())
+
+    def _mask(self, ids: Ids) -> np.ndarray:
+        mask = np.zeros(self._holders.size, bool)
+        mask[ids] = True
+        return mask
+
+    def _note(self, holders: dict[Tracked, Ids], transfer: Tracked, ids: Ids) -> None:
+        if transfer in holders:
+            earlier = holders[transfer]
+            self._holders[earlier] -= 1
+            ids = np.concatenate([earlier, ids])
+        self._holders[ids] += 1
+        holders[transfer] = ids
+
+
+def _array(block_ids: Sequence[int] | Ids) -> Ids:
+    return np.asarray(block_ids, np.int64)
 
 
 @dataclass(frozen=True)
@@ -250,18 +290,15 @@ def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: 
             if not extent.start <= address < extent.end:
                 continue
             first = (address - extent.start) // extent.stride_bytes
-            for block_id in block_ids:
-                slot = attached.domain._slots.get(first + block_id)
-                if slot is None:
-                    continue
-                for transfer in [*([slot.writer] if slot.writer else []), *(slot.readers if writing else [])]:
-                    transfer.poll()
-                    if not transfer.is_ordered_before(stream, extent.layer):
-                        verb = "writing" if transfer is slot.writer else "reading"
-                        raise RuntimeError(
-                            f"block {first + block_id} of layer {extent.layer} is used while a transfer is {verb} it; "
-                            "call wait_layer, wait_on or wait of that transfer first"
-                        )
+            asked = [first + block_id for block_id in block_ids]
+            for block_id, transfer, is_writer in attached.domain.users(asked, writing=writing):
+                transfer.poll()
+                if not transfer.is_ordered_before(stream, extent.layer):
+                    verb = "writing" if is_writer else "reading"
+                    raise RuntimeError(
+                        f"block {block_id} of layer {extent.layer} is used while a transfer is {verb} it; "
+                        "call wait_layer, wait_on or wait of that transfer first"
+                    )
 
 
 def add_in_flight(transfer: Tracked) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import time
 import weakref
@@ -11,16 +10,19 @@ from types import TracebackType
 from typing import Any, Literal
 
 from .. import backend as backends
-from ..backend.protocol import Backend, Event, Stream
+from ..backend.protocol import ENGINES, Backend, Event, Stream
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
 from . import hazards
 from .plan import Direction, check_timeout, make_plan
+from .resources import DeviceResources, abandoned, release_abandoned
 from .transfer import Transfer, depend
 
 EXIT_TIMEOUT_S = 30.0
+URGENT_SHARE = 8
+URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
 
 _check.access_checks.append(hazards.check_access)
 _schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
@@ -35,11 +37,13 @@ class LayerwiseScheduler:
         compute_stream: stream on which the model runs (int handle, CuPy or Paddle stream). None: at each call Paddle's
             current stream, or the CuPy stream of the surrounding ``with`` block.
         backend: "cupy" on a GPU, "cpu" without, "auto" picks; or an object that implements the protocol.
-        engine: how bytes are moved; "auto" is the only one.
+        engine: how bytes are moved on a GPU: "copy_engine", "kernel", "staging", or "auto", which chooses for each
+            transfer (docs/design.md).
         layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
         record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
 
-    Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own.
+    Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own. Close it, or
+    use a ``with`` block: streams and events of one that is only dropped stay until the next one is made or closed.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -74,36 +78,37 @@ class LayerwiseScheduler:
             raise TypeError(f"host_pool is {type(host_pool).__name__}; a HostPool is expected")
         if host_pool.closed:
             raise RuntimeError("the host pool is closed")
-        if engine != "auto":
-            raise ValueError(f"engine = {engine!r} must be 'auto'")
+        if engine not in ENGINES:
+            raise ValueError(f"engine = {engine!r} must be one of {', '.join(map(repr, ENGINES))}")
         check_positive(layers_per_event, "layers_per_event")
         if device_cache.domain is host_pool.domain:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
+        self._bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
         self._default_stream = compute_stream
+        self._engine = engine
         self._layers_per_event = layers_per_event
         self._record_layer_times = record_layer_times
         self._backend = backends.create(backend, device_cache.device_id)
         self._process_id = os.getpid()
-        self._num_events = 0
         self._counters = dict.fromkeys(
             ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
         )
         self._closed = False
         self._closers = 0  # threads in close()
-        self._binding = self._backend.bind(device_cache, host_pool)
-        self._streams: dict[str, Stream] = {}
+        release_abandoned()
+        self._resources = DeviceResources(self._backend, device_cache, host_pool)
+        self.origin_event = self._resources.origin_event
+        self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
         try:
-            for direction in ("onload", "offload"):
-                self._streams[direction] = self._backend.create_stream()
-            self.origin_event = self._take_event()
-            self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
-            self._backend.record(self.origin_event, self._streams["onload"])
+            self._backend.record(self.origin_event, self._resources.streams["onload"])
             self._backend.wait(self.origin_event, None)
         except BaseException:
-            self._give_up()
+            self._resources.release()
             raise
+        self._abandon = weakref.finalize(self, abandoned.append, self._resources)
+        self._abandon.atexit = False
         _schedulers.add(self)
 
     # ---- transfers ----
@@ -123,27 +128,31 @@ class LayerwiseScheduler:
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
-    def onload(self, host_block_ids: Any, device_block_ids: Any) -> Transfer:
+    def onload(self, host_block_ids: Any, device_block_ids: Any, *, urgent: bool | None = None) -> Transfer:
         """Loads blocks: ``host_block_ids[i]`` to ``device_block_ids[i]`` of every layer and tensor, layers in order.
 
         Does not overwrite a block before the work submitted to the compute stream before the call is done. Compute may
         touch the blocks only after ``wait_layer``, ``wait_on`` or ``wait``.
 
+        Loads run one behind the other. An urgent one does not queue behind those before it, unless they share a block;
+        None: it is urgent if it finds eight times its own bytes, and at least 64 MiB, in flight.
+
         Raises:
             As :meth:`offload`, with the roles of device and host exchanged.
         """
-        return self._start("onload", device_block_ids, host_block_ids, layerwise=False)
+        return self._start("onload", device_block_ids, host_block_ids, layerwise=False, urgent=urgent)
 
-    def _start(self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool) -> Transfer:
+    def _start(
+        self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
+    ) -> Transfer:
         self._check_open()
-        spec = self.device_cache.spec
         plan = make_plan(
             direction,
-            arguments.block_ids(device_ids, "device_block_ids"),
-            arguments.block_ids(host_ids, "host_block_ids"),
+            arguments.block_id_array(device_ids, "device_block_ids"),
+            arguments.block_id_array(host_ids, "host_block_ids"),
             device_blocks=self.device_cache.num_blocks,
             host_blocks=self.host_pool.num_blocks,
-            num_layers=spec.num_layers,
+            num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self._layers_per_event,
         )
         compute = self._compute_stream(None)
@@ -155,7 +164,10 @@ class LayerwiseScheduler:
             hazards.collect()
             source.domain.check(plan.source_ids, names[0], writing=False)
             target.domain.check(plan.target_ids, names[1], writing=True)
-            transfer = Transfer(self, plan, self._streams[direction], layerwise=layerwise)
+            if urgent is None:
+                urgent = self._is_small_beside_others(len(plan.device_ids) * self._bytes_per_block)
+            stream = self._resources.urgent_stream() if urgent else self._resources.streams[direction]
+            transfer = Transfer(self, plan, stream, layerwise=layerwise)
             if not layerwise and plan.num_groups:
                 try:
                     event = transfer._take_event()
@@ -173,7 +185,8 @@ class LayerwiseScheduler:
             self._counters[f"{direction}_transfers"] += 1
             self._counters[f"{direction}_bytes"] += transfer.bytes
             transfer._advance()
-            transfer.poll()
+            if not plan.num_groups or transfer.failed:
+                transfer.poll()
         if transfer.failed:
             # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
             transfer._hold(compute)
@@ -187,7 +200,14 @@ class LayerwiseScheduler:
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
         with hazards.lock:
             self._check_open()
-            return self._backend.user_event(self._streams[direction])
+            streams = self._resources.streams
+            if direction == "onload" and "urgent" in streams:  # one event for both of its streams
+                events: list[Event] = []
+                self._resources.take_events(1, events)
+                self._backend.record(events[0], streams["urgent"])
+                self._backend.wait_on_stream(streams["onload"], events[0], None)
+                self._resources.give_back(events)
+            return self._backend.user_event(streams[direction])
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -234,7 +254,9 @@ class LayerwiseScheduler:
             if self._closed:  # another thread was quicker
                 return
             self._closed = True
-        self._give_up()
+        self._abandon.detach()
+        self._resources.release()
+        release_abandoned()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now."""
@@ -243,8 +265,8 @@ class LayerwiseScheduler:
             return {
                 **self._counters,
                 "in_flight": len(self._in_flight()),
-                "events": self._num_events,
-                "streams": len(self._streams),
+                "events": self._resources.num_events,
+                "streams": len(self._resources.streams),
                 "pinned_bytes": self.host_pool.pinned_bytes,
             }
 
@@ -264,29 +286,14 @@ class LayerwiseScheduler:
     def _compute_stream(self, stream: Any) -> Stream:
         return self._backend.compute_stream(self._default_stream if stream is None else stream)
 
-    def _take_event(self) -> Event:
-        event = self._backend.create_event()
-        self._num_events += 1
-        return event
-
-    def _give_back(self, events: list[Event]) -> None:
-        for event in events:
-            self._backend.destroy_event(event)
-        self._num_events -= len(events)
+    def _is_small_beside_others(self, own_bytes: int) -> bool:
+        stream = self._resources.streams["onload"]
+        before = sum(transfer.bytes for transfer in self._in_flight() if transfer.is_on(stream))
+        return before >= max(URGENT_SHARE * own_bytes, URGENT_BESIDE_BYTES)
 
     def _in_flight(self) -> list[Transfer]:
         mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
         return [transfer for transfer in mine if not transfer.is_settled]
-
-    def _give_up(self) -> None:
-        # Outside of the lock: a stream that ends may wait for a thread, and that thread for the lock.
-        with contextlib.ExitStack() as steps:  # one that fails (a lost device) must not keep the others
-            steps.callback(self._backend.close)
-            steps.callback(self._backend.unbind, self._binding)
-            if hasattr(self, "origin_event"):
-                steps.callback(self._give_back, [self.origin_event])
-            while self._streams:
-                steps.callback(self._backend.destroy_stream, self._streams.popitem()[1])
 
     def _check_open(self) -> None:
         if self._closed or self._closers:
@@ -305,3 +312,4 @@ def _close_all() -> None:
             scheduler.close(EXIT_TIMEOUT_S)
         except Exception:  # noqa: BLE001  nobody is left to be told
             continue
+    release_abandoned()

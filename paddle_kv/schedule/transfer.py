@@ -14,6 +14,7 @@ State changes under ``hazards.lock``; host waits happen outside of it.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
 from typing import TYPE_CHECKING, Any
@@ -37,17 +38,19 @@ class Transfer:
     """
 
     def __init__(self, scheduler: LayerwiseScheduler, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
-        spec = scheduler.device_cache.spec
-        self.bytes: int = len(plan.device_ids) * spec.block_bytes * spec.num_layers
+        self.bytes: int = len(plan.device_ids) * scheduler._bytes_per_block
         self._scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self._plan = plan
+        num_groups = plan.num_groups
         self._stream = stream
         self._marks: list[Event | None] | None = [None] * plan.num_layers if layerwise else None
+        self._marked: list[int] = [] if layerwise else list(range(num_groups))  # groups not submitted, ascending
         self._after: list[Event] = []  # events that come before the first layer: the compute stream's
         self._depends_on: set[Transfer] = set()
         self._reads_from: set[Transfer] = set()  # those of them whose result is read
         self._dependents: list[Transfer] = []
-        self._events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
+        self._events: list[Event | None] = [None] * num_groups  # one a group, None until submitted
+        self._num_unsubmitted = num_groups
         self._starts: list[tuple[Event, range]] = []  # one a submission
         self._last_event: Event | None = None
         self._fence_event: Event | None = None  # behind a submission that failed half way
@@ -93,12 +96,8 @@ class Transfer:
             if self._over:
                 return
             event = self._events[group]
-            if queue is not None:
-                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
-                self._waiting.setdefault(queue, set()).add(group)
-                return
             self._host_waits += 1
-        self._wait_on_host(event, {group}, started, timeout_s)
+        self._wait_behind(queue, event, {group}, started, timeout_s)
 
     def mark_layer_written(self, layer: int, *, stream: Any = None) -> None:
         """Layer ``layer`` may be saved once the work submitted to ``stream`` so far is done.
@@ -123,7 +122,11 @@ class Transfer:
             event = self._take_event()
             self._scheduler._backend.record(event, queue)
             self._marks[layer] = event  # only now: waiting for an event that is not recorded would be no wait
-            self._advance()
+            group = self._plan.group_of(layer)
+            layers = self._plan.layers_of(group)
+            if None not in self._marks[layers.start : layers.stop]:
+                bisect.insort(self._marked, group)
+                self._advance()
             self._raise_if_failed()
 
     def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
@@ -139,13 +142,8 @@ class Transfer:
             if self._over:
                 return
             event = self._last_event
-            groups = set(range(self._plan.num_groups))
-            if queue is not None:
-                self._scheduler._backend.wait_on_stream(queue, event, timeout_s)
-                self._waiting[queue] = groups
-                return
             self._host_waits += 1
-        self._wait_on_host(event, groups, started, timeout_s)
+        self._wait_behind(queue, event, set(range(self._plan.num_groups)), started, timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
@@ -234,7 +232,7 @@ class Transfer:
     # ---- submission (under the lock) ----
     @property
     def _all_submitted(self) -> bool:
-        return None not in self._events
+        return not self._num_unsubmitted
 
     def _advance(self) -> None:
         """Submits what is ready, here and in the transfers that wait for it."""
@@ -248,45 +246,56 @@ class Transfer:
     def _submit_ready(self) -> bool:
         """Submits its groups that are ready, consecutive ones by one call. Whether there were any."""
         submitted = False
-        group = 0
-        while group < self._plan.num_groups and not self._dropped:
-            waits: list[list[Event]] = []
-            first = group
-            while group < self._plan.num_groups and self._events[group] is None:
-                ready = self._waits_of(group)
-                if ready is None:
-                    break
-                waits.append(ready)
-                group += 1
-            if waits:
-                submitted = self._submit(first, waits) or submitted
-            else:
-                group += 1
+        for first, waits in [] if self._dropped else self._ready_runs():
+            if not self._submit(first, waits):
+                break
+            submitted = True
         if submitted:
             hazards.changed.notify_all()
         return submitted
 
-    def _waits_of(self, group: int) -> list[Event] | None:
+    def _ready_runs(self) -> list[tuple[int, list[list[Event]]]]:
+        """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
+        others = self._others() if self._depends_on else []
+        runs: list[tuple[int, list[list[Event]]]] = []
+        next_group = -1
+        for group in self._marked:
+            waits = self._waits_of(group, others) if others or self._marks is not None else []
+            if waits is None:
+                continue
+            if group != next_group:
+                runs.append((group, []))
+            runs[-1][1].append(waits)
+            next_group = group + 1
+        if runs and self._last_event is None:  # the stream keeps the order behind the first
+            runs[0][1][0].extend(self._after)
+        return runs
+
+    def _others(self) -> list[Transfer]:
+        """Those whose layers have to be submitted before the same layers of this one, and be waited for."""
+        found = list(self._depends_on)
+        seen = set(found)
+        for before in found:  # grows meanwhile
+            if before._dropped and not before._all_submitted:  # what it would have waited for
+                found.extend(before._depends_on - seen)
+                seen |= before._depends_on
+        # The order of the stream is enough for one that is submitted as a whole on the same stream.
+        return [
+            before
+            for before in found
+            if not before._retired and not (before._all_submitted and (before._over or before._stream is self._stream))
+        ]
+
+    def _waits_of(self, group: int, others: list[Transfer]) -> list[Event] | None:
         """What the group has to wait for on the device; None while something of it is not recorded yet."""
         layers = self._plan.layers_of(group)
-        waits = list(self._after) if self._last_event is None else []  # the stream keeps the order behind the first
-        if self._marks is not None:
-            marks = [self._marks[layer] for layer in layers]
-            if None in marks:
-                return None
-            waits.extend(marks)
-        seen: set[Transfer] = set()
-        queue = list(self._depends_on)
-        while queue:
-            before = queue.pop()
-            if before in seen or before._retired:
-                continue
-            seen.add(before)
-            events = [before._events[g] for g in sorted({before._plan.group_of(layer) for layer in layers})]
+        waits: list[Event] = [] if self._marks is None else self._marks[layers.start : layers.stop]
+        for before in others:
+            per_event = before._plan.layers_per_event
+            events = before._events[layers.start // per_event : (layers.stop - 1) // per_event + 1]
             if None in events:
                 if not before._dropped:
                     return None
-                queue.extend(before._depends_on)  # what it would have waited for
                 events = [event for event in (*events, before._fence_event) if event is not None]
             if not before._over and before._stream is not self._stream:
                 waits.extend(events)
@@ -296,10 +305,9 @@ class Transfer:
         backend = self._scheduler._backend
         groups = range(first, first + len(waits))
         try:
-            start = self._take_event()
-            records = [self._take_event() for _ in groups]
-            work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records)
-            backend.copy_layers(self._scheduler._binding, work, self._stream)
+            start, *records = self._take_events(1 + len(groups))
+            work = LayerWork(self._plan, groups.start, groups.stop, waits, start, records, self._scheduler._engine)
+            backend.copy_layers(self._scheduler._resources.binding, work, self._stream)
         except BaseException as error:  # whatever it is, the transfer carries it
             self._fence()
             layer = self._plan.layers_of(first).start
@@ -308,8 +316,10 @@ class Transfer:
                 raise
             return False
         self._starts.append((start, groups))
-        for group, event in zip(groups, records, strict=True):
-            self._events[group] = event
+        self._events[groups.start : groups.stop] = records
+        self._num_unsubmitted -= len(groups)
+        at = self._marked.index(first)
+        del self._marked[at : at + len(groups)]
         self._last_event = records[-1]
         return True
 
@@ -340,18 +350,20 @@ class Transfer:
                 self._end_host_wait()
 
     def _take_event(self) -> Event:
-        event = self._scheduler._take_event()
-        self._held_events.append(event)
-        return event
+        return self._take_events(1)[0]
+
+    def _take_events(self, count: int) -> list[Event]:
+        self._scheduler._resources.take_events(count, self._held_events)
+        return self._held_events[-count:]
 
     def _give_back_events(self) -> None:
-        self._scheduler._give_back(self._held_events)
+        self._scheduler._resources.give_back(self._held_events)
         self._held_events, self._after, self._starts = [], [], []
         self._stream = None
 
     # ---- failure (under the lock) ----
     def _failure(self, message: str, layer: int | None, cause: BaseException | None = None) -> TransferError:
-        error = TransferError(message, layer=layer, block_ids=self._plan.target_ids)
+        error = TransferError(message, layer=layer, block_ids=self._plan.target_ids.tolist())
         error.__cause__ = cause
         return error
 
@@ -399,6 +411,10 @@ class Transfer:
         else:
             self.poll()
 
+    def is_on(self, stream: Stream) -> bool:
+        """Whether it still moves on this stream."""
+        return self._stream is stream
+
     @property
     def is_settled(self) -> bool:
         """Over, and all events given back."""
@@ -415,8 +431,9 @@ class Transfer:
         try:
             if self._last_event is not None and not backend.is_complete(self._last_event):
                 return
-            for event in self._events:
-                if event is not None:
+            for _, groups in self._starts:  # a failure is reported by all events behind it of its submission
+                event = self._events[groups[-1]]
+                if event is not self._last_event:
                     backend.is_complete(event)
         except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
             layer = self._first_failed_layer()
@@ -509,11 +526,14 @@ class Transfer:
         hazards.changed.wait(POLL_S)
         hazards.collect()
 
-    def _wait_on_host(self, event: Event, groups: set[int], started: float, timeout_s: float | None) -> None:
+    def _wait_behind(
+        self, queue: Stream, event: Event, groups: set[int], started: float, timeout_s: float | None
+    ) -> None:
+        # Outside of the lock: the caller may be held until the event is recorded, on the CPU until it is passed.
         left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
         try:
-            self._scheduler._backend.wait_on_stream(None, event, left)
-            self._waiting.setdefault(None, set()).update(groups)
+            self._scheduler._backend.wait_on_stream(queue, event, left)
+            self._waiting.setdefault(queue, set()).update(groups)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
         except Exception as error:  # noqa: BLE001  whatever it is, the transfer carries it

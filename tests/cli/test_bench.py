@@ -63,6 +63,68 @@ def test_the_csv_has_every_combination_with_bytes_that_add_up(files):
                 assert here >= everywhere | layered | (swaps if pattern != "fc_to_fc" else set())
 
 
+OPERATIONS = {
+    "copy_blocks": (1, 3 * 8 * 128 * 2),
+    "universal_from_cache": (8, 3 * 128 * 2),
+    "cache_from_universal": (8, 3 * 128 * 2),
+    "operational_from_block": (1, 3 * 8 * 128 * 2),
+    "block_from_operational": (1, 3 * 8 * 128 * 2),
+}
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_each_operation_is_measured_beside_copies_of_its_pieces(op, tmp_path):
+    pieces_per_tensor, piece_bytes = OPERATIONS[op]
+    path = tmp_path / "run.csv"
+    run("bench", "--op", op, "--layers=2", "--tokens=3", "--blocks=7", "--repeats=1", "--warmups=0", "--csv", str(path))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["backend"] for row in rows} >= {"contiguous", op, "vectorized_copy", "memcpy_loop"}
+    assert {(row["op"], row["direction"]) for row in rows} == {(op, "d2d")}
+    for row in rows:
+        assert (int(row["copy_size"]), int(row["num_copies"])) == (piece_bytes, 7 * 2 * 2 * pieces_per_tensor)
+        assert int(row["total_bytes"]) == 7 * 2 * 2 * 3 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize("model", ["Llama-3.1-70B", "Qwen3-32B", "DeepSeek-V3"])
+@pytest.mark.parametrize("op", ["swap", "copy_blocks", "universal_from_cache", "block_from_operational"])
+def test_all_models(model, op, tmp_path):
+    path = tmp_path / "run.json"
+    sizes = ["--layers=2", "--tp=2", "--tokens=3", "--blocks=5", "--repeats=1", "--warmups=0"]
+    run("bench", "--op", op, "--model", model, *sizes, "--json", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    token_bytes = 2 * (576 if model == "DeepSeek-V3" else 2 * 4 * 128)
+    assert {(row["model"], row["tp"], row["total_bytes"]) for row in rows} == {(model, 2, 5 * 2 * 3 * token_bytes)}
+
+
+def test_alignments_and_pageable_memory(tmp_path):
+    path = tmp_path / "run.csv"
+    alignments = [f"--alignment={bytes_}" for bytes_ in (1, 2, 4, 8, 16)]
+    sizes = ["--layers=2", "--tokens=3", "--blocks=5", "--repeats=1", "--warmups=0", "--pageable"]
+    patterns = ["--pattern=scattered", "--pattern=lw_to_fc", "--pattern=fc_to_fc"]
+    run("bench", *sizes, *alignments, *patterns, "--direction=h2d", "--direction=d2d", "--csv", str(path))
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    seen = {
+        (int(row["alignment"]), row["pattern"], row["direction"]) for row in rows if row["backend"] == "memcpy_loop"
+    }
+    patterns_seen = ("scattered", "lw_to_fc", "fc_to_fc")
+    assert seen == {(a, p, d) for a in (1, 2, 4, 8, 16) for p in patterns_seen for d in ("h2d", "d2d")}
+    assert {row["memory"] for row in rows} == {"pageable"}
+
+
+def test_pieces_agree_modulo_the_alignment_and_no_more():
+    from paddle_kv import KVCacheSpec
+    from paddle_kv.bench.setup import make_case
+
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float16")
+    for alignment in (1, 2, 4, 8, 16):
+        case = make_case(spec, "scattered", "h2d", 3, pinned=False, seed=0, alignment=alignment)
+        differences = {(d ^ h) % 16 for d, h in zip(case.device.bases, case.host.bases, strict=True)}
+        assert differences == {alignment % 16}
+        case.close()
+
+
 def test_the_json_compares_with_itself(files):
     data = json.loads(files["json"].read_text())
     assert data["machine"]["paddle"] and len(data["rows"]) > 20
@@ -85,6 +147,10 @@ def test_the_plots_show_something(files):
         (["--tp", "3"], "must divide the 8 KV heads"),
         (["--pattern", "diagonal"], "diagonal"),
         (["--model", "nobody"], "nobody"),
+        (["--op", "nothing"], "nothing"),
+        (["--alignment", "3"], "must be of 1, 2, 4, 8, 16"),
+        (["--op", "copy_blocks", "--direction", "h2d"], "copy_blocks works inside the device"),
+        (["--op", "operational_from_block", "--alignment", "8"], "with alignment = 16"),
     ],
 )
 def test_bad_axes_are_refused_in_a_sentence(arguments, text):

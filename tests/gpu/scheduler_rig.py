@@ -34,8 +34,8 @@ class Watched(CupyBackend):
         self.streams: list[Any] = []
         self.compute_events: set[int] = set()
 
-    def create_stream(self) -> Any:
-        self.streams.append(super().create_stream())
+    def create_stream(self, *, urgent: bool = False) -> Any:
+        self.streams.append(super().create_stream(urgent=urgent))
         return self.streams[-1]
 
     def record(self, event: int, stream: Any) -> None:

@@ -67,7 +67,7 @@ def mixed_sizes(count: int, seed: int = 0) -> list[int]:
 @pytest.mark.parametrize(
     "kinds", [("device", "device"), ("device", "pinned"), ("pinned", "device"), ("pinned", "pinned")]
 )
-@pytest.mark.parametrize("count", [3, 121, 700])
+@pytest.mark.parametrize("count", [3, 160, 161, 700])
 def test_directions(machine: Machine, op: str, kinds: tuple[str, str], count: int) -> None:
     check(machine, op, kinds, mixed_sizes(count, count), count)
 
@@ -114,6 +114,7 @@ def test_inside_a_captured_graph(machine: Machine, op: str, other_stream: Any) -
     other_stream.begin_capture()
     OPS[op]([source.address + o for o in sources], [target.address + o for o in targets], sizes, stream=other_stream)
     graph = other_stream.end_capture()
+    check(machine, op, ("device", "device"), sizes, 8, stream=other_stream)  # another list, perhaps in the same memory
     source.host[:] = before = random_bits(1, num_bytes, 6)[0]
     graph.launch(other_stream)
     other_stream.synchronize()
@@ -121,6 +122,43 @@ def test_inside_a_captured_graph(machine: Machine, op: str, other_stream: Any) -
     for s, t, size in zip(sources, targets, sizes, strict=True):
         expected[t : t + size] = before[s : s + size]
     np.testing.assert_array_equal(target.read(), expected)
+
+
+@every_op
+def test_beside_a_capture_on_another_stream(machine: Machine, op: str, other_stream: Any) -> None:
+    """A long list is not refused, and does not break the capture."""
+    import cupy
+
+    sources, targets, num_bytes = scattered([100] * 40_000, 9)
+    source = Side(machine, "pinned", random_bits(1, num_bytes, 9)[0])
+    target = Side(machine, "pinned", np.zeros(num_bytes, np.uint8))
+    machine.synchronize()
+    captured = cupy.cuda.Stream(non_blocking=True)
+    captured.begin_capture(cupy.cuda.runtime.streamCaptureModeGlobal)
+    OPS[op]([source.address + o for o in sources], [target.address + o for o in targets], 100, stream=other_stream)
+    captured.end_capture()
+    other_stream.synchronize()
+    expected = np.zeros(num_bytes, np.uint8)
+    for s, t in zip(sources, targets, strict=True):
+        expected[t : t + 100] = source.host[s : s + 100]
+    np.testing.assert_array_equal(target.read(), expected)
+
+
+def test_more_lists_in_flight_than_memory_is_kept_for(machine: Machine, other_stream: Any) -> None:
+    """Each is 1 MiB on its way to the kernel. None may overwrite another, and not until 16 MiB may a call wait."""
+    count, calls = 43_690, 20
+    source = Side(machine, "device", random_bits(1, count, 10)[0])
+    target = Side(machine, "device", np.zeros(calls * count, np.uint8))
+    orders = [np.random.default_rng(i).permutation(count) for i in range(calls)]
+    for i, order in enumerate(orders):
+        if i == 1:  # the first call allocates
+            machine.synchronize()
+            busy(other_stream, 2000)
+        first = target.address + i * count
+        ops.vectorized_copy(source.address + order, np.arange(first, first + count), 1, stream=other_stream)
+        assert i > 14 or i == 0 or not other_stream.done, "a call has waited for the stream"
+    other_stream.synchronize()
+    np.testing.assert_array_equal(target.read(), np.concatenate([source.read()[order] for order in orders]))
 
 
 @pytest.mark.parametrize("kinds", [("device", "pageable"), ("pageable", "device")])

@@ -189,6 +189,16 @@ def test_allocate_until_empty_and_free(pool):
     assert pool.allocate(0) == []
 
 
+def test_the_blocks_of_one_call_are_neighbours_where_possible(pool):
+    first, second, third = pool.allocate(3), pool.allocate(2), pool.allocate(4)
+    pool.free(first[::-1])
+    assert pool.allocate(2) == [9, 10], "the smallest run that holds them"
+    pool.free(third)
+    assert pool.allocate(3) == first
+    pool.free(second)
+    assert pool.allocate(6) == sorted(second + third), "the runs have merged"
+
+
 @pytest.mark.parametrize(
     ("count", "error", "message"),
     [

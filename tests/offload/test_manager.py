@@ -70,6 +70,13 @@ def test_what_was_saved_comes_back_bit_for_bit(server: Server) -> None:
     assert server.manager.blocks_to_recompute(load) == []
 
 
+def test_the_blocks_of_a_prompt_lie_side_by_side_in_order(server: Server) -> None:
+    server.save(server.hashes(2, prompt=1), [11, 8])
+    server.save(server.hashes(4), [3, 4, 5, 6])
+    server.rig.expect_offload([11, 8, 3, 4, 5, 6], range(6))
+    server.rig.check()
+
+
 def test_a_block_is_found_only_when_all_of_its_bytes_are_there(server: Server, copies: Copies) -> None:
     copies.hold("offload", LAYERS - 1)
     hashes = server.hashes(3)

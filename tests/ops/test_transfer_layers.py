@@ -57,12 +57,6 @@ class Plan:
             "host_ids": host_ids,
             "first_layer": 0,
             "end_layer": LAYERS,
-            "layers_per_event": 1,
-            "wait_events": [],
-            "waits_per_group": [],
-            "start_event": 0,
-            "record_events": [],
-            "stream": 0,
         }
         call("transfer_layers", *{**arguments, **changed}.values())
 
@@ -96,7 +90,7 @@ def plan():
 @pytest.mark.parametrize("ids", [([4, 0, 2], [1, 5, 0]), ([], []), ([0, 1, 2], [3, 4, 5])])
 def test_layers(plan: Plan, direction: int, layers: tuple[int, int], ids: tuple[list[int], list[int]]) -> None:
     before = plan.snapshot()
-    plan.transfer(direction, *ids, first_layer=layers[0], end_layer=layers[1], layers_per_event=2)
+    plan.transfer(direction, *ids, first_layer=layers[0], end_layer=layers[1])
     plan.expect(before, direction, *ids, range(*layers))
 
 
@@ -114,7 +108,6 @@ def test_layers(plan: Plan, direction: int, layers: tuple[int, int], ids: tuple[
         (TO_HOST, [0], [0], {"first_layer": -1}, ValueError, r"layers \[-1, 4\) must lie in \[0, 4\)"),
         (TO_HOST, [0], [0], {"end_layer": 5}, ValueError, r"layers \[0, 5\) must lie in \[0, 4\)"),
         (TO_HOST, [0], [0], {"first_layer": 3, "end_layer": 2}, ValueError, r"layers \[3, 2\)"),
-        (TO_HOST, [0], [0], {"layers_per_event": 0}, ValueError, r"layers_per_event = 0 must be at least 1"),
         (TO_HOST, [0], [0], {"number": -7}, ValueError, r"plan = -7 is not registered"),
     ],
 )

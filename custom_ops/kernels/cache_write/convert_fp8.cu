@@ -24,58 +24,50 @@ struct Span {
   std::int64_t count;
 };
 
-template <class Plain, class Format>
-__global__ void __launch_bounds__(Tuning::kThreads)
-    Encode(const typename Plain::Bits* source, std::uint8_t* codes, Span span, Scale scale) {
-  constexpr int kElements = PlainWord<Plain>::kElements;
-  const ScaleDivider divider(ScaleOf(scale));
+// Both kernels: SourceWord is what a thread loads at once, with as many elements as it then stores.
+template <class SourceWord, int kElements, class Source, class Target, class ConvertWord, class Convert>
+__device__ __forceinline__ void ConvertSpan(const Source* source, Target* target, const Span& span,
+                                            const ConvertWord& convert_word, const Convert& convert) {
   const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * Tuning::kThreads * Tuning::kWordsPerThread;
   std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * Tuning::kThreads * Tuning::kWordsPerThread + threadIdx.x;
   for (; first < span.words; first += stride) {
-    PlainWord<Plain> held[Tuning::kWordsPerThread];
+    SourceWord held[Tuning::kWordsPerThread];
 #pragma unroll
     for (int k = 0; k < Tuning::kWordsPerThread; ++k) {
       const std::int64_t word = first + k * Tuning::kThreads;
-      if (word < span.words) held[k] = LoadStreaming<PlainWord<Plain>>(source + word * kElements);
+      if (word < span.words) held[k] = LoadStreaming<SourceWord>(source + word * kElements);
     }
 #pragma unroll
     for (int k = 0; k < Tuning::kWordsPerThread; ++k) {
       const std::int64_t word = first + k * Tuning::kThreads;
-      if (word < span.words) StoreStreaming(codes + word * kElements, QuantizeWord<Plain, Format>(held[k], divider));
+      if (word < span.words) StoreStreaming(target + word * kElements, convert_word(held[k]));
     }
   }
   const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * Tuning::kThreads + threadIdx.x;
   for (std::int64_t i = span.words * kElements + thread; i < span.count;
        i += gridDim.x * std::int64_t{Tuning::kThreads}) {
-    codes[i] = Format::Quantize(Plain::ToFloat(source[i]), divider.scale());
+    target[i] = convert(source[i]);
   }
+}
+
+template <class Plain, class Format>
+__global__ void __launch_bounds__(Tuning::kThreads)
+    Encode(const typename Plain::Bits* source, std::uint8_t* codes, Span span, Scale scale) {
+  using Word = PlainWord<Plain>;
+  const ScaleDivider divider(ScaleOf(scale));
+  ConvertSpan<Word, Word::kElements>(
+      source, codes, span, [&](const Word& word) { return QuantizeWord<Plain, Format>(word, divider); },
+      [&](typename Plain::Bits value) { return Format::Quantize(Plain::ToFloat(value), divider.scale()); });
 }
 
 template <class Format, class Plain>
 __global__ void __launch_bounds__(Tuning::kThreads)
     Decode(const std::uint8_t* codes, typename Plain::Bits* target, Span span, Scale given) {
-  constexpr int kElements = PlainWord<Plain>::kElements;
+  using Word = CodeWord<Plain>;
   const float scale = ScaleOf(given);
-  const std::int64_t stride = static_cast<std::int64_t>(gridDim.x) * Tuning::kThreads * Tuning::kWordsPerThread;
-  std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * Tuning::kThreads * Tuning::kWordsPerThread + threadIdx.x;
-  for (; first < span.words; first += stride) {
-    CodeWord<Plain> held[Tuning::kWordsPerThread];
-#pragma unroll
-    for (int k = 0; k < Tuning::kWordsPerThread; ++k) {
-      const std::int64_t word = first + k * Tuning::kThreads;
-      if (word < span.words) held[k] = LoadStreaming<CodeWord<Plain>>(codes + word * kElements);
-    }
-#pragma unroll
-    for (int k = 0; k < Tuning::kWordsPerThread; ++k) {
-      const std::int64_t word = first + k * Tuning::kThreads;
-      if (word < span.words) StoreStreaming(target + word * kElements, DequantizeWord<Format, Plain>(held[k], scale));
-    }
-  }
-  const std::int64_t thread = static_cast<std::int64_t>(blockIdx.x) * Tuning::kThreads + threadIdx.x;
-  for (std::int64_t i = span.words * kElements + thread; i < span.count;
-       i += gridDim.x * std::int64_t{Tuning::kThreads}) {
-    target[i] = Plain::FromFloat(Format::Dequantize(codes[i], scale));
-  }
+  ConvertSpan<Word, PlainWord<Plain>::kElements>(
+      codes, target, span, [&](const Word& word) { return DequantizeWord<Format, Plain>(word, scale); },
+      [&](std::uint8_t code) { return Plain::FromFloat(Format::Dequantize(code, scale)); });
 }
 
 template <class Plain>

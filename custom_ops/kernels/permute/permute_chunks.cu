@@ -6,7 +6,7 @@
 //    Heads vary fastest, so the warps of a CTA read and write neighbouring memory on both sides.
 // 3. Each item takes the widest words that its own addresses allow. A lane walks through the words of a tile with two
 //    counters, row and column: the only divisions are those that find the item.
-// Addresses and block ids travel as kernel parameters where they fit, otherwise in a DeviceTable.
+// Addresses and block ids travel as kernel parameters where they fit, otherwise in a KernelTable.
 #include "paddle_kv/permute/permute_chunks.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
-#include "paddle_kv/common/device_table.cuh"
+#include "paddle_kv/common/kernel_table.cuh"
 
 namespace paddle_kv {
 namespace {
@@ -22,8 +22,8 @@ namespace {
 struct Tuning {
   static constexpr std::int64_t kTileBytes = 4 << 10;
   static constexpr int kThreads = 256;
-  static constexpr int kCtasPerMultiprocessor = 4;
-  static constexpr int kHostLinkCtas =
+  static constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
+  static constexpr std::int64_t kHostLinkCtas =
       8;  // reaches the rate of the link; more only take bandwidth from a running model
   static constexpr int kWordsInFlight = 4;
 };
@@ -79,8 +79,9 @@ struct RowCursor {
 };
 
 template <class Word>
-__device__ void CopyRows(const std::uint8_t* source, std::uint8_t* target, std::int64_t source_stride,
-                         std::int64_t target_stride, std::uint32_t rows, std::uint32_t row_words, std::uint32_t lane) {
+__device__ void CopyRowWords(const std::uint8_t* source, std::uint8_t* target, std::int64_t source_stride,
+                             std::int64_t target_stride, std::uint32_t rows, std::uint32_t row_words,
+                             std::uint32_t lane) {
   RowCursor<Word> from(source, source_stride, row_words, lane);
   RowCursor<Word> to(target, target_stride, row_words, lane);
   const std::uint32_t words = rows * row_words;
@@ -99,22 +100,22 @@ __device__ void CopyRows(const std::uint8_t* source, std::uint8_t* target, std::
   }
 }
 
-__device__ void CopyTile(const std::uint8_t* source, std::uint8_t* target, std::int64_t source_stride,
+__device__ void CopyRows(const std::uint8_t* source, std::uint8_t* target, std::int64_t source_stride,
                          std::int64_t target_stride, std::uint32_t rows, std::uint32_t row_bytes, std::uint32_t lane) {
   // Its low zero bits are those that all addresses of the tile have in common.
   const auto alignment =
       static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(source) | reinterpret_cast<std::uintptr_t>(target) |
                                  source_stride | target_stride | row_bytes);
   if (alignment % 16 == 0) {
-    CopyRows<uint4>(source, target, source_stride, target_stride, rows, row_bytes / 16, lane);
+    CopyRowWords<uint4>(source, target, source_stride, target_stride, rows, row_bytes / 16, lane);
   } else if (alignment % 8 == 0) {
-    CopyRows<uint2>(source, target, source_stride, target_stride, rows, row_bytes / 8, lane);
+    CopyRowWords<uint2>(source, target, source_stride, target_stride, rows, row_bytes / 8, lane);
   } else if (alignment % 4 == 0) {
-    CopyRows<std::uint32_t>(source, target, source_stride, target_stride, rows, row_bytes / 4, lane);
+    CopyRowWords<std::uint32_t>(source, target, source_stride, target_stride, rows, row_bytes / 4, lane);
   } else if (alignment % 2 == 0) {
-    CopyRows<std::uint16_t>(source, target, source_stride, target_stride, rows, row_bytes / 2, lane);
+    CopyRowWords<std::uint16_t>(source, target, source_stride, target_stride, rows, row_bytes / 2, lane);
   } else {
-    CopyRows<std::uint8_t>(source, target, source_stride, target_stride, rows, row_bytes, lane);
+    CopyRowWords<std::uint8_t>(source, target, source_stride, target_stride, rows, row_bytes, lane);
   }
 }
 
@@ -127,42 +128,72 @@ __device__ std::int64_t BlockId(const Launch& launch, const std::int64_t* words,
   return id < given.limit ? id : -1;
 }
 
-// kOneRow: each tile is one row or a piece of it, copied in the widest words that its two addresses agree on.
-template <bool kOneRow>
-__global__ void __launch_bounds__(Tuning::kThreads, Tuning::kCtasPerMultiprocessor)
-    PermuteTiles(const __grid_constant__ Launch launch) {
-  const int lane = threadIdx.x % kWarpLanes;
-  const std::int64_t* words = launch.words != nullptr ? launch.words : launch.inline_words;
-  const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kWarpsPerCta;
-  std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / kWarpLanes;
-  for (; item < launch.items; item += warps) {
-    const std::int64_t above_head = item / launch.shape.heads;
-    const std::int64_t head = item - above_head * launch.shape.heads;
-    const std::int64_t above_tile = above_head / launch.tiles;
-    const std::int64_t tile = above_head - above_tile * launch.tiles;
-    const std::int64_t block = above_tile / launch.shape.chunks;
-    const std::int64_t chunk = above_tile - block * launch.shape.chunks;
-    const std::int64_t id = BlockId(launch, words, block);
-    if (id < 0) continue;
+struct Tile {
+  const std::uint8_t* source;
+  std::uint8_t* target;
+  std::uint32_t rows;  // 0: nothing to copy
+  std::uint32_t row_bytes;
+};
 
-    const std::int64_t token = tile / launch.row_pieces * launch.tile_tokens;
-    const std::int64_t offset = tile % launch.row_pieces * launch.tile_bytes;
-    const auto rows = static_cast<std::uint32_t>(min(launch.tile_tokens, launch.shape.tokens - token));
-    const auto row_bytes = static_cast<std::uint32_t>(min(launch.tile_bytes, launch.shape.row_bytes - offset));
-    auto* in_chunk = reinterpret_cast<std::uint8_t*>(words[block * launch.bases_per_block + chunk]) +
-                     id * launch.chunk_block_stride + head * launch.chunk_head_stride +
-                     token * launch.chunk_token_stride + offset;
-    std::uint8_t* in_dense = launch.dense.base + block * launch.dense.block_stride + chunk * launch.dense.chunk_stride +
-                             head * launch.dense.head_stride + token * launch.dense.token_stride + offset;
-    const std::uint8_t* source = launch.to_dense ? in_chunk : in_dense;
-    std::uint8_t* target = launch.to_dense ? in_dense : in_chunk;
-    if constexpr (kOneRow) {
-      CopyBytesWithWarp(source, target, row_bytes, lane);
-    } else {
-      CopyTile(source, target, launch.to_dense ? launch.chunk_token_stride : launch.dense.token_stride,
-               launch.to_dense ? launch.dense.token_stride : launch.chunk_token_stride, rows, row_bytes, lane);
-    }
+__device__ Tile TileOf(const Launch& launch, const std::int64_t* words, std::int64_t item) {
+  if (item >= launch.items) return {};
+  const std::int64_t above_head = item / launch.shape.heads;
+  const std::int64_t head = item - above_head * launch.shape.heads;
+  const std::int64_t above_tile = above_head / launch.tiles;
+  const std::int64_t tile = above_head - above_tile * launch.tiles;
+  const std::int64_t block = above_tile / launch.shape.chunks;
+  const std::int64_t chunk = above_tile - block * launch.shape.chunks;
+  const std::int64_t id = BlockId(launch, words, block);
+  if (id < 0) return {};
+
+  const std::int64_t token = tile / launch.row_pieces * launch.tile_tokens;
+  const std::int64_t offset = tile % launch.row_pieces * launch.tile_bytes;
+  auto* in_chunk = reinterpret_cast<std::uint8_t*>(words[block * launch.bases_per_block + chunk]) +
+                   id * launch.chunk_block_stride + head * launch.chunk_head_stride +
+                   token * launch.chunk_token_stride + offset;
+  std::uint8_t* in_dense = launch.dense.base + block * launch.dense.block_stride + chunk * launch.dense.chunk_stride +
+                           head * launch.dense.head_stride + token * launch.dense.token_stride + offset;
+  return {launch.to_dense ? in_chunk : in_dense, launch.to_dense ? in_dense : in_chunk,
+          static_cast<std::uint32_t>(min(launch.tile_tokens, launch.shape.tokens - token)),
+          static_cast<std::uint32_t>(min(launch.tile_bytes, launch.shape.row_bytes - offset))};
+}
+
+template <bool kOneRow>
+__device__ void CopyTile(const Launch& launch, const Tile& tile, std::uint32_t lane) {
+  if (tile.rows == 0) return;
+  if constexpr (kOneRow) {
+    CopyBytesWithWarp(tile.source, tile.target, tile.row_bytes, static_cast<int>(lane));
+  } else {
+    CopyRows(tile.source, tile.target, launch.to_dense ? launch.chunk_token_stride : launch.dense.token_stride,
+             launch.to_dense ? launch.dense.token_stride : launch.chunk_token_stride, tile.rows, tile.row_bytes, lane);
   }
+}
+
+// kOneRow: each tile is one row or a piece of it, copied in the widest words that its two addresses agree on.
+// kFewCtas: the grid is smaller than the work. The next tile is looked up before the copy of this one.
+template <bool kOneRow, bool kFewCtas>
+__global__ void __launch_bounds__(Tuning::kThreads) PermuteTiles(const __grid_constant__ Launch launch) {
+  const std::uint32_t lane = threadIdx.x % kWarpLanes;
+  const std::int64_t* words = launch.words != nullptr ? launch.words : launch.inline_words;
+  std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kWarpsPerCta + threadIdx.x / kWarpLanes;
+  if constexpr (kFewCtas) {
+    const std::int64_t warps = static_cast<std::int64_t>(gridDim.x) * kWarpsPerCta;
+    Tile tile = TileOf(launch, words, item);
+    for (; item < launch.items; item += warps) {
+      const Tile next = TileOf(launch, words, item + warps);
+      CopyTile<kOneRow>(launch, tile, lane);
+      tile = next;
+    }
+  } else {
+    CopyTile<kOneRow>(launch, TileOf(launch, words, item), lane);
+  }
+}
+
+using Kernel = void (*)(Launch);
+
+Kernel KernelFor(bool one_row, bool few_ctas) {
+  if (few_ctas) return one_row ? PermuteTiles<true, true> : PermuteTiles<false, true>;
+  return one_row ? PermuteTiles<true, false> : PermuteTiles<false, false>;
 }
 
 // How a head of a chunk is cut: whole rows while several fit into a tile, otherwise pieces of one row.
@@ -203,24 +234,17 @@ Status PermuteChunksCuda(const PermuteShape& given_shape, const ChunkSide& given
 
   std::vector<std::int64_t> words(chunks.bases, chunks.bases + chunks.base_count);
   if (launch.has_ids) words.insert(words.end(), chunks.ids, chunks.ids + shape.blocks);
-  DeviceTable table;
+  KernelTable table;
   if (words.size() <= kInlineWords) {
     std::copy(words.begin(), words.end(), launch.inline_words);
   } else {
-    PADDLE_KV_RETURN_IF_ERROR(table.Store(words, where));
-    launch.words = table.words();
+    PADDLE_KV_RETURN_IF_ERROR(table.Store(words, touches_host, where));
+    launch.words = table.rows<std::int64_t>();
   }
 
-  int multiprocessors = 0;
-  PADDLE_KV_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, where.device));
-  const std::int64_t largest_grid =
-      touches_host ? Tuning::kHostLinkCtas : multiprocessors * Tuning::kCtasPerMultiprocessor;
-  const auto grid = static_cast<int>(std::min(largest_grid, (launch.items + kWarpsPerCta - 1) / kWarpsPerCta));
-  if (launch.tile_tokens == 1) {
-    PermuteTiles<true><<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
-  } else {
-    PermuteTiles<false><<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
-  }
+  const std::int64_t whole_grid = (launch.items + kWarpsPerCta - 1) / kWarpsPerCta;
+  const std::int64_t grid = std::min(whole_grid, touches_host ? Tuning::kHostLinkCtas : Tuning::kLargestGrid);
+  KernelFor(launch.tile_tokens == 1, grid < whole_grid)<<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
   return LaunchStatus("PermuteTiles");
 }
 

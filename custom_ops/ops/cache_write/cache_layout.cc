@@ -88,10 +88,4 @@ void CheckSameDevice(const paddle::Tensor& tensor, const std::string& name, cons
   }
 }
 
-std::string ShapeText(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
 }  // namespace paddle_kv

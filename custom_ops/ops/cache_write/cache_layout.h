@@ -45,7 +45,4 @@ CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& nam
 void CheckSameDevice(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& cache,
                      const std::string& cache_name);
 
-// "[2, 3]" for messages.
-std::string ShapeText(const std::vector<int64_t>& shape);
-
 }  // namespace paddle_kv

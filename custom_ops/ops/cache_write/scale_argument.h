@@ -5,6 +5,7 @@
 
 #include "../common/element_type.h"
 #include "../common/errors.h"
+#include "../common/validate.h"
 #include "cache_layout.h"
 
 namespace paddle_kv {

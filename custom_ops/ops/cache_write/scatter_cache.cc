@@ -2,6 +2,7 @@
 #include "../common/element_type.h"
 #include "../common/guarded_kernel.h"
 #include "../common/launch.h"
+#include "../common/validate.h"
 #include "cache_layout.h"
 #include "paddle_kv/cache_write/move_tokens.h"
 #include "token_map.h"

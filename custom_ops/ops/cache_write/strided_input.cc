@@ -1,6 +1,7 @@
 #include "strided_input.h"
 
 #include "../common/errors.h"
+#include "../common/validate.h"
 #include "cache_layout.h"
 
 namespace paddle_kv {

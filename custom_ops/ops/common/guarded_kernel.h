@@ -1,14 +1,36 @@
 // GUARDED_KERNEL(f): what every operator registers instead of PD_KERNEL(f). A C++ exception that is not Paddle's own
-// would abort the process; the guard turns it into one that becomes a Python exception.
+// would abort the process; the guard turns it into one that becomes a Python exception. Around each call is an NVTX
+// range named after the operator.
 #pragma once
 
+#include <cctype>
 #include <exception>
 #include <new>
+#include <string>
 
 #include "errors.h"
 #include "paddle_api.h"
+#include "paddle_kv/common/nvtx_range.h"
 
 namespace paddle_kv {
+
+// "copy_blocks" for what a compiler says of a template of which CopyBlocks is the last argument: GCC ends it with
+// "= CopyBlocks]", Clang with "= &paddle_kv::CopyBlocks]".
+inline std::string OperatorName(const std::string& pretty_function) {
+  std::string name;
+  for (std::size_t i = pretty_function.find_last_of(" :&") + 1; pretty_function[i] != ']'; ++i) {
+    const char letter = pretty_function[i];
+    if (std::isupper(letter) && !name.empty()) name += '_';
+    name += static_cast<char>(std::tolower(letter));
+  }
+  return name;
+}
+
+template <class Signature, Signature function>
+const NvtxName& NvtxNameOf() {
+  static const NvtxName name(OperatorName(__PRETTY_FUNCTION__).c_str());
+  return name;
+}
 
 template <class Signature, Signature function>
 struct Guarded;
@@ -17,6 +39,7 @@ template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Guarded<Result (*)(Arguments...), function> {
   static Result Call(Arguments... arguments) {
     try {
+      const NvtxRange range(NvtxNameOf<Result (*)(Arguments...), function>());
       return function(arguments...);
     } catch (const PaddleError&) {
       throw;

@@ -1,27 +1,18 @@
-// Whether an address that a caller passed as a number is memory of this process at all.
+// Checks of host memory that an operator is going to read or write.
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <cstdint>
+#include <string>
+
+#include "paddle_api.h"
 
 namespace paddle_kv {
 
-// Whether [first, first + bytes) begins and ends in mapped memory; looks at the pages of its first and last byte.
-inline bool HostRangeIsMapped(const void* first, std::int64_t bytes) {
-  if (bytes <= 0) return true;
-  const auto page_bytes = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
-  const auto start = reinterpret_cast<std::uintptr_t>(first);
-  const std::uintptr_t last = start + static_cast<std::uintptr_t>(bytes) - 1;
-  for (const std::uintptr_t byte : {start, last}) {
-    unsigned char resident = 0;
-    if (mincore(reinterpret_cast<void*>(byte / page_bytes * page_bytes), 1, &resident) != 0 && errno == ENOMEM) {
-      return false;
-    }
-  }
-  return true;
-}
+// ValueError unless all bytes at the address are memory that copies can reach: page-locked for a GPU, mapped for the
+// CPU (device -1). `extent` says in the caller's words what the bytes are.
+void CheckHostRange(int64_t pointer, int64_t bytes, const std::string& name, const std::string& extent, int device);
+
+// ValueError unless the GPU can reach the memory of a tensor that is not on a GPU.
+void CheckReachable(const paddle::Tensor& host, const std::string& name, int device);
 
 }  // namespace paddle_kv

@@ -7,6 +7,12 @@
 
 namespace paddle_kv {
 
+Ids IdsAt(const std::vector<int64_t>& address_and_count) {
+  if (address_and_count.size() != 2) ThrowValueError("a list in memory is given as its address and its length");
+  const auto* first = reinterpret_cast<const int64_t*>(address_and_count[0]);
+  return Ids(first, first + address_and_count[1]);
+}
+
 int64_t CheckCache(const paddle::Tensor& cache, const std::string& name) {
   if (!cache.is_dense_tensor()) ThrowValueError(name + " is not a dense tensor; a cache must be dense");
   if (!cache.initialized()) ThrowValueError(name + " holds no memory; a cache that was allocated is expected");
@@ -66,7 +72,8 @@ void CheckDisjoint(const Ids& sources, const std::string& source_name, const Ids
 }
 
 void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name) {
-  std::sort(ranges.begin(), ranges.end());
+  const auto before = [](const auto& a, const auto& b) { return a.first < b.first; };
+  if (!std::is_sorted(ranges.begin(), ranges.end(), before)) std::sort(ranges.begin(), ranges.end(), before);
   for (std::size_t i = 1; i < ranges.size(); ++i) {
     if (ranges[i - 1].first + ranges[i - 1].second > ranges[i].first && ranges[i].second > 0) {
       ThrowValueError(name + ": two of the memories to be written overlap; each must be named once");
@@ -77,6 +84,12 @@ void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, con
 bool CheckRequested() {
   const char* value = std::getenv("PADDLE_KV_CHECK");
   return value != nullptr && std::string(value) == "1";
+}
+
+std::string ShapeText(const std::vector<int64_t>& shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
 }
 
 int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what) {

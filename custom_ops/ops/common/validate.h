@@ -12,6 +12,9 @@ namespace paddle_kv {
 
 using Ids = std::vector<int64_t>;
 
+// A list as an attribute costs Paddle 80 ns an entry; a long one comes as its address in host memory and its length.
+Ids IdsAt(const std::vector<int64_t>& address_and_count);
+
 // A block cache: 3 to 5 dimensions (5: packed keys), the first counts blocks; initialised, on CPU or GPU. Returns bytes
 // of one block.
 int64_t CheckCache(const paddle::Tensor& cache, const std::string& name);
@@ -36,6 +39,9 @@ void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, con
 // Whether PADDLE_KV_CHECK=1 asks for ids that only the device knows to be read back and checked, at the price of a
 // wait.
 bool CheckRequested();
+
+// "[2, 3]" for messages.
+std::string ShapeText(const std::vector<int64_t>& shape);
 
 // a * b for sizes, ValueError naming what overflowed.
 int64_t CheckedProduct(int64_t a, int64_t b, const std::string& what);

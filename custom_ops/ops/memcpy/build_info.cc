@@ -36,8 +36,8 @@ void HasMemcpyBatchAsyncAnswer(paddle::Tensor& answer) {
   *answer.data<int64_t>() = has ? 1 : 0;
 }
 
-void DeviceOfPointersAnswer(paddle::Tensor& answer, const std::vector<int64_t>& pointers) {
-  *answer.data<int64_t>() = DeviceOfPointers(pointers);
+void DeviceOfPointersAnswer(paddle::Tensor& answer, const std::vector<int64_t>& pointer_list) {
+  *answer.data<int64_t>() = DeviceOfPointers(IdsAt(pointer_list));
 }
 
 }  // namespace paddle_kv
@@ -63,6 +63,6 @@ PD_BUILD_STATIC_OP(paddle_kv_has_memcpy_batch_async)
 PD_BUILD_STATIC_OP(paddle_kv_device_of_pointers)
     .Inputs({"answer"})
     .Outputs({"answer_out"})
-    .Attrs({"pointers: std::vector<int64_t>"})
+    .Attrs({"pointer_list: std::vector<int64_t>"})
     .SetInplaceMap({{"answer", "answer_out"}})
     .SetKernelFn(GUARDED_KERNEL(paddle_kv::DeviceOfPointersAnswer));

@@ -16,35 +16,44 @@ int64_t SizeOf(const Ids& sizes, std::size_t i) { return sizes.size() == 1 ? siz
 struct Range {
   std::uintptr_t begin;
   std::uintptr_t end;
-  std::size_t pair;
 };
+
+// Where among the targets, from `first` on, one with this range is: for messages.
+std::size_t Find(const Range& range, const Ids& targets, const Ids& sizes, std::size_t first = 0) {
+  while (static_cast<std::uintptr_t>(targets[first]) != range.begin || SizeOf(sizes, first) == 0) ++first;
+  return first;
+}
 
 // Lists are often in order, or of two different allocations: both are seen in one pass, without the search.
 void CheckOverlap(const Ids& sources, const Ids& targets, const Ids& sizes) {
   std::vector<Range> written;
-  std::vector<Range> read;
-  for (std::size_t i = 0; i < sources.size(); ++i) {
+  written.reserve(targets.size());
+  for (std::size_t i = 0; i < targets.size(); ++i) {
     const int64_t bytes = SizeOf(sizes, i);
     if (bytes == 0) continue;
-    written.push_back({static_cast<std::uintptr_t>(targets[i]), static_cast<std::uintptr_t>(targets[i] + bytes), i});
-    read.push_back({static_cast<std::uintptr_t>(sources[i]), static_cast<std::uintptr_t>(sources[i] + bytes), i});
+    written.push_back({static_cast<std::uintptr_t>(targets[i]), static_cast<std::uintptr_t>(targets[i] + bytes)});
   }
   if (written.empty()) return;
   const auto before = [](const Range& a, const Range& b) { return a.begin < b.begin; };
   if (!std::is_sorted(written.begin(), written.end(), before)) std::sort(written.begin(), written.end(), before);
   for (std::size_t i = 1; i < written.size(); ++i) {
     if (written[i - 1].end > written[i].begin) {
-      ThrowValueError(NameOf("target_pointers", written[i - 1].pair) + " and " +
-                      NameOf("target_pointers", written[i].pair) + " overlap; each byte may be written only once");
+      const std::size_t one = Find(written[i - 1], targets, sizes);
+      const bool same = written[i - 1].begin == written[i].begin;
+      const std::size_t other = Find(written[i], targets, sizes, same ? one + 1 : 0);
+      ThrowValueError(NameOf("target_pointers", one) + " and " + NameOf("target_pointers", other) +
+                      " overlap; each byte may be written only once");
     }
   }
-  for (const Range& range : read) {
-    if (range.begin >= written.back().end || range.end <= written.front().begin) continue;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const auto begin = static_cast<std::uintptr_t>(sources[i]);
+    const std::uintptr_t end = begin + static_cast<std::uintptr_t>(SizeOf(sizes, i));
+    if (begin == end || begin >= written.back().end || end <= written.front().begin) continue;
     // The first target that ends behind the start of the source.
-    const auto found = std::partition_point(written.begin(), written.end(),
-                                            [&](const Range& target) { return target.end <= range.begin; });
-    if (found != written.end() && found->begin < range.end) {
-      ThrowValueError(NameOf("source_pointers", range.pair) + " and " + NameOf("target_pointers", found->pair) +
+    const auto found =
+        std::partition_point(written.begin(), written.end(), [&](const Range& target) { return target.end <= begin; });
+    if (found != written.end() && found->begin < end) {
+      ThrowValueError(NameOf("source_pointers", i) + " and " + NameOf("target_pointers", Find(*found, targets, sizes)) +
                       " overlap; memory must not be read and written by one call");
     }
   }

@@ -7,8 +7,11 @@
 
 namespace paddle_kv {
 
-void VectorizedCopy(const std::vector<int64_t>& source_pointers, const std::vector<int64_t>& target_pointers,
-                    const std::vector<int64_t>& sizes, int64_t device, int64_t stream) {
+void VectorizedCopy(const std::vector<int64_t>& source_list, const std::vector<int64_t>& target_list,
+                    const std::vector<int64_t>& size_list, int64_t device, int64_t stream) {
+  const Ids source_pointers = IdsAt(source_list);
+  const Ids target_pointers = IdsAt(target_list);
+  const Ids sizes = IdsAt(size_list);
   const std::vector<CopyPair> pairs = CheckCopyPairs(source_pointers, target_pointers, sizes);
   const auto pair_count = static_cast<int64_t>(pairs.size());
   if (device == kNoDevice) {
@@ -25,6 +28,6 @@ void VectorizedCopy(const std::vector<int64_t>& source_pointers, const std::vect
 PD_BUILD_STATIC_OP(paddle_kv_vectorized_copy)
     .Inputs({})
     .Outputs({})
-    .Attrs({"source_pointers: std::vector<int64_t>", "target_pointers: std::vector<int64_t>",
-            "sizes: std::vector<int64_t>", "device: int64_t", "stream: int64_t"})
+    .Attrs({"source_list: std::vector<int64_t>", "target_list: std::vector<int64_t>", "size_list: std::vector<int64_t>",
+            "device: int64_t", "stream: int64_t"})
     .SetKernelFn(GUARDED_KERNEL(paddle_kv::VectorizedCopy));

@@ -4,25 +4,26 @@
 
 namespace paddle_kv {
 
-// Chunks are tensors, or where these are absent addresses of memory on `device` (-1: in RAM) or that it can reach.
+// Chunks are tensors, or where these are absent a list of addresses (see IdsAt): memory on `device` (-1: in RAM) or
+// that it can reach.
 void BlockFromOperational(const paddle::Tensor& operational,
                           const paddle::optional<std::vector<paddle::Tensor>>& chunks,
-                          const std::vector<int64_t>& chunk_addresses, int64_t device, int64_t num_layers,
-                          int64_t num_outer, int64_t stream) {
-  const GivenChunks given{chunks ? &*chunks : nullptr, chunk_addresses, device};
+                          const std::vector<int64_t>& chunk_list, int64_t device, int64_t num_layers, int64_t num_outer,
+                          int64_t stream) {
+  const GivenChunks given{chunks ? &*chunks : nullptr, IdsAt(chunk_list), device};
   PermuteOperational(given, operational, "operational", num_layers, num_outer, PermuteDirection::kFromDense, stream);
 }
 
 void BlockFromOperationalInPlace(const paddle::Tensor& operational, std::vector<paddle::Tensor>& chunks,
-                                 const std::vector<int64_t>& chunk_addresses, int64_t device, int64_t num_layers,
+                                 const std::vector<int64_t>& chunk_list, int64_t device, int64_t num_layers,
                                  int64_t num_outer, int64_t stream) {
-  BlockFromOperational(operational, chunks, chunk_addresses, device, num_layers, num_outer, stream);
+  BlockFromOperational(operational, chunks, chunk_list, device, num_layers, num_outer, stream);
 }
 
 }  // namespace paddle_kv
 
-#define BLOCK_FROM_OPERATIONAL_ATTRS                                                                        \
-  {"chunk_addresses: std::vector<int64_t>", "device: int64_t", "num_layers: int64_t", "num_outer: int64_t", \
+#define BLOCK_FROM_OPERATIONAL_ATTRS                                                                   \
+  {"chunk_list: std::vector<int64_t>", "device: int64_t", "num_layers: int64_t", "num_outer: int64_t", \
    "stream: int64_t"}
 
 // Registered twice: one that updates a list in place costs 1 us a tensor more, but only that one means anything in a

@@ -4,29 +4,30 @@
 
 namespace paddle_kv {
 
-// Chunks are tensors, or where these are absent addresses of memory on `device` (-1: in RAM) or that it can reach.
+// Chunks are tensors, or where these are absent a list of addresses (see IdsAt): memory on `device` (-1: in RAM) or
+// that it can reach.
 void BlockFromUniversal(const paddle::Tensor& universal, const paddle::optional<std::vector<paddle::Tensor>>& chunks,
-                        const std::vector<int64_t>& chunk_addresses, int64_t device, int64_t num_layers,
-                        int64_t num_outer, bool heads_first, int64_t stream) {
-  const GivenChunks given{chunks ? &*chunks : nullptr, chunk_addresses, device};
+                        const std::vector<int64_t>& chunk_list, int64_t device, int64_t num_layers, int64_t num_outer,
+                        bool heads_first, int64_t stream) {
+  const GivenChunks given{chunks ? &*chunks : nullptr, IdsAt(chunk_list), device};
   PermuteUniversal(given, universal, "universal", num_layers, num_outer, heads_first, PermuteDirection::kFromDense,
                    stream);
 }
 
 void BlockFromUniversalInPlace(const paddle::Tensor& universal, std::vector<paddle::Tensor>& chunks,
-                               const std::vector<int64_t>& chunk_addresses, int64_t device, int64_t num_layers,
+                               const std::vector<int64_t>& chunk_list, int64_t device, int64_t num_layers,
                                int64_t num_outer, bool heads_first, int64_t stream) {
-  BlockFromUniversal(universal, chunks, chunk_addresses, device, num_layers, num_outer, heads_first, stream);
+  BlockFromUniversal(universal, chunks, chunk_list, device, num_layers, num_outer, heads_first, stream);
 }
 
 }  // namespace paddle_kv
 
-#define BLOCK_FROM_UNIVERSAL_ATTRS          \
-  {"chunk_addresses: std::vector<int64_t>", \
-   "device: int64_t",                       \
-   "num_layers: int64_t",                   \
-   "num_outer: int64_t",                    \
-   "heads_first: bool",                     \
+#define BLOCK_FROM_UNIVERSAL_ATTRS     \
+  {"chunk_list: std::vector<int64_t>", \
+   "device: int64_t",                  \
+   "num_layers: int64_t",              \
+   "num_outer: int64_t",               \
+   "heads_first: bool",                \
    "stream: int64_t"}
 
 // Registered twice: one that updates a list in place costs 1 us a tensor more, but only that one means anything in a

@@ -4,24 +4,25 @@
 
 namespace paddle_kv {
 
-// Chunks are tensors, or where these are absent addresses of memory on `device` (-1: in RAM) or that it can reach.
+// Chunks are tensors, or where these are absent a list of addresses (see IdsAt): memory on `device` (-1: in RAM) or
+// that it can reach.
 void OperationalFromBlock(const paddle::optional<std::vector<paddle::Tensor>>& chunks,
-                          const paddle::Tensor& operational, const std::vector<int64_t>& chunk_addresses,
-                          int64_t device, int64_t num_layers, int64_t num_outer, int64_t stream) {
-  const GivenChunks given{chunks ? &*chunks : nullptr, chunk_addresses, device};
+                          const paddle::Tensor& operational, const std::vector<int64_t>& chunk_list, int64_t device,
+                          int64_t num_layers, int64_t num_outer, int64_t stream) {
+  const GivenChunks given{chunks ? &*chunks : nullptr, IdsAt(chunk_list), device};
   PermuteOperational(given, operational, "out", num_layers, num_outer, PermuteDirection::kToDense, stream);
 }
 
 void OperationalFromBlockInPlace(const paddle::optional<std::vector<paddle::Tensor>>& chunks,
-                                 paddle::Tensor& operational, const std::vector<int64_t>& chunk_addresses,
-                                 int64_t device, int64_t num_layers, int64_t num_outer, int64_t stream) {
-  OperationalFromBlock(chunks, operational, chunk_addresses, device, num_layers, num_outer, stream);
+                                 paddle::Tensor& operational, const std::vector<int64_t>& chunk_list, int64_t device,
+                                 int64_t num_layers, int64_t num_outer, int64_t stream) {
+  OperationalFromBlock(chunks, operational, chunk_list, device, num_layers, num_outer, stream);
 }
 
 }  // namespace paddle_kv
 
-#define OPERATIONAL_FROM_BLOCK_ATTRS                                                                        \
-  {"chunk_addresses: std::vector<int64_t>", "device: int64_t", "num_layers: int64_t", "num_outer: int64_t", \
+#define OPERATIONAL_FROM_BLOCK_ATTRS                                                                   \
+  {"chunk_list: std::vector<int64_t>", "device: int64_t", "num_layers: int64_t", "num_outer: int64_t", \
    "stream: int64_t"}
 
 // Registered twice: one that updates a list in place costs 1 us a tensor more, but only that one means anything in a

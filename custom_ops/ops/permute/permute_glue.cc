@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "../common/host_range.h"
 #include "../memcpy/pointer_ranges.h"
 #include "paddle_kv/common/cuda_device.h"
 
@@ -31,7 +32,7 @@ void CheckDtype(const paddle::Tensor& tensor, const std::string& name, const pad
 void CheckShape(const paddle::Tensor& tensor, const std::string& name, const std::vector<int64_t>& expected,
                 const std::string& meaning) {
   if (tensor.shape() != expected) {
-    ThrowValueError(name + " has shape " + SizesText(tensor.shape()) + "; " + SizesText(expected) + " (" + meaning +
+    ThrowValueError(name + " has shape " + ShapeText(tensor.shape()) + "; " + ShapeText(expected) + " (" + meaning +
                     ") is expected");
   }
 }
@@ -81,12 +82,6 @@ void Launch(const PermuteShape& shape, const ChunkSide& chunks, const DenseSide&
 
 }  // namespace
 
-std::string SizesText(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
 std::string TensorList::NameOf(std::size_t i) const {
   return tensors.size() == 1 ? name : name + "[" + std::to_string(i) + "]";
 }
@@ -110,13 +105,7 @@ Placement PlaceTensors(const std::vector<TensorList>& lists, int64_t stream) {
         continue;
       }
       place.touches_host = true;
-      bool reachable = false;
-      LAUNCH_CUDA(place.where.device,
-                  HostRangeIsReachable(tensor.data(), BytesIn(tensor, list.NameOf(i)), place.where.device, &reachable));
-      if (!reachable) {
-        ThrowValueError(list.NameOf(i) + " is pageable host memory, which GPU " + std::to_string(place.where.device) +
-                        " cannot reach; use pinned memory (Tensor.pin_memory())");
-      }
+      CheckReachable(tensor, list.NameOf(i), place.where.device);
     }
   }
   return place;
@@ -144,9 +133,9 @@ void PermuteGivenChunks(const PermuteShape& shape, ChunkSide chunk_side, const D
   Ids bases = chunks.addresses;
   Placement place;
   if (chunks.tensors != nullptr) {
+    bases.reserve(chunks.tensors->size());
     const std::vector<paddle::Tensor> dense_list{dense};
     place = PlaceTensors({{*chunks.tensors, "chunks"}, {dense_list, dense_name}}, stream);
-    bases.clear();
     for (const paddle::Tensor& chunk : *chunks.tensors) bases.push_back(reinterpret_cast<int64_t>(chunk.data()));
   } else if (chunks.device >= 0) {
     place.on_gpu = true;
@@ -188,7 +177,7 @@ void PermuteUniversal(const GivenChunks& chunks, const paddle::Tensor& universal
   const int64_t block_count = BlockCount(count, num_layers, num_outer);
   const std::vector<int64_t> size = universal.shape();
   if (size.size() != 6) {
-    ThrowValueError(universal_name + " has shape " + SizesText(size) +
+    ThrowValueError(universal_name + " has shape " + ShapeText(size) +
                     "; [blocks, heads, layers, outer, tokens, head size] is expected");
   }
   CheckShape(universal, universal_name, {block_count, size[1], num_layers, num_outer, size[4], size[5]},
@@ -224,7 +213,7 @@ void PermuteOperational(const GivenChunks& chunks, const paddle::Tensor& operati
   const int64_t block_count = BlockCount(count, num_layers, num_outer);
   const std::vector<int64_t> size = operational.shape();
   if (size.size() != 4) {
-    ThrowValueError(operational_name + " has shape " + SizesText(size) +
+    ThrowValueError(operational_name + " has shape " + ShapeText(size) +
                     "; [blocks, layers, outer, inner] is expected");
   }
   int64_t inner = size[3];
@@ -266,7 +255,7 @@ PermuteShape CheckCaches(const CacheList& list, bool heads_first, int64_t* width
   const paddle::Tensor& first = list.caches.front();
   const std::vector<int64_t> size = first.shape();
   if (size.size() != 3 && size.size() != 4) {
-    ThrowValueError(list.NameOf(0) + " has shape " + SizesText(size) + "; " +
+    ThrowValueError(list.NameOf(0) + " has shape " + ShapeText(size) + "; " +
                     (heads_first ? "[blocks, heads, tokens, head size]" : "[blocks, tokens, heads, head size]") +
                     " or [blocks, tokens, size] is expected");
   }
@@ -339,7 +328,7 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
 
   if (id_tensor) {
     if (id_tensor->shape().size() != 1)
-      ThrowValueError("block_ids has shape " + SizesText(id_tensor->shape()) + "; 1-D ids are expected");
+      ThrowValueError("block_ids has shape " + ShapeText(id_tensor->shape()) + "; 1-D ids are expected");
     if (id_tensor->dtype() != phi::DataType::INT32 && id_tensor->dtype() != phi::DataType::INT64) {
       ThrowValueError("block_ids must have dtype int32 or int64");
     }

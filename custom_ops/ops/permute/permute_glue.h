@@ -34,7 +34,7 @@ int64_t CheckAlike(const TensorList& list);
 // Chunks as the caller gave them: tensors, or addresses of memory on `device` (-1: in RAM) or that it can reach.
 struct GivenChunks {
   const std::vector<paddle::Tensor>* tensors;  // null: addresses
-  const Ids& addresses;
+  Ids addresses;
   int64_t device;
 };
 
@@ -60,7 +60,5 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
                    const paddle::optional<paddle::Tensor>& id_tensor, const Ids& id_list,
                    const paddle::Tensor& universal, const std::string& universal_name, bool heads_first,
                    PermuteDirection direction, int64_t stream);
-
-std::string SizesText(const std::vector<int64_t>& shape);
 
 }  // namespace paddle_kv

@@ -43,7 +43,7 @@ void ReshardUniversal(const std::vector<paddle::Tensor>& parts, const std::vecto
   const int64_t target_bytes = CheckAlike({targets, "targets"});
   const std::vector<int64_t> size = parts.front().shape();
   if (size.size() != 6) {
-    ThrowValueError("parts have shape " + SizesText(size) +
+    ThrowValueError("parts have shape " + ShapeText(size) +
                     "; [blocks, heads, layers, outer, tokens, head size] is expected");
   }
   const auto source_tp = static_cast<int64_t>(parts.size());

@@ -1,7 +1,6 @@
 #include "host_swap.h"
 
 #include <algorithm>
-#include <limits>
 #include <utility>
 
 #include "../common/host_range.h"
@@ -48,25 +47,6 @@ void CheckApart(std::vector<MemoryRange> ranges, const HostSwapNames& names, boo
 }
 
 }  // namespace
-
-void CheckHostRange(int64_t pointer, int64_t bytes, const std::string& name, const std::string& extent, int device) {
-  if (pointer <= 0) ThrowValueError(name + " = " + std::to_string(pointer) + " must be the address of host memory");
-  const std::string range =
-      name + ": the " + std::to_string(bytes) + " bytes (" + extent + ") at " + std::to_string(pointer);
-  if (bytes > std::numeric_limits<int64_t>::max() - pointer) ThrowValueError(range + " do not fit in 64 bits");
-  const void* first = reinterpret_cast<const void*>(pointer);
-  if (device < 0) {
-    if (!HostRangeIsMapped(first, bytes)) ThrowValueError(range + " are not all memory of this process");
-    return;
-  }
-  bool reachable = false;
-  LAUNCH_CUDA(device, HostRangeIsReachable(first, bytes, device, &reachable));
-  if (!reachable) {
-    ThrowValueError(range +
-                    " are not all host memory that the GPU can reach; allocate them page-locked (paddle_kv.HostPool, "
-                    "cudaHostAlloc) or register them");
-  }
-}
 
 void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<int64_t>& host_pointers,
                   int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,

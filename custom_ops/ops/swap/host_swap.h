@@ -15,10 +15,6 @@ struct HostSwapNames {
   std::string pointers;
 };
 
-// ValueError unless all bytes at the address are memory that copies can reach: page-locked for a GPU, mapped for the
-// CPU (device -1). `extent` says in the caller's words what the bytes are.
-void CheckHostRange(int64_t pointer, int64_t bytes, const std::string& name, const std::string& extent, int device);
-
 // Checks everything, then enqueues the copies of all tensors on `stream`. `mode` 0 is device to host, 1 host to device.
 void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<int64_t>& host_pointers,
                   int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,

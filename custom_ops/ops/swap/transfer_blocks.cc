@@ -2,30 +2,11 @@
 #include "paddle_kv/swap/transfer_blocks.h"
 
 #include "../common/guarded_kernel.h"
+#include "../common/host_range.h"
 #include "../common/launch.h"
 #include "../common/validate.h"
-#include "paddle_kv/common/cuda_device.h"
 
 namespace paddle_kv {
-namespace {
-
-void CheckReachable(const paddle::Tensor& host, const std::string& name, int64_t bytes, int device) {
-  bool reachable = false;
-  LAUNCH_CUDA(device, HostRangeIsReachable(host.data(), bytes, device, &reachable));
-  if (!reachable) {
-    ThrowValueError(name +
-                    " is pageable host memory, which the GPU cannot reach; use pinned memory (Tensor.pin_memory())");
-  }
-}
-
-std::string Text(const std::vector<int64_t>& shape) {
-  std::string text;
-  for (const int64_t size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
-  return text + "]";
-}
-
-}  // namespace
-
 void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, const std::vector<int64_t>& source_ids,
                     const std::vector<int64_t>& target_ids, int64_t stream) {
   const int64_t block_bytes = CheckCache(source, "source");
@@ -38,7 +19,7 @@ void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, 
   }
   if (std::vector<int64_t>(source_shape.begin() + 1, source_shape.end()) !=
       std::vector<int64_t>(target_shape.begin() + 1, target_shape.end())) {
-    ThrowValueError("source has shape " + Text(source_shape) + ", target has " + Text(target_shape) +
+    ThrowValueError("source has shape " + ShapeText(source_shape) + ", target has " + ShapeText(target_shape) +
                     "; all dimensions but the first must agree");
   }
   CheckSameLength(source_ids, "sources of block_mapping", target_ids, "targets of block_mapping");
@@ -63,8 +44,8 @@ void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, 
   if (OnGpu(source) && OnGpu(target) && source.place() != target.place()) {
     ThrowValueError("source and target are on different GPUs; both must be on one");
   }
-  if (!OnGpu(source)) CheckReachable(source, "source", source_bytes, where.device);
-  if (!OnGpu(target)) CheckReachable(target, "target", target_bytes, where.device);
+  if (!OnGpu(source)) CheckReachable(source, "source", where.device);
+  if (!OnGpu(target)) CheckReachable(target, "target", where.device);
   const Direction direction = !OnGpu(source)   ? Direction::kHostToDevice
                               : !OnGpu(target) ? Direction::kDeviceToHost
                                                : Direction::kDeviceToDevice;

@@ -78,7 +78,7 @@ class SimulatedBackend:
     def unbind(self, binding: Binding) -> None:
         self._bindings.remove(binding)
 
-    def create_stream(self) -> SimulatedStream:
+    def create_stream(self, *, urgent: bool = False) -> SimulatedStream:
         stream = self._device.add_stream(f"transfer-{len(self._device.streams)}")
         self._streams.append(stream)
         return stream
@@ -122,7 +122,8 @@ class SimulatedBackend:
     def copy_layers(self, binding: Binding, work: LayerWork, stream: SimulatedStream) -> None:
         device = self._device
         breaks = device.submission_breaks()
-        job = Job(f"{work.plan.direction} of {list(work.plan.source_ids)} to {list(work.plan.target_ids)}", call_site())
+        plan = work.plan
+        job = Job(f"{plan.direction} of {plan.source_ids.tolist()} to {plan.target_ids.tolist()}", call_site())
         for group in range(work.first_group, work.end_group):
             for event in work.waits[group - work.first_group]:
                 if event.mark is not None:
@@ -168,6 +169,6 @@ def _cells(binding: Binding, work: LayerWork, layer: int) -> list[tuple[Cell, Ce
     source, target = (binding.device, binding.host) if plan.direction == "offload" else (binding.host, binding.device)
     return [
         (Cell(source.key, name, layer, source_id), Cell(target.key, name, layer, target_id))
-        for source_id, target_id in zip(plan.source_ids, plan.target_ids, strict=True)
+        for source_id, target_id in zip(plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True)
         for name in source.spec.tensor_names
     ]

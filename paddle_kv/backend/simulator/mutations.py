@@ -66,8 +66,8 @@ class MutatedBackend:
         if "give-back-binding" not in self._drop:
             self.inner.unbind(binding)
 
-    def create_stream(self) -> Stream:
-        stream = self.inner.create_stream()
+    def create_stream(self, *, urgent: bool = False) -> Stream:
+        stream = self.inner.create_stream(urgent=urgent)
         self._streams[id(stream)] = False
         return stream
 

@@ -58,8 +58,8 @@ class RecordingBackend:
             self.log.work(HOST, "unbind", writes=[Location(names[2], 0, ALL_LAYERS)])
         self.inner.unbind(binding)
 
-    def create_stream(self) -> Stream:
-        stream = self.inner.create_stream()
+    def create_stream(self, *, urgent: bool = False) -> Stream:
+        stream = self.inner.create_stream(urgent=urgent)
         self.log.stream_names.setdefault(_key(stream), (f"transfer {self.log.next_mark()}", stream))
         return stream
 
@@ -149,13 +149,13 @@ class RecordingBackend:
         return self.log.stream_names.setdefault(_key(stream), (default, stream))[0]
 
     def _log_copy(self, work: LayerWork, layer: int, stream: str, names: Sequence[str], site: str) -> None:
-        device = [Location(names[0], slot, layer) for slot in work.plan.device_ids]
-        host = [Location(names[1], slot, layer) for slot in work.plan.host_ids]
+        device = [Location(names[0], slot, layer) for slot in work.plan.device_ids.tolist()]
+        host = [Location(names[1], slot, layer) for slot in work.plan.host_ids.tolist()]
         reads, writes = (device, host) if work.plan.direction == "offload" else (host, device)
         self.log.work(
             stream,
-            f"{work.plan.direction} of device blocks {list(work.plan.device_ids)} and host blocks "
-            f"{list(work.plan.host_ids)}, layer {layer},",
+            f"{work.plan.direction} of device blocks {work.plan.device_ids.tolist()} and host blocks "
+            f"{work.plan.host_ids.tolist()}, layer {layer},",
             [*reads, Location(names[2], 0, ALL_LAYERS)],
             writes,
             site,

@@ -216,7 +216,7 @@ class Server:
             if saves:
                 transfer = own.offload(device_ids, host_ids, layerwise=layerwise)
             else:
-                transfer = own.onload(host_ids, device_ids)
+                transfer = own.onload(host_ids, device_ids, urgent=self._num_flights % 3 == 0)
         except TransferError as error:
             self._note(f"  refused: {error}")
             writers = [content for block in source_ids for content in of_sources.get(block, [])]

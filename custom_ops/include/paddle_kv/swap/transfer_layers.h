@@ -1,10 +1,9 @@
-// Copies the same blocks of many layers, layer after layer, with an event behind each group of layers.
+// The pointers of a pair of pools, and copies of the same blocks of many layers.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "paddle_kv/common/status.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 
 namespace paddle_kv {
@@ -28,25 +27,10 @@ struct TransferPlan {
   std::vector<LayerTensor> tensors;  // [layer][tensor]
 };
 
-// One transfer, or a part of it. Event arrays hold cudaEvent_t as integers.
-struct LayerRange {
-  std::int64_t first_layer = 0;
-  std::int64_t end_layer = 0;
-  std::int64_t layers_per_event = 1;
-  // Group g waits for the next waits_per_group[g] entries of wait_events before it starts.
-  std::vector<std::int64_t> wait_events;
-  std::vector<std::int64_t> waits_per_group;
-  std::int64_t start_event = 0;             // recorded behind the waits of the first group; 0: none
-  std::vector<std::int64_t> record_events;  // one a group, recorded when its last layer is enqueued
-};
-
-// Returns when the layers are copied. Events are not used: there is no stream to order.
+// Returns when the layers are copied.
 void TransferLayersCpu(const TransferPlan& plan, Direction direction, const std::int64_t* device_ids,
-                       const std::int64_t* host_ids, std::int64_t block_count, const LayerRange& range);
-
-Status TransferLayersCuda(const TransferPlan& plan, Direction direction, const std::int64_t* device_ids,
-                          const std::int64_t* host_ids, std::int64_t block_count, const LayerRange& range,
-                          std::int64_t stream);
+                       const std::int64_t* host_ids, std::int64_t block_count, std::int64_t first_layer,
+                       std::int64_t end_layer);
 
 // The tensors of one layer with source and target as the direction has them.
 inline std::vector<BlockRows> RowsOfLayer(const TransferPlan& plan, std::int64_t layer, Direction direction) {

@@ -1,0 +1,59 @@
+// Transfers that one thread of this library submits, so that the caller is not held: a call enqueues, the thread feeds
+// the streams and records the events, with a bounded number of bytes in flight on each stream.
+//
+// A C interface, called through ctypes: an operator call of Paddle costs 10 to 40 us, and wait_stream is called for
+// every layer of a model. Handles of CUDA streams and events are integers.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// One transfer or a part of it: consecutive groups of layers. All arrays are copied.
+struct PaddleKvTransfer {
+  std::int64_t plan;  // number of a registered transfer plan
+  std::int64_t direction;
+  std::int64_t engine;  // paddle_kv::EngineKind
+  const std::int64_t* device_ids;
+  const std::int64_t* host_ids;
+  std::int64_t block_count;
+  std::int64_t first_layer;
+  std::int64_t end_layer;
+  std::int64_t layers_per_event;
+  const std::int64_t* wait_events;      // group g comes behind the next waits_per_group[g] of them
+  const std::int64_t* waits_per_group;  // one a group
+  std::int64_t start_event;             // recorded behind the waits of the first group
+  const std::int64_t* record_events;    // one a group
+  std::int64_t stream;
+};
+
+// Functions that return an int give 0, or -1 and the reason by paddle_kv_queue_error.
+
+// What went wrong in the last call of this thread that failed. `code` and `name` are CUDA's; 0 and "" for other errors.
+const char* paddle_kv_queue_error(int* code, const char** name);
+
+// A stream that takes transfers. `urgent`: its work is submitted before that of other streams.
+int paddle_kv_queue_open(int device, std::int64_t stream, int urgent);
+
+// Waits until all of the stream's transfers are submitted and done, and frees what their engines hold.
+int paddle_kv_queue_close(std::int64_t stream);
+
+// The record events count as pending from here until they are recorded. A wait for a pending event holds the group
+// back, not the other streams; so a transfer may wait for any transfer that was enqueued before.
+int paddle_kv_queue_submit(const PaddleKvTransfer* transfer);
+
+// Blocks until everything of the stream is submitted; 1: not within the time. A negative time has no end.
+int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
+
+// Work submitted to `stream` from now on comes behind the event; blocks while it is pending; 1: it still is.
+int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us);
+
+// 0: passed, 1: not yet, -1: passed, and what was submitted before it has failed. Breaks no capture of other threads.
+int paddle_kv_queue_query(std::int64_t event);
+
+// The failure of an event is forgotten; to be called before such an event is used again. 1: there was one.
+int paddle_kv_queue_forget(std::int64_t event);
+
+// Sizes for engine "auto" (engine_choice.h): copy_engine[2][2], staging[2][2], staging_block.
+int paddle_kv_queue_set_thresholds(const std::int64_t* nine);
+}

@@ -1,0 +1,460 @@
+#include "paddle_kv/swap/transfer_queue.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <numeric>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "paddle_kv/common/capture_tolerance.cuh"
+#include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/swap/engine.h"
+#include "paddle_kv/swap/engine_choice.h"
+#include "paddle_kv/swap/transfer_plans.h"
+
+namespace paddle_kv {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Tuning {
+  // What an urgent transfer may find before it is what the copy engine has been given: 0.3 ms of the link a call. The
+  // others are kernels, which run beside each other, and their calls are worth more when they are long.
+  static constexpr std::int64_t kCopyEngineBytes = 16 << 20;
+  static constexpr std::int64_t kKernelBytes = 64 << 20;
+  static constexpr int kCallsInFlight = 3;
+  static constexpr std::chrono::microseconds kPoll{50};         // for the end of what is in flight
+  static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
+};
+
+// Asked in vain: the runtime would report that as the error of the next launch.
+bool IsNotReady(cudaError_t result) {
+  if (result != cudaSuccess) cudaGetLastError();
+  return result == cudaErrorNotReady;
+}
+
+cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
+
+struct QueuedTransfer {
+  std::shared_ptr<const TransferPlan> plan;
+  Direction direction;
+  EngineKind engine;
+  std::vector<Run> runs;  // sorted by host block
+  PieceSizes sizes;
+  std::int64_t first_layer;
+  std::int64_t end_layer;
+  std::int64_t layers_per_event;
+  std::vector<std::int64_t> wait_events;
+  std::vector<std::int64_t> first_wait;  // of each group, and the end
+  std::int64_t start_event;
+  std::vector<std::int64_t> record_events;
+  std::int64_t layer_bytes = 0;
+  std::int64_t next_group = 0;
+
+  std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
+  std::int64_t FirstLayer(std::int64_t group) const {
+    return std::min(first_layer + group * layers_per_event, end_layer);
+  }
+};
+
+// Groups of the first transfer of a stream that are submitted next.
+struct Step {
+  QueuedTransfer* transfer;
+  std::int64_t first_group;
+  std::int64_t end_group;
+  std::int64_t bytes;
+  EngineKind engine;
+};
+
+struct Stream {
+  DeviceStream where;
+  bool urgent;
+  std::deque<QueuedTransfer> transfers;
+  bool submitting = false;
+  std::array<std::unique_ptr<Engine>, kEngineKinds> engines;
+  struct Flight {
+    cudaEvent_t end;
+    std::int64_t bytes;
+  };
+  std::deque<Flight> flights;
+  std::vector<cudaEvent_t> idle_events;
+  std::int64_t bytes_in_flight = 0;
+};
+
+thread_local Status last_error;
+thread_local std::string last_error_text;
+
+int Fail(const Status& status) {
+  last_error = status;
+  last_error_text = std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) + ") in " +
+                    status.call + ": " + status.text;
+  return -1;
+}
+
+int Fail(const std::string& text) {
+  last_error = {};
+  last_error_text = text;
+  return -1;
+}
+
+class TransferQueue {
+ public:
+  // Lives to the end of the process, as its thread does.
+  static TransferQueue& Get() {
+    static TransferQueue* const queue = new TransferQueue;
+    return *queue;
+  }
+
+  void Open(const DeviceStream& where, bool urgent) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto stream = std::make_shared<Stream>();
+    stream->where = where;
+    stream->urgent = urgent;
+    streams_[where.stream] = std::move(stream);
+    order_.clear();
+    for (const bool wanted : {true, false}) {
+      for (const auto& entry : streams_) {
+        if (entry.second->urgent == wanted) order_.push_back(entry.second);
+      }
+    }
+  }
+
+  Status Close(std::int64_t handle) {
+    std::shared_ptr<Stream> stream;
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      const auto found = streams_.find(handle);
+      if (found == streams_.end()) return {};
+      stream = found->second;
+      changed_.wait(lock, [&] { return stream->transfers.empty() && !stream->submitting; });
+      streams_.erase(handle);
+      order_.erase(std::find(order_.begin(), order_.end(), stream));
+    }
+    DeviceGuard guard(stream->where.device);
+    PADDLE_KV_RETURN_IF_ERROR(guard.status());
+    const Status status = ToStatus(cudaStreamSynchronize(StreamOf(stream->where)), "cudaStreamSynchronize");
+    for (const auto& flight : stream->flights) cudaEventDestroy(flight.end);
+    for (const cudaEvent_t event : stream->idle_events) cudaEventDestroy(event);
+    for (auto& engine : stream->engines) engine.reset();
+    return status;
+  }
+
+  bool Submit(std::int64_t handle, QueuedTransfer transfer) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = streams_.find(handle);
+    if (found == streams_.end()) return false;
+    for (const std::int64_t event : transfer.record_events) pending_.insert(event);
+    found->second->transfers.push_back(std::move(transfer));
+    work_.notify_one();
+    return true;
+  }
+
+  bool Flush(std::int64_t handle, std::int64_t timeout_us) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto found = streams_.find(handle);
+    if (found == streams_.end()) return true;
+    const std::shared_ptr<Stream> stream = found->second;
+    return WaitFor(lock, timeout_us, [&] { return stream->transfers.empty() && !stream->submitting; });
+  }
+
+  bool WaitRecorded(std::int64_t event, std::int64_t timeout_us) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return WaitFor(lock, timeout_us, [&] { return pending_.count(event) == 0; });
+  }
+
+  bool IsPending(std::int64_t event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return pending_.count(event) != 0;
+  }
+
+  bool Failure(std::int64_t event, Status* status) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = failed_.find(event);
+    if (found == failed_.end()) return false;
+    *status = found->second;
+    return true;
+  }
+
+  bool Forget(std::int64_t event) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return failed_.erase(event) != 0;
+  }
+
+  void SetThresholds(const EngineThresholds& thresholds) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    thresholds_ = thresholds;
+  }
+
+  void ComputeIsBusy() { compute_seen_ = Clock::now().time_since_epoch().count(); }
+
+ private:
+  TransferQueue() { std::thread(&TransferQueue::SubmitForever, this).detach(); }
+
+  template <class Condition>
+  bool WaitFor(std::unique_lock<std::mutex>& lock, std::int64_t timeout_us, Condition condition) {
+    if (timeout_us < 0) {
+      changed_.wait(lock, condition);
+      return true;
+    }
+    return changed_.wait_for(lock, std::chrono::microseconds(timeout_us), condition);
+  }
+
+  void SubmitForever() {
+    const CaptureTolerance tolerance;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      bool queued = false;
+      bool submitted = false;
+      for (const std::shared_ptr<Stream>& candidate : std::vector<std::shared_ptr<Stream>>(order_)) {
+        Step step;
+        if (candidate->transfers.empty()) continue;
+        queued = true;
+        if (!NextStep(*candidate, &step)) continue;
+        SubmitStep(lock, *candidate, step);
+        submitted = true;
+        break;  // an urgent one may have come meanwhile
+      }
+      if (submitted) continue;
+      if (queued) {
+        work_.wait_for(lock, Tuning::kPoll);
+      } else {
+        work_.wait(lock);
+      }
+    }
+  }
+
+  bool ComputeWasBusy() const {
+    return Clock::now().time_since_epoch() - Clock::duration(compute_seen_.load()) < Tuning::kComputeSeen;
+  }
+
+  // Under the lock. False: nothing that may be submitted yet.
+  bool NextStep(Stream& stream, Step* step) {
+    QueuedTransfer& transfer = stream.transfers.front();
+    std::int64_t group = transfer.next_group;
+    for (std::int64_t w = transfer.first_wait[group]; w < transfer.first_wait[group + 1]; ++w) {
+      if (pending_.count(transfer.wait_events[w]) != 0) return false;
+    }
+    while (!stream.flights.empty() && !IsNotReady(cudaEventQuery(stream.flights.front().end))) {
+      stream.bytes_in_flight -= stream.flights.front().bytes;
+      stream.idle_events.push_back(stream.flights.front().end);
+      stream.flights.pop_front();
+    }
+    step->engine = transfer.engine != EngineKind::kAuto
+                       ? transfer.engine
+                       : ChooseEngine(transfer.sizes, transfer.direction, ComputeWasBusy(), thresholds_);
+    const std::int64_t largest =
+        step->engine == EngineKind::kCopyEngine ? Tuning::kCopyEngineBytes : Tuning::kKernelBytes;
+    if (stream.bytes_in_flight >= largest * (Tuning::kCallsInFlight - 1)) return false;
+    step->transfer = &transfer;
+    step->first_group = group;
+    step->bytes = 0;
+    do {
+      step->bytes += (transfer.FirstLayer(group + 1) - transfer.FirstLayer(group)) * transfer.layer_bytes;
+      ++group;
+    } while (group < transfer.group_count() && transfer.first_wait[group] == transfer.first_wait[group + 1] &&
+             step->bytes < largest);
+    step->end_group = group;
+    return true;
+  }
+
+  void SubmitStep(std::unique_lock<std::mutex>& lock, Stream& stream, const Step& step) {
+    QueuedTransfer& transfer = *step.transfer;  // others append behind it, this thread alone removes it
+    stream.submitting = true;
+    lock.unlock();
+    Status status;
+    try {
+      status = Enqueue(stream, step);
+    } catch (const std::bad_alloc&) {
+      status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
+    }
+    std::int64_t end_group = step.end_group;
+    if (!status.ok()) {
+      // Part of it may run. Behind the events it has stopped touching memory.
+      end_group = transfer.group_count();
+      DeviceGuard guard(stream.where.device);
+      for (std::int64_t g = step.first_group; g < end_group; ++g) {
+        ToStatus(cudaEventRecord(EventOf(transfer.record_events[g]), StreamOf(stream.where)), "cudaEventRecord");
+      }
+    }
+    lock.lock();
+    stream.submitting = false;
+    for (std::int64_t g = step.first_group; g < end_group; ++g) {
+      pending_.erase(pending_.find(transfer.record_events[g]));
+      if (!status.ok()) failed_[transfer.record_events[g]] = status;
+    }
+    transfer.next_group = end_group;
+    if (end_group == transfer.group_count()) stream.transfers.pop_front();
+    changed_.notify_all();
+  }
+
+  Status Enqueue(Stream& stream, const Step& step) {
+    QueuedTransfer& transfer = *step.transfer;
+    DeviceGuard guard(stream.where.device);
+    PADDLE_KV_RETURN_IF_ERROR(guard.status());
+    const cudaStream_t handle = StreamOf(stream.where);
+    for (std::int64_t w = transfer.first_wait[step.first_group]; w < transfer.first_wait[step.first_group + 1]; ++w) {
+      const cudaEvent_t event = EventOf(transfer.wait_events[w]);
+      // What a transfer has to wait for is the model's work, most of the time.
+      if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
+      PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
+    }
+    if (step.first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
+    const EngineKind kind = step.engine;
+    std::unique_ptr<Engine>& engine = stream.engines[static_cast<int>(kind)];
+    if (engine == nullptr) {
+      engine = kind == EngineKind::kKernel    ? MakeKernelEngine(stream.where.device)
+               : kind == EngineKind::kStaging ? MakeStagingEngine(stream.where.device)
+                                              : MakeCopyEngine(stream.where.device);
+    }
+    const EngineWork work = {transfer.plan.get(),
+                             transfer.direction,
+                             &transfer.runs,
+                             transfer.FirstLayer(step.first_group),
+                             transfer.FirstLayer(step.end_group),
+                             transfer.layers_per_event,
+                             &transfer.record_events[step.first_group]};
+    PADDLE_KV_RETURN_IF_ERROR(engine->Copy(work, stream.where));
+    if (stream.idle_events.empty()) {
+      cudaEvent_t made = nullptr;
+      PADDLE_KV_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
+      stream.idle_events.push_back(made);
+    }
+    PADDLE_KV_CUDA(cudaEventRecord(stream.idle_events.back(), handle));
+    stream.flights.push_back({stream.idle_events.back(), step.bytes});
+    stream.idle_events.pop_back();
+    stream.bytes_in_flight += step.bytes;
+    return {};
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_;     // for the thread: there is more to submit
+  std::condition_variable changed_;  // for callers: something was submitted
+  std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
+  std::vector<std::shared_ptr<Stream>> order_;  // urgent ones first
+  std::multiset<std::int64_t> pending_;         // events that are still to be recorded
+  std::map<std::int64_t, Status> failed_;
+  EngineThresholds thresholds_;
+  std::atomic<Clock::rep> compute_seen_{Clock::duration::min().count() / 2};
+};
+
+// A C++ exception must not reach the caller's C.
+template <class Function>
+int Guarded(Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    return Fail(error.what());
+  }
+}
+
+}  // namespace
+}  // namespace paddle_kv
+
+using namespace paddle_kv;
+
+const char* paddle_kv_queue_error(int* code, const char** name) {
+  *code = last_error.code;
+  *name = last_error.ok() ? "" : last_error.name;
+  return last_error_text.c_str();
+}
+
+int paddle_kv_queue_open(int device, std::int64_t stream, int urgent) {
+  return Guarded([&] {
+    TransferQueue::Get().Open({device, stream}, urgent != 0);
+    return 0;
+  });
+}
+
+int paddle_kv_queue_close(std::int64_t stream) {
+  return Guarded([&] {
+    const Status status = TransferQueue::Get().Close(stream);
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
+int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
+  return Guarded([&] {
+    QueuedTransfer transfer;
+    transfer.plan = FindTransferPlan(given->plan);
+    if (transfer.plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
+    transfer.direction = static_cast<Direction>(given->direction);
+    transfer.engine = static_cast<EngineKind>(given->engine);
+    transfer.runs = MergeRuns(given->host_ids, given->device_ids, given->block_count);
+    if (transfer.direction == Direction::kDeviceToHost) {
+      for (Run& run : transfer.runs) std::swap(run.source, run.target);
+    }
+    transfer.sizes = SizesOfPieces(*transfer.plan, transfer.direction, transfer.runs);
+    transfer.first_layer = given->first_layer;
+    transfer.end_layer = given->end_layer;
+    transfer.layers_per_event = given->layers_per_event;
+    const std::int64_t groups =
+        (given->end_layer - given->first_layer + given->layers_per_event - 1) / given->layers_per_event;
+    transfer.first_wait.assign(groups + 1, 0);
+    std::partial_sum(given->waits_per_group, given->waits_per_group + groups, transfer.first_wait.begin() + 1);
+    transfer.wait_events.assign(given->wait_events, given->wait_events + transfer.first_wait.back());
+    transfer.start_event = given->start_event;
+    transfer.record_events.assign(given->record_events, given->record_events + groups);
+    for (std::int64_t t = 0; t < transfer.plan->tensors_per_layer; ++t) {
+      transfer.layer_bytes += transfer.plan->tensors[t].block_bytes * given->block_count;
+    }
+    if (groups == 0) return 0;
+    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) return Fail("the stream is not open");
+    return 0;
+  });
+}
+
+int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us) {
+  return Guarded([&] { return TransferQueue::Get().Flush(stream, timeout_us) ? 0 : 1; });
+}
+
+int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us) {
+  return Guarded([&] {
+    TransferQueue& queue = TransferQueue::Get();
+    if (!queue.WaitRecorded(event, timeout_us)) return 1;
+    DeviceGuard guard(device);
+    if (!guard.status().ok()) return Fail(guard.status());
+    const auto handle = reinterpret_cast<cudaStream_t>(stream);
+    const CaptureTolerance tolerance;
+    if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy();
+    const Status status = ToStatus(cudaStreamWaitEvent(handle, EventOf(event), 0), "cudaStreamWaitEvent");
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
+int paddle_kv_queue_query(std::int64_t event) {
+  return Guarded([&] {
+    TransferQueue& queue = TransferQueue::Get();
+    if (queue.IsPending(event)) return 1;
+    const CaptureTolerance tolerance;
+    const cudaError_t result = cudaEventQuery(EventOf(event));
+    if (IsNotReady(result)) return 1;
+    if (result != cudaSuccess) return Fail(ToStatus(result, "cudaEventQuery"));
+    Status failure;
+    return queue.Failure(event, &failure) ? Fail(failure) : 0;
+  });
+}
+
+int paddle_kv_queue_forget(std::int64_t event) {
+  return Guarded([&] { return TransferQueue::Get().Forget(event) ? 1 : 0; });
+}
+
+int paddle_kv_queue_set_thresholds(const std::int64_t* nine) {
+  return Guarded([&] {
+    EngineThresholds thresholds;
+    for (int i = 0; i < 4; ++i) thresholds.copy_engine[i / 2][i % 2] = nine[i];
+    for (int i = 0; i < 4; ++i) thresholds.staging[i / 2][i % 2] = nine[4 + i];
+    thresholds.staging_block = nine[8];
+    TransferQueue::Get().SetThresholds(thresholds);
+    return 0;
+  });
+}

@@ -1,0 +1,70 @@
+"""Sizes of engine "auto": what is stored is what is loaded, and the cheapest engine is found from measured rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paddle_kv.backend import calibration
+from paddle_kv.backend.calibration import NEVER, EngineSizes, WaySizes
+from paddle_kv.bench.calibrate import sizes_from
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_what_is_stored_is_loaded(cache):
+    sizes = EngineSizes(WaySizes(1, 2), WaySizes(3, 4), WaySizes(5, 6), WaySizes(7, 8), 9)
+    path = calibration.store("NVIDIA H200 / 141GB", sizes)
+    assert path == cache / "paddle_kv" / "engines-NVIDIA-H200-141GB.json"
+    assert calibration.load("NVIDIA H200 / 141GB") == sizes
+    assert calibration.load("another") is None
+    assert sizes.in_order() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sizes_bytes": {"staging_block": 1, "unknown": {"alone": 1}}}'])
+def test_a_file_that_is_not_ours_is_as_none(content):
+    path = calibration.path_of("gpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert calibration.load("gpu") is None
+    calibration.store("gpu", EngineSizes())
+    assert calibration.load("gpu") == EngineSizes()
+    assert json.loads(path.read_text())["gpu"] == "gpu"
+
+
+def rows(pattern: str, rates: dict[str, dict[int, float]], load: str, slowed: dict[str, float]):
+    for method, by_size in rates.items():
+        for size, gbps in by_size.items():
+            for way in ("d2h", "h2d"):
+                row = {"piece_kib": size, "pattern": pattern, "way": way, "load": load, "method": method, "gbps": gbps}
+                yield row | ({"slowed_percent": slowed[method]} if load != "none" else {})
+
+
+def test_the_cheapest_engine_from_each_size_on():
+    alone = {"kernel": {4: 45, 32: 50, 128: 50}, "copy_engine": {4: 3, 32: 40, 128: 53}}
+    beside = {"kernel": {4: 40, 32: 40, 128: 40}, "copy_engine": {4: 3, 32: 38, 128: 50}}
+    slowed = {"kernel": 20.0, "copy_engine": 2.0}
+    staged = {"kernel": {16: 45}, "copy_engine": {16: 20}, "staging": {16: 54}}
+    staged_beside = {"kernel": {16: 40}, "copy_engine": {16: 20}, "staging": {16: 10}}
+    measured = [
+        *rows("scattered", alone, "none", slowed),
+        *rows("scattered", beside, "gemm", slowed),
+        *rows("scattered", beside, "gemv", slowed),
+        *rows("contiguous_host", staged, "none", slowed),
+        *rows("contiguous_host", staged_beside, "gemm", slowed | {"staging": 20.0}),
+        *rows("contiguous_host", staged_beside, "gemv", slowed | {"staging": 20.0}),
+    ]
+    sizes = sizes_from(measured, EngineSizes())
+    assert sizes.copy_engine_d2h == sizes.copy_engine_h2d == WaySizes(128 << 10, 32 << 10)
+    assert sizes.staging_d2h == WaySizes(EngineSizes().staging_d2h.alone, NEVER)
+
+
+def test_an_engine_that_is_never_the_cheapest():
+    rates = {"kernel": {4: 45, 128: 50}, "copy_engine": {4: 3, 128: 30}}
+    sizes = sizes_from(rows("scattered", rates, "none", {}), EngineSizes())
+    assert sizes.copy_engine_d2h.alone == NEVER

@@ -1,0 +1,156 @@
+"""The tracker against one that keeps a writer, a list of readers and the leases of each block by itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from paddle_kv.errors import TransferError
+from paddle_kv.schedule.hazards import BlockDomain
+
+BLOCKS = range(7)
+some = st.lists(st.sampled_from(BLOCKS), max_size=5)
+distinct = st.lists(st.sampled_from(BLOCKS), max_size=5, unique=True)
+as_given = st.sampled_from([list, tuple, lambda ids: np.array(ids, np.int64)])
+
+
+@dataclass(eq=False)
+class Move:
+    """A transfer, as the tracker and as this test see it."""
+
+    ids: list[int]
+    writes: bool
+    failed: bool = False
+
+
+@dataclass
+class Block:
+    writer: Move | None = None
+    readers: set[Move] = field(default_factory=set)
+    read_leases: int = 0
+    write_lease: bool = False
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.writer or self.readers or self.read_leases or self.write_lease)
+
+
+class Machine(RuleBasedStateMachine):
+    moves = Bundle("moves")
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.domain = BlockDomain()
+        self.blocks: dict[int, Block] = defaultdict(Block)
+        self.poison: set[int] = set()
+
+    def refusal(self, ids: list[int], writes: bool) -> tuple[type[Exception], str] | None:
+        for block_id in ids:
+            block = self.blocks[block_id]
+            if block.write_lease or (writes and block.read_leases):
+                return RuntimeError, f"block {block_id} of the pool is leased"
+            if not writes and block_id in self.poison and (block.writer is None or block.writer.failed):
+                return TransferError, f"block {block_id} of the pool holds no usable data"
+        return None
+
+    @rule(target=moves, ids=some, form=as_given)
+    def read(self, ids: list[int], form: Any) -> Move:
+        move = Move(ids, writes=False)
+        writers = {self.blocks[i].writer for i in ids} - {None}
+        assert self.domain.read(form(ids), move) == writers
+        for block_id in ids:
+            self.blocks[block_id].readers.add(move)
+        return move
+
+    @rule(target=moves, ids=distinct, form=as_given)
+    def write(self, ids: list[int], form: Any) -> Move:
+        move = Move(ids, writes=True)
+        before = {self.blocks[i].writer for i in ids} - {None}
+        before.update(*(self.blocks[i].readers for i in ids))
+        assert self.domain.write(form(ids), move) == before
+        for block_id in ids:
+            self.blocks[block_id].writer = move
+            self.blocks[block_id].readers = set()
+        return move
+
+    @rule(ids=some, writes=st.booleans(), form=as_given)
+    def check(self, ids: list[int], writes: bool, form: Any) -> None:
+        expected = self.refusal(ids, writes)
+        if expected is None:
+            self.domain.check(form(ids), "pool", writing=writes)
+            return
+        with pytest.raises(expected[0], match=expected[1]) as raised:
+            self.domain.check(form(ids), "pool", writing=writes)
+        if expected[0] is TransferError:
+            assert raised.value.block_ids == [i for i in ids if i in self.poison]
+
+    @rule(move=moves)
+    def fail(self, move: Move) -> None:
+        if not move.writes:
+            return
+        move.failed = True
+        self.domain.poison(move.ids, move, TransferError("broken"))
+        self.poison.update(i for i in move.ids if self.blocks[i].writer is move)
+
+    @rule(move=consumes(moves))
+    def release(self, move: Move) -> None:
+        written = move.writes and not move.failed
+        self.domain.release(move.ids, move, written=written)
+        for block_id, block in self.blocks.items():
+            block.readers.discard(move)
+            if block.writer is move:
+                block.writer = None
+                if written:
+                    self.poison.discard(block_id)
+
+    @rule(ids=some)
+    def mark_rewritten(self, ids: list[int]) -> None:
+        self.domain.mark_rewritten(ids)
+        self.poison.difference_update(ids)
+
+    @rule(target=leases, ids=distinct, write=st.booleans())
+    def lease(self, ids: list[int], write: bool) -> tuple[list[int], bool]:
+        blocks = [self.blocks[i] for i in ids]
+        refused = any(b.writer or b.write_lease or (write and (b.readers or b.read_leases)) for b in blocks)
+        assert self.domain.try_lease(ids, write=write) == (not refused)
+        if refused:
+            return [], write
+        for block in blocks:
+            block.write_lease |= write
+            block.read_leases += not write
+        return ids, write
+
+    @rule(lease=consumes(leases))
+    def end_lease(self, lease: tuple[list[int], bool]) -> None:
+        ids, write = lease
+        if not ids:
+            return
+        self.domain.end_lease(ids[::-1], write=write)
+        for block_id in ids:
+            self.blocks[block_id].write_lease &= not write
+            self.blocks[block_id].read_leases -= not write
+
+    @rule(ids=distinct, writing=st.booleans())
+    def users(self, ids: list[int], writing: bool) -> None:
+        found = {(move, is_writer) for _, move, is_writer in self.domain.users(ids, writing=writing)}
+        expected = {(self.blocks[i].writer, True) for i in ids if self.blocks[i].writer}
+        if writing:
+            expected |= {(reader, False) for i in ids for reader in self.blocks[i].readers}
+        assert found == expected
+
+    @invariant()
+    def holds_what_it_should(self) -> None:
+        busy = [i for i in BLOCKS if self.blocks[i].busy]
+        assert self.domain.busy(BLOCKS) == busy
+        assert [i for i in BLOCKS if self.domain.is_busy(i)] == busy
+        assert self.domain.poisoned(BLOCKS) == sorted(self.poison)
+
+
+TestMachine = Machine.TestCase
