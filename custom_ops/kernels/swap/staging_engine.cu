@@ -11,6 +11,7 @@
 // synchronisation by another thread (cudaFree, say) between its launch and its last copy would never end. Here every
 // wait is for an event that was recorded before it.
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "paddle_kv/common/cuda_status.cuh"
@@ -81,7 +82,12 @@ class StagingEngine : public Engine {
     const DeviceGuard guard(device_);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
     PADDLE_KV_RETURN_IF_ERROR(SetUp());
-    const Status status = Enqueue(work, StreamOf(where));
+    Status status;
+    try {
+      status = Enqueue(work, StreamOf(where));
+    } catch (const std::bad_alloc&) {
+      status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
+    }
     open_ = status.ok() && work.more_follows;
     if (open_) return {};
     const Status ordered = Order(side_, end_, StreamOf(where));

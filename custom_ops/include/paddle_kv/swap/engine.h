@@ -22,8 +22,9 @@ struct EngineWork {
   std::int64_t end_layer;
   std::int64_t layers_per_event;
   const std::int64_t* record_events;  // cudaEvent_t as integers, one a group
-  // The next thing on the stream is another Copy of this engine, with nothing in between. Then the stream need not come
-  // behind all of this copy, and the two can overlap; their events are as without.
+  // The next thing on the stream is another Copy of this engine, of other layers of the same transfer, with nothing in
+  // between but the recording of events. Then the stream need not come behind all of
+  // this copy, and the two can overlap; the events of their groups are as without.
   bool more_follows = false;
 };
 
