@@ -61,6 +61,8 @@ struct QueuedTransfer {
   std::vector<std::int64_t> record_events;
   std::int64_t layer_bytes = 0;
   std::int64_t next_group = 0;
+  bool more_follows = false;  // as the last step has told its engine
+  EngineKind last_engine{};
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const {
@@ -75,6 +77,7 @@ struct Step {
   std::int64_t end_group;
   std::int64_t bytes;
   EngineKind engine;
+  bool more_follows;  // the next step on the stream is of the same transfer and engine, and waits for nothing
 };
 
 struct Stream {
@@ -266,9 +269,12 @@ class TransferQueue {
       stream.idle_events.push_back(stream.flights.front().end);
       stream.flights.pop_front();
     }
-    step->engine = transfer.engine != EngineKind::kAuto
-                       ? transfer.engine
-                       : ChooseEngine(transfer.sizes, transfer.direction, ComputeWasBusy(), thresholds_);
+    step->engine = transfer.engine;
+    if (transfer.more_follows) {
+      step->engine = transfer.last_engine;
+    } else if (step->engine == EngineKind::kAuto) {
+      step->engine = ChooseEngine(transfer.sizes, transfer.direction, ComputeWasBusy(), thresholds_);
+    }
     const std::int64_t largest =
         step->engine == EngineKind::kCopyEngine ? Tuning::kCopyEngineBytes : Tuning::kKernelBytes;
     if (stream.bytes_in_flight >= largest * (Tuning::kCallsInFlight - 1)) return false;
@@ -278,8 +284,9 @@ class TransferQueue {
     do {
       step->bytes += (transfer.FirstLayer(group + 1) - transfer.FirstLayer(group)) * transfer.layer_bytes;
       ++group;
-    } while (group < transfer.group_count() && transfer.first_wait[group] == transfer.first_wait[group + 1] &&
-             step->bytes < largest);
+      step->more_follows =
+          group < transfer.group_count() && transfer.first_wait[group] == transfer.first_wait[group + 1];
+    } while (step->more_follows && step->bytes < largest);
     step->end_group = group;
     return true;
   }
@@ -310,6 +317,8 @@ class TransferQueue {
       if (!status.ok()) failed_[transfer.record_events[g]] = status;
     }
     transfer.next_group = end_group;
+    transfer.more_follows = step.more_follows;
+    transfer.last_engine = step.engine;
     if (end_group == transfer.group_count()) stream.transfers.pop_front();
     changed_.notify_all();
   }
@@ -339,7 +348,8 @@ class TransferQueue {
                              transfer.FirstLayer(step.first_group),
                              transfer.FirstLayer(step.end_group),
                              transfer.layers_per_event,
-                             &transfer.record_events[step.first_group]};
+                             &transfer.record_events[step.first_group],
+                             step.more_follows};
     PADDLE_KV_RETURN_IF_ERROR(engine->Copy(work, stream.where));
     if (stream.idle_events.empty()) {
       cudaEvent_t made = nullptr;

@@ -22,6 +22,10 @@ struct EngineWork {
   std::int64_t end_layer;
   std::int64_t layers_per_event;
   const std::int64_t* record_events;  // cudaEvent_t as integers, one a group
+  // The next thing on the stream is another Copy of this engine, of other layers of the same transfer, with nothing in
+  // between but the recording of events. Then the stream need not come behind all of
+  // this copy, and the two can overlap; the events of their groups are as without.
+  bool more_follows = false;
 };
 
 // Belongs to one transfer stream; called by one thread at a time.
@@ -29,10 +33,10 @@ class Engine {
  public:
   virtual ~Engine() = default;
 
-  // Enqueues. Work that was on the stream before comes first; later work on it comes behind all of this. Event g is
-  // recorded (on whatever stream) such that it completes when group g is copied. All arguments may go away on return;
-  // memory of the plan must live until the last event is done. After an error an unknown part has been enqueued, and
-  // the stream is ordered behind it all the same.
+  // Enqueues. Work that was on the stream before comes first; later work on it comes behind all of this, unless more
+  // follows. Event g is recorded (on whatever stream) such that it completes when group g is copied. All arguments may
+  // go away on return; memory of the plan must live until the last event is done. After an error an unknown part has
+  // been enqueued, and the stream is ordered behind it all the same.
   virtual Status Copy(const EngineWork& work, const DeviceStream& where) = 0;
 };
 

@@ -1,0 +1,91 @@
+// Buffers for small tables that kernels read: filled on the host, copied to the device by the copy engine. A store
+// kernel (DeviceTable) would have to wait until a multiprocessor is free, which beside matrix products takes longer
+// than the upload; and the list here may be of any length.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "paddle_kv/common/cuda_status.cuh"
+
+namespace paddle_kv {
+
+// Page-locked memory, the device memory it is copied to, and an event that is done when both are free again.
+class UploadBuffer {
+ public:
+  UploadBuffer() = default;
+  ~UploadBuffer() {
+    if (released_ != nullptr) {
+      cudaEventSynchronize(released_);
+      cudaEventDestroy(released_);
+    }
+    if (host_ != nullptr) cudaFreeHost(host_);
+    if (device_ != nullptr) cudaFree(device_);
+  }
+  UploadBuffer(const UploadBuffer&) = delete;
+  UploadBuffer& operator=(const UploadBuffer&) = delete;
+
+  Status Allocate(std::size_t bytes) {
+    PADDLE_KV_CUDA(cudaEventCreateWithFlags(&released_, cudaEventDisableTiming));
+    PADDLE_KV_CUDA(cudaHostAlloc(&host_, bytes, cudaHostAllocDefault));
+    PADDLE_KV_CUDA(cudaMalloc(&device_, bytes));
+    bytes_ = bytes;
+    return {};
+  }
+
+  bool IsFree() const {
+    const cudaError_t state = cudaEventQuery(released_);
+    if (state != cudaSuccess) cudaGetLastError();
+    return state == cudaSuccess;
+  }
+  std::size_t bytes() const { return bytes_; }
+  std::uint8_t* host() const { return static_cast<std::uint8_t*>(host_); }
+  std::uint8_t* device() const { return static_cast<std::uint8_t*>(device_); }
+
+  Status Upload(std::size_t bytes, cudaStream_t stream) {
+    PADDLE_KV_CUDA(cudaMemcpyAsync(device_, host_, bytes, cudaMemcpyHostToDevice, stream));
+    return {};
+  }
+  // The work that is on the stream now is the last to use the buffer.
+  Status ReleaseBehind(cudaStream_t stream) {
+    PADDLE_KV_CUDA(cudaEventRecord(released_, stream));
+    return {};
+  }
+
+ private:
+  std::size_t bytes_ = 0;
+  void* host_ = nullptr;
+  void* device_ = nullptr;
+  cudaEvent_t released_ = nullptr;
+};
+
+class UploadBuffers {
+ public:
+  // A buffer that nothing uses any more. There are as many as calls have been in flight at once.
+  Status Take(std::size_t bytes, UploadBuffer** taken) {
+    for (const auto& buffer : buffers_) {
+      if (buffer->bytes() >= bytes && buffer->IsFree()) {
+        *taken = buffer.get();
+        return {};
+      }
+    }
+    std::size_t size = kSmallestBytes;
+    while (size < bytes) size *= 2;
+    auto made = std::make_unique<UploadBuffer>();
+    PADDLE_KV_RETURN_IF_ERROR(made->Allocate(size));
+    buffers_.push_back(std::move(made));
+    *taken = buffers_.back().get();
+    return {};
+  }
+  // Waits for the work that uses them.
+  void clear() { buffers_.clear(); }
+
+ private:
+  static constexpr std::size_t kSmallestBytes = 64 << 10;
+  std::vector<std::unique_ptr<UploadBuffer>> buffers_;
+};
+
+}  // namespace paddle_kv

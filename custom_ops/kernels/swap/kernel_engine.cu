@@ -1,0 +1,153 @@
+// One launch for all layers of a call. A launch of its own for each layer has to wait every time until a multiprocessor
+// is free, which beside matrix products takes longer than the copy, and drains the pipeline in between.
+//
+// An event in the middle of the kernel: the kernel counts, per group, the warps that are through with it; a stream of
+// the engine waits for the count and records the event behind that. Counters only grow, so that the waits of one call
+// cannot be met by another one. The kernel is enqueued before the waits: should the two streams share a hardware queue,
+// the waits do not keep the kernel from starting.
+#include <algorithm>
+#include <vector>
+
+#include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/stream_waits.cuh"
+#include "paddle_kv/common/upload_buffers.cuh"
+#include "paddle_kv/swap/copy_segments.h"
+#include "paddle_kv/swap/engine.h"
+
+namespace paddle_kv {
+namespace {
+
+cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
+
+class KernelEngine : public Engine {
+ public:
+  explicit KernelEngine(int device) : device_(device) {}
+  ~KernelEngine() override {
+    const DeviceGuard guard(device_);
+    if (side_ != nullptr) {
+      cudaStreamSynchronize(side_);
+      cudaStreamDestroy(side_);
+    }
+    tables_.clear();  // waits for the kernels, which write the counters
+    for (std::uint32_t* counters : all_counters_) cudaFree(counters);
+  }
+
+  Status Copy(const EngineWork& work, const DeviceStream& where) override {
+    const DeviceGuard guard(device_);
+    PADDLE_KV_RETURN_IF_ERROR(guard.status());
+    PADDLE_KV_RETURN_IF_ERROR(SetUp());
+    const std::int64_t layers = work.end_layer - work.first_layer;
+    const auto groups = static_cast<int>((layers + work.layers_per_event - 1) / work.layers_per_event);
+    if (groups == 0) return {};
+    if (can_wait_) PADDLE_KV_RETURN_IF_ERROR(ProvideCounters(groups - 1));
+
+    std::vector<BlockRows> rows;
+    for (std::int64_t layer = work.first_layer; layer < work.end_layer; ++layer) {
+      const std::vector<BlockRows> of_layer = RowsOfLayer(*work.plan, layer, work.direction);
+      rows.insert(rows.end(), of_layer.begin(), of_layer.end());
+    }
+    const bool bulk = has_bulk_copies_ && std::all_of(rows.begin(), rows.end(), BulkCopyable);
+
+    std::int64_t pairs = 0;
+    for (const Run& run : *work.runs) pairs += run.length;
+    const std::size_t id_bytes = pairs * sizeof(std::int64_t);
+    const std::size_t table_bytes = rows.size() * sizeof(Segment) + 2 * id_bytes;
+    UploadBuffer* table = nullptr;
+    PADDLE_KV_RETURN_IF_ERROR(tables_.Take(table_bytes, &table));
+    auto* sources = reinterpret_cast<std::int64_t*>(table->host());
+    std::int64_t* targets = sources + pairs;
+    for (const Run& run : *work.runs) {
+      for (std::int64_t i = 0; i < run.length; ++i) {
+        *sources++ = run.source + i;
+        *targets++ = run.target + i;
+      }
+    }
+    auto* segments = reinterpret_cast<Segment*>(targets);
+    for (std::size_t i = 0; i < rows.size(); ++i) segments[i] = CutSegment(rows[i], 0, pairs, bulk, work.direction);
+
+    SegmentCopy copy{};
+    copy.source_ids = reinterpret_cast<const std::int64_t*>(table->device());
+    copy.target_ids = copy.source_ids + pairs;
+    copy.segments = reinterpret_cast<const Segment*>(copy.target_ids + pairs);
+    copy.segment_count = static_cast<int>(rows.size());
+    copy.segments_per_group = static_cast<int>(work.layers_per_event * work.plan->tensors_per_layer);
+    const cudaStream_t stream = StreamOf(where);
+    Status status = table->Upload(table_bytes, stream);
+    if (status.ok()) {
+      status = can_wait_ ? LaunchOnce(copy, groups, bulk, work.direction, work.record_events, where)
+                         : LaunchGroups(copy, groups, bulk, work.direction, work.record_events, where);
+    }
+    const Status released = table->ReleaseBehind(stream);
+    return status.ok() ? released : status;
+  }
+
+ private:
+  Status LaunchOnce(SegmentCopy copy, int groups, bool bulk, Direction direction, const std::int64_t* record_events,
+                    const DeviceStream& where) {
+    copy.done = counters_;
+    copy.signal_count = groups - 1;  // the last group ends with the kernel
+    PADDLE_KV_RETURN_IF_ERROR(LaunchCopySegments(copy, bulk, direction, where));
+    for (int g = 0; g < copy.signal_count; ++g) reached_[g] += WarpsOf(bulk, direction);
+    for (int g = 0; g < copy.signal_count; ++g) {
+      PADDLE_KV_RETURN_IF_ERROR(WaitUntilReached(counters_ + g, reached_[g], side_));
+      PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[g]), side_));
+    }
+    PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[groups - 1]), StreamOf(where)));
+    return {};
+  }
+
+  Status LaunchGroups(const SegmentCopy& copy, int groups, bool bulk, Direction direction,
+                      const std::int64_t* record_events, const DeviceStream& where) {
+    for (int g = 0; g < groups; ++g) {
+      SegmentCopy group = copy;
+      group.segments += g * copy.segments_per_group;
+      group.segment_count = std::min(copy.segments_per_group, copy.segment_count - g * copy.segments_per_group);
+      PADDLE_KV_RETURN_IF_ERROR(LaunchCopySegments(group, bulk, direction, where));
+      PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[g]), StreamOf(where)));
+    }
+    return {};
+  }
+
+  Status SetUp() {
+    if (counters_ != nullptr) return {};
+    PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(device_, &has_bulk_copies_));
+    int lowest = 0;
+    int highest = 0;
+    PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
+    if (side_ == nullptr) PADDLE_KV_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest));
+    PADDLE_KV_RETURN_IF_ERROR(ProvideCounters(1));
+    can_wait_ = WaitUntilReached(counters_, 0, side_).ok();
+    return {};
+  }
+
+  // A larger array begins at zero. Waits for the former one may still be pending: it stays.
+  Status ProvideCounters(std::int64_t count) {
+    if (count <= static_cast<std::int64_t>(reached_.size())) return {};
+    const std::size_t size = std::max<std::size_t>(kSmallestCounters, count);
+    void* counters = nullptr;
+    PADDLE_KV_CUDA(cudaMalloc(&counters, size * sizeof(std::uint32_t)));
+    all_counters_.push_back(static_cast<std::uint32_t*>(counters));
+    PADDLE_KV_CUDA(cudaMemsetAsync(counters, 0, size * sizeof(std::uint32_t), side_));
+    PADDLE_KV_CUDA(cudaStreamSynchronize(side_));
+    counters_ = all_counters_.back();
+    reached_.assign(size, 0);
+    return {};
+  }
+
+  static constexpr std::size_t kSmallestCounters = 256;
+
+  int device_;
+  bool has_bulk_copies_ = false;
+  bool can_wait_ = false;
+  cudaStream_t side_ = nullptr;  // where events are recorded while the kernel runs on
+  std::uint32_t* counters_ = nullptr;
+  std::vector<std::uint32_t*> all_counters_;
+  std::vector<std::uint32_t> reached_;  // the value of each counter when all that is enqueued is done
+  UploadBuffers tables_;
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> MakeKernelEngine(int device) { return std::make_unique<KernelEngine>(device); }
+
+}  // namespace paddle_kv
