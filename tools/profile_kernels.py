@@ -107,8 +107,9 @@ def _number(text: str) -> float:
 
 
 def short_name(demangled: str) -> str:
-    """Without namespaces and arguments, with template arguments: ``PermuteTiles<true, false>``."""
-    plain = re.sub(r"\(anonymous namespace\)::|<?unnamed>::|\b\w+::", "", demangled).removeprefix("void ")
+    """Without namespaces and arguments, with template arguments: ``PermuteTiles<1, 0>``."""
+    plain = demangled.replace("(anonymous namespace)::", "").replace("::<unnamed>::", "::").removeprefix("void ")
+    plain = re.sub(r"\bunnamed>::|\b\w+::", "", plain)  # Nsight Compute leaves "paddle_kv::<" out
     found = re.match(r"\w+(<.*>)?(?=\()", plain)
     return found[0] if found else plain
 
