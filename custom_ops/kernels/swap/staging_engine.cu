@@ -90,8 +90,13 @@ class StagingEngine : public Engine {
     }
     open_ = status.ok() && work.more_follows;
     if (open_) return {};
-    const Status ordered = Order(side_, end_, StreamOf(where));
-    return status.ok() ? ordered : status;
+    const Status joined = Join(where);
+    return status.ok() ? joined : status;
+  }
+
+  Status Join(const DeviceStream& where) override {
+    open_ = false;
+    return side_ == nullptr || end_ == nullptr ? Status{} : Order(side_, end_, StreamOf(where));
   }
 
  private:

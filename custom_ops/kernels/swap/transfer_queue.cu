@@ -306,6 +306,9 @@ class TransferQueue {
       // Part of it may run. Behind the events it has stopped touching memory.
       end_group = transfer.group_count();
       DeviceGuard guard(stream.where.device);
+      for (auto& engine : stream.engines) {
+        if (engine != nullptr) engine->Join(stream.where);
+      }
       for (std::int64_t g = step.first_group; g < end_group; ++g) {
         ToStatus(cudaEventRecord(EventOf(transfer.record_events[g]), StreamOf(stream.where)), "cudaEventRecord");
       }

@@ -38,6 +38,9 @@ class Engine {
   // go away on return; memory of the plan must live until the last event is done. After an error an unknown part has
   // been enqueued, and the stream is ordered behind it all the same.
   virtual Status Copy(const EngineWork& work, const DeviceStream& where) = 0;
+
+  // Later work on the stream comes behind all that was enqueued, though more was said to follow.
+  virtual Status Join(const DeviceStream&) { return {}; }
 };
 
 // Merged runs, strided rows and batched copies by the copy engine.
