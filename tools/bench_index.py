@@ -55,7 +55,8 @@ def steps(policy: str, capacity: int) -> Iterator[tuple[str, int, Callable[[], N
     prompts = [prompts_of(number * 2 * capacity, capacity // 2) for number in range(3)]
     blocks = sum(map(len, prompts[0]))
     admit, lookup = index.admit, index.lookup
-    admit(sum(prompts_of(10**9, capacity // 2), []), free_slots)
+    for prompt in prompts_of(10**9, capacity // 2):
+        admit(prompt, free_slots)
     yield "insert", blocks, lambda: [admit(prompt, free_slots) for prompt in prompts[0]] and None
     yield "lookup", blocks, lambda: [lookup(prompt) for prompt in prompts[0]] and None
     for number in (1, 2):
