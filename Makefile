@@ -27,6 +27,7 @@ test: ## all tests, and the examples in the docstrings
 build: ## compile the operators into paddle_kv/_lib
 	$(python)
 
+docs: export NO_MKDOCS_2_WARNING = 1
 docs: ## the documentation as a site in build/site; a broken link is an error
 	$(tool) mkdocs build --strict --quiet
 

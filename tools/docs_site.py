@@ -2,7 +2,6 @@
 
 {{ README: heading }}       becomes that section of README.md, so that nothing is written twice
 [text](../paddle_kv/a.py)   a file outside of docs/: its name, since the site has pages only; the file has to exist
-:meth:`name`                of a docstring: the name
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTION = re.compile(r"^\{\{ README: (.+?) \}\}$", re.M)
 LINK = re.compile(r"(!?)\[([^]]*)\]\((?!\w+:|#)([^)#]+)(#[^)]*)?\)")
-ROLE = re.compile(r":(?:meth|class|func|attr|mod|data):(?=<code>)")
 
 
 def section_of_readme(heading: str) -> str:
@@ -57,7 +55,3 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return LINK.sub(lambda link: f"{link[1]}[{link[2]}]({up}{link[3]}{link[4] or ''})", text)
 
     return without_files(SECTION.sub(included, markdown), path)
-
-
-def on_page_content(html: str, **_: Any) -> str:
-    return ROLE.sub("", html)

@@ -79,7 +79,7 @@ class Lease:
 
 
 class _Moving:
-    """A transfer in flight and the blocks that it holds. A save is worth what the loads are that it was computed from."""
+    """A transfer in flight, and the blocks that it holds. A save fails with the loads that it was computed from."""
 
     def __init__(
         self, transfer: Transfer, keys: Sequence[bytes], *, saving: bool, computed_from: Sequence[Transfer] = ()

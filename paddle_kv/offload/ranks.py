@@ -1,7 +1,7 @@
 """Tensor-parallel ranks agree on what is present: one process per rank, each with a pool and a manager of its own.
 
-Each rank keeps its part of every block and evicts by itself, so one may have lost what another still has. A prefix can be
-loaded only as far as all ranks have it.
+Each rank keeps its part of every block and evicts by itself, so one may have lost what another still has. A prefix can
+be loaded only as far as all ranks have it.
 """
 
 from __future__ import annotations
