@@ -65,7 +65,44 @@ def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
     assert "optimum" in found.output
 
 
-@pytest.mark.parametrize("options", [["--capacity", "0"], ["--link-gbps", "0"], ["--tp", "3"], ["--policy", "mru"]])
+def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> None:
+    rows_path, plots = tmp_path / "rows.csv", tmp_path / "plots"
+    found = RUNNER.invoke(
+        app,
+        [
+            *["replay", str(trace), "--device", "real", "--policy", "lru", "--capacity", "100", "--capacity", "30"],
+            *["--real-layers", "2", "--real-block-bytes", "4096", "--time-scale", "0.001"],
+            *["--csv", str(rows_path), "--plot", str(plots)],
+        ],
+    )
+    assert found.exit_code == 0, found.output
+    rows = list(csv.DictReader(rows_path.open()))
+    assert [(row["device"], row["capacity_blocks"]) for row in rows] == [
+        (device, capacity) for capacity in ("30", "100") for device in ("real", "simulated")
+    ]
+    for real, simulated in (rows[:2], rows[2:]):
+        for column in ("hit_blocks", "loaded_bytes", "saved_bytes", "evicted_blocks"):
+            assert real[column] == simulated[column]
+        assert int(real["loaded_bytes"]) == 4096 * int(real["hit_blocks"])
+        assert float(real["transfer_s"]) == pytest.approx(float(simulated["transfer_s"]))
+        assert all(float(real[f"{way}_wait_p99_s"]) > 0 for way in ("recompute", "whole", "layerwise"))
+    assert int(rows[0]["hit_blocks"]) < int(rows[2]["hit_blocks"])
+    assert "simulated" in found.output
+    pytest.importorskip("matplotlib")
+    assert len(list(plots.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--capacity", "0"],
+        ["--link-gbps", "0"],
+        ["--tp", "3"],
+        ["--policy", "mru"],
+        ["--device", "real", "--real-block-bytes", "5"],
+        ["--device", "real", "--time-scale", "0"],
+    ],
+)
 def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list[str]) -> None:
     found = RUNNER.invoke(app, ["replay", str(trace), *options])
     assert found.exit_code == 2
