@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from docs_site import section_of_readme, without_files
+
+from tests.schedule.rig import Copies
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -28,6 +32,30 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
     for block in CODE.finditer(text):
         line = text.count("\n", 0, block.start(1))
         exec(compile("\n" * line + block[1], str(page), "exec"), names)  # errors name the line of the page
+
+
+def test_the_server_of_the_guide_computes_anew_what_a_failed_load_leaves_out(copies: Copies) -> None:
+    text = (DOCS / "guides" / "server.md").read_text()
+    program = "\n".join(CODE.findall(text.partition("## 5. Serve")[0]))
+    names: dict[str, Any] = {}
+    exec(compile(program, "docs/guides/server.md", "exec"), names)
+    prompt = list(range(22))
+    first, _ = names["prefill"](prompt)
+    names["scheduler"].drain()
+    longer = [*prompt, 1, 2, 3, 4]
+    copies.fail("onload", 2, OSError("lost"))
+    again, reused = names["prefill"](longer)
+    copies.heal()
+    names["scheduler"].drain()
+    assert reused == 0
+    with names["manager"].lookup(names["manager"].block_hashes(longer)) as lease:
+        assert lease.num_blocks == 5  # the sixth was computed from a prefix that was not there
+    expected, reused = names["prefill"](longer)
+    assert reused == 20
+    assert np.allclose(again.numpy(), expected.numpy(), atol=1e-5)
+    assert not np.allclose(first.numpy(), expected.numpy(), atol=1e-5)
+    for name in ("manager", "scheduler", "pool"):
+        names[name].close()
 
 
 def test_pages_have_code() -> None:
