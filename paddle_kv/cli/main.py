@@ -134,6 +134,7 @@ def replay(
     prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.")] = 60_000.0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and costs to this file.")] = None,
+    waits: Annotated[Path | None, typer.Option(help="Write the waiting time of every request (CSV).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw three PNG files in this directory.")] = None,
     device: Annotated[Device, typer.Option(help="real: moves bytes, on a GPU or in RAM.")] = Device.simulated,
     time_scale: Annotated[float, typer.Option(help="real: seconds for a second of the trace.")] = 0.01,
@@ -172,6 +173,8 @@ def replay(
         replays.write_csv(rows, csv)
     if json_file:
         replays.write_json(rows, costs, json_file)
+    if waits:
+        replays.write_waits(runs, all_requests, waits)
     if plot:
         for path in replays.plot(runs, all_requests, plot):
             rich.print(path)

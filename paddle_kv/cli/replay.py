@@ -201,6 +201,28 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
+def write_waits(runs: Sequence[Run], requests: Sequence[Request], path: Path) -> None:
+    """One line for each request of each run, in order of arrival."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            [
+                "policy",
+                "capacity_blocks",
+                "request",
+                "arrival_s",
+                "blocks",
+                "hit_blocks",
+                *(f"{w}_wait_s" for w in WAYS),
+            ]
+        )
+        for run in runs:
+            waits = [run.waits_s(way, requests) for way in WAYS]
+            for number, (request, found, *taken) in enumerate(zip(requests, run.hits, *waits, strict=True)):
+                facts = (request.arrival_s, len(request.block_ids), found)
+                writer.writerow([run.policy, run.capacity_blocks, number, *facts, *taken])
+
+
 def write_json(rows: Sequence[Row], costs: Costs, path: Path) -> None:
     path.write_text(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 

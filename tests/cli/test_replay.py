@@ -37,11 +37,13 @@ def trace(tmp_path: Path) -> Path:
 
 def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
     rows_path, json_path, plots = tmp_path / "rows.csv", tmp_path / "rows.json", tmp_path / "plots"
+    waits_path = tmp_path / "waits.csv"
     found = RUNNER.invoke(
         app,
         [
             *["replay", str(trace), "--policy", "lru", "--policy", "arc", "--capacity", "100", "--capacity", "10"],
             *["--csv", str(rows_path), "--json", str(json_path), "--plot", str(plots)],
+            *["--waits", str(waits_path)],
         ],
     )
     assert found.exit_code == 0, found.output
@@ -60,6 +62,14 @@ def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
     assert [row["hit_rate"] for row in json.loads(json_path.read_text())["rows"]] == [
         float(row["hit_rate"]) for row in rows
     ]
+    waits = list(csv.DictReader(waits_path.open()))
+    assert len(waits) == 24 * len(rows)
+    for number, row in enumerate(rows):
+        own = waits[24 * number : 24 * number + 24]
+        assert sum(int(one["hit_blocks"]) for one in own) == int(row["hit_blocks"])
+        for way in ("recompute", "whole", "layerwise"):
+            mean_s = sum(float(one[f"{way}_wait_s"]) for one in own) / 24
+            assert mean_s == pytest.approx(float(row[f"{way}_wait_mean_s"]))
     pytest.importorskip("matplotlib")
     assert sorted(path.name for path in plots.iterdir()) == ["hit_rate.png", "timeline.png", "waiting_time.png"]
     assert "optimum" in found.output
