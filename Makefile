@@ -11,7 +11,7 @@ cpp_sources = $(shell find custom_ops -name '*.h' -o -name '*.cuh' -o -name '*.c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test build lint format clean
+.PHONY: help demo test build docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ test: ## all tests, and the examples in the docstrings
 
 build: ## compile the operators into paddle_kv/_lib
 	$(python)
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: ## the documentation as a site in build/site; a broken link is an error
+	$(tool) mkdocs build --strict --quiet
 
 lint: ## ruff, clang-format, mypy, and the list of operators
 	$(tool) ruff check .

@@ -23,7 +23,9 @@ import paddle  # noqa: E402
 from model import Model, ModelConfig  # noqa: E402
 from recompute import differences  # noqa: E402
 from serving import TIMEOUT_S, Conversation, Server, Turn, blocks_for  # noqa: E402
-from timeline import Span, draw, overlap_ms, total_ms, transfer_spans, write_trace  # noqa: E402
+from timeline import draw, overlap_ms, total_ms  # noqa: E402
+
+from paddle_kv.schedule.trace import Span, spans_of, write_trace  # noqa: E402
 
 TEXTS = (ROOT / "README.md", ROOT / "LICENSE")
 BLOCK_SIZE = 16
@@ -153,7 +155,7 @@ def report(turns: Sequence[Turn]) -> list[Row]:
     rows = []
     for turn in turns:
         transfers = [turn.onload, *turn.offloads]
-        moving = [transfer_spans("", transfer.layer_times_ms) for transfer in transfers]
+        moving = [spans_of(transfer) for transfer in transfers]
         rows.append(
             Row(
                 conversation=turn.conversation,
@@ -245,8 +247,7 @@ def print_totals(rows: Sequence[Row]) -> None:
 
 def timeline_of(turn: Turn) -> list[Span]:
     """The prompt of a turn: its passes through the model after it, one per token, would only stretch the picture."""
-    spans = transfer_spans("onload", turn.onload.layer_times_ms)
-    spans += transfer_spans("offload", turn.offloads[0].layer_times_ms)
+    spans = spans_of(turn.onload) + spans_of(turn.offloads[0])
     layers = 1 + max(span.layer for span in turn.spans)
     return spans + turn.spans[: 1 + 3 * layers]
 
@@ -262,7 +263,7 @@ def write_outputs(
     title = f"{shown.conversation}, turn {shown.number}"
     spans = timeline_of(shown)
     trace = options.out / "demo_timeline.json"
-    write_trace(spans, trace)
+    write_trace(trace, spans=spans)
     print(f"\nTrace of the prompt of {title}: {trace} (open in ui.perfetto.dev)")
     picture = options.out / "demo_timeline.png"
     try:

@@ -24,9 +24,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in wh
 import cupy
 import numpy as np
 import paddle
-from timeline import Span, draw, transfer_spans, write_trace
+from timeline import draw
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Span, Transfer, write_trace
+from paddle_kv.schedule.trace import spans_of
 
 TIMEOUT_S = 60.0
 POISON = 0xDEDE
@@ -151,8 +152,8 @@ class Pipeline:
             Span("compute", layer, self._ms(before), self._ms(after))
             for layer, (before, after) in enumerate(around if compute else [])
         ]
-        spans += transfer_spans("onload", load.layer_times_ms) if load else []
-        spans += transfer_spans("offload", save.layer_times_ms) if save else []
+        spans += spans_of(load) if load else []
+        spans += spans_of(save) if save else []
         return Run(cupy.cuda.get_elapsed_time(first, last), load, save, spans)
 
     def _poison(self) -> None:
@@ -369,7 +370,7 @@ def write_outputs(
     print(f"Figures: {options.out / 'gpu_pipeline.json'}")
     for way in ("layer by layer", "all at once"):
         name = f"gpu_{way.replace(' ', '_')}"
-        write_trace(runs[way].spans, options.out / f"{name}.json")
+        write_trace(options.out / f"{name}.json", spans=runs[way].spans)
         print(f"Trace: {options.out / name}.json (open in ui.perfetto.dev)")
         try:
             draw(runs[way].spans, options.out / f"{name}.png", f"{way}, {device}")

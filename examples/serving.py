@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import paddle
 from model import Model, read_pages
-from timeline import Recorder, Span
+from timeline import Recorder
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, ops
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Span, Transfer, ops
 
 TIMEOUT_S = 60.0
 

@@ -8,16 +8,18 @@ The trace is in Chrome's format: ui.perfetto.dev and chrome://tracing open it.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
 import numpy as np
 
-LANES = ("onload", "compute", "wait", "offload")
+from paddle_kv.schedule.trace import Span, read_trace
+
 LANE_TITLES = {
     "onload": "onload\n(host to device)",
     "compute": "model",
@@ -25,14 +27,6 @@ LANE_TITLES = {
 }
 WAIT_COLOUR = "crimson"
 LABEL_MIN_SHARE = 0.012  # narrower bars have no room for their layer's number
-
-
-@dataclass(frozen=True)
-class Span:
-    lane: str
-    layer: int
-    start_ms: float
-    end_ms: float
 
 
 class Recorder:
@@ -49,11 +43,6 @@ class Recorder:
         self.spans.append(Span(lane, layer, start_ms, self._now_ms()))
 
 
-def transfer_spans(lane: str, layer_times_ms: Iterable[tuple[float, float]]) -> list[Span]:
-    """The spans of a finished transfer, from ``Transfer.layer_times_ms``."""
-    return [Span(lane, layer, start_ms, end_ms) for layer, (start_ms, end_ms) in enumerate(layer_times_ms)]
-
-
 def total_ms(spans: Iterable[Span]) -> float:
     return sum(span.end_ms - span.start_ms for span in spans)
 
@@ -66,41 +55,6 @@ def overlap_ms(spans: Sequence[Span], others: Sequence[Span]) -> float:
     other_starts, other_ends = np.array([(span.start_ms, span.end_ms) for span in others]).T
     shared = np.minimum(ends[:, None], other_ends) - np.maximum(starts[:, None], other_starts)
     return float(np.clip(shared, 0.0, None).sum())
-
-
-def write_trace(spans: Iterable[Span], path: Path) -> None:
-    """Chrome's trace format: complete events in microseconds, one thread per lane."""
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
-        for tid, lane in enumerate(LANES)
-    ]
-    events = [
-        {
-            "name": f"{span.lane} layer {span.layer}",
-            "ph": "X",
-            "pid": 0,
-            "tid": LANES.index(span.lane),
-            "ts": span.start_ms * 1000,
-            "dur": (span.end_ms - span.start_ms) * 1000,
-            "args": {"layer": span.layer},
-        }
-        for span in spans
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))
-
-
-def read_trace(path: Path) -> list[Span]:
-    return [
-        Span(
-            LANES[event["tid"]],
-            event["args"]["layer"],
-            event["ts"] / 1000,
-            (event["ts"] + event["dur"]) / 1000,
-        )
-        for event in json.loads(path.read_text())["traceEvents"]
-        if event["ph"] == "X"
-    ]
 
 
 def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:

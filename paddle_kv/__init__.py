@@ -6,6 +6,7 @@ from .errors import CudaError, TransferError
 from .layout import KVCacheSpec
 from .memory import DeviceCache, HostPool
 from .schedule.scheduler import LayerwiseScheduler
+from .schedule.trace import Span, write_trace
 from .schedule.transfer import Transfer
 
 __version__ = "0.1.0"
@@ -15,7 +16,9 @@ __all__ = [
     "HostPool",
     "KVCacheSpec",
     "LayerwiseScheduler",
+    "Span",
     "Transfer",
     "TransferError",
     "ops",
+    "write_trace",
 ]

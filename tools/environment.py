@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 11), (3, 12))
 PADDLE = {"cpu": "paddlepaddle==3.3.1", "gpu": "paddlepaddle-gpu==2.6.2"}
-EXTRAS = {"cpu": ("test", "dev", "cli", "plots"), "gpu": ("test", "cli", "plots", "cuda")}
+EXTRAS = {"cpu": ("test", "dev", "cli", "plots", "metrics", "docs"), "gpu": ("test", "cli", "plots", "metrics", "cuda")}
 VENV = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv-gpu"}
 
 

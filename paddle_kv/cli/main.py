@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from ..bench.load import LOADS
 from ..bench.run import Axes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..memory.host_memory import has_gpu
+from ..offload.live_replay import shrunk
 from ..offload.policies import POLICIES
 from ..offload.replay import Costs
 from ..offload.trace import TOKENS_PER_BLOCK, read_trace
@@ -48,6 +50,7 @@ Backend = Enum("Backend", {name: name for name in methods.METHODS}, type=str)
 Model = Enum("Model", {name: name for name in models.NAMES}, type=str)
 Load = Enum("Load", {name: name for name in LOADS}, type=str)
 PolicyName = Enum("PolicyName", {name: name for name in POLICIES}, type=str)
+Device = Enum("Device", {name: name for name in ("simulated", "real")}, type=str)
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -155,9 +158,17 @@ def replay(
     prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.")] = 60_000.0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and costs to this file.")] = None,
+    waits: Annotated[Path | None, typer.Option(help="Write the waiting time of every request (CSV).")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw three PNG files in this directory.")] = None,
+    device: Annotated[Device, typer.Option(help="real: moves bytes, on a GPU or in RAM.")] = Device.simulated,
+    time_scale: Annotated[float, typer.Option(help="real: seconds for a second of the trace.")] = 0.01,
+    real_layers: Annotated[int, typer.Option(help="real: layers of a block.", min=1)] = 4,
+    real_block_bytes: Annotated[int, typer.Option(help="real: bytes of a block, all layers.", min=1)] = 1 << 16,
 ) -> None:
-    """Replay a trace in simulated time: hit rates of the eviction policies, and what loading saves over recomputing."""
+    """Replay a trace: hit rates of the eviction policies, and what loading saves over recomputing.
+
+    In simulated time, or (--device real) with real transfers of smaller blocks in shorter time.
+    """
     with Progress(transient=True) as bar:
         task = bar.add_task("reading")
 
@@ -170,15 +181,24 @@ def replay(
             all_requests = read_trace(trace, requests)
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
-            runs = replays.run_all(all_requests, policies, capacities, costs, show)
-        except (OSError, ValueError) as error:
+            if device is Device.real:
+                costs = replace(costs, block_bytes=real_block_bytes, num_layers=real_layers)
+                both = replays.run_live(all_requests, policies, capacities, costs, time_scale, show)
+                all_requests = shrunk(all_requests, time_scale)
+                runs = [one.real for one in both]
+                rows = replays.live_rows(both, all_requests)
+            else:
+                runs = replays.run_all(all_requests, policies, capacities, costs, show)
+                rows = [replays.row_of(run, all_requests, costs) for run in runs]
+        except (OSError, ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None
-    rows = [replays.row_of(run, all_requests, costs) for run in runs]
-    rich.print(replays.table(rows))
+    _show(replays.table(rows))
     if csv:
         replays.write_csv(rows, csv)
     if json_file:
         replays.write_json(rows, costs, json_file)
+    if waits:
+        replays.write_waits(runs, all_requests, waits)
     if plot:
         for path in replays.plot(runs, all_requests, plot):
             rich.print(path)

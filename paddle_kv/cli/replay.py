@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..offload.live_replay import link_bytes_per_s, live_replay, shrunk
 from ..offload.replay import OPTIMUM, WAYS, Costs, Run, replay
 from ..offload.trace import Request
 
 PARTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # capacities if none is named: parts of the distinct blocks of the trace
 PROGRESS_STEP = 500  # requests
+LIVE_PROGRESS_STEP = 50
 TIMELINE_REQUESTS = 6
 WINDOW_S = 60.0
 
@@ -25,6 +27,7 @@ class Row:
     """One policy at one capacity, in one line."""
 
     policy: str
+    device: str
     capacity_blocks: int
     capacity_bytes: int
     requests: int
@@ -78,7 +81,58 @@ def run_all(
     return runs
 
 
-def row_of(run: Run, requests: Sequence[Request], costs: Costs) -> Row:
+@dataclass
+class LiveRun:
+    """The same with real transfers and simulated, the latter over a link as fast as the former found it."""
+
+    real: Run
+    simulated: Run
+    costs: Costs
+
+
+def run_live(
+    requests: Sequence[Request],
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    costs: Costs,
+    time_scale: float,
+    show: Callable[[int, int, str], None],
+) -> list[LiveRun]:
+    """Every policy at every capacity with real transfers; see :func:`run_all`.
+
+    Raises:
+        ValueError, MemoryError: as :func:`live_replay`.
+    """
+    plans = [(policy, capacity) for capacity in capacities for policy in policies]
+    steps = len(WAYS) * len(requests)
+    runs = []
+    for number, (policy, capacity) in enumerate(plans):
+        before, what = number * steps, f"{policy}, {capacity} blocks"
+
+        def progress(done: int, before: int = before, what: str = what) -> None:
+            if done % LIVE_PROGRESS_STEP == 0 or done == steps:
+                show(before + done, len(plans) * steps, what)
+
+        real = live_replay(requests, policy, capacity, costs, time_scale, progress)
+        own = replace(
+            costs,
+            link_bytes_per_s=link_bytes_per_s(real, costs.block_bytes),
+            prefill_tokens_per_s=costs.prefill_tokens_per_s / time_scale,
+        )
+        runs.append(LiveRun(real, replay(shrunk(requests, time_scale), policy, capacity, own), own))
+    return runs
+
+
+def live_rows(runs: Sequence[LiveRun], requests: Sequence[Request]) -> list[Row]:
+    """Two rows for each run; ``requests`` are the :func:`shrunk` ones."""
+    return [
+        row_of(run, requests, both.costs, device)
+        for both in runs
+        for run, device in ((both.real, "real"), (both.simulated, "simulated"))
+    ]
+
+
+def row_of(run: Run, requests: Sequence[Request], costs: Costs, device: str = "simulated") -> Row:
     waits: dict[str, float] = {}
     for way in WAYS:
         values = run.waits_s(way, requests)
@@ -87,6 +141,7 @@ def row_of(run: Run, requests: Sequence[Request], costs: Costs) -> Row:
         waits[f"{way}_wait_p99_s"] = float(late)
     return Row(
         policy=run.policy,
+        device=device,
         capacity_blocks=run.capacity_blocks,
         capacity_bytes=run.capacity_blocks * costs.block_bytes,
         requests=len(requests),
@@ -107,9 +162,17 @@ def table(rows: Sequence[Row]) -> Any:
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False)
-    made.caption = "GiB are of one rank. hidden: part of the loading time in which the model computes. Mean waits in s."
+    live = any(row.device == "real" for row in rows)
+    # What is shrunk is shown in smaller units.
+    size, size_bytes, time_unit, unit_s = ("MiB", 2**20, "ms", 1e-3) if live else ("GiB", 2**30, "s", 1.0)
+    made.caption = (
+        f"{size} are of one rank. hidden: part of the loading time in which the model computes. "
+        f"Mean waits in {time_unit}."
+    )
     made.add_column("policy", no_wrap=True)
-    for column in ("blocks", "GiB", "hits", "GiB in", "out", "hidden", *WAYS):
+    if live:
+        made.add_column("transfers", no_wrap=True)
+    for column in ("blocks", size, "hits", f"{size} in", "out", "hidden", *WAYS):
         made.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -119,13 +182,14 @@ def table(rows: Sequence[Row]) -> Any:
         hidden = 100 * row.hidden_transfer_s / row.transfer_s if row.transfer_s else 0.0
         made.add_row(
             row.policy,
+            *[row.device] * live,
             str(row.capacity_blocks),
-            f"{row.capacity_bytes / 2**30:.1f}",
+            f"{row.capacity_bytes / size_bytes:.1f}",
             f"{100 * row.hit_rate:.2f}%",
-            f"{row.loaded_bytes / 2**30:.0f}",
-            f"{row.saved_bytes / 2**30:.0f}",
+            f"{row.loaded_bytes / size_bytes:.0f}",
+            f"{row.saved_bytes / size_bytes:.0f}",
             f"{hidden:.0f}%",
-            *(f"{getattr(row, f'{way}_wait_mean_s'):.2f}" for way in WAYS),
+            *(f"{getattr(row, f'{way}_wait_mean_s') / unit_s:.2f}" for way in WAYS),
         )
     return made
 
@@ -135,6 +199,28 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer = csv.DictWriter(file, [column.name for column in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
+
+
+def write_waits(runs: Sequence[Run], requests: Sequence[Request], path: Path) -> None:
+    """One line for each request of each run, in order of arrival."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            [
+                "policy",
+                "capacity_blocks",
+                "request",
+                "arrival_s",
+                "blocks",
+                "hit_blocks",
+                *(f"{w}_wait_s" for w in WAYS),
+            ]
+        )
+        for run in runs:
+            waits = [run.waits_s(way, requests) for way in WAYS]
+            for number, (request, found, *taken) in enumerate(zip(requests, run.hits, *waits, strict=True)):
+                facts = (request.arrival_s, len(request.block_ids), found)
+                writer.writerow([run.policy, run.capacity_blocks, number, *facts, *taken])
 
 
 def write_json(rows: Sequence[Row], costs: Costs, path: Path) -> None:

@@ -11,6 +11,7 @@ from .lru import Lru
 from .manager import KVOffloadManager, Lease
 from .policies import POLICIES, make_policy
 from .policy import Policy
+from .ranks import lookup_common, paddle_all_reduce_min
 from .s3fifo import S3Fifo
 
 __all__ = [
@@ -24,5 +25,7 @@ __all__ = [
     "Policy",
     "S3Fifo",
     "cache_salt",
+    "lookup_common",
     "make_policy",
+    "paddle_all_reduce_min",
 ]

@@ -50,6 +50,16 @@ class Lease:
     def num_blocks(self) -> int:
         return len(self.hashes)
 
+    def keep_first(self, num_blocks: int) -> None:
+        """Releases all but the first so many, for a server that uses only those.
+
+        Raises:
+            ValueError: it does not hold so many.
+        """
+        if not 0 <= num_blocks <= len(self.hashes):
+            raise ValueError(f"num_blocks = {num_blocks} must be in [0, {len(self.hashes)}]")
+        self._manager._release_behind(self, num_blocks)
+
     def release(self) -> None:
         """The blocks may be evicted again. Again: does nothing."""
         self._manager._release(self)
@@ -69,12 +79,22 @@ class Lease:
 
 
 class _Moving:
-    """A transfer in flight and the blocks that it holds."""
+    """A transfer in flight, and the blocks that it holds. A save fails with the loads that it was computed from."""
 
-    def __init__(self, transfer: Transfer, keys: Sequence[bytes], *, saving: bool) -> None:
+    def __init__(
+        self, transfer: Transfer, keys: Sequence[bytes], *, saving: bool, computed_from: Sequence[Transfer] = ()
+    ) -> None:
         self.transfer = transfer
         self.keys = keys
         self.saving = saving
+        self._computed_from = computed_from
+
+    def done(self) -> bool:
+        return self.transfer.done() and all(load.done() for load in self._computed_from)
+
+    @property
+    def failed(self) -> bool:
+        return any(transfer.error is not None for transfer in (self.transfer, *self._computed_from))
 
 
 class KVOffloadManager:
@@ -201,9 +221,20 @@ class KVOffloadManager:
             self._counters["loaded_blocks"] += len(keys)
             return transfer
 
-    def save(self, hashes: Sequence[bytes], device_block_ids: Any, *, layerwise: bool = False) -> Transfer:
+    def save(
+        self,
+        hashes: Sequence[bytes],
+        device_block_ids: Any,
+        *,
+        layerwise: bool = False,
+        computed_from: Sequence[Transfer] = (),
+    ) -> Transfer:
         """Saves blocks: ``device_block_ids[i]`` becomes that of ``hashes[i]``. Ordering and lifetime as for
         :meth:`LayerwiseScheduler.offload`.
+
+        ``computed_from``: the loads of the prefix that the model reads to compute these blocks. The blocks become
+        visible when these are over too, and never if one of them fails: what was computed from it is not what the
+        hashes promise.
 
         Blocks that are present, or that another save is already bringing, are not moved again; the transfer carries the
         others (none of them: it is over at once). Room is made by evicting. What finds no room (the prompt is longer
@@ -215,6 +246,8 @@ class KVOffloadManager:
         """
         keys = _checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
+        if isinstance(computed_from, Transfer) or not all(isinstance(load, Transfer) for load in computed_from):
+            raise TypeError(f"computed_from is {computed_from!r}; a list of Transfer is expected")
         with self._lock:
             self._settle()
             source = dict(zip(keys, device_ids, strict=True))
@@ -231,17 +264,24 @@ class KVOffloadManager:
                 raise
             self._index.pin(admitted)
             self._index.arriving.update(admitted)
-            self._moving.append(_Moving(transfer, list(admitted), saving=True))
+            self._moving.append(_Moving(transfer, list(admitted), saving=True, computed_from=list(computed_from)))
             self._counters["saved_blocks"] += len(admitted)
             self._counters["deduplicated_blocks"] += len(source) - len(absent)
             self._counters["left_out_blocks"] += len(absent) - len(admitted)
             return transfer
 
     def blocks_full(
-        self, hashes: Sequence[bytes], device_block_ids: Any, *, layerwise: bool = False
+        self,
+        hashes: Sequence[bytes],
+        device_block_ids: Any,
+        *,
+        layerwise: bool = False,
+        computed_from: Sequence[Transfer] = (),
     ) -> Transfer | None:
         """The server has filled these blocks. Write-through: :meth:`save`. Write-back: nothing, and None."""
-        return self.save(hashes, device_block_ids, layerwise=layerwise) if self.write_through else None
+        if not self.write_through:
+            return None
+        return self.save(hashes, device_block_ids, layerwise=layerwise, computed_from=computed_from)
 
     def blocks_evicted(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:
         """The server is about to give these device blocks to somebody else: :meth:`save`, which with write-through
@@ -331,11 +371,11 @@ class KVOffloadManager:
             return
         running = []
         for moving in self._moving:
-            if not moving.transfer.done():
+            if not moving.done():
                 running.append(moving)
                 continue
             self._index.unpin(moving.keys)
-            failed = moving.transfer.error is not None
+            failed = moving.failed
             if not moving.saving:
                 self._counters["failed_loads"] += failed
                 continue
@@ -344,6 +384,13 @@ class KVOffloadManager:
                 self._counters["failed_saves"] += 1
                 self._forget(moving.keys)
         self._moving = running
+
+    def _release_behind(self, lease: Lease, num_blocks: int) -> None:
+        with self._lock:
+            kept, dropped = lease.hashes[:num_blocks], lease.hashes[num_blocks:]
+            lease.hashes = kept
+            if lease._held and not self._closed:
+                self._index.unpin(dropped)
 
     def _release(self, lease: Lease) -> None:
         with self._lock:

@@ -96,6 +96,7 @@ class LayerwiseScheduler:
         self._counters = dict.fromkeys(
             ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
         )
+        self._copying_ms = {"onload": 0.0, "offload": 0.0}
         self._closed = False
         self._closers = 0  # threads in close()
         release_abandoned()
@@ -260,11 +261,15 @@ class LayerwiseScheduler:
         release_abandoned()
 
     def stats(self) -> dict[str, int]:
-        """Counts since the scheduler was made, and what it holds now."""
+        """Counts since the scheduler was made, and what it holds now.
+
+        ``onload_us`` and ``offload_us`` are the sums of :attr:`Transfer.elapsed_ms` of the transfers that have arrived.
+        """
         with hazards.lock:
             hazards.collect()
             return {
                 **self._counters,
+                **{f"{direction}_us": round(total_ms * 1e3) for direction, total_ms in self._copying_ms.items()},
                 "in_flight": len(self._in_flight()),
                 "events": self._resources.num_events,
                 "streams": len(self._resources.streams),

@@ -470,6 +470,7 @@ class Transfer:
         scheduler = self._scheduler
         elapsed = scheduler._backend.elapsed_ms
         self._elapsed_ms = elapsed(self._starts[0][0], self._last_event)
+        scheduler._copying_ms[self._plan.direction] += self._elapsed_ms
         if not scheduler._record_layer_times:
             return
         origin = scheduler.origin_event

@@ -37,11 +37,13 @@ def trace(tmp_path: Path) -> Path:
 
 def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
     rows_path, json_path, plots = tmp_path / "rows.csv", tmp_path / "rows.json", tmp_path / "plots"
+    waits_path = tmp_path / "waits.csv"
     found = RUNNER.invoke(
         app,
         [
             *["replay", str(trace), "--policy", "lru", "--policy", "arc", "--capacity", "100", "--capacity", "10"],
             *["--csv", str(rows_path), "--json", str(json_path), "--plot", str(plots)],
+            *["--waits", str(waits_path)],
         ],
     )
     assert found.exit_code == 0, found.output
@@ -60,12 +62,57 @@ def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
     assert [row["hit_rate"] for row in json.loads(json_path.read_text())["rows"]] == [
         float(row["hit_rate"]) for row in rows
     ]
+    waits = list(csv.DictReader(waits_path.open()))
+    assert len(waits) == 24 * len(rows)
+    for number, row in enumerate(rows):
+        own = waits[24 * number : 24 * number + 24]
+        assert sum(int(one["hit_blocks"]) for one in own) == int(row["hit_blocks"])
+        for way in ("recompute", "whole", "layerwise"):
+            mean_s = sum(float(one[f"{way}_wait_s"]) for one in own) / 24
+            assert mean_s == pytest.approx(float(row[f"{way}_wait_mean_s"]))
     pytest.importorskip("matplotlib")
     assert sorted(path.name for path in plots.iterdir()) == ["hit_rate.png", "timeline.png", "waiting_time.png"]
     assert "optimum" in found.output
 
 
-@pytest.mark.parametrize("options", [["--capacity", "0"], ["--link-gbps", "0"], ["--tp", "3"], ["--policy", "mru"]])
+def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> None:
+    rows_path, plots = tmp_path / "rows.csv", tmp_path / "plots"
+    found = RUNNER.invoke(
+        app,
+        [
+            *["replay", str(trace), "--device", "real", "--policy", "lru", "--capacity", "100", "--capacity", "30"],
+            *["--real-layers", "2", "--real-block-bytes", "4096", "--time-scale", "0.001"],
+            *["--csv", str(rows_path), "--plot", str(plots)],
+        ],
+    )
+    assert found.exit_code == 0, found.output
+    rows = list(csv.DictReader(rows_path.open()))
+    assert [(row["device"], row["capacity_blocks"]) for row in rows] == [
+        (device, capacity) for capacity in ("30", "100") for device in ("real", "simulated")
+    ]
+    for real, simulated in (rows[:2], rows[2:]):
+        for column in ("hit_blocks", "loaded_bytes", "saved_bytes", "evicted_blocks"):
+            assert real[column] == simulated[column]
+        assert int(real["loaded_bytes"]) == 4096 * int(real["hit_blocks"])
+        assert float(real["transfer_s"]) == pytest.approx(float(simulated["transfer_s"]))
+        assert all(float(real[f"{way}_wait_p99_s"]) > 0 for way in ("recompute", "whole", "layerwise"))
+    assert int(rows[0]["hit_blocks"]) < int(rows[2]["hit_blocks"])
+    assert "simulated" in found.output
+    pytest.importorskip("matplotlib")
+    assert len(list(plots.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--capacity", "0"],
+        ["--link-gbps", "0"],
+        ["--tp", "3"],
+        ["--policy", "mru"],
+        ["--device", "real", "--real-block-bytes", "5"],
+        ["--device", "real", "--time-scale", "0"],
+    ],
+)
 def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list[str]) -> None:
     found = RUNNER.invoke(app, ["replay", str(trace), *options])
     assert found.exit_code == 2

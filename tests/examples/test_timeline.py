@@ -1,5 +1,7 @@
 import pytest
-from timeline import Recorder, Span, draw, overlap_ms, read_trace, total_ms, transfer_spans, write_trace
+from timeline import Recorder, draw, overlap_ms, total_ms
+
+from paddle_kv.schedule.trace import Span
 
 
 def spans(*intervals, lane="compute"):
@@ -33,13 +35,6 @@ def test_overlap(others, expected):
     assert overlap_ms(spans(*others), spans((1.0, 2.0), (4.0, 6.0))) == pytest.approx(expected)
 
 
-def test_trace_comes_back_as_it_was_written(tmp_path):
-    written = [Span("onload", 0, 0.5, 1.25), Span("compute", 3, 1.0, 2.0), Span("offload", 1, 2.0, 2.5)]
-    path = tmp_path / "deeper" / "trace.json"
-    write_trace(written, path)
-    assert read_trace(path) == written
-
-
 def test_picture_has_a_bar_for_each_span(tmp_path, monkeypatch):
     from matplotlib import pyplot
     from matplotlib.axes import Axes
@@ -47,7 +42,7 @@ def test_picture_has_a_bar_for_each_span(tmp_path, monkeypatch):
     bars = []
     original = Axes.barh
     monkeypatch.setattr(Axes, "barh", lambda *a, **k: bars.append((a[1], a[2], k["left"])) or original(*a, **k))
-    lanes = transfer_spans("onload", [(2.0, 3.0), (3.0, 5.0)]) + spans((3.0, 6.0)) + spans((6.0, 6.5), lane="wait")
+    lanes = spans((2.0, 3.0), (3.0, 5.0), lane="onload") + spans((3.0, 6.0)) + spans((6.0, 6.5), lane="wait")
     draw(lanes, tmp_path / "picture.png", "title")
     assert bars == [(0, 1.0, 0.0), (0, 2.0, 1.0), (1, 3.0, 1.0), (1, 0.5, 4.0)]
     assert pyplot.imread(tmp_path / "picture.png").shape[1] > 1000

@@ -160,6 +160,72 @@ def test_a_failed_load_says_what_to_recompute(server: Server, copies: Copies) ->
     assert server.manager.blocks_to_recompute(again) == []
 
 
+def test_what_was_computed_from_a_failed_load_is_never_found(server: Server, copies: Copies) -> None:
+    """The save itself arrives; its bytes are not what the hashes promise."""
+    hashes = server.hashes(5)
+    server.save(hashes[:2], [9, 2])
+    copies.hold("onload", 3)
+    copies.fail("onload", 3, OSError("lost"))
+    load = server.manager.onload(hashes[:2], [0, 7])
+    save = server.manager.save(hashes[2:4], [3, 4], computed_from=[load])
+    other = server.manager.save(hashes[4:], [5])
+    save.wait(WAIT_S)
+    other.wait(WAIT_S)
+    assert server.present(hashes) == 2
+    assert server.manager.stats()["saving_blocks"] == 2  # it is not known yet
+    copies.go_on()
+    settle_failure(load)
+    assert server.present(hashes) == 2
+    assert server.present(hashes[4:]) == 1
+    assert server.manager.stats()["failed_saves"] == 1
+    assert server.free == HOST_BLOCKS - 3
+    copies.heal()
+    server.save(hashes[2:4], [3, 4])  # computed anew
+    assert server.present(hashes) == 5
+
+
+def test_what_was_computed_from_a_load_is_found_when_that_is_over(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes[:1], [9])
+    copies.hold("onload", 3)
+    load = server.manager.onload(hashes[:1], [0])
+    save = server.manager.blocks_full(hashes[1:], [3, 4], computed_from=[load])
+    assert save is not None
+    save.wait(WAIT_S)
+    assert server.present(hashes) == 1
+    copies.go_on()
+    load.wait(WAIT_S)
+    assert server.present(hashes) == 3
+
+
+def test_a_cancelled_load_says_what_to_recompute(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes, [9, 2, 11])
+    host = server.rig.pool.allocate(1)
+    save = server.scheduler.offload([1], host, layerwise=True)
+    load = server.manager.onload(hashes, [0, 1, 3])  # its target 1 is being saved, layer by layer: it waits for marks
+    load.cancel()
+    save.cancel()
+    settle_failure(load)
+    settle_failure(save)
+    assert server.manager.blocks_to_recompute(load) == [0, 1, 2]
+    assert server.present(hashes) == 3
+    server.rig.pool.free(host)
+
+
+def test_a_lease_can_be_shortened(server: Server) -> None:
+    hashes = server.hashes(4)
+    server.save(hashes, [9, 2, 11, 5])
+    lease = server.manager.lookup(hashes)
+    with pytest.raises(ValueError, match=r"num_blocks = 5 must be in \[0, 4\]"):
+        lease.keep_first(5)
+    lease.keep_first(1)
+    assert (lease.num_blocks, lease.hashes) == (1, hashes[:1])
+    assert server.manager.evict(9) == 3
+    lease.release()
+    assert server.manager.evict(9) == 1
+
+
 def test_a_transfer_of_somebody_else_is_refused(server: Server) -> None:
     save = server.manager.save([], [])
     with pytest.raises(ValueError, match="not a transfer"):

@@ -503,8 +503,9 @@ def test_stats_count(rig):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         fresh = scheduler.stats()
         assert (fresh["streams"], fresh["in_flight"], fresh["pinned_bytes"]) == (2, 0, rig.pool.pinned_bytes)
-        scheduler.onload([1, 2], [3, 4]).wait(WAIT_S)
-        scheduler.offload([3], [5]).wait(WAIT_S)
+        load, done = scheduler.onload([1, 2], [3, 4]), scheduler.offload([3], [5])
+        load.wait(WAIT_S)
+        done.wait(WAIT_S)
         save = scheduler.offload([3], [6], layerwise=True)
         assert scheduler.stats()["in_flight"] == 1
         save.cancel()
@@ -515,6 +516,8 @@ def test_stats_count(rig):
             "offload_transfers": 2,
             "onload_bytes": 2 * one,
             "offload_bytes": 2 * one,
+            "onload_us": round(load.elapsed_ms * 1e3),
+            "offload_us": round(done.elapsed_ms * 1e3),  # the cancelled one has not arrived
             "cancelled": 1,
             "failed": 0,
         }

@@ -1,0 +1,139 @@
+"""The figures of a scheduler and a manager for Prometheus: ``pip install 'paddle_kv[metrics]'``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .memory import HostPool
+from .offload.manager import KVOffloadManager
+from .schedule.scheduler import LayerwiseScheduler
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name that Prometheus sees, and where its values come from.
+
+    Attributes:
+        source: whose ``stats()``.
+        values: the label's value -> the name in ``stats()``; the empty value where the metric has no label of its own.
+        scale: from the unit of ``stats()`` to that of the metric.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    unit: str
+    text: str
+    source: Literal["scheduler", "pool", "manager"]
+    values: Mapping[str, str]
+    label: str = ""
+    scale: float = 1.0
+
+
+def _one(name: str) -> dict[str, str]:
+    return {"": name}
+
+
+_DIRECTIONS = ("onload", "offload")
+
+METRICS = (
+    Metric("paddle_kv_transfers_total", "counter", "transfers", "Transfers that were started", "scheduler",
+           {d: f"{d}_transfers" for d in _DIRECTIONS}, "direction"),
+    Metric("paddle_kv_transfer_bytes_total", "counter", "bytes", "Bytes of the transfers that were started",
+           "scheduler", {d: f"{d}_bytes" for d in _DIRECTIONS}, "direction"),
+    Metric("paddle_kv_transfer_seconds_total", "counter", "seconds",
+           "Time from the first to the last copy of the transfers that have arrived", "scheduler",
+           {d: f"{d}_us" for d in _DIRECTIONS}, "direction", 1e-6),
+    Metric("paddle_kv_transfers_unfinished_total", "counter", "transfers", "Transfers that did not move everything",
+           "scheduler", {"failed": "failed", "cancelled": "cancelled"}, "reason"),
+    Metric("paddle_kv_transfers_in_flight", "gauge", "transfers", "Transfers that are not over", "scheduler",
+           _one("in_flight")),
+    Metric("paddle_kv_events", "gauge", "events", "Events that the scheduler holds", "scheduler", _one("events")),
+    Metric("paddle_kv_host_pool_bytes", "gauge", "bytes", "Memory of the host pool", "scheduler",
+           _one("pinned_bytes")),
+    Metric("paddle_kv_host_pool_blocks", "gauge", "blocks", "Blocks of the host pool", "pool",
+           {"free": "free_blocks", "all": "blocks"}, "state"),
+    Metric("paddle_kv_lookups_total", "counter", "calls", "Calls of lookup", "manager", _one("lookups")),
+    Metric("paddle_kv_looked_up_blocks_total", "counter", "blocks", "Blocks that were asked for", "manager",
+           _one("looked_up_blocks")),
+    Metric("paddle_kv_hit_blocks_total", "counter", "blocks", "Blocks that were found", "manager",
+           _one("hit_blocks")),
+    Metric("paddle_kv_loaded_blocks_total", "counter", "blocks", "Blocks handed over to be loaded", "manager",
+           _one("loaded_blocks")),
+    Metric("paddle_kv_saved_blocks_total", "counter", "blocks", "Blocks handed over to be saved", "manager",
+           _one("saved_blocks")),
+    Metric("paddle_kv_unsaved_blocks_total", "counter", "blocks",
+           "Blocks that were not moved: there already, or not admitted", "manager",
+           {"deduplicated": "deduplicated_blocks", "left_out": "left_out_blocks"}, "reason"),
+    Metric("paddle_kv_evicted_blocks_total", "counter", "blocks", "Blocks that made room", "manager",
+           _one("evicted_blocks")),
+    Metric("paddle_kv_unfinished_moves_total", "counter", "transfers", "Loads and saves of the manager that did not "
+           "move everything", "manager", {"load": "failed_loads", "save": "failed_saves"}, "kind"),
+    Metric("paddle_kv_cached_blocks", "gauge", "blocks", "Blocks in the index: present, arriving; and those held",
+           "manager", {"present": "blocks", "saving": "saving_blocks", "pinned": "pinned_blocks"}, "state"),
+    Metric("paddle_kv_cached_bytes", "gauge", "bytes", "Host memory of the blocks in the index", "manager",
+           _one("used_bytes")),
+    Metric("paddle_kv_capacity_bytes", "gauge", "bytes", "Host memory that the index may use", "manager",
+           _one("capacity_bytes")),
+)  # fmt: skip
+
+
+@dataclass(eq=False)  # a registry keeps it by identity
+class Collector:
+    """Reads ``stats()`` of a scheduler, its host pool and a manager whenever Prometheus asks.
+
+    Args:
+        scheduler: None leaves its metrics out, and those of its pool.
+        manager: None leaves its metrics out.
+        labels: for all of them, such as the rank.
+
+    The metrics are those of :data:`METRICS`. One collector per registry: a process serves one rank. A manager or
+    scheduler that is closed is still read.
+
+    Example:
+        >>> from prometheus_client import CollectorRegistry, generate_latest
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.metrics import Collector
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+        ...     registry = CollectorRegistry()
+        ...     registry.register(Collector(scheduler, labels={"rank": "0"}))
+        ...     scheduler.offload([2], [0]).wait()
+        ...     lines = generate_latest(registry).decode().splitlines()
+        >>> [line for line in lines if line.startswith("paddle_kv_transfers_total")][1]
+        'paddle_kv_transfers_total{direction="offload",rank="0"} 1.0'
+    """
+
+    scheduler: LayerwiseScheduler | None = None
+    manager: KVOffloadManager | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def collect(self) -> Iterator[Any]:
+        """What ``prometheus_client`` calls."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        found = self._stats()
+        for metric in METRICS:
+            if metric.source not in found:
+                continue
+            names = [metric.label] * bool(metric.label) + list(self.labels)
+            family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            made = family(metric.name, metric.text, labels=names)
+            for value, source in metric.values.items():
+                own = [value] if metric.label else []
+                made.add_metric([*own, *self.labels.values()], found[metric.source][source] * metric.scale)
+            yield made
+
+    def _stats(self) -> dict[str, Mapping[str, float]]:
+        found: dict[str, Mapping[str, float]] = {}
+        if self.scheduler is not None:
+            found["scheduler"] = self.scheduler.stats()
+            found["pool"] = _pool_stats(self.scheduler.host_pool)
+        if self.manager is not None:
+            found["manager"] = self.manager.stats()
+        return found
+
+
+def _pool_stats(pool: HostPool) -> dict[str, float]:
+    return {"free_blocks": 0 if pool.closed else pool.num_free_blocks, "blocks": 0 if pool.closed else pool.num_blocks}

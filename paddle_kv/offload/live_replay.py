@@ -1,0 +1,190 @@
+"""Replays a trace with real transfers: through the manager and the scheduler, on the GPU or on the CPU backend.
+
+What :mod:`.replay` works out, this does: each request looks up its blocks, loads what is found and saves the rest, in
+the three ways. The model is a sleep for each layer. Trace, model and blocks are shrunk together: time by
+``time_scale``, and the bytes of a block by whoever chooses the costs.
+
+One prefill runs at a time, and its save is awaited before the next lookup (not counted as waiting), so that the
+policies see what they see in the simulation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from ..integrations.layers import ForwardPass
+from ..layout import KVCacheSpec
+from ..memory import DeviceCache, HostPool
+from ..memory.host_memory import has_gpu
+from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.transfer import Transfer
+from .manager import KVOffloadManager
+from .replay import WAYS, Costs, Prefill, Progress, Run
+from .trace import TOKENS_PER_BLOCK, Request
+
+ELEMENT_BYTES = 2
+TENSORS = 2  # key and value
+TIMEOUT_S = 60.0
+
+
+def spec_of(costs: Costs) -> KVCacheSpec:
+    """A cache whose blocks have as many layers and bytes as the costs say.
+
+    Raises:
+        ValueError: the bytes of a block are not a multiple of 4 for each layer.
+    """
+    elements, rest = divmod(costs.block_bytes, costs.num_layers * TENSORS * ELEMENT_BYTES)
+    if rest or not elements:
+        raise ValueError(
+            f"block_bytes = {costs.block_bytes} must be a multiple of {costs.num_layers * TENSORS * ELEMENT_BYTES}"
+        )
+    return KVCacheSpec(num_layers=costs.num_layers, num_kv_heads=1, head_dim=elements, block_size=1, dtype="float16")
+
+
+def shrunk(requests: Sequence[Request], time_scale: float) -> list[Request]:
+    """The requests as they arrive in a live replay."""
+    return [replace(request, arrival_s=request.arrival_s * time_scale) for request in requests]
+
+
+def live_replay(
+    requests: Sequence[Request],
+    policy: str,
+    capacity_blocks: int,
+    costs: Costs,
+    time_scale: float,
+    progress: Progress = lambda done: None,
+) -> Run:
+    """One run with real transfers; its times are measured, in the time of :func:`shrunk` requests.
+
+    ``costs.link_bytes_per_s`` is not used: the link is the one of this machine. ``progress`` is told the number of
+    requests done, of ``len(WAYS) * len(requests)``.
+
+    Raises:
+        ValueError: an unknown policy, a capacity below 1, ``time_scale`` not above 0, or see :func:`spec_of`.
+        MemoryError: the pool or the cache does not fit.
+    """
+    if not 0 < time_scale < float("inf"):
+        raise ValueError(f"time_scale = {time_scale} must be above 0")
+    if capacity_blocks < 1:
+        raise ValueError(f"capacity_blocks = {capacity_blocks} must be at least 1")
+    run = Run(policy, capacity_blocks, sum(len(request.block_ids) for request in requests), [], 0, 0)
+    for number, way in enumerate(WAYS):
+        with _Server(requests, policy, capacity_blocks, costs, time_scale) as server:
+            services = []
+            for position, request in enumerate(requests):
+                services.append(server.prefill(request, way))
+                progress(number * len(requests) + position + 1)
+            run.prefills[way] = _queued(shrunk(requests, time_scale), services)
+            if way == "layerwise":
+                figures = server.manager.stats()
+                run.hits = server.hits
+                run.saved_blocks, run.evicted_blocks = int(figures["saved_blocks"]), int(figures["evicted_blocks"])
+    return run
+
+
+def link_bytes_per_s(run: Run, block_bytes: int) -> float:
+    """What the loads of a live run have reached; 1 where nothing was loaded."""
+    return run.hit_blocks * block_bytes / run.transfer_s if run.transfer_s else 1.0
+
+
+def _queued(requests: Sequence[Request], services: Sequence[Prefill]) -> list[Prefill]:
+    """One prefill at a time in order of arrival; the measured ones start at 0."""
+    done: list[Prefill] = []
+    idle_from_s = 0.0
+    for request, service in zip(requests, services, strict=True):
+        start_s = max(request.arrival_s, idle_from_s)
+        idle_from_s = start_s + service.end_s
+        done.append(Prefill(start_s, service.load_s, service.compute_s, idle_from_s))
+    return done
+
+
+class _Server:
+    """The smallest server: no tokens, only blocks."""
+
+    def __init__(
+        self, requests: Sequence[Request], policy: str, capacity_blocks: int, costs: Costs, time_scale: float
+    ) -> None:
+        spec = spec_of(costs)
+        self._longest = max(len(request.block_ids) for request in requests)
+        self._costs = costs
+        self._time_scale = time_scale
+        self._num_layers = spec.num_layers
+        self.hits: list[int] = []
+        with ExitStack() as made:  # what is made is closed, also if a later part cannot be made
+            pool = made.enter_context(closing(HostPool(spec, capacity_blocks)))
+            self._stream = _gpu_stream() if has_gpu() else None
+            cache = DeviceCache(spec, self._longest, "gpu:0" if has_gpu() else "cpu")
+            scheduler = made.enter_context(closing(LayerwiseScheduler(cache, pool, compute_stream=self._stream)))
+            self.manager = made.enter_context(closing(KVOffloadManager(scheduler, policy=policy)))
+            self._made = made.pop_all()
+
+    def __enter__(self) -> _Server:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._made.close()
+
+    def prefill(self, request: Request, way: str) -> Prefill:
+        """Measured, from the lookup to the end of the last layer; all but waiting for the load counts as computing."""
+        keys = [block_id.to_bytes(8, "little", signed=True) for block_id in request.block_ids]
+        table = list(range(len(keys)))
+        started = time.perf_counter()
+        if way == "recompute":
+            self._compute(request, 0, _not_waiting)
+            taken_s = _since(started)
+            return Prefill(0.0, 0.0, taken_s, taken_s)
+        with self.manager.lookup(keys) as lease:
+            found = lease.num_blocks
+            load = self.manager.onload(lease.hashes, table[:found])
+        layerwise = way == "layerwise"
+        if layerwise:
+            save = self.manager.save(keys[found:], table[found:], layerwise=True, computed_from=[load])
+            with ForwardPass([load], [save], timeout_s=TIMEOUT_S) as running:
+                waited_s = self._compute(request, found, running.layer)
+        else:
+            load.wait(TIMEOUT_S)
+            waited_s = _since(started)
+            self._compute(request, found, _not_waiting)
+        taken_s = _since(started)
+        if not layerwise:
+            save = self.manager.save(keys[found:], table[found:], computed_from=[load])
+        self._finish(load, save)
+        self.hits.append(found)
+        return Prefill(0.0, load.elapsed_ms / 1e3, taken_s - waited_s, taken_s)
+
+    def _compute(self, request: Request, found: int, around: Callable[[int], AbstractContextManager[None]]) -> float:
+        """Sleeps in each layer; how long it has waited to begin with them."""
+        tokens = max(1, request.input_tokens - found * TOKENS_PER_BLOCK)
+        layer_s = tokens / self._costs.prefill_tokens_per_s * self._time_scale / self._num_layers
+        waited_s = 0.0
+        for layer in range(self._num_layers):
+            begun = time.perf_counter()
+            with around(layer):
+                if self._stream is not None:
+                    self._stream.synchronize()  # the host plays the model: it waits as the stream does
+                waited_s += _since(begun)
+                time.sleep(layer_s)
+        return waited_s
+
+    @staticmethod
+    def _finish(*transfers: Transfer) -> None:
+        for transfer in transfers:
+            transfer.wait(TIMEOUT_S)
+
+
+def _not_waiting(layer: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _since(started: float) -> float:
+    return time.perf_counter() - started
+
+
+def _gpu_stream() -> Any:
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True)

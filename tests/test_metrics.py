@@ -1,0 +1,111 @@
+"""What Prometheus reads: the values, the table of the documentation, and the sample board."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+from prometheus_client import CollectorRegistry
+
+from paddle_kv import LayerwiseScheduler
+from paddle_kv.metrics import METRICS, Collector
+from paddle_kv.offload import KVOffloadManager
+from tests.schedule.rig import Rig
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def test_the_values_are_those_of_stats() -> None:
+    rig = Rig()
+    registry = CollectorRegistry()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        manager = KVOffloadManager(scheduler)
+        registry.register(Collector(scheduler, manager, {"rank": "3"}))
+        manager.save([b"a", b"b", b"c"], [0, 4, 2]).wait()
+        manager.save([b"a", b"d"], [0, 1]).wait()
+        with manager.lookup([b"a", b"b", b"nothing"]) as lease:
+            manager.onload(lease.hashes, [5, 6]).wait()
+            rank = {"rank": "3"}
+            block_bytes = manager.capacity_bytes // manager.capacity_blocks
+
+            def value(name: str, **labels: str) -> Any:
+                return registry.get_sample_value(name, {**rank, **labels})
+
+            assert value("paddle_kv_transfers_total", direction="onload") == 1
+            assert value("paddle_kv_transfers_total", direction="offload") == 2
+            assert value("paddle_kv_transfer_bytes_total", direction="offload") == 4 * block_bytes
+            assert value("paddle_kv_transfer_seconds_total", direction="onload") == pytest.approx(
+                scheduler.stats()["onload_us"] / 1e6
+            )
+            assert value("paddle_kv_transfer_seconds_total", direction="onload") > 0
+            assert value("paddle_kv_looked_up_blocks_total") == 3
+            assert value("paddle_kv_hit_blocks_total") == 2
+            assert value("paddle_kv_unsaved_blocks_total", reason="deduplicated") == 1
+            assert value("paddle_kv_cached_blocks", state="present") == 4
+            assert value("paddle_kv_cached_blocks", state="pinned") == 2
+            assert value("paddle_kv_cached_bytes") == 4 * block_bytes
+            assert value("paddle_kv_host_pool_blocks", state="free") == rig.pool.num_blocks - 4
+            assert value("paddle_kv_host_pool_blocks", state="all") == rig.pool.num_blocks
+        manager.close()
+
+
+def test_every_metric_is_there_and_no_other() -> None:
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        manager = KVOffloadManager(scheduler)
+        found = {
+            (sample.name, frozenset(sample.labels))
+            for family in Collector(scheduler, manager).collect()
+            for sample in family.samples
+        }
+        assert found == {(metric.name, frozenset({metric.label} - {""})) for metric in METRICS}
+        assert [family.name for family in Collector().collect()] == []
+        manager.close()
+
+
+def test_what_is_closed_is_still_read() -> None:
+    rig = Rig()
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    manager = KVOffloadManager(scheduler)
+    manager.save([b"a"], [0]).wait()
+    manager.close()
+    scheduler.close()
+    rig.pool.close()
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in Collector(scheduler, manager).collect()
+        for sample in family.samples
+    }
+    assert samples["paddle_kv_saved_blocks_total",] == 1
+    assert samples["paddle_kv_host_pool_blocks", "all"] == samples["paddle_kv_host_pool_bytes",] == 0
+
+
+def test_the_table_of_the_documentation_is_complete() -> None:
+    rows = re.findall(r"^\| `(paddle_kv_\w+)` \| (\w+) \| (\w+) \| (.*?) \|", (DOCS / "metrics.md").read_text(), re.M)
+    expected = [
+        (metric.name, metric.kind, metric.unit, f"`{metric.label}`: {', '.join(metric.values)}" if metric.label else "")
+        for metric in METRICS
+    ]
+    assert rows == expected
+
+
+def test_the_board_asks_for_metrics_that_exist() -> None:
+    board = json.loads((DOCS / "grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"paddle_kv_\w+", query)}
+    labels_of = {metric.name: {metric.label} for metric in METRICS}
+    assert asked <= set(labels_of)
+    for query in queries:
+        for name, selected in re.findall(r"(paddle_kv_\w+)\{(.*?)\}", query):
+            used = set(re.findall(r"(\w+)\s*=", selected))
+            assert used <= labels_of[name] | {"job", "instance"}, query
+    identifiers = [panel["id"] for panel in board["panels"]]
+    assert len(set(identifiers)) == len(identifiers)
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24 and panel["title"] and panel["targets"]
