@@ -27,6 +27,7 @@ from ..offload.trace import TOKENS_PER_BLOCK, read_trace
 from . import doctor as checks
 from . import environment
 from . import replay as replays
+from .soak import soak
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
 
@@ -39,6 +40,7 @@ def _show(table: Any) -> None:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
 bench_app = typer.Typer(help="Measure how fast blocks move.")
 app.add_typer(bench_app, name="bench")
+app.command()(soak)
 
 Pattern = Enum("Pattern", {name: name for name in PATTERNS}, type=str)
 Way = Enum("Way", {name: name for name in WAYS}, type=str)
