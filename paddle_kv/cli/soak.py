@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
+import click
 import rich
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,12 +19,7 @@ from ..soak.run import Report, Setup, Soak
 from ..soak.traffic import Traffic
 from . import environment
 
-Engine = Enum("Engine", {name: name for name in ENGINES}, type=str)
-
-
-class PoolLayout(str, Enum):
-    layer_first = "layer_first"
-    block_first = "block_first"
+POOL_LAYOUTS = ("layer_first", "block_first")
 
 
 def soak(
@@ -38,8 +33,10 @@ def soak(
     host_blocks: Annotated[int, typer.Option(min=1)] = 1024,
     blocks: Annotated[int, typer.Option(help="Most blocks of one transfer.", min=1)] = 48,
     in_flight: Annotated[int, typer.Option(help="Most transfers at once.", min=1)] = 8,
-    pool_layout: PoolLayout = PoolLayout.layer_first,
-    engine: Annotated[Engine, typer.Option(help="How bytes are moved on a GPU.")] = Engine["auto"],  # type: ignore[misc]
+    pool_layout: Annotated[str, typer.Option(click_type=click.Choice(POOL_LAYOUTS))] = "layer_first",
+    engine: Annotated[
+        str, typer.Option(help="How bytes are moved on a GPU.", click_type=click.Choice(ENGINES))
+    ] = "auto",
     layers_per_event: Annotated[int, typer.Option(min=1)] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
 ) -> None:
@@ -50,8 +47,8 @@ def soak(
         block_bytes=block_bytes,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        pool_layout=pool_layout.value,  # type: ignore[arg-type]
-        engine=engine.value,
+        pool_layout=pool_layout,
+        engine=engine,
         layers_per_event=layers_per_event,
         traffic=Traffic(max_blocks=blocks, max_in_flight=in_flight, seed=seed),
     )
@@ -91,9 +88,12 @@ def _table(report: Report) -> Table:
         "seconds": f"{report.seconds:.1f}",
         "block moves": f"{counts.get('moves', 0):,} ({report.moves_per_s:,.0f} a second, {gigabytes:.1f} GB)",
         "mismatches": str(report.mismatches),
-        "pieces compared": f"{counts.get('device_checks', 0):,} on the device, {counts.get('host_checks', 0):,} on the host",
+        "compared on the device": f"{counts.get('device_checks', 0):,}",
+        "compared on the host": f"{counts.get('host_checks', 0):,}",
         "transfers": f"{counts.get('transfers', 0):,} in {counts.get('steps', 0):,} steps",
-        "cancelled, refused, restarts": ", ".join(f"{counts.get(n, 0):,}" for n in ("cancelled", "refused", "restarts")),
+        "cancelled, refused, restarts": ", ".join(
+            f"{counts.get(n, 0):,}" for n in ("cancelled", "refused", "restarts")
+        ),
     }
     if report.samples:
         first, last = report.samples[0], report.samples[-1]

@@ -46,6 +46,8 @@ class Flight:
     unmarked: list[int]  # layers of a layerwise save, in the order in which they will be marked
     behind: list[Flight]  # held when it was started, and in conflict with it
     transfer: Transfer
+    touches_device: np.ndarray  # a flag for each block of the pool
+    touches_host: np.ndarray
     ordered: set[int] = field(default_factory=set)  # layers that the compute stream waits for
     failed: bool = False
     readers: list[tuple[Flight, np.ndarray, np.ndarray]] = field(default_factory=list)  # positions there, and here
@@ -71,8 +73,8 @@ class Flight:
 
     def conflicts(self, saves: bool, device_ids: np.ndarray, host_ids: np.ndarray) -> bool:
         """Whether a later transfer has to follow this one."""
-        device = bool(np.isin(device_ids, self.device_ids).any())
-        host = bool(np.isin(host_ids, self.host_ids).any())
+        device = bool(self.touches_device[device_ids].any())
+        host = bool(self.touches_host[host_ids].any())
         if self.saves != saves:
             return device or host
         return host if saves else device

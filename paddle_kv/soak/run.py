@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..layout import KVCacheSpec
 from ..memory import DeviceCache, HostPool
@@ -33,7 +33,7 @@ class Setup:
     block_bytes: int = 64
     device_blocks: int = 384
     host_blocks: int = 1024
-    pool_layout: Literal["layer_first", "block_first"] = "layer_first"
+    pool_layout: Any = "layer_first"  # of the host pool
     engine: str = "auto"
     layers_per_event: int = 1
     checkpoint_steps: int = 1000

@@ -1,7 +1,8 @@
 """The server: random calls, each with what it must lead to. The same seed makes the same calls.
 
 No choice depends on how fast the device is: what a step does follows from the seed and from the calls before it alone.
-Only which of its free blocks the pool gives out may differ, because that follows from when transfers end.
+Only which block the pool gives out may differ, because that follows from when transfers end. So host blocks have
+numbers here that do not: ``Server.host_ids`` says which block of the pool each of them is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..errors import TransferError
 from ..memory import DeviceCache, HostPool
 from ..schedule.scheduler import LayerwiseScheduler
 from .compute import Compute, host_blocks
-from .contents import PENDING, Blocks, Flight
+from .contents import PENDING, UNKNOWN, Blocks, Flight
 from .mismatch import SoakFailure
 
 END_S = 60.0  # what takes longer does not end
@@ -60,6 +61,7 @@ class Server:
         self.host_memory = host_blocks(pool, self.describe)
         self.device = Blocks(cache.num_blocks, len(self.layers))
         self.host = Blocks(pool.num_blocks, len(self.layers))
+        self.host_ids = np.zeros(pool.num_blocks, np.int64)
         # What was freed under transfers in flight comes back late; this much is never asked for.
         self.max_owned = pool.num_blocks - traffic.max_blocks * (traffic.max_in_flight + 1)
         if self.max_owned < traffic.max_blocks:
@@ -69,7 +71,6 @@ class Server:
             )
         self.flights: list[Flight] = []
         self.counts: collections.Counter[str] = collections.Counter()
-        self.trace: list[str] = []  # of the last steps
         self._random = random.Random(traffic.seed)
         self._shuffle = np.random.default_rng(traffic.seed)
         self._contents = 0
@@ -96,7 +97,7 @@ class Server:
     def step(self) -> None:
         """One call of the server, or what belongs together."""
         self.counts["steps"] += 1
-        [step] = self._random.choices(list(self._steps), self._steps.values())
+        [step] = self._random.choices(list(self._steps), list(self._steps.values()))
         step()
 
     # ---- the steps ----
@@ -169,7 +170,7 @@ class Server:
         if self._room() > self.max_owned // 2:
             return
         host = self._pick(self.host.used)
-        self.pool.free(host)
+        self.pool.free(self.host_ids[host])
         self.host.used[host] = False
 
     def _read_host(self) -> None:
@@ -180,10 +181,11 @@ class Server:
         host = self._pick(self.host.used & ~self._in_held_host())[:8]
         if not len(host):
             return
-        with self.pool.lease(host, write=True, timeout_s=END_S):
+        ids = self.host_ids[host]
+        with self.pool.lease(ids, write=True, timeout_s=END_S):
             contents = self._fresh(len(host))
-            self.host_memory.fill(host, self.layers, contents)
-        self.pool.mark_rewritten(host)
+            self.host_memory.fill(ids, self.layers, contents)
+        self.pool.mark_rewritten(ids)
         self.host.written_by_others(host, contents)
 
     def _cancel(self) -> None:
@@ -206,11 +208,13 @@ class Server:
         if not len(host) or not len(device):
             return
         try:
-            self.scheduler.onload(host[:1], device[:1])
+            self.scheduler.onload(self.host_ids[host[:1]], device[:1])
         except TransferError:
             self.counts["refused"] += 1
             return
-        raise SoakFailure(f"host block {host[0]} holds no usable data after a cancelled transfer, but could be loaded")
+        raise SoakFailure(
+            f"host block {self.host_ids[host[0]]} holds no usable data after a cancelled transfer, but could be loaded"
+        )
 
     def _delay(self) -> None:
         self.compute.delay(self._random.uniform(0, self.traffic.max_delay_us))
@@ -226,14 +230,26 @@ class Server:
             contents[:] = PENDING
         behind = [flight for flight in self.flights if flight.held and flight.conflicts(saves, device, host)]
         if saves:
-            transfer = self.scheduler.offload(device, host, layerwise=layerwise)
+            transfer = self.scheduler.offload(device, self.host_ids[host], layerwise=layerwise)
         else:
-            transfer = self.scheduler.onload(host, device)
+            transfer = self.scheduler.onload(self.host_ids[host], device)
         self._numbers += 1
         unmarked = list(self.layers) if layerwise else []
         if self._random.random() < 0.3:
             self._random.shuffle(unmarked)
-        flight = Flight(self._numbers, saves, device, host, contents, targets, unmarked, behind, transfer)
+        flight = Flight(
+            self._numbers,
+            saves,
+            device,
+            host,
+            contents,
+            targets,
+            unmarked,
+            behind,
+            transfer,
+            self._mask(self.device, [device]),
+            self._mask(self.host, [host]),
+        )
         for writer in behind:
             there, here = np.nonzero(
                 (source_ids[:, None] == writer.target_ids) & (source.writers[source_ids] == writer.number)[:, None]
@@ -321,9 +337,10 @@ class Server:
         self.counts["device_checks"] += len(device) * self._pieces
 
     def _check_host(self, host: np.ndarray) -> None:
-        with self.pool.lease(host, timeout_s=END_S):
+        ids = self.host_ids[host]
+        with self.pool.lease(ids, timeout_s=END_S):
             writers = self.host.writers[host].tolist()
-            self.host_memory.check(host, self.layers, self.host.contents[host], writers, self.counts["steps"])
+            self.host_memory.check(ids, self.layers, self.host.contents[host], writers, self.counts["steps"])
         self.counts["host_checks"] += len(host) * self._pieces
 
     def _touching(self, device: np.ndarray, *, writing: bool, but: Flight | None = None) -> list[Flight]:
@@ -331,7 +348,7 @@ class Server:
         return [
             flight
             for flight in self.flights
-            if flight is not but and (writing or not flight.saves) and np.isin(device, flight.device_ids).any()
+            if flight is not but and (writing or not flight.saves) and flight.touches_device[device].any()
         ]
 
     def _order(self, device: np.ndarray, layer: int, *, writing: bool, but: Flight | None = None) -> None:
@@ -353,12 +370,15 @@ class Server:
         flight.ordered |= wanted
 
     def _allocate(self, count: int) -> np.ndarray:
-        host = np.array(self.pool.allocate(count), np.int64)
-        if self.host.used[host].any():
-            raise SoakFailure(f"host blocks {host[self.host.used[host]].tolist()} were given out twice")
-        self._shuffle.shuffle(host)
+        in_flight = self._mask(self.host, [flight.host_ids for flight in self.flights])
+        host = np.flatnonzero(~self.host.used & ~in_flight)[:count]
+        ids = np.array(self.pool.allocate(count), np.int64)
+        owned = self.host_ids[self.host.used]
+        if np.isin(ids, owned).any():
+            raise SoakFailure(f"host blocks {ids[np.isin(ids, owned)].tolist()} were given out twice")
+        self.host_ids[host] = ids
         self.host.used[host] = True
-        self.host.contents[host] = 0
+        self.host.contents[host] = UNKNOWN
         self.host.poisoned[host] = False  # not known: it may hold what a transfer left of it
         self.host.writers[host] = 0
         return host
@@ -405,7 +425,7 @@ class Server:
         kind = f"{'layerwise ' if layerwise else ''}{'offload' if flight.saves else 'onload'}"
         self._descriptions[flight.number] = (
             f"t{flight.number}, {kind}, step {self.counts['steps']}, device {flight.device_ids.tolist()}, "
-            f"host {flight.host_ids.tolist()}"
+            f"host {self.host_ids[flight.host_ids].tolist()}"
         )
         if len(self._descriptions) > KEPT_DESCRIPTIONS:
             self._descriptions.popitem(last=False)
