@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import click
 import rich
 import typer
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,7 +19,8 @@ from ..soak.run import Report, Setup, Soak
 from ..soak.traffic import Traffic
 from . import environment
 
-POOL_LAYOUTS = ("layer_first", "block_first")
+Engine = Enum("Engine", {name: name for name in ENGINES}, type=str)
+PoolLayout = Enum("PoolLayout", {name: name for name in ("layer_first", "block_first")}, type=str)
 
 
 def soak(
@@ -33,10 +34,8 @@ def soak(
     host_blocks: Annotated[int, typer.Option(min=1)] = 1024,
     blocks: Annotated[int, typer.Option(help="Most blocks of one transfer.", min=1)] = 48,
     in_flight: Annotated[int, typer.Option(help="Most transfers at once.", min=1)] = 8,
-    pool_layout: Annotated[str, typer.Option(click_type=click.Choice(POOL_LAYOUTS))] = "layer_first",
-    engine: Annotated[
-        str, typer.Option(help="How bytes are moved on a GPU.", click_type=click.Choice(ENGINES))
-    ] = "auto",
+    pool_layout: PoolLayout = PoolLayout.layer_first,
+    engine: Annotated[Engine, typer.Option(help="How bytes are moved on a GPU.")] = Engine.auto,
     layers_per_event: Annotated[int, typer.Option(min=1)] = 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
 ) -> None:
@@ -47,8 +46,8 @@ def soak(
         block_bytes=block_bytes,
         device_blocks=device_blocks,
         host_blocks=host_blocks,
-        pool_layout=pool_layout,
-        engine=engine,
+        pool_layout=pool_layout.value,
+        engine=engine.value,
         layers_per_event=layers_per_event,
         traffic=Traffic(max_blocks=blocks, max_in_flight=in_flight, seed=seed),
     )
