@@ -16,7 +16,7 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from . import hazards
+from . import checksum, hazards
 from .plan import Direction, check_timeout, make_plan
 from .transfer import Transfer, depend
 
@@ -95,6 +95,7 @@ class LayerwiseScheduler:
         self._closed = False
         self._closers = 0  # threads in close()
         self._binding = self._backend.bind(device_cache, host_pool)
+        self._observer = checksum.ChecksumObserver(host_pool) if checksum.enabled() else None
         self._streams: dict[str, Stream] = {}
         try:
             for direction in ("onload", "offload"):
@@ -157,6 +158,8 @@ class LayerwiseScheduler:
             hazards.collect()
             source.domain.check(plan.source_ids, names[0], writing=False)
             target.domain.check(plan.target_ids, names[1], writing=True)
+            if self._observer is not None and not to_host:
+                self._observer.check(plan.host_ids)
             transfer = Transfer(self, plan, self._streams[direction], layerwise=layerwise)
             if not layerwise and plan.num_groups:
                 try:
@@ -174,6 +177,8 @@ class LayerwiseScheduler:
             hazards.add_in_flight(transfer)
             self._counters[f"{direction}_transfers"] += 1
             self._counters[f"{direction}_bytes"] += transfer.bytes
+            if self._observer is not None:
+                self._observer.started(transfer)
             transfer._advance()
             transfer.poll()
         if transfer.failed:

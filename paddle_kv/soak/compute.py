@@ -9,6 +9,7 @@ import numpy as np
 
 from ..layout import KVCacheSpec
 from ..memory import DeviceCache, HostPool
+from ..memory.host_rows import Rows, host_rows
 from .mismatch import Mismatch, SoakFailure
 from .pattern import expected_bytes
 
@@ -36,19 +37,6 @@ class Compute(Protocol):
 
     def handles(self) -> dict[str, int]:
         """What the device has given out, by name."""
-
-
-class _At:
-    """Rows of bytes in memory that somebody else owns, as NumPy wants to see them."""
-
-    def __init__(self, address: int, blocks: int, block_bytes: int, stride_bytes: int) -> None:
-        self.__array_interface__ = {
-            "shape": (blocks, block_bytes),
-            "strides": (stride_bytes, 1),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
 
 
 class RamBlocks:
@@ -97,17 +85,7 @@ class RamBlocks:
 
 
 def host_blocks(pool: HostPool, describe: Callable[[int], str]) -> RamBlocks:
-    spec = pool.spec
-    rows = [
-        [
-            np.asarray(
-                _At(pool.pointer(name, layer), pool.num_blocks, spec.tensor_block_bytes(name), pool.stride_bytes(name))
-            )
-            for name in spec.tensor_names
-        ]
-        for layer in range(spec.num_layers)
-    ]
-    return RamBlocks("host", spec, rows, describe)
+    return RamBlocks("host", pool.spec, host_rows(pool), describe)
 
 
 class CpuCompute(RamBlocks):
@@ -122,7 +100,7 @@ class CpuCompute(RamBlocks):
             addresses = [cache.tensor(name, layer).data_ptr() for name in spec.tensor_names]
             sizes = [spec.tensor_block_bytes(name) for name in spec.tensor_names]
             rows.append(
-                [np.asarray(_At(a, cache.num_blocks, size, size)) for a, size in zip(addresses, sizes, strict=True)]
+                [np.asarray(Rows(a, cache.num_blocks, size, size)) for a, size in zip(addresses, sizes, strict=True)]
             )
         super().__init__("device", spec, rows, describe)
 

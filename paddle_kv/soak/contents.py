@@ -24,7 +24,7 @@ class Blocks:
     @property
     def whole(self) -> np.ndarray:
         """Blocks in use of which every layer holds something, or will."""
-        return self.used & (self.contents != UNKNOWN).all(axis=1)
+        return self.used & (self.contents != UNKNOWN).all(axis=1)  # type: ignore[no-any-return]
 
     def written_by_others(self, blocks: np.ndarray, contents: np.ndarray) -> None:
         """Computation or the host has written all layers."""
