@@ -357,6 +357,7 @@ void AFailureIsToldByTheEventsBehindIt() {
   CHECK(paddle_kv_queue_query(transfer.records[1]->handle()) == -1);
   Submission behind;
   behind.waits = {{transfer.last()}, {}};
+  behind.device_ids = {1};
   Transfer next(later, stream.handle(), {}), follower(later, other.handle(), behind);
   CHECK(next.Wait() == 0 && follower.Wait() == 0);
   CHECK(paddle_kv_queue_forget(transfer.last()) == 1);
