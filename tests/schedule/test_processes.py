@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import pickle
+import signal
 
 import numpy as np
 import pytest
@@ -37,6 +40,26 @@ def test_a_spawned_process_gets_the_spec_and_makes_the_rest(rig):
             save.mark_layer_written(layer)
         save.wait(WAIT_S)
     rig.expect_offload([1], [4])
+    rig.check()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_a_forked_child_does_to_its_blocks_stays_there(rig):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        code = 1
+        with contextlib.suppress(BaseException):
+            with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+                scheduler.offload([1, 2], [4, 9]).wait(WAIT_S)
+                scheduler.onload([5], [3]).wait(WAIT_S)
+            rig.expect_offload([1, 2], [4, 9])
+            rig.expect_onload([5], [3])
+            rig.check()
+            code = 0
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
     rig.check()
 
 
