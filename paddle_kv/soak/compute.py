@@ -29,6 +29,9 @@ class Compute(Protocol):
     def check(self, blocks: np.ndarray, layers: range, contents: np.ndarray, writers: Writers, step: int) -> None:
         """Compares; what differs is raised here or by :meth:`flush`."""
 
+    def check_host(self, blocks: np.ndarray, layers: range, contents: np.ndarray, writers: Writers, step: int) -> None:
+        """Compares many blocks of the host pool; :meth:`flush` has to be called before they may change."""
+
     def delay(self, microseconds: float) -> None:
         """Makes what is submitted from now on late, where there is a stream to be late on."""
 
@@ -93,8 +96,9 @@ class CpuCompute(RamBlocks):
 
     stream = None
 
-    def __init__(self, cache: DeviceCache, describe: Callable[[int], str]) -> None:
+    def __init__(self, cache: DeviceCache, pool: HostPool, describe: Callable[[int], str]) -> None:
         spec = cache.spec
+        self.check_host = host_blocks(pool, describe).check
         rows = []
         for layer in range(spec.num_layers):
             addresses = [cache.tensor(name, layer).data_ptr() for name in spec.tensor_names]

@@ -8,13 +8,14 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..memory import DeviceCache
+from ..memory import DeviceCache, HostPool
 from . import pattern
 from .compute import Writers
 from .mismatch import Mismatch, SoakFailure
 
 THREADS = 128
-RECORD_FIELDS = 8  # found, block, layer * tensors + tensor, word, expected, actual, writer, step
+RECORD_FIELDS = 9  # found, block, layer * tensors + tensor, word, expected, actual, writer, step, side
+SIDES = ("device", "host")
 
 SOURCE = f"""
 typedef unsigned long long word_t;
@@ -27,14 +28,15 @@ __device__ word_t expected_word(word_t content, word_t row, word_t index) {{
   return mixed ^ (mixed >> 32);
 }}
 
-// table: address and block bytes of each row. given: block ids, writers, contents[block][layer of the call].
+// table: address, block bytes and stride of each row. given: block ids, writers, contents[block][layer of the call].
 extern "C" __global__ void visit(const word_t* table, long long tensors, long long first_row, const word_t* given,
-                                 long long blocks, long long layers, word_t step, word_t* record, bool write) {{
+                                 long long blocks, long long layers, word_t step, word_t side, word_t* record,
+                                 bool write) {{
   const word_t block = given[blockIdx.x];
   const word_t content = given[2 * blocks + blockIdx.x * layers + blockIdx.y / tensors];
   const word_t row = first_row + blockIdx.y;
-  const word_t block_bytes = table[2 * row + 1];
-  unsigned char* start = reinterpret_cast<unsigned char*>(table[2 * row]) + block * block_bytes;
+  const word_t block_bytes = table[3 * row + 1];
+  unsigned char* start = reinterpret_cast<unsigned char*>(table[3 * row]) + block * table[3 * row + 2];
   const bool aligned = reinterpret_cast<word_t>(start) % 8 == 0;
   for (word_t word = threadIdx.x; word * 8 < block_bytes; word += blockDim.x) {{
     const word_t expected = expected_word(content, row, word);
@@ -63,6 +65,7 @@ extern "C" __global__ void visit(const word_t* table, long long tensors, long lo
       record[5] = actual;
       record[6] = given[blocks + blockIdx.x];
       record[7] = step;
+      record[8] = side;
     }}
   }}
 }}
@@ -81,7 +84,7 @@ extern "C" __global__ void delay(word_t nanoseconds) {{
 class GpuCompute:
     """See :class:`~paddle_kv.soak.compute.Compute`. Differences are found by the device and raised by ``flush``."""
 
-    def __init__(self, cache: DeviceCache, describe: Callable[[int], str]) -> None:
+    def __init__(self, cache: DeviceCache, pool: HostPool, describe: Callable[[int], str]) -> None:
         self._spec = spec = cache.spec
         self._cache = cache  # the kernels hold bare addresses
         self._describe = describe
@@ -91,22 +94,33 @@ class GpuCompute:
             self.stream = cupy.cuda.Stream(non_blocking=True)
             module = cupy.RawModule(code=SOURCE)
             self._visit, self._delay = module.get_function("visit"), module.get_function("delay")
-            self._table = cupy.asarray(
-                [[cache.tensor(name, layer).data_ptr(), spec.tensor_block_bytes(name)] for name, layer in rows],
-                np.uint64,
-            )
+            sizes = {name: spec.tensor_block_bytes(name) for name in spec.tensor_names}
+            device_rows = [[cache.tensor(name, layer).data_ptr(), sizes[name], sizes[name]] for name, layer in rows]
+            host_rows = [[pool.pointer(name, layer), sizes[name], pool.stride_bytes(name)] for name, layer in rows]
+            self._tables = [cupy.asarray(table, np.uint64) for table in (device_rows, host_rows)]
             self._record = cupy.zeros(RECORD_FIELDS, np.uint64)
             self._delay((1,), (1,), (np.uint64(0),))
             self._device.synchronize()
 
     def fill(self, blocks: np.ndarray, layers: range, contents: np.ndarray) -> None:
-        self._launch(blocks, layers, contents, np.zeros(len(blocks)), 0, write=True)
+        self._launch(blocks, layers, contents, np.zeros(len(blocks), np.int64), 0, write=True)
 
     def check(self, blocks: np.ndarray, layers: range, contents: np.ndarray, writers: Writers, step: int) -> None:
-        self._launch(blocks, layers, contents, writers, step, write=False)
+        self._launch(blocks, layers, contents, writers, step)
+
+    def check_host(self, blocks: np.ndarray, layers: range, contents: np.ndarray, writers: Writers, step: int) -> None:
+        self._launch(blocks, layers, contents, writers, step, side=1)
 
     def _launch(
-        self, blocks: np.ndarray, layers: range, contents: np.ndarray, writers: Any, step: int, *, write: bool
+        self,
+        blocks: np.ndarray,
+        layers: range,
+        contents: np.ndarray,
+        writers: Any,
+        step: int,
+        *,
+        side: int = 0,
+        write: bool = False,
     ) -> None:
         if not len(blocks):
             return
@@ -117,13 +131,14 @@ class GpuCompute:
                 (len(blocks), len(layers) * tensors),
                 (THREADS,),
                 (
-                    self._table,
+                    self._tables[side],
                     np.int64(tensors),
                     np.int64(layers.start * tensors),
                     cupy.asarray(given),
                     np.int64(len(blocks)),
                     np.int64(len(layers)),
                     np.uint64(step),
+                    np.uint64(side),
                     self._record,
                     np.bool_(write),
                 ),
@@ -135,12 +150,12 @@ class GpuCompute:
 
     def flush(self) -> None:
         with self._device, self.stream:
-            found, block, row, word, expected, actual, writer, step = (int(x) for x in self._record.get())
+            found, block, row, word, expected, actual, writer, step, side = (int(x) for x in self._record.get())
         if not found:
             return
         layer, tensor = divmod(row, len(self._spec.tensor_names))
         mismatch = Mismatch(
-            "device",
+            SIDES[side],
             block,
             layer,
             self._spec.tensor_names[tensor],

@@ -90,10 +90,10 @@ class Soak:
 
     def _make_compute(self, describe: Callable[[int], str]) -> Compute:
         if self.cache.device_id is None:
-            return CpuCompute(self.cache, describe)
+            return CpuCompute(self.cache, self.pool, describe)
         from .gpu_compute import GpuCompute
 
-        return GpuCompute(self.cache, describe)
+        return GpuCompute(self.cache, self.pool, describe)
 
     def __enter__(self) -> Soak:
         return self

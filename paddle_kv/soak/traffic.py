@@ -23,6 +23,7 @@ from .mismatch import SoakFailure
 
 END_S = 60.0  # what takes longer does not end
 KEPT_DESCRIPTIONS = 4096
+HOST_BYTES = 1 << 20  # that NumPy writes or compares in one step
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Server:
         self._numbers = 0
         self._descriptions: collections.OrderedDict[int, str] = collections.OrderedDict()
         self._pieces = len(self.layers) * len(cache.spec.tensor_names)
+        self._few = max(1, min(8, HOST_BYTES // (len(self.layers) * cache.spec.block_bytes)))
         self._steps = {
             self._prefill: 4,
             self._save: 4,
@@ -174,11 +176,11 @@ class Server:
         self.host.used[host] = False
 
     def _read_host(self) -> None:
-        host = self._pick(self.host.whole & ~self._in_held_host())[:8]
+        host = self._pick(self.host.whole & ~self._in_held_host())[: self._few]
         self._check_host(host)
 
     def _write_host(self) -> None:
-        host = self._pick(self.host.used & ~self._in_held_host())[:8]
+        host = self._pick(self.host.used & ~self._in_held_host())[: self._few]
         if not len(host):
             return
         ids = self.host_ids[host]
@@ -311,7 +313,7 @@ class Server:
             self._end_oldest()
         self._check_device(np.flatnonzero(self.device.whole), by_layer=False)
         self.compute.flush()
-        self._check_host(np.flatnonzero(self.host.whole))
+        self._check_host(np.flatnonzero(self.host.whole), by_device=True)
 
     # ---- blocks ----
     def _write_blocks(self, device: np.ndarray) -> None:
@@ -336,11 +338,15 @@ class Server:
             self.compute.check(device, self.layers, contents, writers, step)
         self.counts["device_checks"] += len(device) * self._pieces
 
-    def _check_host(self, host: np.ndarray) -> None:
+    def _check_host(self, host: np.ndarray, *, by_device: bool = False) -> None:
+        """By NumPy, or by the device, which is quicker where blocks are many."""
+        check = self.compute.check_host if by_device else self.host_memory.check
         ids = self.host_ids[host]
         with self.pool.lease(ids, timeout_s=END_S):
             writers = self.host.writers[host].tolist()
-            self.host_memory.check(ids, self.layers, self.host.contents[host], writers, self.counts["steps"])
+            check(ids, self.layers, self.host.contents[host], writers, self.counts["steps"])
+            if by_device:
+                self.compute.flush()
         self.counts["host_checks"] += len(host) * self._pieces
 
     def _touching(self, device: np.ndarray, *, writing: bool, but: Flight | None = None) -> list[Flight]:
