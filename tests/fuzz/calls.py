@@ -205,6 +205,8 @@ def copy_family(ground: Ground) -> Call:
 
     def expected(given: dict[str, Any]) -> Outcome:
         tensors = as_list(given[names[0]]) + ([] if given[names[1]] is None else as_list(given[names[1]]))
+        if not tensors:
+            return [], None
         if op == "copy_single_block":
             pairs = [(int(given["source_block_id"]), int(given["target_block_id"]))]
         else:
@@ -235,6 +237,14 @@ def hnd_of(tensor: paddle.Tensor, layout: str) -> np.ndarray:
 
 def back(hnd: np.ndarray, layout: str, kind: str) -> np.ndarray:
     return cache_convert.to_layout(hnd, layout, kind)
+
+
+def back_into(cache: paddle.Tensor, hnd: np.ndarray, layout: str) -> np.ndarray:
+    """In the layout of the cache; the x of packed keys is the caller's choice."""
+    if layout == "packed" and cache.ndim == 5:
+        x = cache.shape[-1]
+        return hnd.reshape(*hnd.shape[:3], -1, x).transpose(0, 1, 3, 2, 4)
+    return back(hnd, layout, "value")
 
 
 def rows_of(tensor: paddle.Tensor) -> np.ndarray:
@@ -345,7 +355,7 @@ def reshape_and_cache(ground: Ground) -> Call:
             else:
                 stored = quantize(wide, scale_of(given.get(f"{name[0]}_scale"), hnd.shape[1]), form)
             assert stored.dtype == hnd.dtype
-            outcome.append(written(cache, back(cache_insert.inserted(stored, hnd, slots), layout, name)))
+            outcome.append(written(cache, back_into(cache, cache_insert.inserted(stored, hnd, slots), layout)))
         return outcome, None
 
     return Call("reshape_and_cache_dynamic" if dynamic else "reshape_and_cache", arguments, options, expected)
@@ -434,7 +444,7 @@ def gather_or_scatter(ground: Ground) -> Call:
                 raise EitherMayWin
             assert tuple(rows.shape[1:]) == hnd.shape[1::2]
             after = cache_convert.scattered(array_of(rows).view(hnd.dtype), hnd, table, starts)
-            return [written(cache, back(after, layout, "key" if cache.ndim == 5 else "value"))], None
+            return [written(cache, back_into(cache, after, layout))], None
 
         return Call("scatter_cache", {"tokens": tokens, **shared}, {"layout": layout}, after_scatter)
 
