@@ -23,6 +23,7 @@ from .mismatch import SoakFailure
 
 END_S = 60.0  # what takes longer does not end
 KEPT_DESCRIPTIONS = 4096
+SHOWN_IDS = 32
 HOST_BYTES = 1 << 20  # that NumPy writes or compares in one step
 
 
@@ -429,9 +430,10 @@ class Server:
     # ---- what is told ----
     def _describe_flight(self, flight: Flight, layerwise: bool) -> None:
         kind = f"{'layerwise ' if layerwise else ''}{'offload' if flight.saves else 'onload'}"
+        device, host = (ids[:SHOWN_IDS].tolist() for ids in (flight.device_ids, self.host_ids[flight.host_ids]))
         self._descriptions[flight.number] = (
-            f"t{flight.number}, {kind}, step {self.counts['steps']}, device {flight.device_ids.tolist()}, "
-            f"host {self.host_ids[flight.host_ids].tolist()}"
+            f"t{flight.number}, {kind} of {len(flight.device_ids)} blocks, step {self.counts['steps']}, "
+            f"device {device}, host {host}{' and so on' if len(flight.device_ids) > SHOWN_IDS else ''}"
         )
         if len(self._descriptions) > KEPT_DESCRIPTIONS:
             self._descriptions.popitem(last=False)
