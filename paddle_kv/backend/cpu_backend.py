@@ -46,6 +46,9 @@ class CpuStream:
         self._thread = threading.Thread(target=self._run, name=f"paddle_kv-stream-{next(self._names)}", daemon=True)
         self._thread.start()
 
+    def __str__(self) -> str:
+        return self._thread.name
+
     def submit(self, task: Callable[[], object]) -> None:
         self._tasks.put(task)
 

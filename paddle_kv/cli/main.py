@@ -30,6 +30,7 @@ from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
+from .soak import soak
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
 
@@ -42,6 +43,7 @@ def _show(table: Any) -> None:
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
 bench_app = typer.Typer(help="Measure how fast blocks move.")
 app.add_typer(bench_app, name="bench")
+app.command()(soak)
 
 Pattern = Enum("Pattern", {name: name for name in PATTERNS}, type=str)
 Operation = Enum("Operation", {name: name for name in OPERATIONS}, type=str)

@@ -76,7 +76,8 @@ def _pinned(size_bytes: int) -> Any:
 
 def _pageable(size_bytes: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, size_bytes)
+        # Python's default is memory that a forked child would share.
+        return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(str(error)) from None
 

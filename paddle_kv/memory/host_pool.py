@@ -11,7 +11,7 @@ import numpy as np
 
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
-from ..schedule import hazards
+from ..schedule import checksum, hazards
 from ..schedule.plan import check_distinct, check_ids, check_timeout
 from .free_extents import FreeExtents
 from .host_memory import HostMemory, allocate, has_gpu
@@ -203,6 +203,7 @@ class HostPool:
                 raise MemoryError(f"{count} blocks were asked for, {len(self._free)} of {self.num_blocks} are free")
             taken = self._free.allocate(count)
             self._allocated.update(taken)
+            checksum.forget(self.domain, taken)
             return taken
 
     def free(self, block_ids: Any) -> None:
@@ -268,13 +269,17 @@ class HostPool:
         finally:
             with hazards.changed:
                 self.domain.end_lease(ids, write=write)
+                if write:
+                    checksum.forget(self.domain, ids)
                 hazards.changed.notify_all()
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """The host has rewritten these blocks: they may be read again although an offload into them failed."""
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
-        self.domain.mark_rewritten(ids)
+        with hazards.lock:
+            self.domain.mark_rewritten(ids)
+            checksum.forget(self.domain, ids)
 
     def _check_open(self) -> None:
         if self._closed:

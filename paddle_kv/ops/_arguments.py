@@ -180,15 +180,29 @@ def readable(tensor: Any, name: str) -> Tensor:
 
     Raises:
         TypeError: not a Paddle tensor.
-        ValueError: not contiguous: Paddle would read it into a copy, on its own stream.
+        ValueError: not contiguous (Paddle would read it into a copy, on its own stream), or without memory.
     """
     if tracing() and is_variable(tensor):
         return tensor  # type: ignore[no-any-return]
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
-    if 0 not in tensor.shape and not tensor.is_contiguous():
+    if 0 in tensor.shape:
+        place_of(tensor, name)
+    elif not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected")
     return tensor
+
+
+def place_of(tensor: Tensor, name: str) -> Any:
+    """Where the tensor is.
+
+    Raises:
+        ValueError: nowhere, as ``paddle.Tensor()`` of Paddle 2.6, which would raise RuntimeError.
+    """
+    try:
+        return tensor.place
+    except RuntimeError:
+        raise ValueError(f"{name} holds no memory; an allocated tensor is expected") from None
 
 
 # Numbers of Paddle's dtypes in C++, the same in all versions. 2.6 has no fp8.
@@ -221,13 +235,14 @@ def strided(tensor: Any, name: str) -> list[int]:
 
     Raises:
         TypeError: not a Paddle tensor, or of a dtype that no operator takes.
+        ValueError: a tensor without memory.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
     number = _DTYPE_NUMBERS.get(tensor.dtype)
     if number is None:
         raise TypeError(f"{name} has dtype {tensor.dtype}, which no operator takes")
-    place = tensor.place
+    place = place_of(tensor, name)
     device = place.gpu_device_id() if place.is_gpu_place() else _CPU if place.is_cpu_place() else _ELSEWHERE
     shape = tensor.shape
     address = tensor.data_ptr() if 0 not in shape else 0

@@ -165,10 +165,11 @@ def scatter_cache(
         raise TypeError(f"tokens is {type(tokens).__name__}; a paddle.Tensor is expected")
     view: list[int] = []
     given: Tensor | None = tokens
+    if tokens.ndim == 3 and tokens.shape[0] == 0:  # Paddle 2.6 takes no input without elements
+        _check_like(tokens, cache)
+        return cache
     if not tokens.is_contiguous():
         given, view = None, _view(tokens, cache)
-    elif tokens.ndim == 3 and tokens.shape[0] == 0:
-        return cache
     _call("scatter_cache", stream, cache, (given, cache, block_table, cu_seq_lens), (view, layout))
     return cache
 
@@ -244,7 +245,8 @@ def convert_layout(
         cache: any dtype, contiguous; its layouts are those of :func:`gather_cache`.
         kind: ``"key"`` or ``"value"``: what a packed layout is packed for.
         source_layout: of ``cache``.
-        target_layout: of the result. Packed keys have ``x`` = 16 bytes of elements.
+        target_layout: of the result. Packed keys have ``x`` = 16 bytes of elements. If it is ``source_layout``, the
+            result is a copy, with the ``x`` that the cache has.
         stream: see above.
 
     Raises:
@@ -276,11 +278,15 @@ def _view(tokens: Tensor, cache: Tensor) -> list[int]:
     """Address, shape and strides of a tensor that Paddle would copy before the operator sees it."""
     if tokens.ndim != 3:
         raise ValueError(f"tokens has shape {list(tokens.shape)}; [tokens, heads, head size] is expected")
+    _check_like(tokens, cache)
+    return [tokens.data_ptr(), *tokens.shape, *tokens.get_strides()]
+
+
+def _check_like(tokens: Tensor, cache: Tensor) -> None:
     if tokens.dtype != cache.dtype:
         raise ValueError(f"tokens has dtype {tokens.dtype}, cache {cache.dtype}; both must have the same")
     if str(tokens.place) != str(cache.place):
         raise ValueError(f"tokens is on {tokens.place}, cache on {cache.place}; both must be on one device")
-    return [tokens.data_ptr(), *tokens.shape, *tokens.get_strides()]
 
 
 def _text(value: Any, name: str) -> None:

@@ -15,7 +15,7 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from . import hazards
+from . import checksum, hazards
 from .plan import Direction, check_timeout, make_plan
 from .resources import DeviceResources, abandoned, release_abandoned
 from .transfer import Transfer, depend
@@ -99,6 +99,7 @@ class LayerwiseScheduler:
         self._copying_ms = {"onload": 0.0, "offload": 0.0}
         self._closed = False
         self._closers = 0  # threads in close()
+        self._observer = checksum.ChecksumObserver(host_pool) if checksum.enabled() else None
         release_abandoned()
         self._resources = DeviceResources(self._backend, device_cache, host_pool)
         self.origin_event = self._resources.origin_event
@@ -166,6 +167,8 @@ class LayerwiseScheduler:
             hazards.collect()
             source.domain.check(plan.source_ids, names[0], writing=False)
             target.domain.check(plan.target_ids, names[1], writing=True)
+            if self._observer is not None and not to_host:
+                self._observer.check(plan.host_ids)
             if urgent is None:
                 urgent = self._is_small_beside_others(len(plan.device_ids) * self._bytes_per_block)
             stream = self._resources.urgent_stream() if urgent else self._resources.streams[direction]
@@ -186,6 +189,8 @@ class LayerwiseScheduler:
             hazards.add_in_flight(transfer)
             self._counters[f"{direction}_transfers"] += 1
             self._counters[f"{direction}_bytes"] += transfer.bytes
+            if self._observer is not None:
+                self._observer.started(transfer)
             transfer._advance()
             if not plan.num_groups or transfer.failed:
                 transfer.poll()

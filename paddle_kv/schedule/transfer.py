@@ -215,6 +215,16 @@ class Transfer:
         return self._plan.num_layers
 
     @property
+    def plan(self) -> TransferPlan:
+        """Which blocks it moves."""
+        return self._plan
+
+    @property
+    def stream_name(self) -> str:
+        """Where it runs, for reports; "" when it is over."""
+        return str(getattr(self._stream, "ptr", self._stream or ""))
+
+    @property
     def failed(self) -> bool:
         """Whether something is known to have gone wrong; does not look at the device."""
         return self._error is not None
@@ -443,6 +453,10 @@ class Transfer:
         else:
             if self._error is None and not all(source._over for source in self._reads_from):
                 return  # a failure of theirs would be one of this transfer
+        if self._scheduler._observer is not None:
+            mismatch = self._scheduler._observer.over(self, self._error)
+            if mismatch is not None and self._error is None:
+                self._drop(self._failure(str(mismatch), None, mismatch))
         self._over = True
         if self._error is not None:
             self._scheduler._counters["cancelled" if self._cancelled else "failed"] += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import paddle
 import pytest
@@ -93,3 +95,18 @@ def test_messages_stay_short() -> None:
     with pytest.raises(TypeError) as caught:
         arguments.integer(np.zeros(10_000), "count")
     assert len(str(caught.value)) < 200
+
+
+def has_place(tensor: paddle.Tensor) -> bool:
+    try:
+        return tensor.place is not None
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.parametrize("look", [arguments.cache, arguments.readable, arguments.strided, arguments.scale])
+def test_a_tensor_without_memory(look) -> None:
+    """To Paddle 3 it is an empty tensor on the CPU, which may be read."""
+    may_be_read = has_place(paddle.Tensor()) and look in (arguments.readable, arguments.strided)
+    with contextlib.nullcontext() if may_be_read else pytest.raises(ValueError, match=r"x (holds no|has shape)"):
+        look(paddle.Tensor(), "x")

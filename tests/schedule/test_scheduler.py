@@ -677,6 +677,7 @@ def test_works_under_no_grad_and_on_paddle_tensors_written_by_paddle(rig):
         cache.tensor("scale", 4)[2] = 2.5
         scheduler.offload([2], [1]).wait(WAIT_S)
         assert (pool.view("scale", 4, 1) == 2.5).all()
-        pool.view("scale", 4, 1)[:] = 3.5
+        with pool.lease([1], write=True):
+            pool.view("scale", 4, 1)[:] = 3.5
         scheduler.onload([1], [0]).wait(WAIT_S)
         assert cache.tensor("scale", 4)[0].numpy().tolist() == [3.5] * 3

@@ -1,0 +1,199 @@
+#include "fake_cuda.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+struct FakeEvent {
+  std::mutex mutex;
+  std::condition_variable passed;
+  std::int64_t recordings = 0;
+  std::int64_t last_passed = 0;
+  int holders = 1;  // the handle, and what streams still have to do with it
+};
+
+struct FakeStream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> tasks;
+  bool running = false;
+  bool ending = false;
+  std::thread thread;
+};
+
+namespace {
+
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local int current_device = 0;
+std::atomic<int> events_alive{0};
+
+cudaError_t Leave(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
+void Hold(FakeEvent* event) {
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  ++event->holders;
+}
+
+void LetGo(FakeEvent* event) {
+  bool last = false;
+  {
+    const std::lock_guard<std::mutex> lock(event->mutex);
+    last = --event->holders == 0;
+  }
+  if (last) delete event;
+}
+
+void Run(FakeStream* stream) {
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  for (;;) {
+    stream->changed.wait(lock, [&] { return !stream->tasks.empty() || stream->ending; });
+    if (stream->tasks.empty()) return;
+    const std::function<void()> task = std::move(stream->tasks.front());
+    stream->tasks.pop_front();
+    stream->running = true;
+    lock.unlock();
+    task();
+    lock.lock();
+    stream->running = false;
+    stream->changed.notify_all();
+  }
+}
+
+}  // namespace
+
+cudaStream_t MakeFakeStream() {
+  auto* stream = new FakeStream;
+  stream->thread = std::thread(Run, stream);
+  return stream;
+}
+
+void DestroyFakeStream(cudaStream_t stream) {
+  {
+    const std::lock_guard<std::mutex> lock(stream->mutex);
+    stream->ending = true;
+    stream->changed.notify_all();
+  }
+  stream->thread.join();
+  delete stream;
+}
+
+void Enqueue(cudaStream_t stream, std::function<void()> work) {
+  const std::lock_guard<std::mutex> lock(stream->mutex);
+  stream->tasks.push_back(std::move(work));
+  stream->changed.notify_all();
+}
+
+void WaitFor(cudaEvent_t event) {
+  std::unique_lock<std::mutex> lock(event->mutex);
+  event->passed.wait(lock, [&] { return event->last_passed >= event->recordings; });
+}
+
+int EventsAlive() { return events_alive; }
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "cudaSuccess";
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorLaunchFailure:
+      return "cudaErrorLaunchFailure";
+    default:
+      return "cudaErrorInvalidValue";
+  }
+}
+
+const char* cudaGetErrorString(cudaError_t error) { return cudaGetErrorName(error); }
+
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = current_device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+  current_device = device;
+  return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  thread_local cudaStreamCaptureMode own = cudaStreamCaptureModeGlobal;
+  std::swap(own, *mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new FakeEvent;
+  ++events_alive;
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  --events_alive;
+  LetGo(event);
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  std::int64_t recording = 0;
+  Hold(event);
+  {
+    const std::lock_guard<std::mutex> lock(event->mutex);
+    recording = ++event->recordings;
+  }
+  Enqueue(stream, [event, recording] {
+    {
+      const std::lock_guard<std::mutex> lock(event->mutex);
+      event->last_passed = std::max(event->last_passed, recording);
+      event->passed.notify_all();
+    }
+    LetGo(event);
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const std::lock_guard<std::mutex> lock(event->mutex);
+  return event->last_passed >= event->recordings ? cudaSuccess : Leave(cudaErrorNotReady);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  std::int64_t recording = 0;
+  Hold(event);
+  {
+    const std::lock_guard<std::mutex> lock(event->mutex);
+    recording = event->recordings;
+  }
+  Enqueue(stream, [event, recording] {
+    {
+      std::unique_lock<std::mutex> lock(event->mutex);
+      event->passed.wait(lock, [&] { return event->last_passed >= recording; });
+    }
+    LetGo(event);
+  });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  const std::lock_guard<std::mutex> lock(stream->mutex);
+  return stream->tasks.empty() && !stream->running ? cudaSuccess : Leave(cudaErrorNotReady);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  std::unique_lock<std::mutex> lock(stream->mutex);
+  stream->changed.wait(lock, [&] { return stream->tasks.empty() && !stream->running; });
+  return cudaSuccess;
+}

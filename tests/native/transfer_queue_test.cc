@@ -1,0 +1,517 @@
+// The queue that submits transfers, with a CUDA runtime of threads and engines that record what they are asked for.
+#include "paddle_kv/swap/transfer_queue.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "fake_cuda.h"
+#include "paddle_kv/swap/engine.h"
+#include "paddle_kv/swap/transfer_blocks.h"
+#include "paddle_kv/swap/transfer_plans.h"
+
+namespace paddle_kv {
+namespace {
+
+using std::chrono::milliseconds;
+
+// ---- the engine ----
+struct Copied {
+  std::int64_t stream;
+  std::int64_t plan_blocks;  // device_blocks of the plan, by which tests tell plans apart
+  std::int64_t first_layer;
+  std::int64_t end_layer;
+};
+
+std::mutex log_mutex;
+std::vector<Copied> copied;
+std::function<Status(const EngineWork&, const DeviceStream&)> before_copy;  // set while nothing runs
+
+std::vector<Copied> Log() {
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  return copied;
+}
+
+void ClearLog() {
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  copied.clear();
+}
+
+template <class Condition>
+void WaitUntil(Condition condition) {
+  for (int i = 0; i < 20000 && !condition(); ++i) std::this_thread::sleep_for(milliseconds(1));
+  CHECK(condition());
+}
+
+class RecordingEngine : public Engine {
+ public:
+  Status Copy(const EngineWork& work, const DeviceStream& where) override {
+    {
+      const std::lock_guard<std::mutex> lock(log_mutex);
+      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer});
+    }
+    if (before_copy) {
+      const Status status = before_copy(work, where);
+      if (!status.ok()) return status;
+    }
+    auto* stream = reinterpret_cast<cudaStream_t>(where.stream);
+    const std::int64_t* event = work.record_events;
+    for (std::int64_t layer = work.first_layer; layer < work.end_layer;) {
+      const std::int64_t end = std::min(layer + work.layers_per_event, work.end_layer);
+      // The arguments may go away on return.
+      std::vector<std::int64_t> sources, targets;
+      for (const Run& run : *work.runs) {
+        for (std::int64_t i = 0; i < run.length; ++i) {
+          sources.push_back(run.source + i);
+          targets.push_back(run.target + i);
+        }
+      }
+      std::vector<BlockRows> rows;
+      for (std::int64_t l = layer; l < end && work.plan->tensors[0].device != nullptr; ++l) {
+        for (const BlockRows& row : RowsOfLayer(*work.plan, l, work.direction)) rows.push_back(row);
+      }
+      Enqueue(stream, [rows, sources, targets] {
+        TransferBlocksCpu(rows.data(), static_cast<std::int64_t>(rows.size()), sources.data(), targets.data(),
+                          static_cast<std::int64_t>(sources.size()));
+      });
+      cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event++), stream);
+      layer = end;
+    }
+    return {};
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Engine> MakeCopyEngine(int) { return std::make_unique<RecordingEngine>(); }
+std::unique_ptr<Engine> MakeKernelEngine(int) { return std::make_unique<RecordingEngine>(); }
+std::unique_ptr<Engine> MakeStagingEngine(int) { return std::make_unique<RecordingEngine>(); }
+
+namespace {
+
+// ---- what a test has ----
+std::int64_t Handle(const void* pointer) { return reinterpret_cast<std::int64_t>(pointer); }
+
+struct Event {
+  cudaEvent_t event = nullptr;
+  Event() { cudaEventCreateWithFlags(&event, 0); }
+  ~Event() { cudaEventDestroy(event); }
+  Event(const Event&) = delete;
+  std::int64_t handle() const { return Handle(event); }
+};
+
+struct OpenStream {
+  cudaStream_t stream = MakeFakeStream();
+  explicit OpenStream(bool urgent = false) { CHECK(paddle_kv_queue_open(0, handle(), urgent) == 0); }
+  ~OpenStream() {
+    CHECK(paddle_kv_queue_close(handle()) == 0);
+    DestroyFakeStream(stream);
+  }
+  OpenStream(const OpenStream&) = delete;
+  std::int64_t handle() const { return Handle(stream); }
+};
+
+// Holds a stream: what is enqueued behind it does not run before Open().
+class Gate {
+ public:
+  explicit Gate(cudaStream_t stream) {
+    Enqueue(stream, [state = state_] {
+      while (!*state) std::this_thread::sleep_for(milliseconds(1));
+    });
+  }
+  void Open() { *state_ = true; }
+  ~Gate() { Open(); }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> state_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+std::atomic<std::int64_t> next_plan{1};
+
+// Pools in RAM, or (block_bytes alone) sizes without memory.
+struct Plan {
+  std::int64_t number = next_plan++;
+  std::int64_t blocks, block_bytes, layers;
+  std::vector<std::vector<std::uint8_t>> device, host;
+
+  Plan(std::int64_t layer_count, std::int64_t bytes, bool in_ram)
+      : blocks(number + 10), block_bytes(bytes), layers(layer_count) {
+    auto plan = std::make_shared<TransferPlan>();
+    plan->device = 0;
+    plan->device_blocks = plan->host_blocks = blocks;
+    plan->layer_count = layers;
+    plan->tensors_per_layer = 1;
+    for (std::int64_t layer = 0; layer < layers; ++layer) {
+      device.emplace_back(in_ram ? blocks * bytes : 0);
+      host.emplace_back(in_ram ? blocks * bytes : 0);
+    }
+    for (std::int64_t layer = 0; layer < layers; ++layer) {
+      for (std::size_t i = 0; i < device[layer].size(); ++i) {
+        device[layer][i] = static_cast<std::uint8_t>(i / bytes * 3 + layer * 50 + 1);
+        host[layer][i] = static_cast<std::uint8_t>(i / bytes * 5 + layer * 70 + 2);
+      }
+      plan->tensors.push_back(
+          {in_ram ? device[layer].data() : nullptr, in_ram ? host[layer].data() : nullptr, bytes, bytes, bytes});
+    }
+    CHECK(AddTransferPlan(number, plan));
+  }
+  ~Plan() { RemoveTransferPlan(number); }
+  Plan(const Plan&) = delete;
+};
+
+struct Submission {
+  Direction direction = Direction::kHostToDevice;
+  std::vector<std::int64_t> device_ids{0}, host_ids{0};
+  std::int64_t layers_per_event = 1;
+  std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
+};
+
+// The events of a transfer, one a group.
+struct Transfer {
+  Event start;
+  std::vector<std::unique_ptr<Event>> records;
+  int result;
+
+  Transfer(const Plan& plan, std::int64_t stream, const Submission& given) {
+    const std::int64_t groups = (plan.layers + given.layers_per_event - 1) / given.layers_per_event;
+    std::vector<std::int64_t> handles, waits, counts(groups, 0);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      records.push_back(std::make_unique<Event>());
+      handles.push_back(records.back()->handle());
+      if (given.waits.empty()) continue;
+      waits.insert(waits.end(), given.waits[g].begin(), given.waits[g].end());
+      counts[g] = static_cast<std::int64_t>(given.waits[g].size());
+    }
+    const PaddleKvTransfer transfer = {plan.number,
+                                       static_cast<std::int64_t>(given.direction),
+                                       0,
+                                       given.device_ids.data(),
+                                       given.host_ids.data(),
+                                       static_cast<std::int64_t>(given.host_ids.size()),
+                                       0,
+                                       plan.layers,
+                                       given.layers_per_event,
+                                       waits.data(),
+                                       counts.data(),
+                                       start.handle(),
+                                       handles.data(),
+                                       stream};
+    result = paddle_kv_queue_submit(&transfer);
+  }
+  std::int64_t last() const { return records.back()->handle(); }
+  // Blocks until the last group is copied; 0 or -1 as paddle_kv_queue_query.
+  int Wait() const {
+    int state = 1;
+    WaitUntil([&] { return (state = paddle_kv_queue_query(last())) != 1; });
+    return state;
+  }
+};
+
+// ---- tests ----
+void AllBytesArriveInBothDirections() {
+  Plan plan(5, 300, true);
+  OpenStream stream;
+  Submission load;
+  load.device_ids = {3, 0, 9, 4};
+  load.host_ids = {1, 2, 3, 8};
+  load.layers_per_event = 2;
+  const auto before = plan.device;
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.result == 0);
+  CHECK(transfer.Wait() == 0);
+  for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+    auto expected = before[layer];
+    for (int i = 0; i < 4; ++i) {
+      std::memcpy(&expected[load.device_ids[i] * 300], &plan.host[layer][load.host_ids[i] * 300], 300);
+    }
+    CHECK(plan.device[layer] == expected);
+  }
+  Submission save = load;
+  save.direction = Direction::kDeviceToHost;
+  save.host_ids = {9, 7, 5, 6};
+  Transfer back(plan, stream.handle(), save);
+  CHECK(back.Wait() == 0);
+  for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+    for (int i = 0; i < 4; ++i) {
+      CHECK(std::memcmp(&plan.host[layer][save.host_ids[i] * 300], &plan.device[layer][save.device_ids[i] * 300],
+                        300) == 0);
+    }
+  }
+}
+
+void AGroupIsHeldBackUntilWhatItWaitsForIsRecorded() {
+  Plan first(1, 64 << 20, false), second(1, 100, false), third(1, 100, false);
+  OpenStream one, two, other;
+  ClearLog();
+  Gate gate(one.stream);
+  // As much as may be in flight, so that the next one is not submitted while the gate is closed.
+  Transfer a(first, one.handle(), {}), b(first, one.handle(), {}), held(first, one.handle(), {});
+  Submission behind;
+  behind.waits = {{held.last()}};
+  Transfer waiting(second, two.handle(), behind);
+  Transfer free(third, other.handle(), {});
+  CHECK(free.Wait() == 0);  // one that waits holds no other stream
+  CHECK(paddle_kv_queue_query(waiting.last()) == 1);
+  CHECK(paddle_kv_queue_flush(two.handle(), 1000) == 1);
+  CHECK(Log().size() == 3);
+  gate.Open();
+  CHECK(waiting.Wait() == 0);
+  const auto log = Log();
+  CHECK(log.size() == 5);
+  CHECK(log[3].plan_blocks == first.blocks && log[4].plan_blocks == second.blocks);
+}
+
+void AWaitOfALaterGroupSplitsTheTransfer() {
+  Plan plan(4, 100, true);
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event mark;
+  {
+    Gate gate(compute);
+    cudaEventRecord(mark.event, compute);
+    Submission late;
+    late.waits = {{}, {}, {mark.handle()}, {}};
+    ClearLog();
+    Transfer transfer(plan, stream.handle(), late);
+    CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);  // a recorded event is the stream's to wait for
+    const auto log = Log();
+    CHECK(log.size() == 2 && log[0].end_layer == 2 && log[1].first_layer == 2 && log[1].end_layer == 4);
+    WaitFor(transfer.records[1]->event);
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(paddle_kv_queue_query(transfer.records[2]->handle()) == 1);
+    gate.Open();
+    CHECK(transfer.Wait() == 0);
+  }
+  DestroyFakeStream(compute);
+}
+
+void BytesInFlightAreBounded() {
+  Plan plan(16, 32 << 20, false);  // 64 MiB in a call are two of its layers
+  OpenStream stream;
+  ClearLog();
+  {
+    Gate gate(stream.stream);
+    Transfer transfer(plan, stream.handle(), {});
+    WaitUntil([] { return Log().size() >= 2; });
+    std::this_thread::sleep_for(milliseconds(50));
+    CHECK(Log().size() == 2);  // 128 MiB
+    CHECK(paddle_kv_queue_query(transfer.records[3]->handle()) == 1);
+    CHECK(paddle_kv_queue_wait_stream(0, stream.handle(), transfer.last(), 20000) == 1);
+    gate.Open();
+    CHECK(transfer.Wait() == 0);
+    CHECK(Log().size() == 8);
+  }
+}
+
+void AnUrgentTransferIsSubmittedNext() {
+  Plan bulk(1, 1000, false), load(1, 1000, false);
+  OpenStream slow, urgent(true);
+  before_copy = [](const EngineWork&, const DeviceStream&) {
+    std::this_thread::sleep_for(milliseconds(10));
+    return Status{};
+  };
+  ClearLog();
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  for (int i = 0; i < 20; ++i) transfers.push_back(std::make_unique<Transfer>(bulk, slow.handle(), Submission{}));
+  WaitUntil([] { return !Log().empty(); });
+  const std::size_t before = Log().size();
+  Transfer now(load, urgent.handle(), {});
+  CHECK(now.Wait() == 0);
+  const auto log = Log();
+  std::size_t position = 0;
+  while (log[position].plan_blocks != load.blocks) ++position;
+  CHECK(position <= before + 1);
+  for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+  CHECK(Log().size() == 21);
+  before_copy = nullptr;
+}
+
+void AFailureIsToldByTheEventsBehindIt() {
+  Plan plan(3, 100, true), later(2, 100, true);
+  OpenStream stream, other;
+  cudaStream_t compute = MakeFakeStream();
+  Event mark;
+  cudaEventRecord(mark.event, compute);
+  before_copy = [&](const EngineWork& work, const DeviceStream&) {
+    if (work.plan->device_blocks != plan.blocks || work.first_layer == 0) return Status{};
+    return Status{cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "it broke", "a launch"};
+  };
+  Submission split;
+  split.waits = {{}, {mark.handle()}, {}};
+  Transfer transfer(plan, stream.handle(), split);
+  CHECK(transfer.Wait() == -1);
+  int code = 0;
+  const char* name = nullptr;
+  const std::string text = paddle_kv_queue_error(&code, &name);
+  CHECK(code == cudaErrorLaunchFailure && std::string(name) == "cudaErrorLaunchFailure");
+  CHECK(text.find("it broke") != std::string::npos && text.find("a launch") != std::string::npos);
+  CHECK(paddle_kv_queue_query(transfer.records[0]->handle()) == 0);
+  CHECK(paddle_kv_queue_query(transfer.records[1]->handle()) == -1);
+  Submission behind;
+  behind.waits = {{transfer.last()}, {}};
+  behind.device_ids = {1};
+  Transfer next(later, stream.handle(), {}), follower(later, other.handle(), behind);
+  CHECK(next.Wait() == 0 && follower.Wait() == 0);
+  CHECK(paddle_kv_queue_forget(transfer.last()) == 1);
+  CHECK(paddle_kv_queue_forget(transfer.last()) == 0);
+  CHECK(paddle_kv_queue_query(transfer.last()) == 0);
+  CHECK(paddle_kv_queue_forget(transfer.records[1]->handle()) == 1);
+  before_copy = nullptr;
+  DestroyFakeStream(compute);
+}
+
+void AnEngineThatThrowsIsAFailure() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  before_copy = [](const EngineWork&, const DeviceStream&) -> Status { throw std::bad_alloc(); };
+  Transfer transfer(plan, stream.handle(), {});
+  CHECK(transfer.Wait() == -1);
+  CHECK(paddle_kv_queue_forget(transfer.last()) == 1);
+  before_copy = nullptr;
+  Transfer next(plan, stream.handle(), {});
+  CHECK(next.Wait() == 0);
+}
+
+void WorkBehindWaitStreamSeesTheGroup() {
+  Plan plan(3, 5000, true);
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  for (int round = 0; round < 50; ++round) {
+    for (auto& layer : plan.device) std::fill(layer.begin(), layer.end(), 0);
+    std::atomic<int> wrong{0};
+    Transfer transfer(plan, stream.handle(), {});
+    for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+      CHECK(paddle_kv_queue_wait_stream(0, Handle(compute), transfer.records[layer]->handle(), -1) == 0);
+      Enqueue(compute, [&plan, &wrong, layer] {
+        wrong += std::memcmp(plan.device[layer].data(), plan.host[layer].data(), 5000) != 0;
+      });
+    }
+    cudaStreamSynchronize(compute);
+    CHECK(wrong == 0);
+  }
+  DestroyFakeStream(compute);
+}
+
+void WhatTheQueueDoesNotKnow() {
+  Plan plan(1, 100, true);
+  cudaStream_t closed = MakeFakeStream();
+  Transfer transfer(plan, Handle(closed), {});
+  CHECK(transfer.result == -1);
+  int code = 1;
+  const char* name = nullptr;
+  CHECK(std::string(paddle_kv_queue_error(&code, &name)).find("not open") != std::string::npos);
+  CHECK(code == 0 && std::string(name).empty());
+  CHECK(paddle_kv_queue_close(Handle(closed)) == 0);
+  CHECK(paddle_kv_queue_flush(Handle(closed), 0) == 0);
+  DestroyFakeStream(closed);
+  OpenStream stream;
+  PaddleKvTransfer unknown{};
+  unknown.plan = -5;
+  unknown.stream = stream.handle();
+  CHECK(paddle_kv_queue_submit(&unknown) == -1);
+  CHECK(std::string(paddle_kv_queue_error(&code, &name)).find("plan = -5 is not registered") != std::string::npos);
+}
+
+void CloseWaitsForAllAndGivesBack() {
+  Plan plan(2, 48 << 20, false);
+  const int before = EventsAlive();
+  {
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    OpenStream stream;
+    auto gate = std::make_unique<Gate>(stream.stream);
+    for (int i = 0; i < 5; ++i) transfers.push_back(std::make_unique<Transfer>(plan, stream.handle(), Submission{}));
+    std::thread opener([&] {
+      std::this_thread::sleep_for(milliseconds(30));
+      gate->Open();
+    });
+    CHECK(paddle_kv_queue_close(stream.handle()) == 0);
+    for (const auto& transfer : transfers) CHECK(paddle_kv_queue_query(transfer->last()) == 0);
+    opener.join();
+  }
+  CHECK(EventsAlive() == before);
+}
+
+// Several threads, each with a stream of its own, transfers that wait for those of others, and questions in between.
+void SeveralThreads() {
+  constexpr int kThreads = 4;
+  constexpr int kRounds = 150;
+  Plan plan(3, 700, true);
+  std::vector<std::unique_ptr<OpenStream>> streams;
+  for (int i = 0; i < kThreads; ++i) streams.push_back(std::make_unique<OpenStream>(i == 0));
+  std::mutex mutex;
+  std::vector<std::int64_t> latest;  // events that others may wait for; kept to the end
+  std::vector<std::unique_ptr<Transfer>> kept;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      cudaStream_t compute = MakeFakeStream();
+      for (int round = 0; round < kRounds; ++round) {
+        Submission load;
+        load.device_ids = {t, t + kThreads};
+        load.host_ids = {t, static_cast<std::int64_t>(random() % 8)};
+        load.waits.assign(3, {});
+        std::unique_ptr<Transfer> transfer;
+        {
+          const std::lock_guard<std::mutex> lock(mutex);
+          if (!latest.empty()) load.waits[random() % 3] = {latest[random() % latest.size()]};
+          transfer = std::make_unique<Transfer>(plan, streams[t]->handle(), load);
+          latest.push_back(transfer->records[random() % 3]->handle());
+          if (latest.size() > 16) latest.erase(latest.begin());
+        }
+        CHECK(transfer->result == 0);
+        switch (random() % 4) {
+          case 0:
+            CHECK(paddle_kv_queue_wait_stream(0, Handle(compute), transfer->records[1]->handle(), -1) == 0);
+            break;
+          case 1:
+            CHECK(paddle_kv_queue_flush(streams[t]->handle(), -1) == 0);
+            break;
+          case 2:
+            CHECK(transfer->Wait() == 0);
+            break;
+          default:
+            CHECK(paddle_kv_queue_query(transfer->last()) >= 0);
+        }
+        const std::lock_guard<std::mutex> lock(mutex);
+        kept.push_back(std::move(transfer));
+      }
+      cudaStreamSynchronize(compute);
+      DestroyFakeStream(compute);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& transfer : kept) CHECK(transfer->Wait() == 0);
+  for (std::int64_t layer = 0; layer < 3; ++layer) {
+    for (int t = 0; t < kThreads; ++t)
+      CHECK(std::memcmp(&plan.device[layer][t * 700], &plan.host[layer][t * 700], 700) == 0);
+  }
+  streams.clear();
+}
+
+const Test kTests[] = {
+    {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
+    {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},
+    {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
+    {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},
+    {"an_urgent_transfer_is_submitted_next", AnUrgentTransferIsSubmittedNext},
+    {"a_failure_is_told_by_the_events_behind_it", AFailureIsToldByTheEventsBehindIt},
+    {"an_engine_that_throws_is_a_failure", AnEngineThatThrowsIsAFailure},
+    {"work_behind_wait_stream_sees_the_group", WorkBehindWaitStreamSeesTheGroup},
+    {"what_the_queue_does_not_know", WhatTheQueueDoesNotKnow},
+    {"close_waits_for_all_and_gives_back", CloseWaitsForAllAndGivesBack},
+    {"several_threads", SeveralThreads},
+};
+
+}  // namespace
+}  // namespace paddle_kv
+
+int main(int argc, char** argv) { return RunTests(paddle_kv::kTests, argc, argv); }

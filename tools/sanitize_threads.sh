@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Runs the host code that starts threads, or is called from several, under ThreadSanitizer: needs a C++ compiler, no GPU.
+#
+#   tools/sanitize_threads.sh                    ThreadSanitizer
+#   SANITIZER=address tools/sanitize_threads.sh  AddressSanitizer and the undefined behaviour one
+#
+# The queue of transfers is compiled with a CUDA runtime of threads (tests/native/fake_cuda) in place of the real one.
+# Python is left out: neither the interpreter nor Paddle is built for a sanitizer, and both would drown the report.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+sanitizer=${SANITIZER:-thread}
+[ "$sanitizer" != address ] || sanitizer=address,undefined
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+build() {  # name, sources
+  local name=$1
+  shift
+  # shellcheck disable=SC2086  CXX may be "ccache g++"
+  ${CXX:-g++} -std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread \
+    -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include -x c++ "$@" -o "$folder/$name"
+}
+swap=custom_ops/kernels/swap
+build host_threads tests/native/host_threads_test.cc "$swap"/transfer_{blocks_cpu,layers_cpu,plans}.cc
+build transfer_queue tests/native/transfer_queue_test.cc tests/native/fake_cuda/fake_cuda.cc \
+  "$swap"/transfer_{blocks_cpu,layers_cpu,plans}.cc "$swap"/transfer_queue.cu
+# ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
+run=(env)
+setarch -R true 2>/dev/null && run=(setarch -R)
+for program in host_threads transfer_queue; do
+  echo "== $program, -fsanitize=$sanitizer"
+  TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" "${run[@]}" "$folder/$program"
+done
+echo "nothing found"
