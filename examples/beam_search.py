@@ -1,10 +1,11 @@
 """Beam search over a paged KV cache: python examples/beam_search.py
 
-The beams share the blocks of the prompt, and of whatever else they have in common. A block has a reference count; before
-a beam writes into a block that others also hold, it takes a block of its own and has the old one copied: all layers and
-all beams of a step in one call of `copy_blocks`. Where a server has a GPU, `block_multihead_attention` writes the new
-tokens into the same cache tensors `[blocks, heads, block_size, head_dim]` and attends to them; its kernel exists on GPUs
-only. On the CPU `reshape_and_cache` writes them, and the attention of the demo's model reads them.
+The beams share the blocks of the prompt, and of whatever else they have in common. A block has a reference count;
+before a beam writes into a block that others also hold, it takes a block of its own and has the old one copied: all
+layers and all beams of a step in one call of `copy_blocks`. Where a server has a GPU, `block_multihead_attention`
+writes the new tokens into the same cache tensors `[blocks, heads, block_size, head_dim]` and attends to them; its
+kernel exists on GPUs only. On the CPU `reshape_and_cache` writes them, and the attention of the demo's model reads
+them.
 
 In the end each beam is computed again by itself, without a shared block and without a copy, and the results of its
 attention are compared in every layer and step. Exit code 1 if one differs.
