@@ -37,6 +37,11 @@ Status LaunchCopy(const TokenMove& given, cudaStream_t stream) {
 
 }  // namespace
 
+Status GatherDequantizedSingly(const TokenMove& move, const Dequantization& how, const DeviceStream& where) {
+  return ElementBytes(how.plain) == 4 ? LaunchByRow<DequantizedSingly<4>, false>(move, how, StreamOf(where))
+                                      : LaunchByRow<DequantizedSingly<2>, false>(move, how, StreamOf(where));
+}
+
 Status GatherTokensCuda(const TokenMove& move, const DeviceStream& where) {
   if (move.tokens == 0) return {};
   DeviceGuard guard(where.device);

@@ -41,6 +41,11 @@ Status WriteCopied(const TokenWrite& write, const DeviceStream& where) {
 
 }  // namespace
 
+Status WriteQuantizedSingly(const TokenWrite& write, const DeviceStream& where) {
+  return ElementBytes(write.plain) == 4 ? Launch<QuantizedSingly<4>, 1>(write, where)
+                                        : Launch<QuantizedSingly<2>, 1>(write, where);
+}
+
 Status WriteTokensCuda(const TokenWrite& write, const DeviceStream& where) {
   if (write.tokens == 0) return {};
   DeviceGuard guard(where.device);

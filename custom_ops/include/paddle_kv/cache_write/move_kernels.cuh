@@ -19,8 +19,7 @@
 namespace paddle_kv {
 
 struct MoveTuning {
-  static constexpr unsigned kTilesOfCta = 2;
-  static constexpr int kTileCtasPerMultiprocessor = 4;
+  static constexpr int kGatherCtasPerMultiprocessor = 5;  // with fewer, GatherTiles waits for memory
   static constexpr int kThreads = 256;
   static constexpr unsigned kMostTokensPerCta = 128;  // of MoveByRow
   static constexpr unsigned kNeighbours = 4;          // tokens of a warp where groups lie apart
@@ -223,46 +222,15 @@ __global__ void __launch_bounds__(MoveTuning::kThreads)
   }
 }
 
-// ---- by tile ----
+// ---- by tile. Loads and stores are not streaming: here that costs a few percent ----
 
 struct MoveTileShape {
   Blocks blocks;
   unsigned tiles_of_row;
   unsigned tiles_of_tokens;  // all tiles of the same tokens
-  unsigned tiles_of_cta;     // of these, one after the other: the next is on its way while one is written
-  unsigned ctas_of_tokens;
-  bool aligned_columns;  // columns of the cache start at multiples of 16 bytes
-  bool aligned_rows;     // rows consist of aligned 16-byte words
+  bool aligned_columns;      // columns of the cache start at multiples of 16 bytes
+  bool aligned_rows;         // rows consist of aligned 16-byte words
 };
-
-struct TilePlace {
-  unsigned head;
-  unsigned first_element;
-  unsigned elements;
-
-  __device__ TilePlace(const TokenMove& move, const MoveTileShape& shape, unsigned tile)
-      : head(tile / shape.tiles_of_row),
-        first_element(tile % shape.tiles_of_row * kTileElements),
-        elements(min(kTileElements, static_cast<unsigned>(move.head_size) - first_element)) {}
-};
-
-// For each tile of a CTA: load(place) into registers, fill() shared memory from them, then drain(place). By all
-// threads.
-template <class Load, class Fill, class Drain>
-__device__ void ForEachTile(const TokenMove& move, const MoveTileShape& shape, const Load& load, const Fill& fill,
-                            const Drain& drain) {
-  const unsigned begin = blockIdx.x % shape.ctas_of_tokens * shape.tiles_of_cta;
-  const unsigned end = min(begin + shape.tiles_of_cta, shape.tiles_of_tokens);
-#pragma unroll 1
-  for (unsigned tile = begin;; ++tile) {
-    if (tile < end) load(TilePlace(move, shape, tile));
-    if (tile > begin) drain(TilePlace(move, shape, tile - 1));
-    if (tile == end) return;
-    __syncthreads();  // shared memory has been read
-    fill();
-    __syncthreads();
-  }
-}
 
 // Bytes of `Value` from elements that lie `stride` apart.
 template <class Value, class Element>
@@ -271,27 +239,15 @@ __device__ Value LoadElements(const std::uint8_t* address, std::int64_t stride, 
   Element elements[kElements];
 #pragma unroll
   for (unsigned k = 0; k < kElements; ++k) {
-    elements[k] = k < count ? LoadStreaming<Element>(address + k * stride) : Element{};
+    elements[k] = k < count ? Load<Element>(address + k * stride) : Element{};
   }
   Value value;
   memcpy(&value, elements, sizeof(value));
   return value;
 }
 
-// At most `count` elements of a value, to where they lie side by side.
-template <class Element, class Value>
-__device__ void StoreElementsOf(std::uint8_t* address, const Value& value, unsigned count) {
-  constexpr unsigned kElements = sizeof(Value) / sizeof(Element);
-  Element elements[kElements];
-  memcpy(elements, &value, sizeof(value));
-#pragma unroll
-  for (unsigned k = 0; k < kElements; ++k) {
-    if (k < count) StoreStreaming(address + k * sizeof(Element), elements[k]);
-  }
-}
-
 template <int kElementBytes>
-__global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kTileCtasPerMultiprocessor)
+__global__ void __launch_bounds__(MoveTuning::kThreads)
     ScatterTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape) {
   using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTileTokens<kElementBytes>;
@@ -299,55 +255,47 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kTileCtasPer
   constexpr unsigned kWords = kLineBytes / 16;
   constexpr unsigned kElementsOfWord = 16 / kElementBytes;
   constexpr unsigned kTokensAbreast = MoveTuning::kThreads / kWords;
-  constexpr unsigned kWordsOfThread = kTokens / kTokensAbreast;
   __shared__ __align__(16) std::uint8_t memory[kTileBytes<kElementBytes>];
   __shared__ TileSlots<kElementBytes> slots;
-  bool slots_are_set = false;
+  __shared__ std::int64_t rows_offsets[kTokens];
   const TransposingTile<kElementBytes, kLineBytes, kTokensOfWord<kElementBytes>> tile{memory};
 
-  const TokenSpan span = SpanOfTokens(move, shape.blocks.spans, blockIdx.x / shape.ctas_of_tokens);
+  const unsigned tile_index = blockIdx.x % shape.tiles_of_tokens;
+  const unsigned head = tile_index / shape.tiles_of_row;
+  const unsigned first_element = tile_index % shape.tiles_of_row * kTileElements;
+  const unsigned elements = min(kTileElements, static_cast<unsigned>(move.head_size) - first_element);
+  const TokenSpan span = SpanOfTokens(move, shape.blocks.spans, blockIdx.x / shape.tiles_of_tokens);
   if (span.count == 0) return;  // all threads alike
-  const std::int64_t element_stride = move.rows.group_bytes == kElementBytes ? move.rows.group_stride : kElementBytes;
-  const unsigned first_in_tile = threadIdx.x % kWords * kElementsOfWord;
-  const unsigned abreast = threadIdx.x / kWords;
-  uint4 held[kWordsOfThread];
-  const auto row_of = [&](unsigned k) {  // behind the end the last token once more
-    const unsigned token = min(abreast + k * kTokensAbreast, span.count - 1);
-    return move.rows.data + shape.blocks.of_rows.OffsetOf(move.rows, span.first + token);
-  };
-  const auto load = [&](const TilePlace& place) {
-    if (first_in_tile >= place.elements) return;
-    const std::int64_t offset =
-        place.head * move.rows.head_stride + (place.first_element + first_in_tile) * element_stride;
-    if (shape.aligned_rows) {
-#pragma unroll
-      for (unsigned k = 0; k < kWordsOfThread; ++k) held[k] = LoadStreaming<uint4>(row_of(k) + offset);
-    } else {
-      const unsigned count = place.elements - first_in_tile;
-#pragma unroll
-      for (unsigned k = 0; k < kWordsOfThread; ++k) {
-        held[k] = LoadElements<uint4, Element>(row_of(k) + offset, element_stride, count);
-      }
-    }
-  };
-  const auto fill = [&] {
-#pragma unroll
-    for (unsigned k = 0; k < kWordsOfThread; ++k) {
-      *reinterpret_cast<uint4*>(tile.At(abreast + k * kTokensAbreast, first_in_tile * kElementBytes)) = held[k];
-    }
-    if (threadIdx.x >= kTokens || slots_are_set) return;
+  if (threadIdx.x < kTokens) {
     const std::int64_t token = span.first + threadIdx.x;
     const bool exists = threadIdx.x < span.count;
     slots.Set(threadIdx.x, exists ? CacheOffsetOf(move, shape.blocks.of_cache, span, token) : -1,
               shape.aligned_columns);
-    slots_are_set = true;
-  };
-  const auto drain = [&](const TilePlace& place) {
-    StoreColumns(tile, slots,
-                 move.cache.data + place.head * move.cache.head_stride + place.first_element * move.cache.group_stride,
-                 move.cache.group_stride, place.elements);
-  };
-  ForEachTile(move, shape, load, fill, drain);
+    rows_offsets[threadIdx.x] = exists ? shape.blocks.of_rows.OffsetOf(move.rows, token) : 0;
+  }
+  __syncthreads();
+  const std::int64_t element_stride = move.rows.group_bytes == kElementBytes ? move.rows.group_stride : kElementBytes;
+  const unsigned word = threadIdx.x % kWords;
+  const unsigned abreast = threadIdx.x / kWords;
+  const unsigned in_word = word * kElementsOfWord < elements ? elements - word * kElementsOfWord : 0;
+  const std::uint8_t* const source =
+      move.rows.data + head * move.rows.head_stride + (first_element + word * kElementsOfWord) * element_stride;
+  if (in_word > 0) {
+    uint4 held[kTokens / kTokensAbreast];
+#pragma unroll
+    for (unsigned k = 0; k < kTokens / kTokensAbreast; ++k) {
+      const unsigned token = min(abreast + k * kTokensAbreast, span.count - 1);
+      const std::uint8_t* const from = source + rows_offsets[token];
+      held[k] = shape.aligned_rows ? Load<uint4>(from) : LoadElements<uint4, Element>(from, element_stride, in_word);
+    }
+#pragma unroll
+    for (unsigned k = 0; k < kTokens / kTokensAbreast; ++k) {
+      *reinterpret_cast<uint4*>(tile.At(abreast + k * kTokensAbreast, word * 16)) = held[k];
+    }
+  }
+  __syncthreads();
+  StoreColumns(tile, slots, move.cache.data + head * move.cache.head_stride + first_element * move.cache.group_stride,
+               move.cache.group_stride, elements);
 }
 
 // The elements of a packed cache as they are.
@@ -377,7 +325,7 @@ struct ElementsDequantized {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kTileCtasPerMultiprocessor)
+__global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kGatherCtasPerMultiprocessor)
     GatherTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape,
                 const __grid_constant__ Dequantization how) {
   constexpr int kElementBytes = Codec::kElementBytes;
@@ -392,7 +340,11 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kTileCtasPer
   __shared__ std::int64_t rows_offsets[kTokens];
   const Tile tile{memory};
 
-  const TokenSpan span = SpanOfTokens(move, shape.blocks.spans, blockIdx.x / shape.ctas_of_tokens);
+  const unsigned tile_index = blockIdx.x % shape.tiles_of_tokens;
+  const unsigned head = tile_index / shape.tiles_of_row;
+  const unsigned first_element = tile_index % shape.tiles_of_row * kTileElements;
+  const unsigned elements = min(kTileElements, static_cast<unsigned>(move.head_size) - first_element);
+  const TokenSpan span = SpanOfTokens(move, shape.blocks.spans, blockIdx.x / shape.tiles_of_tokens);
   if (span.count == 0) return;  // all threads alike
   if (threadIdx.x < kTokens) {
     const std::int64_t token = span.first + threadIdx.x;
@@ -402,67 +354,66 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kTileCtasPer
     rows_offsets[threadIdx.x] = exists ? shape.blocks.of_rows.OffsetOf(move.rows, token) : 0;
   }
   __syncthreads();
+  const std::uint8_t* const columns =
+      move.cache.data + head * move.cache.head_stride + first_element * move.cache.group_stride;
   const unsigned chunk = threadIdx.x % 8;  // of the tokens of an element
-  const unsigned abreast = threadIdx.x / 8;
   constexpr unsigned kElementsAbreast = MoveTuning::kThreads / 8;
-  constexpr unsigned kWordsOfThread = kTileElements / kElementsAbreast;
   const bool joined = slots.joined[chunk];
   const std::int64_t* const offsets = slots.offsets + chunk * kInWord;
-  uint4 held[kWordsOfThread];
-  const auto load = [&](const TilePlace& place) {
-    const std::uint8_t* const columns =
-        move.cache.data + place.head * move.cache.head_stride + place.first_element * move.cache.group_stride;
-    const auto column_of = [&](unsigned k) {  // behind the end the last one again
-      return columns + min(abreast + k * kElementsAbreast, place.elements - 1) * move.cache.group_stride;
-    };
-    if (joined) {
+  uint4 held[kTileElements / kElementsAbreast];
+  const auto column_of = [&](unsigned k) {  // behind the end the last one again
+    return columns + min(threadIdx.x / 8 + k * kElementsAbreast, elements - 1) * move.cache.group_stride;
+  };
+  if (joined) {
 #pragma unroll
-      for (unsigned k = 0; k < kWordsOfThread; ++k) held[k] = LoadStreaming<uint4>(column_of(k) + offsets[0]);
-      return;
+    for (unsigned k = 0; k < kTileElements / kElementsAbreast; ++k) {
+      held[k] = Load<uint4>(column_of(k) + offsets[0]);
     }
+  } else {
 #pragma unroll
-    for (unsigned k = 0; k < kWordsOfThread; ++k) {
+    for (unsigned k = 0; k < kTileElements / kElementsAbreast; ++k) {
       Stored singly[kInWord];
 #pragma unroll
       for (unsigned i = 0; i < kInWord; ++i) {
-        singly[i] = offsets[i] < 0 ? Stored{} : LoadStreaming<Stored>(column_of(k) + offsets[i]);
+        singly[i] = offsets[i] < 0 ? Stored{} : Load<Stored>(column_of(k) + offsets[i]);
       }
       memcpy(&held[k], singly, 16);
     }
-  };
-  const auto fill = [&] {
+  }
 #pragma unroll
-    for (unsigned k = 0; k < kWordsOfThread; ++k) {
-      *reinterpret_cast<uint4*>(tile.At(abreast + k * kElementsAbreast, chunk * 16)) = held[k];
-    }
-  };
-  const auto drain = [&](const TilePlace& place) {
-    const float scale = ScaleOfHead(how, place.head);
-    std::uint8_t* const rows =
-        move.rows.data + place.head * move.rows.head_stride + place.first_element * sizeof(Element);
-    constexpr unsigned kReads = kTileElements / kElementsOfWord / 8 * (Tile::kColumns / 4);
-    for (unsigned read = threadIdx.x / 32; read < kReads; read += MoveTuning::kThreads / 32) {
-      const WarpRead from(read, Tile::kColumns);
-      const unsigned element = from.group * kElementsOfWord;
-      const unsigned first_token = from.column * Tile::kElements;
-      if (element >= place.elements || first_token >= span.count) continue;
-      std::uint32_t across[Tile::kElements][Tile::kPieces];
-      tile.Across(from.group, from.column, across);
+  for (unsigned k = 0; k < kTileElements / kElementsAbreast; ++k) {
+    *reinterpret_cast<uint4*>(tile.At(threadIdx.x / 8 + k * kElementsAbreast, chunk * 16)) = held[k];
+  }
+  const float scale = ScaleOfHead(how, head);
+  __syncthreads();
+
+  std::uint8_t* const rows = move.rows.data + head * move.rows.head_stride + first_element * sizeof(Element);
+  constexpr unsigned kReads = kTileElements / kElementsOfWord / 8 * (Tile::kColumns / 4);
+  for (unsigned read = threadIdx.x / 32; read < kReads; read += MoveTuning::kThreads / 32) {
+    const WarpRead place(read, Tile::kColumns);
+    const unsigned element = place.group * kElementsOfWord;
+    const unsigned first_token = place.column * Tile::kElements;
+    if (element >= elements || first_token >= span.count) continue;
+    std::uint32_t across[Tile::kElements][Tile::kPieces];
+    tile.Across(place.group, place.column, across);
 #pragma unroll
-      for (unsigned t = 0; t < Tile::kElements; ++t) {
-        if (first_token + t >= span.count) break;
-        auto word = Codec::Read(across[t], how, scale);
-        if (slots.offsets[first_token + t] < 0) word = {};
-        std::uint8_t* const target = rows + rows_offsets[first_token + t] + element * sizeof(Element);
-        if (shape.aligned_rows) {
-          StoreStreaming(target, word);
-        } else {
-          StoreElementsOf<Element>(target, word, place.elements - element);
-        }
+    for (unsigned t = 0; t < Tile::kElements; ++t) {
+      if (first_token + t >= span.count) break;
+      auto word = Codec::Read(across[t], how, scale);
+      if (slots.offsets[first_token + t] < 0) word = {};
+      std::uint8_t* const target = rows + rows_offsets[first_token + t] + element * sizeof(Element);
+      if (shape.aligned_rows) {
+        Store(target, word);
+        continue;
+      }
+      Element values[kElementsOfWord];
+      memcpy(values, &word, sizeof(word));
+#pragma unroll
+      for (unsigned k = 0; k < kElementsOfWord; ++k) {
+        if (element + k < elements) Store(target + k * sizeof(Element), values[k]);
       }
     }
-  };
-  ForEachTile(move, shape, load, fill, drain);
+  }
 }
 
 // ---- the host's side ----
@@ -549,13 +500,14 @@ Status LaunchByTile(const TokenMove& move, std::int64_t plain_bytes, const Launc
                                 static_cast<std::uint64_t>(move.cache.head_stride | move.cache.group_stride);
   shape.aligned_columns = columns % 16 == 0;
   shape.aligned_rows = AlignmentBits(move.rows, move.head_size * plain_bytes) % 16 == 0;
-  shape.tiles_of_cta = MoveTuning::kTilesOfCta;
-  shape.ctas_of_tokens = (shape.tiles_of_tokens + shape.tiles_of_cta - 1) / shape.tiles_of_cta;
-  const std::int64_t ctas = SpanCount(move, 128 / move.element_bytes) * shape.ctas_of_tokens;
+  const std::int64_t ctas = SpanCount(move, 128 / move.element_bytes) * tiles_of_row * move.heads;
   if (ctas > kMostCtas) return ToStatus(cudaErrorInvalidConfiguration, "MoveByTile");
   launch(static_cast<unsigned>(ctas), shape);
   return LaunchStatus("MoveByTile");
 }
+
+// Dequantises element by element, in whatever formats.
+Status GatherDequantizedSingly(const TokenMove& move, const Dequantization& how, const DeviceStream& where);
 
 // One-byte elements of a cache as elements of `Target`, for each of the quantised formats.
 template <class Target>
@@ -575,7 +527,7 @@ Status GatherDequantized(const TokenMove& given, const Dequantization& how, cons
   }
   const bool whole_words = AlignmentBits(move.cache, move.head_size) % kElements == 0 &&
                            AlignmentBits(move.rows, move.head_size * kPlainBytes) % 16 == 0;
-  if (!whole_words) return LaunchByRow<DequantizedSingly<kPlainBytes>, false>(move, how, stream);
+  if (!whole_words) return GatherDequantizedSingly(move, how, where);
   return DispatchQuantized(how.format, [&](auto format) {
     return LaunchByRow<Dequantized<decltype(format), Target>, false>(move, how, stream);
   });

@@ -150,7 +150,7 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
     // Behind the end the last token once more: a branch here would make each load wait for the one before.
     const std::int64_t step = min(static_cast<std::int64_t>(k * shape.tokens_abreast), last);
     slots[k] = write.slots.Of(first + step);
-    held[k] = *reinterpret_cast<const Word*>(source + step * part.source.token_stride);
+    held[k] = Load<Word>(source + step * part.source.token_stride);
   }
   const Codec codec(write, part.scale.Of(head));
   const unsigned byte = word * Codec::kStoredBytes;
@@ -224,7 +224,7 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
 #pragma unroll
       for (int k = 0; k < WriteTuning::kTileWordsInFlight; ++k) {
         const unsigned token = min(start + k * kTokensAbreast, tokens - 1);
-        held[k] = *reinterpret_cast<const Word*>(source + token * part.source.token_stride);
+        held[k] = Load<Word>(source + token * part.source.token_stride);
       }
 #pragma unroll
       for (int k = 0; k < WriteTuning::kTileWordsInFlight; ++k) {
@@ -422,13 +422,16 @@ inline WordBits WordBitsOf(const TokenWrite& write) {
   return bits;
 }
 
+// Quantises element by element, in whatever formats.
+Status WriteQuantizedSingly(const TokenWrite& write, const DeviceStream& where);
+
 // Bytes of the cache from elements of `Source`, for each of the quantised formats.
 template <class Source>
 Status WriteQuantized(const TokenWrite& write, const DeviceStream& where) {
   const WordBits bits = WordBitsOf(write);
   constexpr int kElements = PlainWord<Source>::kElements;
   if (!bits.dense || bits.source % 16 != 0 || (bits.stored | bits.cache) % kElements != 0) {
-    return Launch<QuantizedSingly<sizeof(typename Source::Bits)>, 1>(write, where);
+    return WriteQuantizedSingly(write, where);
   }
   return DispatchQuantized(write.stored,
                            [&](auto format) { return Launch<Quantized<Source, decltype(format)>, 1>(write, where); });

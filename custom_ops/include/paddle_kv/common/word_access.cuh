@@ -47,6 +47,15 @@ __device__ inline void StoreStreaming(void* address, const Value& value) {
 }
 
 template <class Value>
+__device__ inline Value Load(const void* address) {
+  using Word = typename WordOf<sizeof(Value)>::Type;
+  const Word word = *static_cast<const Word*>(address);
+  Value value;
+  memcpy(&value, &word, sizeof(value));
+  return value;
+}
+
+template <class Value>
 __device__ inline void Store(void* address, const Value& value) {
   using Word = typename WordOf<sizeof(Value)>::Type;
   Word word;
