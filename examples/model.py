@@ -32,13 +32,13 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     seed: int = 7
 
-    def cache_spec(self, block_size: int) -> KVCacheSpec:
+    def cache_spec(self, block_size: int, dtype: str = "float32") -> KVCacheSpec:
         return KVCacheSpec(
             num_layers=self.num_layers,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             block_size=block_size,
-            dtype="float32",
+            dtype=dtype,
         )
 
 
@@ -133,7 +133,11 @@ class Model:
         chunk: Chunk,
     ) -> Tensor:
         """Attention over ``[kv_heads, length, head_dim]`` keys and values, then the SwiGLU block."""
-        config, weights = self.config, self.layers[layer]
+        return self.finish(layer, hidden, self.attention(query, keys, values, chunk))
+
+    def attention(self, query: Tensor, keys: Tensor, values: Tensor, chunk: Chunk) -> Tensor:
+        """``[tokens, heads * head_dim]``"""
+        config = self.config
         count, groups = query.shape[0], config.num_heads // config.num_kv_heads
         scaled = (query / math.sqrt(config.head_dim)).transpose([1, 0, 2])
         scores = paddle.matmul(
@@ -144,14 +148,22 @@ class Model:
         scores = scores.reshape([config.num_heads, count, chunk.length]) + chunk.mask
         shares = functional.softmax(scores, axis=-1).reshape([config.num_kv_heads, groups * count, chunk.length])
         mixed = (shares @ values).reshape([config.num_heads, count, config.head_dim])
-        hidden = hidden + mixed.transpose([1, 0, 2]).reshape([count, -1]) @ weights.output
+        return mixed.transpose([1, 0, 2]).reshape([count, -1])
+
+    def finish(self, layer: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """What a layer does with its attention: the output projection and the SwiGLU block."""
+        weights = self.layers[layer]
+        hidden = hidden + mixed @ weights.output
         normed = self._rms_norm(hidden, weights.ffn_norm)
         return hidden + (functional.silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[tokens, vocabulary]``"""
+        return self._rms_norm(hidden, self.final_norm) @ self.head
+
     def next_token(self, hidden: Tensor) -> int:
         """The most likely token after the last row of ``hidden``."""
-        logits = self._rms_norm(hidden[-1:], self.final_norm) @ self.head
-        return int(paddle.argmax(logits).item())
+        return int(paddle.argmax(self.logits(hidden[-1:])).item())
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         mean_square = (hidden * hidden).mean(axis=-1, keepdim=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from .. import streams
 from . import _arguments as arguments
 from . import _check
@@ -78,7 +80,8 @@ def copy_single_block(
     caches, key_count = _flat(key_cache, value_cache)
     source = arguments.integer(source_block_id, "source_block_id")
     target = arguments.integer(target_block_id, "target_block_id")
-    return _run("copy_single_block", key_cache, value_cache, caches, (source, target), key_count, stream)
+    pair = np.array([[source, target]])
+    return _run("copy_single_block", key_cache, value_cache, caches, (source, target), pair, key_count, stream)
 
 
 @traceable
@@ -101,11 +104,15 @@ def swap_blocks(
 
 def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) -> tuple[Any, Any]:
     caches, key_count = _flat(keys, values)
+    by_address = op == "copy_blocks" and not tracing()
     if arguments.known_on_device_only(block_mapping):
-        pairs: tuple[Any, ...] = (arguments.device_ids(block_mapping, "block_mapping"), [], [])
+        pairs = arguments.device_ids(block_mapping, "block_mapping")
+        ids = (pairs, 0, 0) if by_address else (pairs, [], [])
     else:
-        pairs = (None, *arguments.block_pairs(block_mapping, "block_mapping"))
-    return _run(op, keys, values, caches, pairs, key_count, stream)
+        pairs = arguments.pair_array(block_mapping, "block_mapping")  # lives until the operator has read it
+        in_memory = (pairs.ctypes.data, len(pairs))
+        ids = (None, *(in_memory if by_address else (pairs[:, 0].tolist(), pairs[:, 1].tolist())))
+    return _run(op, keys, values, caches, ids, pairs, key_count, stream)
 
 
 def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:
@@ -125,13 +132,14 @@ def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:
 
 
 def _run(
-    op: str, keys: Any, values: Any, caches: list[Any], ids: tuple[Any, ...], key_count: int, stream: Any
+    op: str, keys: Any, values: Any, caches: list[Any], ids: tuple[Any, ...], pairs: Any, key_count: int, stream: Any
 ) -> tuple[Any, Any]:
+    """``ids`` is what the operator takes, ``pairs`` the same as an [n, 2] array or tensor."""
     if not caches:
         return keys, values
     if not tracing():
         handle = streams.resolve(stream, caches[0])
-        _report_accesses(op, caches, ids, handle)
+        _report_accesses(op, caches, pairs, handle)
         call(op, caches, *ids, key_count, handle)
         return keys, values
     registered = "copy_blocks_in_place" if op == "copy_blocks" else op
@@ -141,15 +149,11 @@ def _run(
     return updated[:key_count], None if values is None else updated[key_count:]
 
 
-def _report_accesses(op: str, caches: list[Tensor], ids: tuple[Any, ...], handle: int) -> None:
+def _report_accesses(op: str, caches: list[Tensor], pairs: Any, handle: int) -> None:
     if not (_check.enabled() and _check.access_checks):
         return
-    if op == "copy_single_block":
-        sources, targets = [ids[0]], [ids[1]]
-    elif ids[0] is not None:
-        sources, targets = (column.tolist() for column in ids[0].numpy().T)
-    else:
-        sources, targets = ids[1], ids[2]
+    on_host = pairs if isinstance(pairs, np.ndarray) else pairs.numpy()
+    sources, targets = ([i for i in column.tolist() if i >= 0] for column in on_host.T)
     for cache in caches:
-        _check.block_access(cache, [i for i in sources if i >= 0], writing=op == "swap_blocks", stream=handle)
-        _check.block_access(cache, [i for i in targets if i >= 0], writing=True, stream=handle)
+        _check.block_access(cache, sources, writing=op == "swap_blocks", stream=handle)
+        _check.block_access(cache, targets, writing=True, stream=handle)

@@ -163,3 +163,34 @@ def test_beyond_four_gib(machine: Machine, layout: str, kv_cache_dtype: str) -> 
         bits = np.stack([view[block].get() for block in big])
         got = from_layout(bits.view(f"u{item}").reshape(3, *shape), layout)
         np.testing.assert_array_equal(got, want.view(f"u{item}"))
+
+
+@every_layout
+def test_a_scale_for_each_token_beyond_four_gib(machine: Machine, layout: str) -> None:
+    """What reshape_and_cache_dynamic writes there is what it writes into caches of three blocks."""
+    import cupy
+
+    big, block_size, positions = [0, 33_000, 65_999], 64, [5, 63, 62]
+    case = Case(machine, tokens=3, heads=8, head_size=128, blocks=3, block_size=block_size, layout=layout,
+                kv_cache_dtype="int8")  # fmt: skip
+    small = [*case.cache_tensors, *(tensor(np.zeros((3, 8, block_size), np.float32), machine) for _ in "kv")]
+    large, views = [], []
+    for few in small:
+        many = paddle.empty([big[-1] + 1, *few.shape[1:]], dtype=few.dtype)
+        block_bytes = int(np.prod(few.shape[1:])) * few.element_size()
+        memory = cupy.cuda.UnownedMemory(many.data_ptr(), many.shape[0] * block_bytes, many)
+        view = cupy.ndarray((many.shape[0], block_bytes), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        for block, bits in zip(big, few.numpy().view(np.uint8).reshape(3, -1), strict=True):
+            view[block] = cupy.asarray(bits)
+        large.append(many)
+        views.append(view)
+    machine.synchronize()
+    for caches, blocks in ((small, [0, 1, 2]), (large, big)):
+        slots = np.array([b * block_size + p for b, p in zip(blocks, positions, strict=True)])
+        ops.reshape_and_cache_dynamic(
+            *case.token_tensors(), *caches, slot_tensor(slots, machine), layout=layout, kv_cache_dtype="int8"
+        )
+    machine.synchronize()
+    for few, view in zip(small, views, strict=True):
+        want = few.numpy().view(np.uint8).reshape(3, -1)
+        np.testing.assert_array_equal(np.stack([view[block].get() for block in big]), want)

@@ -48,6 +48,27 @@ def test_pairs_are_the_same_in_every_form(pairs: list[tuple[int, int]]) -> None:
     assert sorted(zip(sources, targets, strict=True)) == sorted(pairs)
 
 
+def test_pairs_become_one_array() -> None:
+    columns = np.arange(12).reshape(2, 6).T
+    for form in (columns.tolist(), columns, columns.astype("int32"), columns[::-1][::-1]):
+        found = arguments.pair_array(form, "pairs")
+        assert found.dtype == np.int64 and found.flags.c_contiguous and found.tolist() == columns.tolist()
+
+
+@pytest.mark.parametrize(
+    "odd", [(True, 1), (1.0, 2), (1, None), (np.bool_(1), 2), ("1", "2"), (1,), (1, 2, 3), 5, "12"]
+)
+def test_one_odd_pair_among_many(odd: object) -> None:
+    with pytest.raises((TypeError, ValueError), match="pairs "):
+        arguments.pair_array([(i, i + 1) for i in range(50)] + [odd], "pairs")
+    with pytest.raises((TypeError, ValueError), match="pairs "):
+        arguments.pair_array([odd, odd], "pairs")
+
+
+def test_integers_of_numpy_in_pairs() -> None:
+    assert arguments.pair_array([(np.int32(1), 2), [3, np.uint8(4)]], "pairs").tolist() == [[1, 2], [3, 4]]
+
+
 @given(st.lists(st.tuples(INT64, INT64), max_size=3), st.integers(2**63, 2**70))
 def test_pairs_beyond_64_bits_are_named(pairs: list[tuple[int, int]], wrong: int) -> None:
     with pytest.raises(IndexError, match=rf"pairs\[{len(pairs)}\]: {wrong} must be in"):

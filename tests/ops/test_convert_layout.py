@@ -39,7 +39,10 @@ def test_every_pair(machine: Machine, source: str, target: str, kind: str, dtype
 
 @every_pair
 @every_kind
-@pytest.mark.parametrize("shape", [(3, 1, 64, 128), (2, 5, 1, 576), (70, 2, 65, 16), (1, 33, 16, 112)], ids=str)
+@pytest.mark.parametrize("shape", [
+    (3, 1, 64, 128), (2, 5, 1, 576), (70, 2, 65, 16), (1, 33, 16, 112), (5, 2, 48, 120), (9, 2, 17, 80), (3, 2, 3, 256),
+    (11, 3, 16, 64), (2, 2, 64, 192),
+], ids=str)  # fmt: skip
 def test_shapes(machine: Machine, source: str, target: str, kind: str, shape: tuple[int, int, int, int]) -> None:
     check_conversion(Cache(machine, *shape, "bfloat16", source, kind), target)
 

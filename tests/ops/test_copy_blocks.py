@@ -46,9 +46,23 @@ def test_one_source_many_targets(machine: Machine) -> None:
 
 
 def test_more_pairs_than_one_launch_holds(machine: Machine) -> None:
-    for count in (279, 280, 281, 3190, 3191, 7000):
+    for count in (279, 280, 281, 3190, 3191, 6380, 6381, 13_000):
         pairs = shuffled_pairs(count, 2 * count + 3)
         check_one(OP, make(machine, 2 * count + 3, (1, 5), "uint8", count), None, pairs, np.array(pairs))
+
+
+@pytest.mark.parametrize("op", ["copy_blocks", "swap_blocks"])
+@pytest.mark.parametrize("blocks", [65_535, 65_536, 65_537, 70_000])
+@pytest.mark.parametrize("count", [300, 3191, 6381])
+def test_ids_of_16_bits_and_of_more(machine: Machine, op: str, blocks: int, count: int) -> None:
+    """The last blocks are among them. The second cache may have more blocks than the first."""
+    ids = np.random.default_rng(count).permutation(blocks)
+    last = np.flatnonzero(ids == blocks - 1)[0]
+    ids[[0, last]] = ids[[last, 0]]
+    pairs = np.stack([ids[:count], ids[count : 2 * count][::-1]], axis=1)
+    for others in (blocks, 65_600):
+        keys, values = (make(machine, n, (1, 3), "uint8", n) for n in (blocks, max(blocks, others)))
+        check_one(op, keys, values, pairs.tolist(), pairs)
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 65, 128, 129, 150])

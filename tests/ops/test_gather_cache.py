@@ -65,6 +65,29 @@ def test_heads_and_block_sizes(machine: Machine, layout: str, kind: str, heads: 
     check_gather(cache, sequences([2 * block_size + 1, block_size, 1, 3 * block_size], 13, block_size))
 
 
+# Sequences that begin and end anywhere in a tile of 16, 32, 64 or 128 tokens.
+TILE_LENGTHS = [130, 0, 1, 67, 200, 64]
+
+
+@every_layout
+@pytest.mark.parametrize("block_size", [1, 3, 16, 17, 48, 64])
+@pytest.mark.parametrize("head_size", [46, 64, 80, 112, 120, 128, 192, 256, 576])
+def test_edges_of_tiles(machine: Machine, layout: str, kind: str, block_size: int, head_size: int) -> None:
+    if (layout, kind) == ("packed", "key"):
+        head_size = -(-head_size // 8) * 8
+    blocks = sum(-(-length // block_size) for length in TILE_LENGTHS) + 1
+    cache = Cache(machine, blocks, 2, block_size, head_size, "bfloat16", layout, kind)
+    check_gather(cache, sequences(TILE_LENGTHS, blocks, block_size))
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [17, 32])
+def test_element_sizes_in_tiles(machine: Machine, layout: str, kind: str, dtype: str, block_size: int) -> None:
+    cache = Cache(machine, 33, 3, block_size, 144, dtype, layout, kind)
+    check_gather(cache, sequences(TILE_LENGTHS, 33, block_size))
+
+
 @every_layout
 def test_packed_keys_of_any_x(machine: Machine, layout: str, kind: str) -> None:
     """x is what the tensor says, not what it would be made with."""
@@ -145,6 +168,25 @@ def test_dequantizing(machine: Machine, layout: str, kind: str, form: str, out_d
         result = gather(cache, used, kv_cache_dtype=form, out_dtype=out_dtype, scale=given_scale)
         expected = float_formats.dequantize(cache_codes.view(np.uint8), by, form, out_dtype)
         check_rows(machine, result, expected, out_dtype)
+    cache.check_untouched()
+
+
+@every_layout
+@pytest.mark.parametrize("out_dtype", list(float_formats.PLAIN_TYPES))
+@pytest.mark.parametrize(("block_size", "head_size"), [(1, 64), (3, 46), (16, 112), (17, 120), (48, 256), (64, 576)])
+def test_dequantizing_tiles(
+    machine: Machine, layout: str, kind: str, out_dtype: str, block_size: int, head_size: int
+) -> None:
+    if (layout, kind) == ("packed", "key"):
+        head_size = -(-head_size // 16) * 16
+    blocks = sum(-(-length // block_size) for length in TILE_LENGTHS) + 1
+    cache = Cache(machine, blocks, 2, block_size, head_size, "uint8", layout, kind)
+    used = sequences(TILE_LENGTHS, blocks, block_size)
+    codes = reference.gathered(cache.hnd, used.table, used.lengths, used.tokens)
+    scales = np.array([0.3, 2.0], np.float32)
+    for given_scale, by in ((0.3, 0.3), (paddle.to_tensor(scales, place=machine.place), scales[:, None])):
+        result = gather(cache, used, kv_cache_dtype="fp8_e4m3", out_dtype=out_dtype, scale=given_scale)
+        check_rows(machine, result, float_formats.dequantize(codes, by, "fp8_e4m3", out_dtype), out_dtype)
     cache.check_untouched()
 
 

@@ -150,6 +150,65 @@ def test_no_tokens(machine: Machine, layout: str) -> None:
     case.check_insert(np.zeros(0, np.int64))
 
 
+class TestPrompts:
+    """So many tokens that packed values go through tiles: 32, 64 or 128 tokens and 128 elements."""
+
+    TOKENS = 700
+
+    def prompts(self, machine: Machine, block_size: int, **options: Any) -> tuple[Case, np.ndarray]:
+        """Three prompts, each in blocks of its own, from a position inside a block on; some tokens are padding."""
+        blocks = self.TOKENS // block_size + 8
+        case = Case(machine, tokens=self.TOKENS, blocks=blocks, block_size=block_size, layout="packed", **options)
+        slots = np.arange(self.TOKENS)
+        for first in (200, 337):  # tokens: no multiples of anything
+            slots[first:] += -(-slots[first] // block_size) * block_size - slots[first] + block_size // 2
+        slots[[0, 64, 65, 130, 131, 699]] = [-1, -(2**40), -1, -3, -1, -1]
+        assert slots.max() < blocks * block_size
+        return case, slots
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 17, 48, 64])
+    @pytest.mark.parametrize("value_head_size", [46, 64, 80, 112, 120, 128, 192, 256, 576])
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+    def test_edges_of_tiles(self, machine: Machine, block_size: int, value_head_size: int, kv_cache_dtype: str) -> None:
+        case, slots = self.prompts(
+            machine, block_size, heads=2, value_head_size=value_head_size, kv_cache_dtype=kv_cache_dtype
+        )
+        case.check_insert(slots)
+
+    @every_dtype
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", *FORMATS])
+    def test_dtypes_and_formats(self, machine: Machine, dtype: str, kv_cache_dtype: str) -> None:
+        case, slots = self.prompts(machine, 16, dtype=dtype, kv_cache_dtype=kv_cache_dtype, head_size=96)
+        case.check_insert(slots)
+        scales = (np.array([0.1, 3.0, 0.7]), np.array([1e-3, 250.0, 1.0]))
+        if kv_cache_dtype != "auto":
+            case.check_insert(slots, scales)
+
+    @every_dtype
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+    @pytest.mark.parametrize("offset", [0, 1, 8])
+    def test_views(self, machine: Machine, dtype: str, kv_cache_dtype: str, offset: int) -> None:
+        """Values inside a wider tensor at addresses of every alignment, keys with an inner stride."""
+        case, slots = self.prompts(machine, 16, dtype=dtype, kv_cache_dtype=kv_cache_dtype, head_size=64)
+        key = tensor(np.repeat(case.rows[0], 2, axis=2), machine)[:, :, ::2]
+        pad = np.zeros((case.tokens, case.heads, 8 + offset), case.rows[1].dtype)
+        value = tensor(np.concatenate([pad, case.rows[1]], axis=2), machine)[:, :, 8 + offset :]
+        case.check_insert(slots, tensors=(key, value))
+        case.hnd = case.expected(slots)
+        case.rows.reverse()
+        case.check_insert(slots, tensors=(value, key))
+
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+    def test_random_slots(self, machine: Machine, kv_cache_dtype: str) -> None:
+        case, _ = self.prompts(machine, 16, head_size=80, kv_cache_dtype=kv_cache_dtype)
+        case.check_insert(case.random_slots())
+
+    def test_a_cache_at_an_odd_address(self, machine: Machine) -> None:
+        """The guard block in front of the values has 3 x 7 x 5 elements."""
+        case, slots = self.prompts(machine, 5, head_size=16, value_head_size=7)
+        case.check_insert(slots)
+
+
 class TestStrides:
     """Keys and values as views: read where they lie, with strides of their own."""
 

@@ -17,6 +17,8 @@ from tests.reference import cache_convert as reference
 
 every_layout = pytest.mark.parametrize(("layout", "kind"), LAYOUTS)
 LENGTHS = [7, 0, 13, 1, 5]
+# Sequences that begin and end anywhere in a tile of 16, 32, 64 or 128 tokens.
+TILE_LENGTHS = [130, 0, 1, 67, 200, 64]
 
 
 def random_rows(shape: tuple[int, ...], size: int, seed: int = 9) -> np.ndarray:
@@ -61,6 +63,52 @@ def test_head_sizes(machine: Machine, layout: str, kind: str, head_size: int, dt
 def test_heads_and_block_sizes(machine: Machine, layout: str, kind: str, heads: int, block_size: int) -> None:
     cache = Cache(machine, 13, heads, block_size, 32, "float16", layout, kind)
     check_scatter(cache, sequences([2 * block_size + 1, block_size, 1, 3 * block_size], 13, block_size))
+
+
+@every_layout
+@pytest.mark.parametrize("block_size", [1, 3, 16, 17, 48, 64])
+@pytest.mark.parametrize("head_size", [46, 64, 80, 112, 120, 128, 192, 256, 576])
+def test_edges_of_tiles(machine: Machine, layout: str, kind: str, block_size: int, head_size: int) -> None:
+    if (layout, kind) == ("packed", "key"):
+        head_size = -(-head_size // 8) * 8
+    blocks = sum(-(-length // block_size) for length in TILE_LENGTHS) + 1
+    cache = Cache(machine, blocks, 2, block_size, head_size, "bfloat16", layout, kind)
+    check_scatter(cache, sequences(TILE_LENGTHS, blocks, block_size))
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [17, 32])
+def test_element_sizes_in_tiles(machine: Machine, layout: str, kind: str, dtype: str, block_size: int) -> None:
+    cache = Cache(machine, 33, 3, block_size, 144, dtype, layout, kind)
+    check_scatter(cache, sequences(TILE_LENGTHS, 33, block_size))
+
+
+@every_layout
+def test_dimensions_of_size_one_with_odd_strides(machine: Machine, layout: str, kind: str) -> None:
+    """A stride that is never taken decides nothing, not even about alignment."""
+    wide = random_rows((3, 5, 16), 2)
+    cache = Cache(machine, 3, 1, 4, 16, "float16", layout, kind)
+    used = sequences([1], 3, 4)
+    scatter(cache, as_tensor(machine, wide, "float16")[2:3, 3:4], used)
+    cache.check(reference.scattered(wide[2:3, 3:4], cache.hnd, used.table, used.lengths))
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
+@pytest.mark.parametrize("offset", [1, 16])
+def test_views_in_tiles(machine: Machine, layout: str, kind: str, dtype: str, offset: int) -> None:
+    """Rows at every alignment, and rows whose elements lie apart."""
+    used = sequences(TILE_LENGTHS, 33, 16)
+    wide = random_rows((used.tokens, 3, 64 + offset), item_bytes(dtype))
+    apart = random_rows((used.tokens, 3, 128), item_bytes(dtype), seed=10)
+    for rows, tokens in (
+        (wide[:, :, offset:], as_tensor(machine, wide, dtype)[:, :, offset:]),
+        (apart[:, :, ::2], as_tensor(machine, apart, dtype)[:, :, ::2]),
+    ):
+        cache = Cache(machine, 33, 3, 16, 64, dtype, layout, kind)
+        scatter(cache, tokens, used)
+        cache.check(reference.scattered(rows, cache.hnd, used.table, used.lengths))
 
 
 @every_layout

@@ -31,7 +31,7 @@ def test_odd_block_sizes_at_odd_addresses(machine: Machine, block_bytes: int) ->
 
 
 def test_more_pairs_than_one_launch_holds(machine: Machine) -> None:
-    for count in (280, 281, 3190, 3191):
+    for count in (280, 281, 3190, 3191, 6380, 6381):
         pairs = shuffled_pairs(count, 2 * count + 3)
         check_one(OP, make(machine, 2 * count + 3, (1, 5), "uint8", count), None, pairs, np.array(pairs))
 

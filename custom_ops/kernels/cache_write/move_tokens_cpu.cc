@@ -43,7 +43,10 @@ std::int64_t SlotOfToken(const TokenMove& move, std::int64_t token) {
       low = middle + 1;
     }
   }
-  return SlotInTable(map, low, token, move.cache.block_size, move.block_count);
+  const std::int64_t position = PositionOf(map, low, token);
+  if (position < 0) return -1;
+  const std::int64_t block = BlockInTable(map, low, position / move.cache.block_size, move.block_count);
+  return block < 0 ? -1 : block * move.cache.block_size + position % move.cache.block_size;
 }
 
 // Adds a token to the last run, or begins another one.

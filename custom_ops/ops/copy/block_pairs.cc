@@ -103,6 +103,10 @@ void CheckPairs(const std::vector<CacheBlocks>& caches, const Ids& source_ids, c
   CheckRoles(source_ids, target_ids, block_count, rule, names);
 }
 
+void ReadPairs(const int64_t* pairs, int64_t count, Ids* source_ids, Ids* target_ids) {
+  SplitPairs<int64_t>(pairs, count, source_ids, target_ids);
+}
+
 void ReadPairs(const paddle::Tensor& block_mapping, Ids* source_ids, Ids* target_ids) {
   CheckPairTensor(block_mapping);
   const int64_t count = block_mapping.shape()[0];

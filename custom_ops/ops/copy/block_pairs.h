@@ -30,6 +30,9 @@ std::vector<CacheBlocks> CheckCaches(const std::vector<paddle::Tensor>& caches, 
 void CheckPairs(const std::vector<CacheBlocks>& caches, const Ids& source_ids, const Ids& target_ids, PairRule rule,
                 const PairNames& names);
 
+// Pairs (source, target) in host memory.
+void ReadPairs(const int64_t* pairs, int64_t count, Ids* source_ids, Ids* target_ids);
+
 // The pairs of a tensor in host memory.
 void ReadPairs(const paddle::Tensor& block_mapping, Ids* source_ids, Ids* target_ids);
 

@@ -24,16 +24,14 @@ void CopyBetween(const std::vector<paddle::Tensor>& caches, int64_t key_count, c
 
 }  // namespace
 
-// The pairs are in the tensor, or where it is absent in the two lists.
+// The pairs are in the tensor, or where it is absent in host memory: [pair_count, 2] int64 at an address. As lists,
+// thousands of them would take longer to get here than to copy.
 void CopyBlocks(const std::vector<paddle::Tensor>& caches, const paddle::optional<paddle::Tensor>& block_mapping,
-                const std::vector<int64_t>& source_ids, const std::vector<int64_t>& target_ids, int64_t key_count,
-                int64_t stream) {
+                int64_t pairs_address, int64_t pair_count, int64_t key_count, int64_t stream) {
   if (!block_mapping) {
-    CopyBetween(caches, key_count, source_ids, target_ids, stream, {});
-  } else if (!OnGpu(*block_mapping)) {
     Ids sources;
     Ids targets;
-    ReadPairs(*block_mapping, &sources, &targets);
+    ReadPairs(reinterpret_cast<const int64_t*>(pairs_address), pair_count, &sources, &targets);
     CopyBetween(caches, key_count, sources, targets, stream, {});
   } else {
     const std::vector<CacheBlocks> blocks = CheckCaches(caches, key_count);
@@ -43,10 +41,20 @@ void CopyBlocks(const std::vector<paddle::Tensor>& caches, const paddle::optiona
   }
 }
 
+// For programs: the pairs are in the tensor, or where it is absent in the two lists.
 void CopyBlocksInPlace(std::vector<paddle::Tensor>& caches, const paddle::optional<paddle::Tensor>& block_mapping,
                        const std::vector<int64_t>& source_ids, const std::vector<int64_t>& target_ids,
                        int64_t key_count, int64_t stream) {
-  CopyBlocks(caches, block_mapping, source_ids, target_ids, key_count, stream);
+  if (!block_mapping) {
+    CopyBetween(caches, key_count, source_ids, target_ids, stream, {});
+  } else if (!OnGpu(*block_mapping)) {
+    Ids sources;
+    Ids targets;
+    ReadPairs(*block_mapping, &sources, &targets);
+    CopyBetween(caches, key_count, sources, targets, stream, {});
+  } else {
+    CopyBlocks(caches, block_mapping, 0, 0, key_count, stream);
+  }
 }
 
 void CopySingleBlock(std::vector<paddle::Tensor>& caches, int64_t source_block_id, int64_t target_block_id,
@@ -56,23 +64,20 @@ void CopySingleBlock(std::vector<paddle::Tensor>& caches, int64_t source_block_i
 
 }  // namespace paddle_kv
 
-#define COPY_BLOCKS_INPUTS {paddle::Vec("caches"), paddle::Optional("block_mapping")}
-#define COPY_BLOCKS_ATTRS \
-  {"source_ids: std::vector<int64_t>", "target_ids: std::vector<int64_t>", "key_count: int64_t", "stream: int64_t"}
-
 // Registered twice: an operator without outputs costs 30 us for 160 tensors, one with in-place outputs 160 us; but only
 // the latter means anything in a traced program. The operators on few tensors are registered once, in place: each call
 // of any operator copies the descriptions of all that are registered.
 PD_BUILD_STATIC_OP(paddle_kv_copy_blocks)
-    .Inputs(COPY_BLOCKS_INPUTS)
+    .Inputs({paddle::Vec("caches"), paddle::Optional("block_mapping")})
     .Outputs({})
-    .Attrs(COPY_BLOCKS_ATTRS)
+    .Attrs({"pairs_address: int64_t", "pair_count: int64_t", "key_count: int64_t", "stream: int64_t"})
     .SetKernelFn(GUARDED_KERNEL(paddle_kv::CopyBlocks));
 
 PD_BUILD_STATIC_OP(paddle_kv_copy_blocks_in_place)
-    .Inputs(COPY_BLOCKS_INPUTS)
+    .Inputs({paddle::Vec("caches"), paddle::Optional("block_mapping")})
     .Outputs({paddle::Vec("caches_out")})
-    .Attrs(COPY_BLOCKS_ATTRS)
+    .Attrs({"source_ids: std::vector<int64_t>", "target_ids: std::vector<int64_t>", "key_count: int64_t",
+            "stream: int64_t"})
     .SetInplaceMap({{paddle::Vec("caches"), paddle::Vec("caches_out")}})
     .SetKernelFn(GUARDED_KERNEL(paddle_kv::CopyBlocksInPlace));
 

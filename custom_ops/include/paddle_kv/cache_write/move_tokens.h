@@ -42,18 +42,20 @@ PADDLE_KV_HOST_DEVICE bool StartsAbove(const TokenMap& map, std::int64_t entry, 
   return IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, entry) > token;
 }
 
-// The slot of a token, given the first entry of cu_seq_lens above it. -1 for a token of no sequence, and for one whose
-// block is not in the table or not in the cache.
-PADDLE_KV_HOST_DEVICE std::int64_t SlotInTable(const TokenMap& map, std::int64_t first_above, std::int64_t token,
-                                               std::int64_t block_size, std::int64_t block_count) {
+// The position of a token in its sequence, given the first entry of cu_seq_lens above it. -1 for a token of no
+// sequence.
+PADDLE_KV_HOST_DEVICE std::int64_t PositionOf(const TokenMap& map, std::int64_t first_above, std::int64_t token) {
   if (first_above == 0 || first_above > map.sequences) return -1;
-  const std::int64_t sequence = first_above - 1;
-  const std::int64_t position = token - IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, sequence);
-  const std::int64_t entry = position / block_size;
-  if (position < 0 || entry >= map.blocks_per_sequence) return -1;
+  return token - IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, first_above - 1);
+}
+
+// The block of an entry of that sequence in the table. -1 if it is not in the table or not in the cache.
+PADDLE_KV_HOST_DEVICE std::int64_t BlockInTable(const TokenMap& map, std::int64_t first_above, std::int64_t entry,
+                                                std::int64_t block_count) {
+  if (entry >= map.blocks_per_sequence) return -1;
   const std::int64_t block =
-      IntegerAt(map.block_table, map.block_table_is_int64, sequence * map.blocks_per_sequence + entry);
-  return block < 0 || block >= block_count ? -1 : block * block_size + position % block_size;
+      IntegerAt(map.block_table, map.block_table_is_int64, (first_above - 1) * map.blocks_per_sequence + entry);
+  return block < 0 || block >= block_count ? -1 : block;
 }
 
 PADDLE_KV_HOST_DEVICE std::int64_t OffsetOfSlot(const RowPlace& place, std::int64_t slot) {

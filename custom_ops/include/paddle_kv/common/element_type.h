@@ -25,7 +25,7 @@ inline bool IsQuantized(ElementType type) { return ElementBytes(type) == 1; }
 
 // Returns use(Float32{}), use(Float16{}) or use(BFloat16{}); `type` is one of these (the glue has checked).
 template <class Use>
-auto DispatchPlain(ElementType type, const Use& use) {
+PADDLE_KV_HOST_DEVICE auto DispatchPlain(ElementType type, const Use& use) {
   switch (type) {
     case ElementType::kFloat16:
       return use(Float16{});
@@ -38,7 +38,7 @@ auto DispatchPlain(ElementType type, const Use& use) {
 
 // The same for the one-byte formats.
 template <class Use>
-auto DispatchQuantized(ElementType type, const Use& use) {
+PADDLE_KV_HOST_DEVICE auto DispatchQuantized(ElementType type, const Use& use) {
   switch (type) {
     case ElementType::kFp8E4m3:
       return use(Fp8E4m3{});

@@ -1,4 +1,4 @@
-// Loads and stores of whole words that are used once: streaming, so that they leave the cache to others.
+// Loads and stores of whole words; streaming: used once, so that they leave the cache to others.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct WordOf<16> {
   using Type = uint4;
 };
 
-// `Value` has 1, 2, 4, 8 or 16 bytes, and the address is a multiple of that.
+// `Value` has 1, 2, 4, 8 or 16 bytes, and the address is a multiple of that. So for all functions here.
 template <class Value>
 __device__ inline Value LoadStreaming(const void* address) {
   using Word = typename WordOf<sizeof(Value)>::Type;
@@ -44,6 +44,33 @@ __device__ inline void StoreStreaming(void* address, const Value& value) {
   Word word;
   memcpy(&word, &value, sizeof(word));
   __stcs(static_cast<Word*>(address), word);
+}
+
+template <class Value>
+__device__ inline Value Load(const void* address) {
+  using Word = typename WordOf<sizeof(Value)>::Type;
+  const Word word = *static_cast<const Word*>(address);
+  Value value;
+  memcpy(&value, &word, sizeof(value));
+  return value;
+}
+
+template <class Value>
+__device__ inline void Store(void* address, const Value& value) {
+  using Word = typename WordOf<sizeof(Value)>::Type;
+  Word word;
+  memcpy(&word, &value, sizeof(word));
+  *static_cast<Word*>(address) = word;
+}
+
+// The same bits as another type of the same size. What is loaded before it is used should be held as a word: a struct
+// of small elements may be taken apart where it is loaded, and one load then waits for the other.
+template <class Value, class Word>
+__device__ inline Value FromWord(const Word& word) {
+  static_assert(sizeof(Value) == sizeof(Word));
+  Value value;
+  memcpy(&value, &word, sizeof(value));
+  return value;
 }
 
 }  // namespace paddle_kv

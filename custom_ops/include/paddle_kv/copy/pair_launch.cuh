@@ -5,7 +5,8 @@
 // 2. Descriptors, and the ids where the host knows them, travel as kernel parameters: copied at the launch, they need
 // no
 //    device buffer, no synchronisation and no lifetime, and can be captured into a graph. 4 KiB of parameters serve
-//    short lists; long ones take the 32,764 bytes that CUDA 12.1 allows, because a launch of 4 KiB moves too little.
+//    short lists; long ones take the 32,764 bytes that CUDA 12.1 allows, because a launch of 4 KiB moves too little,
+//    and 16 bits for each id where the caches have no more blocks: thousands of pairs then are one launch.
 // 3. Persistent CTAs walk over the items.
 #pragma once
 
@@ -31,6 +32,7 @@ struct PairTuning {
   static constexpr int kFewPairs = 280;
   static constexpr int kManyCaches = kParameterBytes > 4096 ? 256 : 128;
   static constexpr int kManyPairs = kParameterBytes > 4096 ? 3190 : 60;
+  static constexpr int kManyNarrowPairs = 2 * kManyPairs;
 };
 
 template <int kCapacity>
@@ -62,11 +64,11 @@ struct IdPair {
   std::int64_t target;
 };
 
-template <int kCapacity>
+template <class Id, int kCapacity>
 struct HostPairs {
   static constexpr int kPairs = kCapacity;
-  std::uint32_t sources[kCapacity];
-  std::uint32_t targets[kCapacity];
+  Id sources[kCapacity];
+  Id targets[kCapacity];
   std::int64_t count;
 
   __device__ IdPair Get(std::int64_t i) const { return {sources[i], targets[i]}; }
@@ -86,9 +88,12 @@ struct PairsOnDevice {
   }
 };
 
-static_assert(sizeof(CacheTable<PairTuning::kFewCaches>) + sizeof(HostPairs<PairTuning::kFewPairs>) <= 4096);
-static_assert(sizeof(CacheTable<PairTuning::kManyCaches>) + sizeof(HostPairs<PairTuning::kManyPairs>) <=
-              PairTuning::kParameterBytes);
+using FewPairs = HostPairs<std::uint32_t, PairTuning::kFewPairs>;
+using ManyPairs = HostPairs<std::uint32_t, PairTuning::kManyPairs>;
+using ManyNarrowPairs = HostPairs<std::uint16_t, PairTuning::kManyNarrowPairs>;
+static_assert(sizeof(CacheTable<PairTuning::kFewCaches>) + sizeof(FewPairs) <= 4096);
+static_assert(sizeof(CacheTable<PairTuning::kManyCaches>) + sizeof(ManyPairs) <= PairTuning::kParameterBytes);
+static_assert(sizeof(CacheTable<PairTuning::kManyCaches>) + sizeof(ManyNarrowPairs) <= PairTuning::kParameterBytes);
 
 // Action::Run(source, target, bytes, lane): what one warp does with two chunks.
 template <class Action, class Table, class Pairs>
@@ -174,11 +179,14 @@ Status RunOnHostPairs(const CacheBlocks* caches, std::int64_t cache_count, const
   using Tuning = PairTuning;
   const bool few_pairs = pair_count <= Tuning::kFewPairs || Tuning::kManyPairs < Tuning::kFewPairs;
   if (cache_count <= Tuning::kFewCaches && few_pairs) {
-    return RunWithHostPairs<Action, CacheTable<Tuning::kFewCaches>, HostPairs<Tuning::kFewPairs>>(
-        caches, cache_count, source_ids, target_ids, pair_count, where);
+    return RunWithHostPairs<Action, CacheTable<Tuning::kFewCaches>, FewPairs>(caches, cache_count, source_ids,
+                                                                              target_ids, pair_count, where);
   }
-  return RunWithHostPairs<Action, CacheTable<Tuning::kManyCaches>, HostPairs<Tuning::kManyPairs>>(
-      caches, cache_count, source_ids, target_ids, pair_count, where);
+  bool narrow = true;
+  for (std::int64_t c = 0; c < cache_count; ++c) narrow = narrow && caches[c].block_count <= 1 << 16;
+  const auto run = narrow ? RunWithHostPairs<Action, CacheTable<Tuning::kManyCaches>, ManyNarrowPairs>
+                          : RunWithHostPairs<Action, CacheTable<Tuning::kManyCaches>, ManyPairs>;
+  return run(caches, cache_count, source_ids, target_ids, pair_count, where);
 }
 
 template <class Action>

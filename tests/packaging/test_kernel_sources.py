@@ -1,0 +1,31 @@
+"""What must not stand in the sources of the kernels, because no run shows that it is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CUSTOM_OPS = Path(__file__).resolve().parents[2] / "custom_ops"
+KERNELS = sorted(path for path in CUSTOM_OPS.rglob("*") if path.suffix in (".cu", ".cuh"))
+# The read-only path of a GPU may return old bytes where anything writes them meanwhile, as other blocks of the same
+# cache are written. The compiler takes it by itself for pointers that are const and __restrict__.
+READ_ONLY = re.compile(r"__ldg|ld\.global\.nc|__restrict__")
+
+
+def code_of(path):
+    return re.sub(r"//[^\n]*", "", path.read_text())
+
+
+def test_kernels_are_found():
+    assert len(KERNELS) > 20
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_no_load_takes_the_read_only_path(path):
+    assert not READ_ONLY.search(code_of(path))
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.name)
+def test_no_check_of_a_kernel_vanishes_in_a_release(path):
+    """An assert is compiled out, or ends the process: ids are skipped or reported instead."""
+    assert not re.search(r"\bassert\s*\(", code_of(path))
