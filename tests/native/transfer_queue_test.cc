@@ -248,7 +248,7 @@ void AllBytesArriveInBothDirections() {
 }
 
 void AGroupIsHeldBackUntilWhatItWaitsForIsRecorded() {
-  Plan first(1, 64 << 20, false), second(1, 100, false), third(1, 100, false);
+  Plan first(1, 16 << 20, false), second(1, 100, false), third(1, 100, false);
   OpenStream one, two, other;
   ClearLog();
   Gate gate(one.stream);
@@ -294,7 +294,7 @@ void AWaitOfALaterGroupSplitsTheTransfer() {
 }
 
 void BytesInFlightAreBounded() {
-  Plan plan(16, 32 << 20, false);  // 64 MiB in a call are two of its layers
+  Plan plan(16, 8 << 20, false);  // 16 MiB in a call of the copy engine are two of its layers
   OpenStream stream;
   ClearLog();
   {
@@ -302,7 +302,7 @@ void BytesInFlightAreBounded() {
     Transfer transfer(plan, stream.handle(), {});
     WaitUntil([] { return Log().size() >= 2; });
     std::this_thread::sleep_for(milliseconds(50));
-    CHECK(Log().size() == 2);  // 128 MiB
+    CHECK(Log().size() == 2);  // 32 MiB
     CHECK(paddle_kv_queue_query(transfer.records[3]->handle()) == 1);
     CHECK(paddle_kv_queue_wait_stream(0, stream.handle(), transfer.last(), 20000) == 1);
     gate.Open();
