@@ -243,6 +243,8 @@ __device__ inline void DequantizeFour(std::uint32_t codes, float scale, typename
     }
     return;
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) elements[i] = 0;
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {  // rare: no code for it in four places
     const auto code = static_cast<std::uint8_t>(codes >> (8 * i));
