@@ -106,6 +106,19 @@ def test_more_pieces_than_any_call_takes(queue, engine, direction, block_first):
 
 @engines
 @both_ways
+def test_more_bytes_than_one_call_takes(queue, engine, direction):
+    """Calls that follow each other may overlap; the transfer behind them may not."""
+    pools = Pools([1 << 18], layers=6, device_blocks=131, host_blocks=137)  # 32 MiB a layer
+    device_ids, host_ids = pools.ids(129)
+    queue.submit(pools, direction, device_ids[:128], host_ids[:128], engine=engine)
+    queue.submit(pools, direction, device_ids[128:], host_ids[128:], engine="copy_engine")
+    queue.finish()
+    pools.check(direction, device_ids, host_ids)
+    pools.close()
+
+
+@engines
+@both_ways
 def test_a_part_of_the_layers(queue, engine, direction):
     pools = Pools([4096, 100], layers=7)
     check(queue, pools, direction, pools.ids(6), engine=engine, layers=range(2, 5), layers_per_event=2)

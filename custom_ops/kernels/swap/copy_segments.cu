@@ -165,6 +165,9 @@ struct BulkShared {
   std::uint32_t piece_bytes[kWarpLanes];  // 0: none
 };
 
+template <class Shape>
+constexpr int kSharedBytes = Shape::kWarps * static_cast<int>(sizeof(BulkShared<Shape>));
+
 #if __CUDA_ARCH__ >= 900
 __device__ std::uint32_t SharedAddress(const void* shared) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
@@ -370,8 +373,12 @@ __global__ void __launch_bounds__(kMostBulkThreads, 16)  // 32 registers a threa
 
 Status HasBulkCopies(int device, bool* has) {
   int architecture = 0;
+  int largest_bytes = 0;
   PADDLE_KV_RETURN_IF_ERROR(ComputeCapability(device, &architecture));
-  *has = architecture >= kBulkArchitecture;
+  PADDLE_KV_CUDA(cudaDeviceGetAttribute(&largest_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  // GPUs of a desktop have less shared memory than those of a server.
+  constexpr int needed_bytes = std::max({kSharedBytes<ToDevice>, kSharedBytes<ToHost>, kSharedBytes<InsideDevice>});
+  *has = architecture >= kBulkArchitecture && largest_bytes >= needed_bytes;
   return {};
 }
 
@@ -413,13 +420,12 @@ Status LaunchCopySegments(const SegmentCopy& copy, bool bulk, Direction directio
   }
   return WithShape(direction, [&](auto shape) -> Status {
     using Shape = decltype(shape);
-    constexpr int shared_bytes = Shape::kWarps * static_cast<int>(sizeof(BulkShared<Shape>));
     const auto kernel = CopySegmentsByBulk<Shape>;
-    PADDLE_KV_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    PADDLE_KV_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes<Shape>));
     // A multiprocessor changes its share of shared memory only when it is empty: a kernel that needs more would wait.
     PADDLE_KV_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    kernel<<<Shape::kCtas, Shape::kWarps * kWarpLanes, shared_bytes, StreamOf(where)>>>(copy);
+    kernel<<<Shape::kCtas, Shape::kWarps * kWarpLanes, kSharedBytes<Shape>, StreamOf(where)>>>(copy);
     return LaunchStatus("CopySegmentsByBulk");
   });
 }

@@ -34,7 +34,7 @@ struct SegmentCopy {
   int signal_count;
 };
 
-// Bulk copies need sm_90, and multiples of 16 everywhere.
+// Bulk copies need sm_90 with the shared memory of a server's GPU, and multiples of 16 everywhere.
 Status HasBulkCopies(int device, bool* has);
 bool BulkCopyable(const BlockRows& rows);
 
