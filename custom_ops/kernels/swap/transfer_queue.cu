@@ -18,6 +18,7 @@
 
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/nvtx_range.h"
 #include "paddle_kv/swap/engine.h"
 #include "paddle_kv/swap/engine_choice.h"
 #include "paddle_kv/swap/transfer_plans.h"
@@ -328,6 +329,8 @@ class TransferQueue {
 
   Status Enqueue(Stream& stream, const Step& step) {
     QueuedTransfer& transfer = *step.transfer;
+    static const NvtxName names[] = {NvtxName("submit offload, first layer"), NvtxName("submit onload, first layer")};
+    const NvtxRange range(names[static_cast<int>(transfer.direction)], transfer.FirstLayer(step.first_group));
     DeviceGuard guard(stream.where.device);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
     const cudaStream_t handle = StreamOf(stream.where);
@@ -415,6 +418,8 @@ int paddle_kv_queue_close(std::int64_t stream) {
 
 int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
   return Guarded([&] {
+    static const NvtxName name("enqueue a transfer, blocks");
+    const NvtxRange range(name, given->block_count);
     QueuedTransfer transfer;
     transfer.plan = FindTransferPlan(given->plan);
     if (transfer.plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
