@@ -16,9 +16,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from paddle_kv import CudaError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError  # noqa: E402
-from tests.gpu.scheduler_rig import WAIT_S, GpuRig  # noqa: E402
-from tests.schedule.rig import make_spec, moved  # noqa: E402
+from paddle_kv import CudaError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+from tests.gpu.scheduler_rig import WAIT_S, GpuRig
+from tests.schedule.rig import make_spec, moved
 
 ROOT = str(Path(__file__).resolve().parents[2])
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation

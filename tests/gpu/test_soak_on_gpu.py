@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from paddle_kv.soak.mismatch import SoakFailure  # noqa: E402
-from paddle_kv.soak.run import Setup, Soak, run  # noqa: E402
-from paddle_kv.soak.traffic import Traffic  # noqa: E402
-from tests.gpu.scheduler_rig import Watched, WithoutComputeEvent, WithoutDependency, WithoutLayerWait, WithoutLook  # noqa: E402
+from paddle_kv.soak.mismatch import SoakFailure
+from paddle_kv.soak.run import Setup, Soak, run
+from paddle_kv.soak.traffic import Traffic
+from tests.gpu.scheduler_rig import Watched, WithoutComputeEvent, WithoutDependency, WithoutLayerWait, WithoutLook
 
 SETUP = Setup(
     device="gpu:0",
