@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("cupy")
+
 from paddle_kv import CudaError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
 from tests.gpu.scheduler_rig import WAIT_S, GpuRig
 from tests.schedule.rig import make_spec, moved

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+pytest.importorskip("cupy")
+
 from paddle_kv.soak.mismatch import SoakFailure
 from paddle_kv.soak.run import Setup, Soak, run
 from paddle_kv.soak.traffic import Traffic

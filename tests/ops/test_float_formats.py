@@ -24,7 +24,8 @@ SCALES = [1.0, 0.5, 0.1, 3.0, 0.037, 448.0, 1e-30, 1e30]
 def header(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("probe") / "probe.so"
     subprocess.run(
-        [os.environ.get("CXX", "g++"), "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror", *request.param.split(),
+        [*os.environ.get("CXX", "g++").split(), "-std=c++17", "-shared", "-fPIC", "-Wall", "-Werror",
+         *request.param.split(),
          f"-I{ROOT}/custom_ops/include", str(Path(__file__).with_name("float_formats_probe.cc")), "-o", str(library)],
         check=True,
     )  # fmt: skip
