@@ -19,7 +19,7 @@ from ..schedule.transfer import Transfer
 from . import methods
 from .clock import CudaClock, measure
 from .load import ComputeLoad, beside
-from .setup import make_case
+from .setup import Way, in_one_piece, make_case
 
 LAYERS, HEAD_DIM, ITEM_BYTES = 16, 128, 2
 TARGET_BYTES = 512 << 20  # of one transfer
@@ -149,7 +149,11 @@ def both_ways(piece_bytes: int, engine: str, repeats: int) -> tuple[float, float
             saves = [(b + between, e + between) for transfer in transfers[4:] for b, e in transfer.layer_times_ms]
             rates.append(_rate_while_both(loads, saves, first.bytes / LAYERS))
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
-    copies = [methods.contiguous(first.case, "h2d", streams[0]), methods.contiguous(second.case, "d2h", streams[1])]
+    ways: tuple[Way, Way] = ("h2d", "d2h")
+    copies = [
+        methods.contiguous(in_one_piece(case.case, way), way, stream)
+        for case, way, stream in zip((first, second), ways, streams, strict=True)
+    ]
     link = []
     for _ in range(repeats + 1):
         marks = [[stream.record()] for stream in streams]
@@ -195,8 +199,10 @@ def rows(
             common = {"piece_kib": size, "pattern": pattern, "way": way, "load": load, "method": method}  # noqa: B023
             return {**common, "gbps": round(gbps, 1), "of_link_percent": round(percent), **more}
 
+        way: Way
         for way in ("h2d", "d2h"):
-            timing = measure(clock, methods.contiguous(measured.case, way, clock.stream), warmups=1, repeats=repeats)
+            whole = methods.contiguous(in_one_piece(measured.case, way), way, clock.stream)
+            timing = measure(clock, whole, warmups=1, repeats=repeats)
             yield row(way, "none", "contiguous", measured.bytes / timing.median_ms / 1e6)
             for name in ("memcpy_loop", "full_grid_warps") if plain else ():
                 enqueue = methods.METHODS[name](measured.case, way, clock.stream)

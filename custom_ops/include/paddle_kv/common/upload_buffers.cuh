@@ -1,5 +1,5 @@
 // Buffers for small tables that kernels read: filled on the host, copied to the device by the copy engine. A store
-// kernel (DeviceTable) would have to wait until a multiprocessor is free, which beside matrix products takes longer
+// kernel (KernelTable) would have to wait until a multiprocessor is free, which beside matrix products takes longer
 // than the upload; and the list here may be of any length.
 #pragma once
 
