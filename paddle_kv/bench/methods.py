@@ -27,7 +27,10 @@ def contiguous(case: Case, way: Way, stream: Any) -> Enqueue:
         return lambda: _drop(ctypes.memmove(target, source, size))
     import cupy
 
-    return lambda: cupy.cuda.runtime.memcpyAsync(target, source, size, cupy.cuda.runtime.memcpyDefault, stream.ptr)
+    def enqueue() -> None:
+        cupy.cuda.runtime.memcpyAsync(target, source, size, cupy.cuda.runtime.memcpyDefault, stream.ptr)
+
+    return _keeping(enqueue, case)
 
 
 def scheduler(case: Case, way: Way, stream: Any) -> Enqueue | None:

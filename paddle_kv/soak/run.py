@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -145,6 +146,7 @@ class Soak:
         """All transfers end, all blocks are compared, and what the process holds is noted; now and then, a new
         scheduler."""
         self.server.finish()
+        gc.collect()  # the traffic's own records refer to each other; what grows nevertheless is kept by somebody
         stats = self.server.scheduler.stats()
         if stats["in_flight"]:
             raise SoakFailure(f"{stats['in_flight']} transfers are in flight after all have been waited for")
