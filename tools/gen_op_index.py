@@ -21,8 +21,17 @@ COLUMNS = ("glue", "header", "kernel", "CPU twin", "Python", "reference", "test"
 # Variants that share every file with the operator whose name remains without the suffix.
 VARIANT_SUFFIXES = ("_async", "_in_place")
 
-# Operators that tell something about the build or the machine and move nothing: neither kernel nor reference.
-QUERIES = ("build_info", "cuda_version", "device_of_pointers", "has_memcpy_batch_async")
+# Operators that tell something about the build or the machine, or note something: neither kernel nor reference.
+QUERIES = (
+    "build_info",
+    "cuda_version",
+    "device_of_pointers",
+    "has_memcpy_batch_async",
+    "register_transfer_plan",
+    "release_transfer_plan",
+)
+# Operators for caches in RAM alone.
+CPU_ONLY = ("transfer_layers",)
 # Operators that have no public function of their own: steps of other functions, and tested with them.
 STEPS = ("cuda_version", "device_of_pointers", "new_tensor")
 NOT_APPLICABLE = ""
@@ -55,6 +64,8 @@ def files_of(name: str, glue: Path) -> dict[str, str | None]:
     }
     if name in (*QUERIES, *STEPS):
         paths |= dict.fromkeys(("header", "kernel", "CPU twin", "reference"), NOT_APPLICABLE)
+    if name in CPU_ONLY:
+        paths["kernel"] = NOT_APPLICABLE
     if name in STEPS:
         paths["test"] = NOT_APPLICABLE
     return paths

@@ -14,6 +14,7 @@ from . import _arguments as arguments
 from ._library import call
 from ._tracing import traceable
 
+BULK_COPY_ARCHITECTURE = 90
 NO_DEVICE = -1  # all memory is host memory, and the CPU copies it
 INFO_BYTES = 4096
 
@@ -131,7 +132,8 @@ def build_info() -> dict[str, Any]:
         ``paddle``: version of Paddle they were built for; ``cuda``: version of the toolkit, None without CUDA;
         ``architectures``: list of compute capabilities, ``["80", "90"]``; ``commit``: the last one that changed the
         operators, "" if not built from a checkout; ``compiler``: version of the C++ compiler; ``features``: list of
-        ``"cpu"``, ``"cuda"``, ``"memcpy_batch_async"``.
+        ``"cpu"``, ``"cuda"``, ``"memcpy_batch_async"`` (without it pieces are copied one by one) and ``"bulk_copy"``
+        (code for ``cp.async.bulk`` is built in; without it, and on older GPUs, transfers use 16-byte words).
 
     Example:
         >>> from paddle_kv import ops
@@ -146,10 +148,13 @@ def build_info() -> dict[str, Any]:
         features.append("cuda")
     if has_memcpy_batch_async():
         features.append("memcpy_batch_async")
+    architectures = facts["architectures"].split(";") if with_cuda else []
+    if any(int(architecture) >= BULK_COPY_ARCHITECTURE for architecture in architectures):
+        features.append("bulk_copy")
     return {
         "paddle": paddle.__version__,  # the library of any other version is not loaded
         "cuda": f"{version // 1000}.{version % 1000 // 10}" if with_cuda else None,
-        "architectures": facts["architectures"].split(";") if with_cuda else [],
+        "architectures": architectures,
         "commit": facts["commit"],
         "compiler": facts["compiler"],
         "features": features,
