@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import ops
+from ..backend.protocol import ENGINES
 from ..memory.host_memory import has_gpu
 from ..schedule.scheduler import LayerwiseScheduler
 from .setup import Case, Side, Way
@@ -33,11 +35,11 @@ def contiguous(case: Case, way: Way, stream: Any) -> Enqueue:
     return _keeping(enqueue, case)
 
 
-def scheduler(case: Case, way: Way, stream: Any) -> Enqueue | None:
+def scheduler(case: Case, way: Way, stream: Any, engine: str = "auto") -> Enqueue | None:
     """What LayerwiseScheduler moves by: all layers of the pair of pools, on the CPU by threads."""
-    if case.device_cache is None or case.host_pool is None:
+    if case.device_cache is None or case.host_pool is None or (engine != "auto" and not has_gpu()):
         return None
-    made = LayerwiseScheduler(case.device_cache, case.host_pool, compute_stream=stream)
+    made = LayerwiseScheduler(case.device_cache, case.host_pool, compute_stream=stream, engine=engine)
 
     def enqueue() -> None:
         if way == "h2d":
@@ -156,9 +158,12 @@ def block_from_operational(case: Case, way: Way, stream: Any) -> Enqueue | None:
 
 
 METHODS: dict[str, Method] = {
+    "scheduler": scheduler,
+    **{f"scheduler_{engine}": functools.partial(scheduler, engine=engine) for engine in ENGINES if engine != "auto"},
+}
+METHODS |= {
     function.__name__: function
     for function in (
-        scheduler,
         swap_cache_all_layers,
         swap_cache_per_layer,
         memcpy_loop,
