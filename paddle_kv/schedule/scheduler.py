@@ -202,19 +202,24 @@ class LayerwiseScheduler:
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
         """An event behind everything submitted so far in that direction: a ``cupy.cuda.Event``, on the CPU backend an
-        object with ``done()`` and ``wait(timeout_s)``."""
+        object with ``done()`` and ``wait(timeout_s)``. On a GPU the caller is held until the copies have come near."""
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
         with hazards.lock:
             self._check_open()
-            streams = self._resources.streams
-            if direction == "onload" and "urgent" in streams:  # one event for both of its streams
-                events: list[Event] = []
-                self._resources.take_events(1, events)
-                self._backend.record(events[0], streams["urgent"])
-                self._backend.wait_on_stream(streams["onload"], events[0], None)
-                self._resources.give_back(events)
+            streams = dict(self._resources.streams)
+            urgent: list[Event] = []
+            if direction == "onload" and "urgent" in streams:
+                self._resources.take_events(1, urgent)
+        # Outside of the lock: the caller may be held until all that is enqueued is submitted.
+        try:
+            for event in urgent:  # one event for both streams of the direction
+                self._backend.record(event, streams["urgent"])
+                self._backend.wait_on_stream(streams["onload"], event, None)
             return self._backend.user_event(streams[direction])
+        finally:
+            with hazards.lock:
+                self._resources.give_back(urgent)
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
