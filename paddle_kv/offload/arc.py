@@ -70,6 +70,28 @@ class Arc(Generic[Key]):
         key = _oldest(self._often, pinned, often_ghosts)
         return _oldest(once, pinned, once_ghosts) if key is None else key
 
+    def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
+        """Written out, because most blocks of a busy cache come this way: a block that nothing remembers."""
+        once, once_ghosts, often_ghosts = self._once, self._once_ghosts, self._often_ghosts
+        resident, ghosts = (once, once_ghosts) if len(once) > self._target else (self._often, often_ghosts)
+        if incoming not in once_ghosts and incoming not in often_ghosts:
+            for key in resident:
+                if key not in pinned:
+                    del resident[key]
+                    ghosts[key] = None
+                    size = len(once) + len(once_ghosts)
+                    if once_ghosts and size >= self._capacity:
+                        del once_ghosts[next(iter(once_ghosts))]
+                        size -= 1
+                    if often_ghosts and size + len(self._often) + len(often_ghosts) >= 2 * self._capacity:
+                        del often_ghosts[next(iter(often_ghosts))]
+                    once[incoming] = None
+                    return key
+        victim = self.victim(incoming, pinned)
+        if victim is not None:
+            self.on_insert(incoming)
+        return victim
+
 
 def _oldest(resident: OrderedDict[Key, None], pinned: Container[Key], ghosts: OrderedDict[Key, None]) -> Key | None:
     """Moves the oldest block that is not pinned to the ghosts."""

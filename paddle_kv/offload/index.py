@@ -49,7 +49,9 @@ class BlockIndex(Generic[Key]):
         there is no room because all others are pinned are left out.
         """
         slots, pins = self.slots, self.pins
-        on_access, on_insert, take_victim = self._policy.on_access, self._policy.on_insert, self._policy.victim
+        on_access, on_insert = self._policy.on_access, self._policy.on_insert
+        replace = getattr(self._policy, "replace", None)
+        make_room = replace or self._policy.victim
         free = min(len(free_slots), self.capacity_blocks - len(slots))
         admitted: dict[Key, int] = {}
         behind_absent = False
@@ -59,18 +61,23 @@ class BlockIndex(Generic[Key]):
                     on_access(key)
                 continue
             behind_absent = True
+            told = False
             if free:
                 free -= 1
                 slot = free_slots.pop()
             else:
-                victim = take_victim(key, pins)
+                victim = make_room(key, pins)
                 if victim is None:
                     break
                 slot = slots.pop(victim)
-                if admitted.pop(victim, None) is None:
+                if victim in admitted:
+                    del admitted[victim]
+                else:
                     self.evicted_blocks += 1
+                told = replace is not None
             admitted[key] = slots[key] = slot
-            on_insert(key)
+            if not told:
+                on_insert(key)
         return admitted
 
     def pin(self, keys: Iterable[Key]) -> None:

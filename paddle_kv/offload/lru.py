@@ -31,3 +31,12 @@ class Lru(Generic[Key]):
                 del self._order[key]
                 return key
         return None
+
+    def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
+        order = self._order
+        for key in order:
+            if key not in pinned:
+                del order[key]
+                order[incoming] = None
+                return key
+        return None

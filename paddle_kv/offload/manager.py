@@ -253,7 +253,7 @@ class KVOffloadManager:
             source = dict(zip(keys, device_ids, strict=True))
             absent = [key for key in source if key not in self._index.slots]
             free_slots = self._take_slots(len(absent))
-            admitted = self._index.admit(list(source), free_slots)
+            admitted = self._index.admit(keys, free_slots)
             self._give_back(free_slots)
             try:
                 transfer = self._scheduler.offload(

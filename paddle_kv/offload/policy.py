@@ -12,7 +12,9 @@ class Policy(Protocol[Key]):
     """Which block goes when room is needed. One object serves one index; calls are serialised by its owner.
 
     The index tells it every event, so the policy knows exactly the blocks that are resident. It may remember more
-    (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``.
+    (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no
+    victim was found. A policy may have a fifth method, ``replace(block, pinned)``, which does both in one call and
+    returns the victim; the index then calls that instead, for speed.
     """
 
     def on_insert(self, key: Key) -> None:

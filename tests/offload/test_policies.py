@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_kv.offload import POLICIES, BlockIndex, make_policy
+from paddle_kv.offload import POLICIES, BlockIndex, S3Fifo, make_policy
 from tests.reference.policies import ArcReference, LruReference, S3FifoReference
 
 REFERENCES: dict[str, Any] = {"lru": LruReference, "arc": ArcReference, "s3fifo": S3FifoReference}
@@ -82,6 +82,16 @@ def test_a_removed_block_leaves_nothing_behind(name: str) -> None:
     assert sorted([*free_slots, index.slots["b"]]) == [0, 1, 2]
     assert len(index.evict(5)) == 1
     assert index.slots == {}
+
+
+def test_the_memory_for_ghosts_does_not_grow() -> None:
+    capacity, rng = 30, random.Random(1)
+    policy: S3Fifo[int] = S3Fifo(capacity)
+    index, free_slots = BlockIndex(policy, capacity), list(range(capacity))
+    for _ in range(4000):
+        request(index, rng.randrange(45), free_slots)  # most of them return as ghosts
+        assert len(policy._counts) <= 2 * capacity
+        assert len(policy._ghosts) <= 2 * capacity
 
 
 def test_an_unknown_policy_is_named() -> None:

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_kv.offload.optimum import optimal_hits
-from paddle_kv.offload.replay import OPTIMUM, Costs, replay
+from paddle_kv.offload.replay import OPTIMUM, Costs, Run, replay
 from paddle_kv.offload.trace import Request, read_trace
 from tests.reference.policies import ArcReference, LruReference, S3FifoReference
-from tests.reference.prefix_cache import best_hits, policy_hits
+from tests.reference.prefix_cache import best_hits, policy_run
 
 COSTS = Costs(block_bytes=1000, num_layers=4, link_bytes_per_s=10_000.0, prefill_tokens_per_s=512.0)
+REFERENCES: dict[str, Any] = {"lru": LruReference, "arc": ArcReference, "s3fifo": S3FifoReference}
+policies = pytest.mark.parametrize("name", list(REFERENCES))
 
 
 def prompts_of(rng: random.Random, count: int, branches: int, length: int) -> list[list[int]]:
@@ -36,15 +38,49 @@ def requests_of(prompts: list[list[int]], gap_s: float = 1.0) -> list[Request]:
     return [Request(number * gap_s, 512 * len(prompt), prompt) for number, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"), [("lru", LruReference), ("arc", ArcReference), ("s3fifo", S3FifoReference)]
-)
-@pytest.mark.parametrize("capacity", [12, 40, 200])
-def test_hits_are_those_of_a_plain_simulation(name: str, reference: Any, capacity: int) -> None:
-    prompts = prompts_of(random.Random(capacity), 400, 5, 12)
+def assert_same_run(name: str, capacity: int, prompts: list[list[int]]) -> Run:
     run = replay(requests_of(prompts), name, capacity, COSTS)
-    assert run.hits == policy_hits(reference(capacity), prompts)
+    assert (run.hits, run.saved_blocks, run.evicted_blocks) == policy_run(REFERENCES[name](capacity), prompts, capacity)
+    return run
+
+
+@policies
+@pytest.mark.parametrize("capacity", [12, 40, 200])
+def test_hits_are_those_of_a_plain_simulation(name: str, capacity: int) -> None:
+    prompts = prompts_of(random.Random(capacity), 400, 5, 12)
+    run = assert_same_run(name, capacity, prompts)
     assert 0 < run.hit_blocks < run.num_blocks == sum(map(len, prompts))
+
+
+# Not only prefixes: blocks that recur inside a prompt and elsewhere in others, empty prompts, prompts beyond the capacity.
+any_prompts = st.lists(
+    st.one_of(
+        st.lists(st.integers(0, 40), max_size=12),
+        st.builds(lambda first, length: list(range(first, first + length)), st.integers(0, 60), st.integers(0, 30)),
+    ),
+    max_size=60,
+)
+
+
+@policies
+@given(capacity=st.integers(1, 30), prompts=any_prompts)
+def test_hits_are_those_of_a_plain_simulation_for_any_prompts(
+    name: str, capacity: int, prompts: list[list[int]]
+) -> None:
+    assert_same_run(name, capacity, prompts)
+
+
+@policies
+@pytest.mark.parametrize("capacity", [1, 2, 9, 33])
+@pytest.mark.parametrize("blocks_per_slot", [1.5, 3])
+def test_hits_are_those_of_a_plain_simulation_when_ghosts_return(
+    name: str, capacity: int, blocks_per_slot: float
+) -> None:
+    """Most blocks were evicted a moment ago: the lists of ghosts turn over many times."""
+    rng = random.Random(capacity)
+    blocks = int(blocks_per_slot * capacity) + 1
+    prompts = [[rng.randrange(blocks) for _ in range(rng.randint(0, 7))] for _ in range(1500)]
+    assert assert_same_run(name, capacity, prompts).evicted_blocks > 1000
 
 
 @given(seed=st.integers(0, 10_000), capacity=st.integers(1, 4))

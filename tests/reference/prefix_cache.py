@@ -27,11 +27,25 @@ def best_hits(prompts: Sequence[Sequence[int]], capacity: int) -> int:
     return best(0, frozenset())
 
 
-def policy_hits(reference: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Every block of a prompt is one use, in order; found are those of the prefix that was present before."""
-    hits = []
+def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[list[int], int, int]:
+    """Blocks found by each prompt; blocks saved; blocks that made room.
+
+    Every block of a prompt is one use, in order; found are those of the prefix that was present before. Behind them, no
+    more blocks than the capacity are offered. One that is evicted by a later one of the same prompt was never saved.
+    """
+    hits, saved, evicted = [], 0, 0
     for prompt in prompts:
-        hits.append(prefix_hits(reference, prompt))
-        for block in prompt:
+        found = prefix_hits(reference, prompt)
+        hits.append(found)
+        for block in prompt[:found]:
             reference.request(block)
-    return hits
+        new: set[int] = set()
+        for block in prompt[found : found + capacity]:
+            was_present = block in reference
+            out = reference.request(block)
+            evicted += out is not None and out not in new
+            new.discard(out)  # type: ignore[arg-type]
+            if not was_present:
+                new.add(block)
+        saved += len(new)
+    return hits, saved, evicted
