@@ -181,6 +181,7 @@ def replay(
             spec = models.model_spec(model.value, tp=tp, tokens_per_block=TOKENS_PER_BLOCK)
             costs = Costs(spec.block_bytes * spec.num_layers, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s)
             all_requests = read_trace(trace, requests)
+            replays.check_targets([csv, json_file, waits], plot)
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
             if device is Device.real:

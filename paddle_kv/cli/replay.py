@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,22 @@ class Row:
     layerwise_wait_mean_s: float
     layerwise_wait_p50_s: float
     layerwise_wait_p99_s: float
+
+
+def check_targets(files: Sequence[Path | None], directory: Path | None) -> None:
+    """Before the work, not behind it. The directory is made.
+
+    Raises:
+        OSError: one of the files or the directory cannot be written.
+        ValueError: nothing can be drawn in the directory.
+    """
+    if directory is not None and find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'paddle_kv[plots]'")
+    for file in files:
+        if file is not None:
+            file.open("a").close()
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
 
 
 def default_capacities(requests: Sequence[Request]) -> list[int]:
@@ -235,7 +252,6 @@ def plot(runs: Sequence[Run], requests: Sequence[Request], directory: Path) -> l
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    directory.mkdir(parents=True, exist_ok=True)
     shown = max((run.capacity_blocks for run in runs if run.evicted_blocks), default=runs[-1].capacity_blocks)
     chosen = [run for run in runs if run.capacity_blocks == shown]
     made = [directory / f"{name}.png" for name in ("hit_rate", "waiting_time", "timeline")]
@@ -262,8 +278,8 @@ def _save(figure: Any, path: Path) -> None:
 def _draw_hit_rates(panel: Any, runs: Sequence[Run]) -> None:
     for policy in dict.fromkeys(run.policy for run in runs):
         points = [(run.capacity_blocks, 100 * run.hit_rate) for run in runs if run.policy == policy]
-        style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {"marker": "o"}
-        panel.plot(*zip(*sorted(points), strict=True), label=policy, **style)
+        style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
+        panel.plot(*zip(*sorted(points), strict=True), marker="o", label=policy, **style)
     panel.set_xscale("log")
     panel.set_xlabel("capacity in blocks of 512 tokens")
     panel.set_ylabel("blocks found in %")
@@ -306,13 +322,15 @@ def _draw_timeline(panels: Sequence[Any], runs: Sequence[Run], requests: Sequenc
     right = max(panel.get_xlim()[1] for panel in panels[:2])
     for panel in panels[:2]:
         panel.set_xlim(right=right)
-    windows = np.array([request.arrival_s for request in requests]) // WINDOW_S
-    blocks = np.bincount(windows.astype(int), [len(request.block_ids) for request in requests])
+    arrivals_s = np.array([request.arrival_s for request in requests])
+    # The first request need not come at 0; minutes without any have no point.
+    minutes, minute = np.unique((arrivals_s - arrivals_s[0]) // WINDOW_S, return_inverse=True)
+    blocks = np.bincount(minute, [len(request.block_ids) for request in requests])
     for run in runs:
-        found = np.bincount(windows.astype(int), run.hits)
+        found = np.bincount(minute, run.hits)
         style = {"color": "black", "linestyle": "--"} if run.policy == OPTIMUM else {}
-        panels[2].plot(100 * found / np.maximum(blocks, 1), label=run.policy, **style)
-    panels[2].set_xlabel("minutes")
+        panels[2].plot(minutes, 100 * found / np.maximum(blocks, 1), marker=".", label=run.policy, **style)
+    panels[2].set_xlabel("minutes since the first request")
     panels[2].set_ylabel("blocks found in %")
     panels[2].grid(alpha=0.3)
     panels[2].legend(fontsize=8)

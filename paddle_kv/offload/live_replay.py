@@ -109,7 +109,7 @@ class _Server:
         self, requests: Sequence[Request], policy: str, capacity_blocks: int, costs: Costs, time_scale: float
     ) -> None:
         spec = spec_of(costs)
-        self._longest = max(len(request.block_ids) for request in requests)
+        longest = max(1, max(len(request.block_ids) for request in requests))
         self._costs = costs
         self._time_scale = time_scale
         self._num_layers = spec.num_layers
@@ -117,7 +117,7 @@ class _Server:
         with ExitStack() as made:  # what is made is closed, also if a later part cannot be made
             pool = made.enter_context(closing(HostPool(spec, capacity_blocks)))
             self._stream = _gpu_stream() if has_gpu() else None
-            cache = DeviceCache(spec, self._longest, "gpu:0" if has_gpu() else "cpu")
+            cache = DeviceCache(spec, longest, "gpu:0" if has_gpu() else "cpu")
             scheduler = made.enter_context(closing(LayerwiseScheduler(cache, pool, compute_stream=self._stream)))
             self.manager = made.enter_context(closing(KVOffloadManager(scheduler, policy=policy)))
             self._made = made.pop_all()
@@ -130,7 +130,7 @@ class _Server:
 
     def prefill(self, request: Request, way: str) -> Prefill:
         """Measured, from the lookup to the end of the last layer; all but waiting for the load counts as computing."""
-        keys = [block_id.to_bytes(8, "little", signed=True) for block_id in request.block_ids]
+        keys = [b"%d" % block_id for block_id in request.block_ids]
         table = list(range(len(keys)))
         started = time.perf_counter()
         if way == "recompute":

@@ -19,14 +19,17 @@ NEVER = 1 << 62
 
 def optimal_hits(
     requests: Sequence[Request], capacity_blocks: int, progress: Callable[[int], None] = lambda done: None
-) -> tuple[list[int], int]:
-    """Blocks found by each request, and how many were brought in."""
+) -> tuple[list[int], int, int]:
+    """Blocks found by each request; how many were brought in; how many of them made room for others.
+
+    A block that is never used again is let go of at once, which is no eviction.
+    """
     next_uses = _next_uses(requests)
     present: dict[int, int] = {}  # block -> position of its next use
     farthest: list[
         tuple[int, int]
     ] = []  # heap of (-next use, block); entries that ``present`` disagrees with are stale
-    hits, saved = [], 0
+    hits, saved, evicted = [], 0, 0
     position = 0
     for number, request in enumerate(requests):
         found = 0
@@ -47,11 +50,12 @@ def optimal_hits(
                 if -farthest[0][0] <= again:
                     continue  # all others are needed sooner
                 del present[heapq.heappop(farthest)[1]]
+                evicted += 1
             saved += not was_present
             present[block] = again
             heapq.heappush(farthest, (-again, block))
         progress(number + 1)
-    return hits, saved
+    return hits, saved, evicted
 
 
 def _next_uses(requests: Sequence[Request]) -> list[int]:

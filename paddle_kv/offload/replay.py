@@ -49,7 +49,7 @@ class Costs:
                 raise ValueError(f"{name} = {value} must be above 0")
 
 
-@dataclass
+@dataclass(slots=True)  # there are three of each request and run
 class Prefill:
     """One request in one of the ways."""
 
@@ -111,8 +111,7 @@ def replay(
         raise ValueError(f"capacity_blocks = {capacity_blocks} must be at least 1")
     num_blocks = sum(len(request.block_ids) for request in requests)
     if policy == OPTIMUM:
-        hits, saved = optimal_hits(requests, capacity_blocks, progress)
-        run = Run(policy, capacity_blocks, num_blocks, hits, saved, evicted_blocks=max(0, saved - capacity_blocks))
+        run = Run(policy, capacity_blocks, num_blocks, *optimal_hits(requests, capacity_blocks, progress))
     else:
         run = _run_policy(requests, policy, capacity_blocks, num_blocks, progress)
     for way in WAYS:

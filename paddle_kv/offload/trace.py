@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 TOKENS_PER_BLOCK = 512
 
@@ -25,34 +24,45 @@ class Request:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Request]:
-    """The requests of a file in order of arrival, at most ``limit`` of them.
+    """The requests of a file in order of arrival (equal times: as in the file), the first ``limit`` of its lines.
+
+    Blank lines, fields in any order, and fields of other names are passed over.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is not a request; names the line. Or there is none.
+        ValueError: a line is not a request; names the line and what is wrong. Or there is none.
     """
     requests: list[Request] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # bytes, so that a character that is none is found in its line
         for number, line in enumerate(lines, 1):
             if limit is not None and len(requests) >= limit:
                 break
             if not line.strip():
                 continue
             try:
-                requests.append(_request(json.loads(line)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}: {error!r}; a request of a trace is expected") from None
+                requests.append(_request(line))
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}; a request of a trace is expected") from None
     if not requests:
         raise ValueError(f"{path} holds no requests")
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
-def _request(fields: Any) -> Request:
-    arrival_ms, tokens, ids = float(fields["timestamp"]), fields["input_length"], fields["hash_ids"]
-    if not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"input_length = {tokens!r} must be an integer of at least 1")
+def _request(line: bytes) -> Request:
+    try:
+        fields = json.loads(line.rstrip().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg}, column {error.pos + 1})") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"a JSON {type(fields).__name__} instead of an object")
+    for name in ("timestamp", "input_length", "hash_ids"):
+        if name not in fields:
+            raise ValueError(f"no field {name}")
+    arrival_ms, tokens, ids = fields["timestamp"], fields["input_length"], fields["hash_ids"]
+    if type(arrival_ms) not in (int, float) or not 0 <= arrival_ms < float("inf"):
+        raise ValueError(f"timestamp = {arrival_ms!r} must be a number of at least 0")
+    if type(tokens) is not int or tokens < 0:
+        raise ValueError(f"input_length = {tokens!r} must be an integer of at least 0")
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise ValueError("hash_ids must be a list of integers")
-    if not 0 <= arrival_ms < float("inf"):
-        raise ValueError(f"timestamp = {arrival_ms} must not be negative")
     return Request(arrival_ms / 1e3, tokens, ids)

@@ -119,6 +119,32 @@ def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list
     assert isinstance(found.exception, SystemExit)
 
 
+@pytest.mark.parametrize("option", ["--csv", "--json", "--waits", "--plot"])
+def test_a_target_that_cannot_be_written_is_a_message_before_the_work(
+    trace: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_kv.cli.replay.run_all", None)  # not reached
+    found = RUNNER.invoke(app, ["replay", str(trace), option, str(trace / "rows")])
+    assert found.exit_code == 2
+    assert "Not a directory" in found.output
+
+
+def test_requests_of_any_time_and_without_blocks_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, plots = tmp_path / "trace.jsonl", tmp_path / "plots"
+    lines = [
+        {"timestamp": 1.7e12 + 100.5 * number, "input_length": 9, "hash_ids": ids}
+        for number, ids in enumerate([[], [1, 2, 1], [1, 2, 1, 1 << 70], []])
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    for options in ([], ["--device", "real", "--time-scale", "0.000000001"]):
+        command = ["replay", str(path), "--capacity", "2", "--capacity", "9", "--plot", str(plots), *options]
+        found = RUNNER.invoke(app, command)
+        assert found.exit_code == 0, found.output
+        assert "42.86%" in found.output
+    assert len(list(plots.iterdir())) == 3
+
+
 def test_a_file_that_is_no_trace_is_a_message(tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_text("hello")

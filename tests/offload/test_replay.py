@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,14 @@ def test_hits_are_those_of_a_plain_simulation_when_ghosts_return(
 @given(seed=st.integers(0, 10_000), capacity=st.integers(1, 4))
 def test_the_optimum_is_the_best_of_all_choices(seed: int, capacity: int) -> None:
     prompts = prompts_of(random.Random(seed), 6, 3, 3)
-    hits, _ = optimal_hits(requests_of(prompts), capacity)
+    hits, *_ = optimal_hits(requests_of(prompts), capacity)
     assert sum(hits) == best_hits(tuple(map(tuple, prompts)), capacity)
+
+
+def test_the_optimum_evicts_only_what_it_would_have_used_again() -> None:
+    prompts = [[1], [1], [2], [2], [3], [4], [3], [4]]
+    assert optimal_hits(requests_of(prompts), 1) == ([0, 1, 0, 1, 0, 0, 1, 0], 3, 0)  # 4 is never let in
+    assert optimal_hits(requests_of([[1], [2], [2], [1]]), 1) == ([0, 0, 1, 0], 2, 1)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo"])
@@ -130,15 +137,50 @@ def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
     assert read_trace(path, 1) == [Request(1.5, 700, [4, 9])]
 
 
+def test_what_else_stands_in_a_trace_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"timestamp": 3, "input_length": 700, "output_length": 0, "hash_ids": [4, 9, 4]}\r\n'
+        b"\r\n  \n"
+        b'{"hash_ids": [], "model": {"name": "\xc3\xa4"}, "input_length": 5, "timestamp": 2.5}\n'
+        b' {"timestamp": 3, "input_length": 0, "hash_ids": [36893488147419103232, -1]} \n'
+        b'{"timestamp": 3, "input_length": 9, "output_length": null, "hash_ids": [0]}'
+    )
+    assert read_trace(path) == [
+        Request(0.0025, 5, []),
+        Request(0.003, 700, [4, 9, 4]),
+        Request(0.003, 0, [1 << 65, -1]),
+        Request(0.003, 9, [0]),
+    ]
+
+
 @pytest.mark.parametrize(
-    "line",
-    ["{", "[]", '{"timestamp": 0}', {"timestamp": 0, "input_length": 0, "hash_ids": []},
-     {"timestamp": -1, "input_length": 5, "hash_ids": [1]}, {"timestamp": 0, "input_length": 5, "hash_ids": [1.5]}],
-)  # fmt: skip
-def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: Any) -> None:
-    good = {"timestamp": 0, "input_length": 5, "hash_ids": [1]}
-    with pytest.raises(ValueError, match="line 2"):
-        read_trace(write_lines(tmp_path / "trace.jsonl", good, line))
+    ("line", "what"),
+    [
+        ("{", "no JSON (Expecting property name enclosed in double quotes, column 2)"),
+        ("[]", "a JSON list instead of an object"),
+        ('{"timestamp": 0}', "no field input_length"),
+        ({"timestamp": 0, "input_length": -1, "hash_ids": []}, "input_length = -1 must be an integer of at least 0"),
+        ({"timestamp": 0, "input_length": 5.5, "hash_ids": []}, "input_length = 5.5 must be"),
+        ({"timestamp": 0, "input_length": None, "hash_ids": []}, "input_length = None must be"),
+        ({"timestamp": -1, "input_length": 5, "hash_ids": [1]}, "timestamp = -1 must be a number of at least 0"),
+        ({"timestamp": "0", "input_length": 5, "hash_ids": [1]}, "timestamp = '0' must be"),
+        ({"timestamp": float("nan"), "input_length": 5, "hash_ids": [1]}, "timestamp = nan must be"),
+        ({"timestamp": 10**400, "input_length": 5, "hash_ids": [1]}, "too large"),
+        ({"timestamp": 0, "input_length": 5, "hash_ids": [1.5]}, "hash_ids must be a list of integers"),
+        ({"timestamp": 0, "input_length": 5, "hash_ids": 1}, "hash_ids must be a list of integers"),
+        (b"\x1f\x8b\x08\x00", "can't decode byte 0x8b"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: Any, what: str) -> None:
+    good = json.dumps({"timestamp": 0, "input_length": 5, "hash_ids": [1]}).encode()
+    path = tmp_path / "trace.jsonl"
+    bad = line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
+    path.write_bytes(good + b"\n\n" + bad + b"\n" + good)
+    with pytest.raises(ValueError, match=f"line 3: .*{re.escape(what)}.*; a request of a trace is expected"):
+        read_trace(path)
+    assert len(read_trace(path, 1)) == 1
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
