@@ -53,7 +53,7 @@ def test_hits_are_those_of_a_plain_simulation(name: str, capacity: int) -> None:
     assert 0 < run.hit_blocks < run.num_blocks == sum(map(len, prompts))
 
 
-# Not only prefixes: blocks that recur inside a prompt and elsewhere in others, empty prompts, prompts beyond the capacity.
+# Not only prefixes: blocks that recur inside a prompt and elsewhere in others, empty prompts, more than the capacity.
 any_prompts = st.lists(
     st.one_of(
         st.lists(st.integers(0, 40), max_size=12),
