@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Generic
 
 from .policy import Key, Policy
@@ -96,8 +97,19 @@ class BlockIndex(Generic[Key]):
 
     def remove(self, key: Key) -> int:
         """Forgets a block that will never arrive; its slot."""
+        slot = self.slots.pop(key)
         self._policy.on_remove(key)
-        return self.slots.pop(key)
+        return slot
+
+    def undo(self, keys: Iterable[Key]) -> list[int]:
+        """Forgets blocks whose :meth:`admit` went wrong half way, whatever the policy knows of them; their slots."""
+        taken = [(key, self.slots.pop(key)) for key in keys]
+        for key, _ in taken:
+            self.arriving.discard(key)
+            self.pins.pop(key, None)
+            with suppress(Exception):
+                self._policy.on_remove(key)
+        return [slot for _, slot in taken]
 
     def evict(self, num_blocks: int) -> list[int]:
         """Lets go of up to so many blocks that nothing holds; their slots."""

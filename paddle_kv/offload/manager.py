@@ -251,23 +251,27 @@ class KVOffloadManager:
         with self._lock:
             self._settle()
             source = dict(zip(keys, device_ids, strict=True))
-            absent = [key for key in source if key not in self._index.slots]
-            free_slots = self._take_slots(len(absent))
-            admitted = self._index.admit(keys, free_slots)
-            self._give_back(free_slots)
+            index = self._index
+            before = {key: index.slots[key] for key in source if key in index.slots}
+            free_slots = self._take_slots(len(source) - len(before))
+            admitted: dict[bytes, int] | None = None
             try:
+                admitted = index.admit(list(source), free_slots)
+                index.arriving.update(admitted)
                 transfer = self._scheduler.offload(
                     [source[key] for key in admitted], list(admitted.values()), layerwise=layerwise
                 )
-            except BaseException:
-                self._forget(admitted)
+                index.pin(admitted)
+                self._moving.append(_Moving(transfer, list(admitted), saving=True, computed_from=list(computed_from)))
+            except BaseException:  # also from a policy of the user, or a signal handler: nothing may seem to be there
+                new = [key for key in source if key in index.slots and index.slots[key] != before.get(key)]
+                self._give_back([*free_slots, *index.undo(new if admitted is None else admitted)])
                 raise
-            self._index.pin(admitted)
-            self._index.arriving.update(admitted)
-            self._moving.append(_Moving(transfer, list(admitted), saving=True, computed_from=list(computed_from)))
+            self._give_back(free_slots)
+            left_out = sum(key not in index.slots for key in source) if len(admitted) < len(source) else 0
             self._counters["saved_blocks"] += len(admitted)
-            self._counters["deduplicated_blocks"] += len(source) - len(absent)
-            self._counters["left_out_blocks"] += len(absent) - len(admitted)
+            self._counters["deduplicated_blocks"] += len(source) - len(admitted) - left_out
+            self._counters["left_out_blocks"] += left_out
             return transfer
 
     def blocks_full(
@@ -351,14 +355,16 @@ class KVOffloadManager:
             if self._closed:
                 return
             self._closed = True
-            for moving in self._moving:
-                if moving.saving:
-                    moving.transfer.cancel()
-            self._moving.clear()
-            slots = list(self._index.slots.values())
-            for blocks in (self._index.slots, self._index.arriving, self._index.pins):
-                blocks.clear()
-            self._give_back(slots)
+            try:
+                for moving in self._moving:
+                    if moving.saving:
+                        moving.transfer.cancel()
+            finally:
+                self._moving.clear()
+                slots = list(self._index.slots.values())
+                for blocks in (self._index.slots, self._index.arriving, self._index.pins):
+                    blocks.clear()
+                self._give_back(slots)
 
     # ---- under the lock ----
     def _settle(self) -> None:

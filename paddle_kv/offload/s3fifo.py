@@ -54,6 +54,8 @@ class S3Fifo(Generic[Key]):
             self._counts[key] = count + 1
 
     def on_remove(self, key: Key) -> None:
+        if self._counts[key] == GHOST:
+            raise KeyError(key)
         del self._counts[key]
         (self._small if key in self._small else self._main).remove(key)  # linear, and only after a failure
 

@@ -143,6 +143,84 @@ def test_a_save_that_cannot_start_leaves_nothing_behind(server: Server, monkeypa
     assert server.manager.stats()["saving_blocks"] == 0
 
 
+@pytest.mark.parametrize("where", ["on_insert", "victim"])
+def test_a_policy_that_raises_in_a_save_leaves_nothing_behind(where: str) -> None:
+    class Broken(Lru[bytes]):
+        replace = None  # the four methods only
+        calls_left = 1 << 30
+
+        def fail_at_last(self) -> None:
+            self.calls_left -= 1
+            if not self.calls_left:
+                raise ZeroDivisionError
+
+        def on_insert(self, key: bytes) -> None:
+            if where == "on_insert":
+                self.fail_at_last()
+            super().on_insert(key)
+
+        def victim(self, *arguments: Any) -> bytes | None:
+            if where == "victim":
+                self.fail_at_last()
+            return super().victim(*arguments)
+
+    policy: Any = Broken()
+    made = Server(policy=policy)
+    made.save(made.hashes(13), range(13))
+    policy.calls_left = 3
+    with pytest.raises(ZeroDivisionError):
+        made.manager.save(made.hashes(8, 1), range(8))
+    made.rig.expect_offload(range(13), range(13))
+    made.rig.check()  # it had not begun
+    gone = 0 if where == "on_insert" else 2  # in the save's free places, or evicted by it
+    hashes = made.hashes(13)
+    assert made.present(made.hashes(8, 1)) == 0
+    assert made.present(hashes[gone:]) == 13 - gone
+    assert made.free == HOST_BLOCKS - 13 + gone
+    stats = made.manager.stats()
+    assert (stats["saving_blocks"], stats["pinned_blocks"], stats["saved_blocks"]) == (0, 0, 13)
+    made.save(made.hashes(8, 1), range(8))
+    assert made.present(made.hashes(8, 1)) == 8
+    made.scheduler.close(WAIT_S)
+    made.manager.close()
+    assert made.free == HOST_BLOCKS
+
+
+def test_an_interrupted_save_never_shows_blocks_without_bytes(
+    server: Server, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a signal handler that raises when the transfer has just begun."""
+
+    def interrupted(keys: Any) -> None:
+        raise KeyboardInterrupt
+
+    copies.hold("offload", 0)
+    hashes = server.hashes(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(server.manager._index, "pin", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            server.manager.save(hashes, [0, 1, 2])
+    assert server.present(hashes) == 0
+    assert server.free == HOST_BLOCKS - 3  # the transfer still holds them
+    copies.go_on()
+    server.save(hashes, [0, 1, 2])
+    assert server.present(hashes) == 3
+    assert server.free == HOST_BLOCKS - 3
+
+
+def test_a_block_that_its_own_save_evicts_and_brings_again_is_counted_as_saved(server: Server) -> None:
+    full = server.hashes(HOST_BLOCKS)
+    server.save(full[:13], range(13))
+    server.save(full[13:], range(4))
+    new = server.hashes(1, 1)
+    save = server.manager.save([*new, full[0], full[12]], [1, 0, 12])  # the first evicts the second, the oldest
+    assert len(save.plan.host_ids) == 2
+    save.wait(WAIT_S)
+    stats = server.manager.stats()
+    assert stats["saved_blocks"] == HOST_BLOCKS + 2
+    assert (stats["deduplicated_blocks"], stats["left_out_blocks"]) == (1, 0)
+
+
 def test_a_failed_load_says_what_to_recompute(server: Server, copies: Copies) -> None:
     hashes = server.hashes(3)
     server.save(hashes, [0, 1, 2])
