@@ -1,4 +1,5 @@
-"""A process dies in the middle of a save into memory that others see. What it was not writing stays as it was."""
+"""A process dies in the middle of a save into memory that others see, or of a load from it. What it was not writing stays
+as it was."""
 
 from __future__ import annotations
 
@@ -53,14 +54,14 @@ def pool_in(path: Path) -> tuple[HostPool, np.ndarray]:
     return HostPool.adopt(SPEC, pointers, HOST_BLOCKS), memory
 
 
-def save_and_hang(path: Path, arrived: Event) -> None:
-    """The process that is killed: it never gets beyond the middle of its save."""
+def save_and_hang(path: Path, arrived: Event, direction: str = "offload") -> None:
+    """The process that is killed: it never gets beyond the middle of its save, or of the load behind it."""
     rig = Rig(SPEC)
     copy = binding.copy
 
     def hanging(number: int, plan: object, layers: range) -> None:
         for layer in layers:
-            if layer == HELD_LAYER:
+            if layer == HELD_LAYER and plan.direction == direction:  # type: ignore[attr-defined]
                 arrived.set()
                 threading.Event().wait()
             copy(number, plan, range(layer, layer + 1))  # type: ignore[arg-type]
@@ -68,7 +69,9 @@ def save_and_hang(path: Path, arrived: Event) -> None:
     binding.copy = hanging
     pool, _ = pool_in(path)
     manager = KVOffloadManager(LayerwiseScheduler(rig.cache, pool))
-    manager.save(hashes_of(manager), DEVICE_IDS).wait()
+    hashes = hashes_of(manager)
+    manager.save(hashes, DEVICE_IDS).wait()
+    manager.onload(hashes, DEVICE_IDS[::-1]).wait()
 
 
 def hashes_of(manager: KVOffloadManager) -> list[bytes]:
@@ -82,15 +85,15 @@ def written_blocks(before: Bits, after: Bits) -> list[int]:
     return np.flatnonzero(differs).tolist()
 
 
-def test_a_save_that_is_killed_touches_its_own_blocks_only(tmp_path: Path) -> None:
-    path = tmp_path / "pool"
+def killed_in(path: Path, direction: str) -> tuple[HostPool, np.ndarray, Bits]:
+    """The memory that a process leaves that was killed in the middle; and what the pool held before."""
     path.write_bytes(b"\xa5" * size_bytes())
     pool, memory = pool_in(path)
     before = random_bits(SPEC, HOST_BLOCKS, 5)
     set_pool(pool, before)
 
     arrived = PROCESSES.Event()
-    process = PROCESSES.Process(target=save_and_hang, args=(path, arrived))
+    process = PROCESSES.Process(target=save_and_hang, args=(path, arrived, direction))
     process.start()
     try:
         assert arrived.wait(3 * WAIT_S)
@@ -98,6 +101,22 @@ def test_a_save_that_is_killed_touches_its_own_blocks_only(tmp_path: Path) -> No
         process.kill()
         process.join()
     assert process.exitcode == -signal.SIGKILL
+    return pool, memory, before
+
+
+def test_a_load_that_is_killed_leaves_the_host_blocks_alone(tmp_path: Path) -> None:
+    pool, memory, before = killed_in(tmp_path / "pool", "onload")
+    after = pool_memory(pool)
+    targets = written_blocks(before, after)  # by the save in front of it, which was over
+    assert len(targets) == len(DEVICE_IDS)
+    device = random_bits(SPEC, 13, 1)  # the content of a Rig
+    assert any(_same(moved(device, before, DEVICE_IDS, order), after) for order in permutations(targets))
+    assert set(memory[:GUARD_BYTES]) == set(memory[-GUARD_BYTES:]) == {0xA5}
+    pool.close()
+
+
+def test_a_save_that_is_killed_touches_its_own_blocks_only(tmp_path: Path) -> None:
+    pool, memory, before = killed_in(tmp_path / "pool", "offload")
 
     after = pool_memory(pool)
     targets = written_blocks(before, after)
