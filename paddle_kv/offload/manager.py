@@ -41,6 +41,8 @@ class Lease:
         num_blocks: how many.
     """
 
+    _held = False  # so for one whose construction was interrupted
+
     def __init__(self, manager: KVOffloadManager, hashes: list[bytes]) -> None:
         self.hashes = hashes
         self._manager = manager
@@ -162,6 +164,7 @@ class KVOffloadManager:
         self.write_through = write_through
         self._hasher = BlockHasher(spec.block_size, spec_salt(spec) + salt)
         self._index: BlockIndex[bytes] = BlockIndex(policy, capacity_blocks)
+        self._taken: set[int] = set()  # blocks of the pool that are the manager's, also between two places
         self._lock = threading.RLock()
         self._moving: list[_Moving] = []
         self._targets: weakref.WeakKeyDictionary[Transfer, list[int]] = weakref.WeakKeyDictionary()
@@ -361,10 +364,9 @@ class KVOffloadManager:
                         moving.transfer.cancel()
             finally:
                 self._moving.clear()
-                slots = list(self._index.slots.values())
                 for blocks in (self._index.slots, self._index.arriving, self._index.pins):
                     blocks.clear()
-                self._give_back(slots)
+                self._give_back(list(self._taken))
 
     # ---- under the lock ----
     def _settle(self) -> None:
@@ -411,9 +413,11 @@ class KVOffloadManager:
         room = self._index.capacity_blocks - len(self._index.slots)
         with hazards.lock:  # nobody else may take blocks in between
             slots = self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
+            self._taken.update(slots)
         return slots[::-1]  # taken from the end: neighbours of a prompt become neighbours here, in the same order
 
     def _give_back(self, slots: list[int]) -> None:
+        self._taken.difference_update(slots)
         if slots and not self._pool.closed:
             self._pool.free(slots)
 
