@@ -66,6 +66,21 @@ class S3Fifo(Generic[Key]):
         key = self._from_main(pinned)
         return self._from_small(pinned) if key is None else key
 
+    def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
+        if len(self._small) < self._small_size or incoming in self._counts:
+            key = self.victim(incoming, pinned)
+            if key is not None:
+                self.on_insert(incoming)
+            return key
+        # Most blocks of a busy cache: one that nothing remembers comes into the small queue for one of that queue.
+        key = self._from_small(pinned)
+        if key is None:
+            key = self._from_main(pinned)
+        if key is not None:
+            self._small.append(incoming)
+            self._counts[incoming] = 0
+        return key
+
     def _from_small(self, pinned: Container[Key]) -> Key | None:
         small, counts = self._small, self._counts
         for _ in range(len(small)):
@@ -77,11 +92,16 @@ class S3Fifo(Generic[Key]):
                 small.append(key)
             else:
                 counts[key] = GHOST
-                self._ghosts.append(key)
+                ghosts = self._ghosts
+                ghosts.append(key)
                 if self._num_ghosts < self._ghost_size:
                     self._num_ghosts += 1
-                else:
-                    self._forget_oldest_ghost()
+                    return key
+                oldest, void = ghosts.popleft(), self._void
+                while oldest in void:
+                    self._drop_void(oldest)
+                    oldest = ghosts.popleft()
+                del counts[oldest]
                 return key
         return None
 
@@ -97,14 +117,6 @@ class S3Fifo(Generic[Key]):
                 return key
             main.append(key)
         return None
-
-    def _forget_oldest_ghost(self) -> None:
-        ghosts, void = self._ghosts, self._void
-        key = ghosts.popleft()
-        while key in void:
-            self._drop_void(key)
-            key = ghosts.popleft()
-        del self._counts[key]
 
     def _leave_ghosts(self, key: Key) -> None:
         self._num_ghosts -= 1

@@ -1,5 +1,5 @@
-"""A process dies in the middle of a save into memory that others see, or of a load from it. What it was not writing stays
-as it was."""
+"""A process dies in the middle of a save into memory that others see, or of a load from it. What it was not writing
+stays as it was."""
 
 from __future__ import annotations
 
