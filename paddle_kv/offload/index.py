@@ -28,6 +28,8 @@ class BlockIndex(Generic[Key]):
         self.capacity_blocks = capacity_blocks
         self.evicted_blocks = 0
         self._policy = policy
+        # Not one that a subclass inherits: it would pass by the methods that the subclass overrides.
+        self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
 
     def lookup(self, keys: Sequence[Key]) -> int:
         """Length of the longest prefix of ``keys`` whose blocks are all there; counts as a use of these blocks."""
@@ -51,8 +53,7 @@ class BlockIndex(Generic[Key]):
         """
         slots, pins = self.slots, self.pins
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
-        replace = getattr(self._policy, "replace", None)
-        make_room = replace or self._policy.victim
+        make_room = self._replace or self._policy.victim
         free = min(len(free_slots), self.capacity_blocks - len(slots))
         admitted: dict[Key, int] = {}
         behind_absent = False
@@ -75,7 +76,7 @@ class BlockIndex(Generic[Key]):
                     del admitted[victim]
                 else:
                     self.evicted_blocks += 1
-                told = replace is not None
+                told = self._replace is not None
             admitted[key] = slots[key] = slot
             if not told:
                 on_insert(key)

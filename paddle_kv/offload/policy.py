@@ -13,8 +13,8 @@ class Policy(Protocol[Key]):
 
     The index tells it every event, so the policy knows exactly the blocks that are resident. It may remember more
     (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no
-    victim was found. A policy may have a fifth method, ``replace(block, pinned)``, which does both in one call and
-    returns the victim; the index then calls that instead, for speed.
+    victim was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and
+    returns the victim; the index then calls that instead, for speed. Subclasses do not inherit it.
     """
 
     def on_insert(self, key: Key) -> None:

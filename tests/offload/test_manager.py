@@ -146,7 +146,6 @@ def test_a_save_that_cannot_start_leaves_nothing_behind(server: Server, monkeypa
 @pytest.mark.parametrize("where", ["on_insert", "victim"])
 def test_a_policy_that_raises_in_a_save_leaves_nothing_behind(where: str) -> None:
     class Broken(Lru[bytes]):
-        replace = None  # the four methods only
         calls_left = 1 << 30
 
         def fail_at_last(self) -> None:

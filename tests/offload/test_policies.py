@@ -100,7 +100,9 @@ def test_the_short_cut_is_victim_and_insertion_also_among_pinned_blocks(
         for index, free_slots in zip(indexes, free, strict=True):
             held = pinned & set(index.slots)
             index.pin(held)
-            admitted.append((index.admit(prompt[index.lookup(prompt) :], free_slots), index.slots, index.evicted_blocks))
+            admitted.append(
+                (index.admit(prompt[index.lookup(prompt) :], free_slots), index.slots, index.evicted_blocks)
+            )
             assert held <= set(index.slots)
             index.unpin(held)
         assert admitted[0] == admitted[1]
