@@ -15,6 +15,7 @@
 #include "check.h"
 #include "fake_cuda.h"
 #include "paddle_kv/swap/engine.h"
+#include "paddle_kv/swap/engine_choice.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 #include "paddle_kv/swap/transfer_plans.h"
 
@@ -29,6 +30,7 @@ struct Copied {
   std::int64_t plan_blocks;  // device_blocks of the plan, by which tests tell plans apart
   std::int64_t first_layer;
   std::int64_t end_layer;
+  EngineKind engine;
 };
 
 std::mutex log_mutex;
@@ -53,10 +55,12 @@ void WaitUntil(Condition condition) {
 
 class RecordingEngine : public Engine {
  public:
+  explicit RecordingEngine(EngineKind kind) : kind_(kind) {}
+
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
     {
       const std::lock_guard<std::mutex> lock(log_mutex);
-      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer});
+      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer, kind_});
     }
     if (before_copy) {
       const Status status = before_copy(work, where);
@@ -87,13 +91,16 @@ class RecordingEngine : public Engine {
     }
     return {};
   }
+
+ private:
+  EngineKind kind_;
 };
 
 }  // namespace
 
-std::unique_ptr<Engine> MakeCopyEngine(int) { return std::make_unique<RecordingEngine>(); }
-std::unique_ptr<Engine> MakeKernelEngine(int) { return std::make_unique<RecordingEngine>(); }
-std::unique_ptr<Engine> MakeStagingEngine(int) { return std::make_unique<RecordingEngine>(); }
+std::unique_ptr<Engine> MakeCopyEngine(int) { return std::make_unique<RecordingEngine>(EngineKind::kCopyEngine); }
+std::unique_ptr<Engine> MakeKernelEngine(int) { return std::make_unique<RecordingEngine>(EngineKind::kKernel); }
+std::unique_ptr<Engine> MakeStagingEngine(int) { return std::make_unique<RecordingEngine>(EngineKind::kStaging); }
 
 namespace {
 
@@ -173,6 +180,7 @@ struct Submission {
   Direction direction = Direction::kHostToDevice;
   std::vector<std::int64_t> device_ids{0}, host_ids{0};
   std::int64_t layers_per_event = 1;
+  EngineKind engine = EngineKind::kAuto;
   std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
 };
 
@@ -198,7 +206,7 @@ struct Transfer {
     }
     const PaddleKvTransfer transfer = {plan.number,
                                        static_cast<std::int64_t>(given.direction),
-                                       0,
+                                       static_cast<std::int64_t>(given.engine),
                                        given.device_ids.data(),
                                        given.host_ids.data(),
                                        static_cast<std::int64_t>(given.host_ids.size()),
@@ -520,6 +528,37 @@ void TwoThreadsCloseAStream() {
   }
 }
 
+void WithoutMemoryForAnotherEngineTheCopyEngineIsTaken() {
+  Plan plan(3, 100, true);  // of that size the kernel would copy
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event mark;
+  cudaEventRecord(mark.event, compute);
+  before_copy = [&](const EngineWork& work, const DeviceStream&) {
+    if (work.first_layer > 0 || Log().back().engine == EngineKind::kCopyEngine) return Status{};
+    return Status{cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory", "cudaMalloc"};
+  };
+  ClearLog();
+  Submission load;
+  load.waits = {{}, {}, {mark.handle()}};
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.Wait() == 0);
+  for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+    CHECK(std::memcmp(plan.device[layer].data(), plan.host[layer].data(), 100) == 0);
+  }
+  const auto log = Log();
+  CHECK(log.size() == 3 && log[0].engine == EngineKind::kKernel && log[1].engine == EngineKind::kCopyEngine);
+  CHECK(log[0].first_layer == log[1].first_layer && log[0].end_layer == log[1].end_layer);
+  CHECK(log[2].first_layer == 2 && log[2].engine == EngineKind::kKernel);  // there may be memory again
+
+  Submission by_kernel;
+  by_kernel.engine = EngineKind::kKernel;
+  Transfer named(plan, stream.handle(), by_kernel);
+  CHECK(named.Wait() == -1);
+  before_copy = nullptr;
+  DestroyFakeStream(compute);
+}
+
 void AnEngineThatThrowsIsAFailure() {
   Plan plan(1, 100, true);
   OpenStream stream;
@@ -663,6 +702,7 @@ const Test kTests[] = {
     {"streams_that_are_equally_urgent_take_turns", StreamsThatAreEquallyUrgentTakeTurns},
     {"another_device_than_the_streams_is_never_made_current", AnotherDeviceThanTheStreamsIsNeverMadeCurrent},
     {"two_threads_close_a_stream", TwoThreadsCloseAStream},
+    {"without_memory_for_another_engine_the_copy_engine_is_taken", WithoutMemoryForAnotherEngineTheCopyEngineIsTaken},
     {"an_engine_that_throws_is_a_failure", AnEngineThatThrowsIsAFailure},
     {"work_behind_wait_stream_sees_the_group", WorkBehindWaitStreamSeesTheGroup},
     {"what_the_queue_does_not_know", WhatTheQueueDoesNotKnow},

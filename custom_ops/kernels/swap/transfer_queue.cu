@@ -314,14 +314,14 @@ class TransferQueue {
     return true;
   }
 
-  void SubmitStep(std::unique_lock<std::mutex>& lock, Stream& stream, const Step& step) {
+  void SubmitStep(std::unique_lock<std::mutex>& lock, Stream& stream, Step step) {
     QueuedTransfer& transfer = *step.transfer;  // others append behind it, this thread alone removes it
     stream.submitting = true;
     lock.unlock();
     Status status = transfer.failure;
     if (status.ok()) status = MakeCurrent(stream.where.device);
     try {
-      if (status.ok()) status = Enqueue(stream, step);
+      if (status.ok()) status = Enqueue(stream, &step);
     } catch (const std::bad_alloc&) {
       status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
     }
@@ -365,43 +365,61 @@ class TransferQueue {
     }
   }
 
-  Status Enqueue(Stream& stream, const Step& step) {
-    QueuedTransfer& transfer = *step.transfer;
-    static const NvtxName names[] = {NvtxName("submit offload, first layer"), NvtxName("submit onload, first layer")};
-    const NvtxRange range(names[static_cast<int>(transfer.direction)], transfer.FirstLayer(step.first_group));
-    const cudaStream_t handle = StreamOf(stream.where);
-    for (std::int64_t w = transfer.first_wait[step.first_group]; w < transfer.first_wait[step.first_group + 1]; ++w) {
-      const cudaEvent_t event = EventOf(transfer.wait_events[w]);
-      // What a transfer has to wait for is the model's work, most of the time.
-      if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
-      PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
-    }
-    if (step.first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
-    const EngineKind kind = step.engine;
+  static Engine& EngineOf(Stream& stream, EngineKind kind) {
     std::unique_ptr<Engine>& engine = stream.engines[static_cast<int>(kind)];
     if (engine == nullptr) {
       engine = kind == EngineKind::kKernel    ? MakeKernelEngine(stream.where.device)
                : kind == EngineKind::kStaging ? MakeStagingEngine(stream.where.device)
                                               : MakeCopyEngine(stream.where.device);
     }
+    return *engine;
+  }
+
+  // The step has the engine that was taken in the end.
+  static Status Copy(Stream& stream, Step* step) {
+    const QueuedTransfer& transfer = *step->transfer;
     const EngineWork work = {transfer.plan.get(),
                              transfer.direction,
                              &transfer.runs,
-                             transfer.FirstLayer(step.first_group),
-                             transfer.FirstLayer(step.end_group),
+                             transfer.FirstLayer(step->first_group),
+                             transfer.FirstLayer(step->end_group),
                              transfer.layers_per_event,
-                             &transfer.record_events[step.first_group],
-                             step.more_follows};
-    PADDLE_KV_RETURN_IF_ERROR(engine->Copy(work, stream.where));
+                             &transfer.record_events[step->first_group],
+                             step->more_follows};
+    Engine& engine = EngineOf(stream, step->engine);
+    const Status status = engine.Copy(work, stream.where);
+    if (status.code != cudaErrorMemoryAllocation || transfer.engine != EngineKind::kAuto ||
+        step->engine == EngineKind::kCopyEngine) {
+      return status;
+    }
+    // A server fills the memory of its GPU, and this engine needs none. What has been enqueued is copied once more.
+    PADDLE_KV_RETURN_IF_ERROR(engine.Join(stream.where));
+    step->engine = EngineKind::kCopyEngine;
+    return EngineOf(stream, step->engine).Copy(work, stream.where);
+  }
+
+  Status Enqueue(Stream& stream, Step* step) {
+    QueuedTransfer& transfer = *step->transfer;
+    static const NvtxName names[] = {NvtxName("submit offload, first layer"), NvtxName("submit onload, first layer")};
+    const NvtxRange range(names[static_cast<int>(transfer.direction)], transfer.FirstLayer(step->first_group));
+    const cudaStream_t handle = StreamOf(stream.where);
+    for (std::int64_t w = transfer.first_wait[step->first_group]; w < transfer.first_wait[step->first_group + 1]; ++w) {
+      const cudaEvent_t event = EventOf(transfer.wait_events[w]);
+      // What a transfer has to wait for is the model's work, most of the time.
+      if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
+      PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
+    }
+    if (step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
+    PADDLE_KV_RETURN_IF_ERROR(Copy(stream, step));
     if (stream.idle_events.empty()) {
       cudaEvent_t made = nullptr;
       PADDLE_KV_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
       stream.idle_events.push_back(made);
     }
     PADDLE_KV_CUDA(cudaEventRecord(stream.idle_events.back(), handle));
-    stream.flights.push_back({stream.idle_events.back(), step.bytes});
+    stream.flights.push_back({stream.idle_events.back(), step->bytes});
     stream.idle_events.pop_back();
-    stream.bytes_in_flight += step.bytes;
+    stream.bytes_in_flight += step->bytes;
     return {};
   }
 
