@@ -191,7 +191,7 @@ struct Transfer {
   int result;
 
   Transfer(const Plan& plan, std::int64_t stream, const Submission& given) {
-    const std::int64_t groups = (plan.layers + given.layers_per_event - 1) / given.layers_per_event;
+    const std::int64_t groups = (plan.layers - 1) / given.layers_per_event + 1;
     for (std::int64_t g = 0; g < groups; ++g) records.push_back(std::make_unique<Event>());
     result = Submit(plan, stream, given);
   }
@@ -257,6 +257,21 @@ void AllBytesArriveInBothDirections() {
     for (int i = 0; i < 4; ++i) {
       CHECK(std::memcmp(&plan.host[layer][save.host_ids[i] * 300], &plan.device[layer][save.device_ids[i] * 300],
                         300) == 0);
+    }
+  }
+}
+
+void OneEventForAllLayers() {
+  for (const std::int64_t layers_per_event : {std::int64_t{5}, std::int64_t{1} << 31, INT64_MAX}) {
+    Plan plan(5, 300, true);
+    OpenStream stream;
+    Submission load;
+    load.layers_per_event = layers_per_event;
+    Transfer transfer(plan, stream.handle(), load);
+    CHECK(transfer.result == 0 && transfer.records.size() == 1);
+    CHECK(transfer.Wait() == 0);
+    for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+      CHECK(std::memcmp(plan.device[layer].data(), plan.host[layer].data(), 300) == 0);
     }
   }
 }
@@ -690,6 +705,7 @@ void SeveralThreads() {
 
 const Test kTests[] = {
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
+    {"one_event_for_all_layers", OneEventForAllLayers},
     {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},
     {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
     {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},

@@ -60,10 +60,11 @@ def test_every_byte_arrives_and_no_other_changes(changes, pool_layout):
     rig.check()
 
 
-@pytest.mark.parametrize("layers_per_event", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("layers_per_event", [1, 2, 3, 5, 8, 2**63 - 1, 2**64])
 def test_layers_per_event_need_not_divide(rig, layers_per_event):
     with LayerwiseScheduler(rig.cache, rig.pool, layers_per_event=layers_per_event) as scheduler:
         out = scheduler.offload([1, 2], [4, 3], layerwise=True)
+        assert out.plan.layers_per_event == min(layers_per_event, 5)  # backends count in 64 bits
         for layer in (4, 2, 0, 3, 1):
             out.mark_layer_written(layer)
         out.wait(WAIT_S)

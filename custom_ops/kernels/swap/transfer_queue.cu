@@ -487,9 +487,11 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     transfer.sizes = SizesOfPieces(*transfer.plan, transfer.direction, transfer.runs);
     transfer.first_layer = given->first_layer;
     transfer.end_layer = given->end_layer;
-    transfer.layers_per_event = given->layers_per_event;
-    const std::int64_t groups =
-        (given->end_layer - given->first_layer + given->layers_per_event - 1) / given->layers_per_event;
+    const std::int64_t layers = given->end_layer - given->first_layer;
+    if (layers <= 0) return 0;
+    // Whoever wants one event for all may name any number: arithmetic with that would overflow.
+    transfer.layers_per_event = std::clamp<std::int64_t>(given->layers_per_event, 1, layers);
+    const std::int64_t groups = (layers + transfer.layers_per_event - 1) / transfer.layers_per_event;
     transfer.first_wait.assign(groups + 1, 0);
     std::partial_sum(given->waits_per_group, given->waits_per_group + groups, transfer.first_wait.begin() + 1);
     transfer.wait_events.assign(given->wait_events, given->wait_events + transfer.first_wait.back());
@@ -498,7 +500,6 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     for (std::int64_t t = 0; t < transfer.plan->tensors_per_layer; ++t) {
       transfer.layer_bytes += transfer.plan->tensors[t].block_bytes * given->block_count;
     }
-    if (groups == 0) return 0;
     if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) return Fail("the stream is not open");
     return 0;
   });
