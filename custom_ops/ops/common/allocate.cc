@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "paddle/phi/api/include/api.h"
+#include "validate.h"
 
 namespace paddle_kv {
 
@@ -40,11 +41,9 @@ void AskForLargePages(void* memory, std::size_t bytes) {
 }  // namespace
 
 paddle::Tensor NewTensor(const std::vector<int64_t>& shape, paddle::DataType dtype, const paddle::Tensor& like) {
-  if (like.is_cpu()) {
-    std::size_t bytes = phi::SizeOf(dtype);
-    for (const int64_t size : shape) bytes *= static_cast<std::size_t>(size);
-    LetMemoryBeKept(bytes);
-  }
+  auto bytes = static_cast<int64_t>(phi::SizeOf(dtype));
+  for (const int64_t size : shape) bytes = CheckedProduct(bytes, size, "the result");  // Paddle's own product overflows
+  if (like.is_cpu()) LetMemoryBeKept(static_cast<std::size_t>(bytes));
   paddle::Tensor tensor = paddle::experimental::empty(shape, dtype, like.place());
   if (tensor.is_cpu()) AskForLargePages(tensor.data(), tensor.numel() * phi::SizeOf(dtype));
   return tensor;
