@@ -543,6 +543,33 @@ def test_layer_times(rig, copies):
         assert scheduler.onload([1], [2]).layer_times_ms == []
 
 
+def test_layer_times_wait_for_events_that_pass_late(rig):
+    """Those of a GPU's kernel engine lie on a stream of their own, but the last one."""
+
+    class Late(CpuBackend):
+        late = None
+
+        def is_complete(self, event):
+            return event is not self.late and super().is_complete(event)
+
+        def elapsed_ms(self, start, end):
+            assert self.is_complete(end), "CUDA would report cudaErrorNotReady"
+            return super().elapsed_ms(start, end)
+
+    backend = Late()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, record_layer_times=True) as scheduler:
+        load = scheduler.onload([5], [2])
+        backend.late = load._events[1]
+        assert load._last_event.wait(WAIT_S)
+        assert not load.done()
+        with pytest.raises(TimeoutError):
+            load.wait(SHORT_S)
+        backend.late = None
+        load.wait(WAIT_S)
+        assert len(load.layer_times_ms) == 5
+        assert load.elapsed_ms >= 0
+
+
 def test_elapsed_is_the_time_of_the_copies(rig, copies):
     copies.hold("onload", 4)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
