@@ -51,9 +51,10 @@ def load(gpu_name: str) -> EngineSizes | None:
     try:
         stored = json.loads(path_of(gpu_name).read_text())["sizes_bytes"]
         block = stored.pop("staging_block")
-        return EngineSizes(**{name: WaySizes(**way) for name, way in stored.items()}, staging_block=block)
-    except (OSError, ValueError, KeyError, TypeError):
+        sizes = EngineSizes(**{name: WaySizes(**way) for name, way in stored.items()}, staging_block=block)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    return sizes if all(type(size) is int and 0 <= size <= NEVER for size in sizes.in_order()) else None
 
 
 def store(gpu_name: str, sizes: EngineSizes) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ SLEEP_S = 50e-6
 HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
 
 _left_over: list[tuple[int, int]] = []  # events of closed backends that another one's transfers still wait for
+_left_over_lock = threading.Lock()  # or two that close at once would both destroy them
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -96,10 +98,11 @@ class CupyBackend:
 
     @_on_device
     def close(self) -> None:
-        _left_over.extend(self._resting_events)
-        self._resting_events, _left_over[:] = deque(_left_over), []
-        self._wake_events()
-        _left_over.extend(self._resting_events)
+        with _left_over_lock:
+            self._resting_events.extendleft(reversed(_left_over))
+            self._wake_events()
+            _left_over[:] = self._resting_events
+            self._resting_events.clear()
         while self._idle_events:
             runtime.eventDestroy(self._idle_events.pop())
 

@@ -89,7 +89,7 @@ class LayerwiseScheduler:
         self._bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
         self._default_stream = compute_stream
         self._engine = engine
-        self._layers_per_event = layers_per_event
+        self._layers_per_event = min(layers_per_event, device_cache.spec.num_layers)  # it has to fit in 64 bits
         self._record_layer_times = record_layer_times
         self._backend = backends.create(backend, device_cache.device_id)
         self._process_id = os.getpid()

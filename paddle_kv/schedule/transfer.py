@@ -447,6 +447,11 @@ class Transfer:
                 event = self._events[groups[-1]]
                 if event is not self._last_event:
                     backend.is_complete(event)
+            # Events of earlier layers may lie on another stream than the last one and pass a moment later; until then a
+            # GPU tells no times.
+            recorded = [event for event in self._events if event is not None]
+            if self._scheduler._record_layer_times and not all(map(backend.is_complete, recorded)):
+                return
         except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
             layer = self._first_failed_layer()
             self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))

@@ -26,7 +26,21 @@ def test_what_is_stored_is_loaded(cache):
     assert sizes.in_order() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sizes_bytes": {"staging_block": 1, "unknown": {"alone": 1}}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"sizes_bytes": "none"}',
+        '{"sizes_bytes": 7}',
+        '{"sizes_bytes": {"staging_block": 1, "unknown": {"alone": 1}}}',
+        '{"sizes_bytes": {"staging_block": "8 KiB"}}',
+        '{"sizes_bytes": {"staging_block": -1}}',
+        '{"sizes_bytes": {"staging_block": 8192, "staging_d2h": {"alone": 1e6, "beside": 4096}}}',
+        '{"sizes_bytes": {"staging_block": 8192, "staging_d2h": {"alone": 99999999999999999999, "beside": 4096}}}',
+    ],
+)
 def test_a_file_that_is_not_ours_is_as_none(content):
     path = calibration.path_of("gpu")
     path.parent.mkdir(parents=True)

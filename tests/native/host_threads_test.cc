@@ -1,8 +1,13 @@
 // The host code that starts threads or is called from several: ParallelFor, copies of blocks and layers on the CPU, the
 // table of transfer plans. To be run under ThreadSanitizer; it checks the results too.
+#include <sched.h>
+
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -40,6 +45,69 @@ void LoopsInSeveralThreads() {
   }
   for (std::thread& caller : callers) caller.join();
   CHECK(sum == 4 * 20 * 100);
+}
+
+// Whichever thread it is in. In a thread of its own an exception would end the process.
+void WhatABodyThrowsIsThrownByTheLoop() {
+  for (std::int64_t bad = 0; bad < 8; ++bad) {
+    std::atomic<std::int64_t> visited{0};
+    bool thrown = false;
+    try {
+      ParallelFor(8, std::int64_t{1} << 30, [&](std::int64_t begin, std::int64_t end) {
+        visited += end - begin;
+        if (begin <= bad && bad < end) throw std::runtime_error("no memory");
+      });
+    } catch (const std::runtime_error& error) {
+      thrown = std::string(error.what()) == "no memory";
+    }
+    CHECK(thrown && visited == 8);
+  }
+}
+
+void NoMoreThreadsThanTheProcessHasCores() {
+  cpu_set_t before, one;
+  CHECK(sched_getaffinity(0, sizeof(before), &before) == 0);
+  CPU_ZERO(&one);
+  for (int core = 0; CPU_COUNT(&one) == 0; ++core) {
+    if (CPU_ISSET(core, &before)) CPU_SET(core, &one);
+  }
+  const auto threads = [] {
+    std::mutex mutex;
+    std::set<std::thread::id> seen;
+    ParallelFor(100, std::int64_t{1} << 30, [&](std::int64_t, std::int64_t) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      seen.insert(std::this_thread::get_id());
+    });
+    return static_cast<int>(seen.size());
+  };
+  CHECK(threads() == std::min(100, CPU_COUNT(&before)));
+  CHECK(sched_setaffinity(0, sizeof(one), &one) == 0);
+  CHECK(threads() == 1);
+  CHECK(sched_setaffinity(0, sizeof(before), &before) == 0);
+}
+
+// Ranges that begin and end in the middle of blocks, blocks of no bytes, one block to several places.
+void BlocksOfManySizes() {
+  const std::vector<std::int64_t> sizes{3 << 20, 1, 0, (5 << 20) + 7, 4096, 0};
+  constexpr std::int64_t kBlocks = 3;
+  constexpr std::int64_t kGap = 5;  // between the blocks of a target: must stay as it is
+  const std::vector<std::int64_t> source_ids{2, 0, 2}, target_ids{0, 2, 1};
+  std::vector<std::vector<std::uint8_t>> sources, targets, expected;
+  std::vector<BlockRows> rows;
+  for (const std::int64_t size : sizes) {
+    sources.emplace_back(kBlocks * size);
+    for (std::size_t i = 0; i < sources.back().size(); ++i) sources.back()[i] = static_cast<std::uint8_t>(i % 251 + 1);
+    targets.emplace_back(kBlocks * (size + kGap), 0);
+    expected.push_back(targets.back());
+    for (std::size_t i = 0; i < source_ids.size() && size > 0; ++i) {
+      std::memcpy(&expected.back()[target_ids[i] * (size + kGap)], &sources.back()[source_ids[i] * size], size);
+    }
+  }
+  for (std::size_t t = 0; t < sizes.size(); ++t) {
+    rows.push_back({sources[t].data(), targets[t].data(), sizes[t], sizes[t] + kGap, sizes[t]});
+  }
+  TransferBlocksCpu(rows.data(), static_cast<std::int64_t>(rows.size()), source_ids.data(), target_ids.data(), 3);
+  CHECK(targets == expected);
 }
 
 // Two tensors a layer, blocks of another size each, enough bytes for several threads.
@@ -121,6 +189,9 @@ void PlansAreAddedFoundAndRemovedInSeveralThreads() {
 const Test kTests[] = {
     {"each_index_once", EachIndexOnce},
     {"loops_in_several_threads", LoopsInSeveralThreads},
+    {"what_a_body_throws_is_thrown_by_the_loop", WhatABodyThrowsIsThrownByTheLoop},
+    {"no_more_threads_than_the_process_has_cores", NoMoreThreadsThanTheProcessHasCores},
+    {"blocks_of_many_sizes", BlocksOfManySizes},
     {"copies_of_layers_in_several_threads", CopiesOfLayersInSeveralThreads},
     {"plans_are_added_found_and_removed_in_several_threads", PlansAreAddedFoundAndRemovedInSeveralThreads},
 };

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "fake_cuda.h"
 #include "paddle_kv/swap/engine.h"
+#include "paddle_kv/swap/engine_choice.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 #include "paddle_kv/swap/transfer_plans.h"
 
@@ -29,6 +30,7 @@ struct Copied {
   std::int64_t plan_blocks;  // device_blocks of the plan, by which tests tell plans apart
   std::int64_t first_layer;
   std::int64_t end_layer;
+  EngineKind engine;
 };
 
 std::mutex log_mutex;
@@ -53,10 +55,12 @@ void WaitUntil(Condition condition) {
 
 class RecordingEngine : public Engine {
  public:
+  explicit RecordingEngine(EngineKind kind) : kind_(kind) {}
+
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
     {
       const std::lock_guard<std::mutex> lock(log_mutex);
-      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer});
+      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer, kind_});
     }
     if (before_copy) {
       const Status status = before_copy(work, where);
@@ -87,13 +91,16 @@ class RecordingEngine : public Engine {
     }
     return {};
   }
+
+ private:
+  EngineKind kind_;
 };
 
 }  // namespace
 
-std::unique_ptr<Engine> MakeCopyEngine(int) { return std::make_unique<RecordingEngine>(); }
-std::unique_ptr<Engine> MakeKernelEngine(int) { return std::make_unique<RecordingEngine>(); }
-std::unique_ptr<Engine> MakeStagingEngine(int) { return std::make_unique<RecordingEngine>(); }
+std::unique_ptr<Engine> MakeCopyEngine(int) { return std::make_unique<RecordingEngine>(EngineKind::kCopyEngine); }
+std::unique_ptr<Engine> MakeKernelEngine(int) { return std::make_unique<RecordingEngine>(EngineKind::kKernel); }
+std::unique_ptr<Engine> MakeStagingEngine(int) { return std::make_unique<RecordingEngine>(EngineKind::kStaging); }
 
 namespace {
 
@@ -110,7 +117,9 @@ struct Event {
 
 struct OpenStream {
   cudaStream_t stream = MakeFakeStream();
-  explicit OpenStream(bool urgent = false) { CHECK(paddle_kv_queue_open(0, handle(), urgent) == 0); }
+  explicit OpenStream(bool urgent = false, int device = 0) {
+    CHECK(paddle_kv_queue_open(device, handle(), urgent) == 0);
+  }
   ~OpenStream() {
     CHECK(paddle_kv_queue_close(handle()) == 0);
     DestroyFakeStream(stream);
@@ -171,6 +180,7 @@ struct Submission {
   Direction direction = Direction::kHostToDevice;
   std::vector<std::int64_t> device_ids{0}, host_ids{0};
   std::int64_t layers_per_event = 1;
+  EngineKind engine = EngineKind::kAuto;
   std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
 };
 
@@ -181,18 +191,22 @@ struct Transfer {
   int result;
 
   Transfer(const Plan& plan, std::int64_t stream, const Submission& given) {
-    const std::int64_t groups = (plan.layers + given.layers_per_event - 1) / given.layers_per_event;
-    std::vector<std::int64_t> handles, waits, counts(groups, 0);
-    for (std::int64_t g = 0; g < groups; ++g) {
-      records.push_back(std::make_unique<Event>());
-      handles.push_back(records.back()->handle());
+    const std::int64_t groups = (plan.layers - 1) / given.layers_per_event + 1;
+    for (std::int64_t g = 0; g < groups; ++g) records.push_back(std::make_unique<Event>());
+    result = Submit(plan, stream, given);
+  }
+  // Once more, with the same events.
+  int Submit(const Plan& plan, std::int64_t stream, const Submission& given) {
+    std::vector<std::int64_t> handles, waits, counts(records.size(), 0);
+    for (std::size_t g = 0; g < records.size(); ++g) {
+      handles.push_back(records[g]->handle());
       if (given.waits.empty()) continue;
       waits.insert(waits.end(), given.waits[g].begin(), given.waits[g].end());
       counts[g] = static_cast<std::int64_t>(given.waits[g].size());
     }
     const PaddleKvTransfer transfer = {plan.number,
                                        static_cast<std::int64_t>(given.direction),
-                                       0,
+                                       static_cast<std::int64_t>(given.engine),
                                        given.device_ids.data(),
                                        given.host_ids.data(),
                                        static_cast<std::int64_t>(given.host_ids.size()),
@@ -204,7 +218,7 @@ struct Transfer {
                                        start.handle(),
                                        handles.data(),
                                        stream};
-    result = paddle_kv_queue_submit(&transfer);
+    return paddle_kv_queue_submit(&transfer);
   }
   std::int64_t last() const { return records.back()->handle(); }
   // Blocks until the last group is copied; 0 or -1 as paddle_kv_queue_query.
@@ -243,6 +257,21 @@ void AllBytesArriveInBothDirections() {
     for (int i = 0; i < 4; ++i) {
       CHECK(std::memcmp(&plan.host[layer][save.host_ids[i] * 300], &plan.device[layer][save.device_ids[i] * 300],
                         300) == 0);
+    }
+  }
+}
+
+void OneEventForAllLayers() {
+  for (const std::int64_t layers_per_event : {std::int64_t{5}, std::int64_t{1} << 31, INT64_MAX}) {
+    Plan plan(5, 300, true);
+    OpenStream stream;
+    Submission load;
+    load.layers_per_event = layers_per_event;
+    Transfer transfer(plan, stream.handle(), load);
+    CHECK(transfer.result == 0 && transfer.records.size() == 1);
+    CHECK(transfer.Wait() == 0);
+    for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+      CHECK(std::memcmp(plan.device[layer].data(), plan.host[layer].data(), 300) == 0);
     }
   }
 }
@@ -364,6 +393,183 @@ void AFailureIsToldByTheEventsBehindIt() {
   CHECK(paddle_kv_queue_forget(transfer.last()) == 0);
   CHECK(paddle_kv_queue_query(transfer.last()) == 0);
   CHECK(paddle_kv_queue_forget(transfer.records[1]->handle()) == 1);
+  before_copy = nullptr;
+  DestroyFakeStream(compute);
+}
+
+// Others that write the same blocks wait for the last one alone: it must not let them pass what it had to wait for.
+void AFailedTransferKeepsItsPlaceInTheOrder() {
+  Plan plan(2, 100, true), full(1, 16 << 20, false);
+  OpenStream stream, other;
+  cudaStream_t compute = MakeFakeStream();
+  const auto before = plan.device;
+  before_copy = [&](const EngineWork& work, const DeviceStream&) {
+    if (work.plan->device_blocks != plan.blocks) return Status{};
+    return Status{cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory", "cudaMalloc"};
+  };
+  {
+    Gate reading(compute), held_up(other.stream);
+    Event recorded;
+    cudaEventRecord(recorded.event, compute);
+    // The third is not submitted while the gate is closed: its event is pending.
+    Transfer a(full, other.handle(), {}), b(full, other.handle(), {}), pending(full, other.handle(), {});
+    Submission behind;
+    behind.waits = {{}, {recorded.handle()}};
+    Transfer first(plan, stream.handle(), behind);
+    WaitUntil([&] { return paddle_kv_queue_query(first.records[0]->handle()) == -1; });
+    CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(paddle_kv_queue_query(first.last()) == 1);
+    reading.Open();
+    CHECK(first.Wait() == -1);
+
+    behind.waits = {{}, {pending.last()}};
+    Transfer second(plan, stream.handle(), behind);
+    WaitUntil([&] { return paddle_kv_queue_query(second.records[0]->handle()) == -1; });
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(paddle_kv_queue_query(second.last()) == 1);
+    CHECK(paddle_kv_queue_flush(stream.handle(), 1000) == 1);
+    held_up.Open();
+    CHECK(second.Wait() == -1);
+    CHECK(paddle_kv_queue_query(pending.last()) == 0);
+  }
+  CHECK(plan.device == before);
+  before_copy = nullptr;
+  DestroyFakeStream(compute);
+}
+
+void AnEventThatIsUsedAnewHasNotFailed() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  before_copy = [](const EngineWork&, const DeviceStream&) {
+    return Status{cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "it broke", "a launch"};
+  };
+  Transfer transfer(plan, stream.handle(), {});
+  CHECK(transfer.Wait() == -1);
+  before_copy = nullptr;
+  CHECK(transfer.Submit(plan, stream.handle(), {}) == 0);
+  CHECK(transfer.Wait() == 0);
+}
+
+// Each wait of these would be over at once, had it overflown.
+void TheLongestTimeOfPythonDoesNotOverflow() {
+  constexpr std::int64_t kLongestUs = 9223372036000000;  // threading.TIMEOUT_MAX
+  Plan plan(1, 16 << 20, false);
+  OpenStream stream;
+  Gate gate(stream.stream);
+  Transfer a(plan, stream.handle(), {}), b(plan, stream.handle(), {}), held(plan, stream.handle(), {});
+  std::thread opener([&] {
+    std::this_thread::sleep_for(milliseconds(50));
+    gate.Open();
+  });
+  CHECK(paddle_kv_queue_wait_stream(0, stream.handle(), held.last(), kLongestUs) == 0);
+  CHECK(paddle_kv_queue_flush(stream.handle(), kLongestUs) == 0);
+  opener.join();
+}
+
+void FlushDoesNotWaitForWhatIsEnqueuedLater() {
+  Plan plan(1, 1000, false);
+  OpenStream stream;
+  before_copy = [](const EngineWork&, const DeviceStream&) {
+    std::this_thread::sleep_for(milliseconds(5));
+    return Status{};
+  };
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  const auto enqueue = [&] { transfers.push_back(std::make_unique<Transfer>(plan, stream.handle(), Submission{})); };
+  std::atomic<bool> end{false};
+  for (int i = 0; i < 3; ++i) enqueue();
+  std::thread others([&] {
+    while (!end) {
+      enqueue();
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+  });
+  CHECK(paddle_kv_queue_flush(stream.handle(), 5'000'000) == 0);
+  end = true;
+  others.join();
+  for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+  before_copy = nullptr;
+}
+
+void StreamsThatAreEquallyUrgentTakeTurns() {
+  for (const bool are_urgent : {false, true}) {
+    Plan many(1, 1000, false), one(1, 1000, false);
+    OpenStream first(are_urgent), second(are_urgent);
+    // Neither order of the two handles may make a difference.
+    for (OpenStream* busy : {&first, &second}) {
+      OpenStream* const other = busy == &first ? &second : &first;
+      before_copy = [](const EngineWork&, const DeviceStream&) {
+        std::this_thread::sleep_for(milliseconds(5));
+        return Status{};
+      };
+      ClearLog();
+      std::vector<std::unique_ptr<Transfer>> transfers;
+      for (int i = 0; i < 20; ++i) transfers.push_back(std::make_unique<Transfer>(many, busy->handle(), Submission{}));
+      WaitUntil([] { return !Log().empty(); });
+      const std::size_t before = Log().size();
+      Transfer single(one, other->handle(), {});
+      CHECK(single.Wait() == 0);
+      const auto log = Log();
+      std::size_t position = 0;
+      while (log[position].plan_blocks != one.blocks) ++position;
+      CHECK(position <= before + 2);
+      for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+      before_copy = nullptr;
+    }
+  }
+}
+
+void AnotherDeviceThanTheStreamsIsNeverMadeCurrent() {
+  Plan plan(2, 100, true);
+  OpenStream stream(false, 1);
+  const int before = TimesMadeCurrent(0);
+  Transfer transfer(plan, stream.handle(), {});
+  CHECK(transfer.Wait() == 0);
+  CHECK(TimesMadeCurrent(0) == before && TimesMadeCurrent(1) > 0);
+}
+
+void TwoThreadsCloseAStream() {
+  for (int round = 0; round < 50; ++round) {
+    Plan plan(1, 100, true);
+    OpenStream stream;
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    auto gate = std::make_unique<Gate>(stream.stream);
+    for (int i = 0; i < 5; ++i) transfers.push_back(std::make_unique<Transfer>(plan, stream.handle(), Submission{}));
+    std::thread closer([&] { CHECK(paddle_kv_queue_close(stream.handle()) == 0); });
+    gate->Open();
+    CHECK(paddle_kv_queue_close(stream.handle()) == 0);
+    closer.join();
+    for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+  }
+}
+
+void WithoutMemoryForAnotherEngineTheCopyEngineIsTaken() {
+  Plan plan(3, 100, true);  // of that size the kernel would copy
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event mark;
+  cudaEventRecord(mark.event, compute);
+  before_copy = [&](const EngineWork& work, const DeviceStream&) {
+    if (work.first_layer > 0 || Log().back().engine == EngineKind::kCopyEngine) return Status{};
+    return Status{cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory", "cudaMalloc"};
+  };
+  ClearLog();
+  Submission load;
+  load.waits = {{}, {}, {mark.handle()}};
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.Wait() == 0);
+  for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+    CHECK(std::memcmp(plan.device[layer].data(), plan.host[layer].data(), 100) == 0);
+  }
+  const auto log = Log();
+  CHECK(log.size() == 3 && log[0].engine == EngineKind::kKernel && log[1].engine == EngineKind::kCopyEngine);
+  CHECK(log[0].first_layer == log[1].first_layer && log[0].end_layer == log[1].end_layer);
+  CHECK(log[2].first_layer == 2 && log[2].engine == EngineKind::kKernel);  // there may be memory again
+
+  Submission by_kernel;
+  by_kernel.engine = EngineKind::kKernel;
+  Transfer named(plan, stream.handle(), by_kernel);
+  CHECK(named.Wait() == -1);
   before_copy = nullptr;
   DestroyFakeStream(compute);
 }
@@ -499,11 +705,20 @@ void SeveralThreads() {
 
 const Test kTests[] = {
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
+    {"one_event_for_all_layers", OneEventForAllLayers},
     {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},
     {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
     {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},
     {"an_urgent_transfer_is_submitted_next", AnUrgentTransferIsSubmittedNext},
     {"a_failure_is_told_by_the_events_behind_it", AFailureIsToldByTheEventsBehindIt},
+    {"a_failed_transfer_keeps_its_place_in_the_order", AFailedTransferKeepsItsPlaceInTheOrder},
+    {"an_event_that_is_used_anew_has_not_failed", AnEventThatIsUsedAnewHasNotFailed},
+    {"the_longest_time_of_python_does_not_overflow", TheLongestTimeOfPythonDoesNotOverflow},
+    {"flush_does_not_wait_for_what_is_enqueued_later", FlushDoesNotWaitForWhatIsEnqueuedLater},
+    {"streams_that_are_equally_urgent_take_turns", StreamsThatAreEquallyUrgentTakeTurns},
+    {"another_device_than_the_streams_is_never_made_current", AnotherDeviceThanTheStreamsIsNeverMadeCurrent},
+    {"two_threads_close_a_stream", TwoThreadsCloseAStream},
+    {"without_memory_for_another_engine_the_copy_engine_is_taken", WithoutMemoryForAnotherEngineTheCopyEngineIsTaken},
     {"an_engine_that_throws_is_a_failure", AnEngineThatThrowsIsAFailure},
     {"work_behind_wait_stream_sees_the_group", WorkBehindWaitStreamSeesTheGroup},
     {"what_the_queue_does_not_know", WhatTheQueueDoesNotKnow},

@@ -293,6 +293,8 @@ def test_errors(machine: Machine) -> None:
     refuse(ValueError, "scale was given with kv_cache_dtype", scale=1.0)
     refuse(ValueError, "total_tokens = -1 must not be negative", total_tokens=-1)
     refuse(TypeError, "total_tokens is 1.0", total_tokens=1.0)
+    for tokens in (2**58, 2**62, 2**62 + 5, 2**63 - 1):  # the product of the shape overflows, to small numbers too
+        refuse(ValueError, f"total_tokens x bytes of one token: {tokens} x", total_tokens=tokens)
     refuse(TypeError, "cache is ndarray", cache=np.zeros((6, 2, 4, 8)))
     refuse(TypeError, "block_table is list", block_table=[[0]])
     refuse(ValueError, r"cache has shape \[6, 2, 32\]; \[blocks, heads, block size, head size\]",

@@ -168,6 +168,12 @@ class TestErrors:
         self.refuses(machine, op, ValueError, r"target_pointers\[0\] is null, its size is 3", [1, 2], [0, 110], 3)
 
     @every_op
+    def test_a_size_that_no_address_has_room_for(self, machine: Machine, op: str) -> None:
+        last = 2**63 - 1
+        what = rf"\[1\] = \d+ and its size {last} do not name memory"
+        self.refuses(machine, op, ValueError, f"source_pointers{what}", [1, 2], [100, 110], [1, last])
+
+    @every_op
     def test_overlap(self, machine: Machine, op: str) -> None:
         two = r"target_pointers\[[02]\] and target_pointers\[[02]\] overlap"
         self.refuses(machine, op, ValueError, two, [1, 20, 40], [100, 150, 100], 3)

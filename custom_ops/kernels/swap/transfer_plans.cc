@@ -7,9 +7,12 @@
 namespace paddle_kv {
 namespace {
 
-// Calls come from several threads: Paddle releases the GIL while an operator runs.
+using Plans = std::map<std::int64_t, std::shared_ptr<const TransferPlan>>;
+
+// Calls come from several threads: Paddle releases the GIL while an operator runs. Never destroyed: a daemon thread may
+// still call while the process ends.
 std::mutex plans_mutex;
-std::map<std::int64_t, std::shared_ptr<const TransferPlan>> plans;
+Plans& plans = *new Plans;
 
 }  // namespace
 

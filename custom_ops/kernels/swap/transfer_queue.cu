@@ -36,6 +36,7 @@ struct Tuning {
   static constexpr int kCallsInFlight = 3;
   static constexpr std::chrono::microseconds kPoll{50};         // for the end of what is in flight
   static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
+  static constexpr std::chrono::hours kLongestWait{24 * 365};   // more would overflow the clock
 };
 
 // Asked in vain: the runtime would report that as the error of the next launch.
@@ -64,6 +65,7 @@ struct QueuedTransfer {
   std::int64_t next_group = 0;
   bool more_follows = false;  // as the last step has told its engine
   EngineKind last_engine{};
+  Status failure;  // of a step: no later group is copied
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const {
@@ -125,13 +127,8 @@ class TransferQueue {
     auto stream = std::make_shared<Stream>();
     stream->where = where;
     stream->urgent = urgent;
-    streams_[where.stream] = std::move(stream);
-    order_.clear();
-    for (const bool wanted : {true, false}) {
-      for (const auto& entry : streams_) {
-        if (entry.second->urgent == wanted) order_.push_back(entry.second);
-      }
-    }
+    streams_[where.stream] = stream;
+    PutLast(std::move(stream));
   }
 
   Status Close(std::int64_t handle) {
@@ -142,8 +139,10 @@ class TransferQueue {
       if (found == streams_.end()) return {};
       stream = found->second;
       changed_.wait(lock, [&] { return stream->transfers.empty() && !stream->submitting; });
+      const auto place = std::find(order_.begin(), order_.end(), stream);
+      if (place == order_.end()) return {};  // another thread has closed it meanwhile
+      order_.erase(place);
       streams_.erase(handle);
-      order_.erase(std::find(order_.begin(), order_.end(), stream));
     }
     DeviceGuard guard(stream->where.device);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
@@ -155,12 +154,16 @@ class TransferQueue {
   }
 
   bool Submit(std::int64_t handle, QueuedTransfer transfer) {
+    std::multiset<std::int64_t> events(transfer.record_events.begin(), transfer.record_events.end());
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = streams_.find(handle);
     if (found == streams_.end()) return false;
-    for (const std::int64_t event : transfer.record_events) pending_.insert(event);
-    transfer.number = enqueued_++;
+    transfer.number = enqueued_;
     found->second->transfers.push_back(std::move(transfer));
+    // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
+    ++enqueued_;
+    for (const std::int64_t event : events) failed_.erase(event);  // of a transfer that had it before
+    pending_.merge(events);
     work_.notify_one();
     return true;
   }
@@ -185,7 +188,9 @@ class TransferQueue {
     const auto found = streams_.find(handle);
     if (found == streams_.end()) return true;
     const std::shared_ptr<Stream> stream = found->second;
-    return WaitFor(lock, timeout_us, [&] { return stream->transfers.empty() && !stream->submitting; });
+    const std::int64_t end = enqueued_;  // others may go on enqueuing
+    return WaitFor(lock, timeout_us,
+                   [&] { return stream->transfers.empty() || stream->transfers.front().number >= end; });
   }
 
   bool WaitRecorded(std::int64_t event, std::int64_t timeout_us) {
@@ -227,7 +232,14 @@ class TransferQueue {
       changed_.wait(lock, condition);
       return true;
     }
-    return changed_.wait_for(lock, std::chrono::microseconds(timeout_us), condition);
+    const std::chrono::microseconds timeout(timeout_us);
+    return changed_.wait_for(lock, std::min<std::chrono::microseconds>(timeout, Tuning::kLongestWait), condition);
+  }
+
+  // Behind the others that are as urgent.
+  void PutLast(std::shared_ptr<Stream> stream) {
+    const auto less_urgent = [&](const auto& other) { return stream->urgent && !other->urgent; };
+    order_.insert(std::find_if(order_.begin(), order_.end(), less_urgent), std::move(stream));
   }
 
   void SubmitForever() {
@@ -236,14 +248,18 @@ class TransferQueue {
     for (;;) {
       bool queued = false;
       bool submitted = false;
-      for (const std::shared_ptr<Stream>& candidate : std::vector<std::shared_ptr<Stream>>(order_)) {
+      for (std::size_t i = 0; i < order_.size(); ++i) {
+        const std::shared_ptr<Stream> candidate = order_[i];
         Step step;
         if (candidate->transfers.empty()) continue;
         queued = true;
         if (!NextStep(*candidate, &step)) continue;
+        // The others are next: small transfers that come as fast as they are submitted must not hold them up for ever.
+        order_.erase(order_.begin() + static_cast<std::ptrdiff_t>(i));
+        PutLast(candidate);
         SubmitStep(lock, *candidate, step);
         submitted = true;
-        break;  // an urgent one may have come meanwhile
+        break;  // an urgent one may have come meanwhile, or a stream gone
       }
       if (submitted) continue;
       if (queued) {
@@ -265,6 +281,15 @@ class TransferQueue {
     for (std::int64_t w = transfer.first_wait[group]; w < transfer.first_wait[group + 1]; ++w) {
       if (pending_.count(transfer.wait_events[w]) != 0) return false;
     }
+    step->transfer = &transfer;
+    step->first_group = group;
+    step->bytes = 0;
+    if (!transfer.failure.ok()) {
+      step->engine = transfer.last_engine;
+      step->more_follows = false;
+      step->end_group = group + 1;
+      return true;
+    }
     while (!stream.flights.empty() && !IsNotReady(cudaEventQuery(stream.flights.front().end))) {
       stream.bytes_in_flight -= stream.flights.front().bytes;
       stream.idle_events.push_back(stream.flights.front().end);
@@ -279,9 +304,6 @@ class TransferQueue {
     const std::int64_t largest =
         step->engine == EngineKind::kCopyEngine ? Tuning::kCopyEngineBytes : Tuning::kKernelBytes;
     if (stream.bytes_in_flight >= largest * (Tuning::kCallsInFlight - 1)) return false;
-    step->transfer = &transfer;
-    step->first_group = group;
-    step->bytes = 0;
     do {
       step->bytes += (transfer.FirstLayer(group + 1) - transfer.FirstLayer(group)) * transfer.layer_bytes;
       ++group;
@@ -292,80 +314,112 @@ class TransferQueue {
     return true;
   }
 
-  void SubmitStep(std::unique_lock<std::mutex>& lock, Stream& stream, const Step& step) {
+  void SubmitStep(std::unique_lock<std::mutex>& lock, Stream& stream, Step step) {
     QueuedTransfer& transfer = *step.transfer;  // others append behind it, this thread alone removes it
     stream.submitting = true;
     lock.unlock();
-    Status status;
+    Status status = transfer.failure;
+    if (status.ok()) status = MakeCurrent(stream.where.device);
     try {
-      status = Enqueue(stream, step);
+      if (status.ok()) status = Enqueue(stream, &step);
     } catch (const std::bad_alloc&) {
       status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
     }
-    std::int64_t end_group = step.end_group;
-    if (!status.ok()) {
-      // Part of it may run. Behind the events it has stopped touching memory.
-      end_group = transfer.group_count();
-      DeviceGuard guard(stream.where.device);
-      for (auto& engine : stream.engines) {
-        if (engine != nullptr) engine->Join(stream.where);
-      }
-      for (std::int64_t g = step.first_group; g < end_group; ++g) {
-        ToStatus(cudaEventRecord(EventOf(transfer.record_events[g]), StreamOf(stream.where)), "cudaEventRecord");
-      }
-    }
+    if (!status.ok()) PassOver(stream, step);
     lock.lock();
     stream.submitting = false;
-    for (std::int64_t g = step.first_group; g < end_group; ++g) {
+    for (std::int64_t g = step.first_group; g < step.end_group; ++g) {
       pending_.erase(pending_.find(transfer.record_events[g]));
       if (!status.ok()) failed_[transfer.record_events[g]] = status;
     }
-    transfer.next_group = end_group;
+    transfer.failure = status;
+    transfer.next_group = step.end_group;
     transfer.more_follows = step.more_follows;
     transfer.last_engine = step.engine;
-    if (end_group == transfer.group_count()) stream.transfers.pop_front();
+    if (step.end_group == transfer.group_count()) stream.transfers.pop_front();
     changed_.notify_all();
   }
 
-  Status Enqueue(Stream& stream, const Step& step) {
-    QueuedTransfer& transfer = *step.transfer;
-    static const NvtxName names[] = {NvtxName("submit offload, first layer"), NvtxName("submit onload, first layer")};
-    const NvtxRange range(names[static_cast<int>(transfer.direction)], transfer.FirstLayer(step.first_group));
-    DeviceGuard guard(stream.where.device);
-    PADDLE_KV_RETURN_IF_ERROR(guard.status());
+  // The thread's device is never put back: to make device 0 current, where a thread begins, would make a context there,
+  // half a gigabyte that a process which works on another GPU has no use for.
+  Status MakeCurrent(int device) {
+    if (device == current_device_) return {};
+    PADDLE_KV_CUDA(cudaSetDevice(device));
+    current_device_ = device;
+    return {};
+  }
+
+  // Copies nothing, but the events keep the order: they come behind what was submitted of the transfer, part of which
+  // may run, and behind what the groups had to wait for. A later transfer of the same blocks waits for them alone.
+  static void PassOver(Stream& stream, const Step& step) {
+    const QueuedTransfer& transfer = *step.transfer;
     const cudaStream_t handle = StreamOf(stream.where);
-    for (std::int64_t w = transfer.first_wait[step.first_group]; w < transfer.first_wait[step.first_group + 1]; ++w) {
-      const cudaEvent_t event = EventOf(transfer.wait_events[w]);
-      // What a transfer has to wait for is the model's work, most of the time.
-      if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
-      PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
+    for (auto& engine : stream.engines) {
+      if (engine != nullptr) engine->Join(stream.where);
     }
-    if (step.first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
-    const EngineKind kind = step.engine;
+    for (std::int64_t w = transfer.first_wait[step.first_group]; w < transfer.first_wait[step.first_group + 1]; ++w) {
+      ToStatus(cudaStreamWaitEvent(handle, EventOf(transfer.wait_events[w]), 0), "cudaStreamWaitEvent");
+    }
+    for (std::int64_t g = step.first_group; g < step.end_group; ++g) {
+      ToStatus(cudaEventRecord(EventOf(transfer.record_events[g]), handle), "cudaEventRecord");
+    }
+  }
+
+  static Engine& EngineOf(Stream& stream, EngineKind kind) {
     std::unique_ptr<Engine>& engine = stream.engines[static_cast<int>(kind)];
     if (engine == nullptr) {
       engine = kind == EngineKind::kKernel    ? MakeKernelEngine(stream.where.device)
                : kind == EngineKind::kStaging ? MakeStagingEngine(stream.where.device)
                                               : MakeCopyEngine(stream.where.device);
     }
+    return *engine;
+  }
+
+  // The step has the engine that was taken in the end.
+  static Status Copy(Stream& stream, Step* step) {
+    const QueuedTransfer& transfer = *step->transfer;
     const EngineWork work = {transfer.plan.get(),
                              transfer.direction,
                              &transfer.runs,
-                             transfer.FirstLayer(step.first_group),
-                             transfer.FirstLayer(step.end_group),
+                             transfer.FirstLayer(step->first_group),
+                             transfer.FirstLayer(step->end_group),
                              transfer.layers_per_event,
-                             &transfer.record_events[step.first_group],
-                             step.more_follows};
-    PADDLE_KV_RETURN_IF_ERROR(engine->Copy(work, stream.where));
+                             &transfer.record_events[step->first_group],
+                             step->more_follows};
+    Engine& engine = EngineOf(stream, step->engine);
+    const Status status = engine.Copy(work, stream.where);
+    if (status.code != cudaErrorMemoryAllocation || transfer.engine != EngineKind::kAuto ||
+        step->engine == EngineKind::kCopyEngine) {
+      return status;
+    }
+    // A server fills the memory of its GPU, and this engine needs none. What has been enqueued is copied once more.
+    PADDLE_KV_RETURN_IF_ERROR(engine.Join(stream.where));
+    step->engine = EngineKind::kCopyEngine;
+    return EngineOf(stream, step->engine).Copy(work, stream.where);
+  }
+
+  Status Enqueue(Stream& stream, Step* step) {
+    QueuedTransfer& transfer = *step->transfer;
+    static const NvtxName names[] = {NvtxName("submit offload, first layer"), NvtxName("submit onload, first layer")};
+    const NvtxRange range(names[static_cast<int>(transfer.direction)], transfer.FirstLayer(step->first_group));
+    const cudaStream_t handle = StreamOf(stream.where);
+    for (std::int64_t w = transfer.first_wait[step->first_group]; w < transfer.first_wait[step->first_group + 1]; ++w) {
+      const cudaEvent_t event = EventOf(transfer.wait_events[w]);
+      // What a transfer has to wait for is the model's work, most of the time.
+      if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
+      PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
+    }
+    if (step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
+    PADDLE_KV_RETURN_IF_ERROR(Copy(stream, step));
     if (stream.idle_events.empty()) {
       cudaEvent_t made = nullptr;
       PADDLE_KV_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
       stream.idle_events.push_back(made);
     }
     PADDLE_KV_CUDA(cudaEventRecord(stream.idle_events.back(), handle));
-    stream.flights.push_back({stream.idle_events.back(), step.bytes});
+    stream.flights.push_back({stream.idle_events.back(), step->bytes});
     stream.idle_events.pop_back();
-    stream.bytes_in_flight += step.bytes;
+    stream.bytes_in_flight += step->bytes;
     return {};
   }
 
@@ -374,10 +428,11 @@ class TransferQueue {
   std::condition_variable changed_;  // for callers: something was submitted
   std::int64_t enqueued_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
-  std::vector<std::shared_ptr<Stream>> order_;  // urgent ones first
+  std::vector<std::shared_ptr<Stream>> order_;  // urgent ones first, the last served last
   std::multiset<std::int64_t> pending_;         // events that are still to be recorded
   std::map<std::int64_t, Status> failed_;
   EngineThresholds thresholds_;
+  int current_device_ = -1;  // of the thread
   std::atomic<Clock::rep> compute_seen_{Clock::duration::min().count() / 2};
 };
 
@@ -432,9 +487,11 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     transfer.sizes = SizesOfPieces(*transfer.plan, transfer.direction, transfer.runs);
     transfer.first_layer = given->first_layer;
     transfer.end_layer = given->end_layer;
-    transfer.layers_per_event = given->layers_per_event;
-    const std::int64_t groups =
-        (given->end_layer - given->first_layer + given->layers_per_event - 1) / given->layers_per_event;
+    const std::int64_t layers = given->end_layer - given->first_layer;
+    if (layers <= 0) return 0;
+    // Whoever wants one event for all may name any number: arithmetic with that would overflow.
+    transfer.layers_per_event = std::clamp<std::int64_t>(given->layers_per_event, 1, layers);
+    const std::int64_t groups = (layers + transfer.layers_per_event - 1) / transfer.layers_per_event;
     transfer.first_wait.assign(groups + 1, 0);
     std::partial_sum(given->waits_per_group, given->waits_per_group + groups, transfer.first_wait.begin() + 1);
     transfer.wait_events.assign(given->wait_events, given->wait_events + transfer.first_wait.back());
@@ -443,7 +500,6 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     for (std::int64_t t = 0; t < transfer.plan->tensors_per_layer; ++t) {
       transfer.layer_bytes += transfer.plan->tensors[t].block_bytes * given->block_count;
     }
-    if (groups == 0) return 0;
     if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) return Fail("the stream is not open");
     return 0;
   });

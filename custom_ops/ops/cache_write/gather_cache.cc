@@ -3,6 +3,7 @@
 #include "../common/element_type.h"
 #include "../common/guarded_kernel.h"
 #include "../common/launch.h"
+#include "../common/validate.h"
 #include "cache_layout.h"
 #include "paddle_kv/cache_write/move_tokens.h"
 #include "scale_argument.h"
@@ -41,6 +42,8 @@ std::vector<paddle::Tensor> GatherCache(const paddle::Tensor& cache, const paddl
   }
 
   const paddle::DataType dtype = OutDtype(cache.dtype(), out_dtype);
+  CheckedProduct(total_tokens, shape.heads * shape.head_size * static_cast<int64_t>(phi::SizeOf(dtype)),
+                 "total_tokens x bytes of one token");
   paddle::Tensor rows = NewTensor({total_tokens, shape.heads, shape.head_size}, dtype, cache);
   const CacheShape rows_shape{total_tokens, shape.heads, 1, shape.head_size};
   const RowPlace to = PlaceOf(BytesOf(rows), rows_shape, Layout::kNhd, 1, static_cast<int64_t>(phi::SizeOf(dtype)));

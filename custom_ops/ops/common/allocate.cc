@@ -2,11 +2,30 @@
 
 #include <sys/mman.h>
 
+#include <atomic>
+#include <cstdlib>
+
 #include "paddle/phi/api/include/api.h"
+#include "validate.h"
 
 namespace paddle_kv {
 
 namespace {
+
+// Paddle's allocator asks for aligned memory, and glibc takes large pieces of that from the kernel anew each time: the
+// size up to which it keeps memory for the next request is what it has learnt from the releases of large pieces, and
+// the padding that aligned ones are asked for with always makes them a little larger than that. One release of a piece
+// with more than the padding teaches it. Without this, memory for each result costs more than what is written into it.
+void LetMemoryBeKept(std::size_t bytes) {
+  constexpr std::size_t kLeastBytes = std::size_t{128} << 10;  // smaller pieces are always kept
+  constexpr std::size_t kMostBytes = std::size_t{32} << 20;    // larger ones never
+  constexpr std::size_t kPaddingBytes = std::size_t{16} << 10;
+  static std::atomic<std::size_t> learnt{kLeastBytes};
+  if (bytes <= learnt.load(std::memory_order_relaxed) || bytes + kPaddingBytes > kMostBytes) return;
+  learnt.store(bytes, std::memory_order_relaxed);
+  void* volatile piece = std::malloc(bytes + kPaddingBytes);  // volatile: the compiler must not leave out the pair
+  std::free(piece);
+}
 
 // Fresh memory costs a page fault for each 4 KiB, more than it costs to fill it; with large pages, as NumPy asks for
 // them too, hardly any. Only advice: what comes of it does not matter.
@@ -22,6 +41,9 @@ void AskForLargePages(void* memory, std::size_t bytes) {
 }  // namespace
 
 paddle::Tensor NewTensor(const std::vector<int64_t>& shape, paddle::DataType dtype, const paddle::Tensor& like) {
+  auto bytes = static_cast<int64_t>(phi::SizeOf(dtype));
+  for (const int64_t size : shape) bytes = CheckedProduct(bytes, size, "the result");  // Paddle's own product overflows
+  if (like.is_cpu()) LetMemoryBeKept(static_cast<std::size_t>(bytes));
   paddle::Tensor tensor = paddle::experimental::empty(shape, dtype, like.place());
   if (tensor.is_cpu()) AskForLargePages(tensor.data(), tensor.numel() * phi::SizeOf(dtype));
   return tensor;

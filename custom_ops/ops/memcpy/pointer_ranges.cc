@@ -1,6 +1,7 @@
 #include "pointer_ranges.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "../common/launch.h"
 
@@ -12,6 +13,14 @@ std::string NameOf(const char* list, std::size_t position) {
 }
 
 int64_t SizeOf(const Ids& sizes, std::size_t i) { return sizes.size() == 1 ? sizes[0] : sizes[i]; }
+
+void CheckAddress(int64_t address, int64_t bytes, const char* list, std::size_t position) {
+  if (address == 0) ThrowValueError(NameOf(list, position) + " is null, its size is " + std::to_string(bytes));
+  if (address < 0 || bytes > std::numeric_limits<int64_t>::max() - address) {
+    ThrowValueError(NameOf(list, position) + " = " + std::to_string(address) + " and its size " +
+                    std::to_string(bytes) + " do not name memory of a process");
+  }
+}
 
 struct Range {
   std::uintptr_t begin;
@@ -121,10 +130,8 @@ std::vector<CopyPair> CheckCopyPairs(const Ids& sources, const Ids& targets, con
     const int64_t bytes = SizeOf(sizes, i);
     if (bytes < 0) ThrowValueError(NameOf("sizes", i) + " = " + std::to_string(bytes) + " must not be negative");
     if (bytes == 0) continue;
-    if (sources[i] == 0)
-      ThrowValueError(NameOf("source_pointers", i) + " is null, its size is " + std::to_string(bytes));
-    if (targets[i] == 0)
-      ThrowValueError(NameOf("target_pointers", i) + " is null, its size is " + std::to_string(bytes));
+    CheckAddress(sources[i], bytes, "source_pointers", i);
+    CheckAddress(targets[i], bytes, "target_pointers", i);
     pairs.push_back(
         {reinterpret_cast<const std::uint8_t*>(sources[i]), reinterpret_cast<std::uint8_t*>(targets[i]), bytes});
   }

@@ -29,6 +29,8 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int current_device = 0;
 std::atomic<int> events_alive{0};
+constexpr int kDevices = 4;
+std::atomic<int> times_made_current[kDevices];
 
 cudaError_t Leave(cudaError_t error) {
   last_error = error;
@@ -96,6 +98,8 @@ void WaitFor(cudaEvent_t event) {
 
 int EventsAlive() { return events_alive; }
 
+int TimesMadeCurrent(int device) { return times_made_current[device]; }
+
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
@@ -125,6 +129,8 @@ cudaError_t cudaGetDevice(int* device) {
 }
 
 cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return Leave(cudaErrorInvalidValue);
+  ++times_made_current[device];
   current_device = device;
   return cudaSuccess;
 }

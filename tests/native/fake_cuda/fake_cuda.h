@@ -16,3 +16,6 @@ void WaitFor(cudaEvent_t event);
 
 // Events that were made and not destroyed.
 int EventsAlive();
+
+// How often a thread has made the device current.
+int TimesMadeCurrent(int device);

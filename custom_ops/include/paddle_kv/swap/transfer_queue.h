@@ -38,8 +38,9 @@ int paddle_kv_queue_open(int device, std::int64_t stream, int urgent);
 // Waits until all of the stream's transfers are submitted and done, and frees what their engines hold.
 int paddle_kv_queue_close(std::int64_t stream);
 
-// The record events count as pending from here until they are recorded. A wait for a pending event holds the group
-// back, not the other streams; so a transfer may wait for any transfer that was enqueued before.
+// The record events count as pending from here until they are recorded; a failure of theirs is forgotten. A wait for a
+// pending event holds the group back, not the other streams; so a transfer may wait for any transfer that was enqueued
+// before. When a group fails, those behind it are not copied; their events still come behind what they had to wait for.
 int paddle_kv_queue_submit(const PaddleKvTransfer* transfer);
 
 // How many transfers were enqueued, and how many of the first of them are submitted. An event may be used anew when all
@@ -47,7 +48,8 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* transfer);
 std::int64_t paddle_kv_queue_enqueued();
 std::int64_t paddle_kv_queue_submitted();
 
-// Blocks until everything of the stream is submitted; 1: not within the time. A negative time has no end.
+// Blocks until everything of the stream that was enqueued before is submitted; 1: not within the time. A negative time
+// has no end.
 int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
 
 // Work submitted to `stream` from now on comes behind the event; blocks while it is pending; 1: it still is.

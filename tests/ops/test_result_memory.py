@@ -1,0 +1,40 @@
+"""Memory of results on the CPU: what was released is used again, not asked of the kernel page by page."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource
+import numpy as np, paddle
+from paddle_kv import ops
+
+paddle.set_device("cpu")
+blocks, tokens = {blocks}, {blocks} * 16
+cache = paddle.zeros([blocks, 16, 8, 128], "float16")
+table, lengths = paddle.to_tensor(np.arange(blocks)[None]), paddle.to_tensor(np.array([0, tokens]))
+
+def gather():
+    return ops.gather_cache(cache, table, lengths, total_tokens=tokens, layout="NHD")
+
+for _ in range(3):
+    gather()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    gather()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how glibc keeps memory")
+@pytest.mark.parametrize("mib", [1, 2, 8, 24])
+def test_a_result_costs_no_page_faults(mib):
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(blocks=mib * 32)], check=True, capture_output=True, text=True
+    )
+    faults = float(ran.stdout.split()[-1])
+    assert faults < mib * 256 / 8  # of 256 pages a MiB
