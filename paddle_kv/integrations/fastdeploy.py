@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ops import _arguments as arguments
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 
 
@@ -38,6 +38,7 @@ class CacheTransferManager:
     """
 
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        check_scheduler(scheduler)
         self._scheduler = scheduler
         self._loads: list[Transfer] = []
         self._saves: list[Transfer] = []
@@ -63,9 +64,14 @@ class CacheTransferManager:
         may call :meth:`record_input_stream_event` for the event of that layer. Returns the transfer (true).
 
         Raises:
-            ValueError: ``layer_indices`` is not all layers in order.
+            TypeError: ``on_layer_complete`` cannot be called.
+            ValueError: ``layer_indices`` is not all layers in order. Nothing has moved.
             As :meth:`LayerwiseScheduler.onload`, and what ``on_layer_complete`` raises.
         """
+        if on_layer_complete is not None and not callable(on_layer_complete):
+            raise TypeError(
+                f"on_layer_complete is {on_layer_complete!r}; a function of the layer, or None, is expected"
+            )
         num_layers = self._scheduler.device_cache.spec.num_layers
         layers = arguments.block_ids(layer_indices, "layer_indices")
         if layers != list(range(num_layers)):

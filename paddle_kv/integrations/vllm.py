@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import ops
 from ..ops import _arguments as arguments
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 
 
@@ -23,6 +23,7 @@ class CacheEngine:
     """
 
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        check_scheduler(scheduler)
         self._scheduler = scheduler
         self._in_flight: list[Transfer] = []
 
