@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,12 +50,15 @@ class KVCacheSpec:
 
     Args:
         num_layers: layers of the model.
-        num_kv_heads: KV heads held by this rank (1 for a latent cache).
+        num_kv_heads: KV heads held by this rank (1 for a latent cache, whose shape has no heads).
         head_dim: head size of keys; for a latent cache the width of the one tensor (rank + rope).
         block_size: tokens per block.
-        dtype: element type, as Paddle names it.
-        v_head_dim: head size of values where it differs.
-        layout: see the module.
+        dtype: element type, as Paddle names it (``"bfloat16"``), or Paddle's dtype object (``key_cache.dtype``).
+        v_head_dim: head size of values where it differs; a latent cache has none.
+        layout: ``"HND"`` (as ``block_multihead_attention`` keeps it), ``"NHD"`` or ``"packed"``; the shape of one block
+            is then (heads, tokens, head size), (tokens, heads, head size), or for packed keys (heads, head size / x,
+            tokens, x) with x = 16 bytes of elements and for packed values (heads, head size, tokens). A latent block
+            is (tokens, width).
         latent: one tensor per layer instead of keys and values (MLA).
         extra: further tensors that belong to each block, name -> (shape of one block, dtype), e.g. scales.
 
@@ -86,24 +90,24 @@ class KVCacheSpec:
             value = getattr(self, name)
             if name == "v_head_dim" and value is None:
                 continue
-            check_positive(value, name)
+            object.__setattr__(self, name, check_positive(value, name))
         if self.layout not in ("HND", "NHD", "packed"):
             raise ValueError(f"layout = {self.layout!r} must be 'HND', 'NHD' or 'packed'")
-        _dtype(self.dtype, "dtype")
+        object.__setattr__(self, "dtype", _dtype(self.dtype, "dtype"))
         if self.layout == "packed" and not self.latent and self.head_dim % self._packed_x:
             raise ValueError(f"head_dim = {self.head_dim} must be a multiple of {self._packed_x} in the packed layout")
         if not isinstance(self.extra, Mapping):
             raise TypeError(f"extra is {self.extra!r}; a mapping name -> (shape of one block, dtype) is expected")
+        copied = {}
         for name, entry in self.extra.items():
             if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], (tuple, list)):
                 raise TypeError(f"extra[{name!r}] is {entry!r}; (shape of one block, dtype) is expected")
             shape, dtype = entry
             if name in ("key", "value", "latent"):
                 raise ValueError(f"extra names a tensor {name!r}, which the cache itself has")
-            if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
+            if not shape or any(isinstance(n, bool) or not isinstance(n, Integral) or n < 1 for n in shape):
                 raise ValueError(f"extra[{name!r}] has block shape {shape!r}; integers of at least 1 are expected")
-            _dtype(dtype, f"dtype of extra[{name!r}]")
-        copied = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.extra.items()}
+            copied[name] = (tuple(map(int, shape)), _dtype(dtype, f"dtype of extra[{name!r}]"))
         object.__setattr__(self, "extra", MappingProxyType(copied))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -179,12 +183,16 @@ def _rebuild(values: dict[str, Any]) -> KVCacheSpec:
     return KVCacheSpec(**values)
 
 
-def _dtype(dtype: str, name: str) -> None:
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+def _dtype(dtype: object, name: str) -> str:
+    """The name of a dtype that is given by it or as Paddle's object, whose text is ``paddle.float16``."""
+    found = str(dtype).removeprefix("paddle.")
+    if found not in _DTYPES:
         raise ValueError(f"{name} = {dtype!r} must be one of {', '.join(_DTYPES)}")
+    return found
 
 
-def check_positive(value: object, name: str) -> None:
-    """ValueError unless the value is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_positive(value: object, name: str) -> int:
+    """The value as an int; ValueError unless it is an integer (NumPy's too) of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+    return int(value)

@@ -38,7 +38,7 @@ class DeviceCache:
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None) -> None:
         check_spec(spec)
-        check_positive(num_blocks, "num_blocks")
+        num_blocks = check_positive(num_blocks, "num_blocks")
         place = _place(device)
         tensors = {
             name: [

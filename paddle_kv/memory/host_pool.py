@@ -52,7 +52,7 @@ class HostPool:
         if layout not in ("layer_first", "block_first"):
             raise ValueError(f"layout = {layout!r} must be 'layer_first' or 'block_first'")
         self._set_up(spec, num_blocks)
-        layer_bytes = num_blocks * spec.block_bytes
+        layer_bytes = self.num_blocks * spec.block_bytes
         sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
         self._memory += allocate(sizes, pinned=has_gpu())
         block_first_stride = spec.num_layers * spec.block_bytes
@@ -60,7 +60,7 @@ class HostPool:
             offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
             self._strides[name] = own if layout == "layer_first" else block_first_stride
             self._pointers[name] = [
-                self._memory[layer].address + offset * num_blocks
+                self._memory[layer].address + offset * self.num_blocks
                 if layout == "layer_first"
                 else self._memory[0].address + layer * spec.block_bytes + offset
                 for layer in range(spec.num_layers)
@@ -103,9 +103,8 @@ class HostPool:
 
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
         check_spec(spec)
-        check_positive(num_blocks, "num_blocks")
+        self.num_blocks = check_positive(num_blocks, "num_blocks")
         self.spec = spec
-        self.num_blocks = num_blocks
         self._memory: list[HostMemory] = []
         self._pointers: dict[str, list[int]] = {}
         self._strides: dict[str, int] = {}

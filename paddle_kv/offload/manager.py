@@ -12,7 +12,7 @@ from ..memory import HostPool
 from ..ops import _arguments as arguments
 from ..schedule import hazards
 from ..schedule.plan import check_ids
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from .hashing import BlockHasher, spec_salt
 from .index import BlockIndex
@@ -140,8 +140,7 @@ class KVOffloadManager:
         salt: bytes = b"",
         capacity_bytes: int | None = None,
     ) -> None:
-        if not isinstance(scheduler, LayerwiseScheduler):
-            raise TypeError(f"scheduler is {type(scheduler).__name__}; a LayerwiseScheduler is expected")
+        check_scheduler(scheduler)
         spec = scheduler.device_cache.spec
         self._scheduler = scheduler
         self._pool: HostPool = scheduler.host_pool
@@ -155,7 +154,7 @@ class KVOffloadManager:
             raise ValueError(f"capacity_bytes = {capacity_bytes} must be at least one block, {self._block_bytes}")
         if isinstance(policy, str):
             policy = make_policy(policy, capacity_blocks)
-        elif not callable(getattr(policy, "victim", None)):
+        elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")

@@ -81,7 +81,7 @@ class LayerwiseScheduler:
             raise RuntimeError("the host pool is closed")
         if engine not in ENGINES:
             raise ValueError(f"engine = {engine!r} must be one of {', '.join(map(repr, ENGINES))}")
-        check_positive(layers_per_event, "layers_per_event")
+        layers_per_event = check_positive(layers_per_event, "layers_per_event")
         if device_cache.domain is host_pool.domain:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
@@ -201,8 +201,25 @@ class LayerwiseScheduler:
         return transfer
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
-        """An event behind everything submitted so far in that direction: a ``cupy.cuda.Event``, on the CPU backend an
-        object with ``done()`` and ``wait(timeout_s)``. On a GPU the caller is held until the copies have come near."""
+        """An event behind everything submitted so far in that direction, on its streams.
+
+        A ``cupy.cuda.Event``, which any stream may wait for; on the CPU backend an object with ``done()``,
+        ``wait(timeout_s)`` and ``synchronize()``. It says nothing of failures: ask the transfers. On a GPU the caller
+        is held until the copies have come near.
+
+        Raises:
+            ValueError: another direction than ``"onload"`` and ``"offload"``.
+            RuntimeError: closed.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([2], [0])
+            ...     scheduler.record_event("offload").synchronize()
+            ...     save.done()
+            True
+        """
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
         with hazards.lock:
@@ -318,6 +335,12 @@ class LayerwiseScheduler:
             raise RuntimeError("the scheduler was made before a fork; make one in this process")
         if self.host_pool.closed:
             raise RuntimeError("the host pool is closed")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """TypeError unless it is a scheduler."""
+    if not isinstance(scheduler, LayerwiseScheduler):
+        raise TypeError(f"scheduler is {type(scheduler).__name__}; a LayerwiseScheduler is expected")
 
 
 @atexit.register

@@ -405,3 +405,13 @@ def test_threads_share_a_manager(server: Server) -> None:
     stats = server.manager.stats()
     assert stats["pinned_blocks"] == stats["saving_blocks"] == 0
     assert stats["blocks"] == HOST_BLOCKS - server.free
+
+
+def test_a_policy_is_an_object_and_not_its_class() -> None:
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        with pytest.raises(
+            TypeError, match=r"policy is <class .*Lru'>; a name or an object with the methods of Policy"
+        ):
+            KVOffloadManager(scheduler, policy=Lru)  # type: ignore[arg-type]
+        KVOffloadManager(scheduler, policy=Lru()).close()
