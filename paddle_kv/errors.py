@@ -11,6 +11,8 @@ class CudaError(RuntimeError):
     Attributes:
         name: CUDA's name of the error, for example ``"cudaErrorIllegalAddress"``.
         code: its number.
+
+    After ``cudaErrorIllegalAddress`` and ``cudaErrorLaunchFailure`` the process cannot use the GPU any more.
     """
 
     def __init__(self, name: str, code: int, message: str) -> None:
@@ -24,7 +26,11 @@ class TransferError(RuntimeError):
 
     Attributes:
         layer: the first layer that was not moved, or None where it is not known.
-        block_ids: the target blocks that hold no usable data until they are rewritten.
+        block_ids: the target blocks that hold no usable data until they are rewritten: device blocks of an onload, host
+            blocks of an offload.
+
+    ``__cause__`` is what the device reported, if it did: a :class:`CudaError`. An example is at
+    :class:`~paddle_kv.Transfer`.
     """
 
     def __init__(self, message: str, *, layer: int | None = None, block_ids: Sequence[int] = ()) -> None:

@@ -35,6 +35,23 @@ class CacheTransferManager:
 
     Args:
         scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner.
+
+    Raises:
+        TypeError: not a scheduler.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.integrations import CacheTransferManager
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+        ...     manager, events = CacheTransferManager(scheduler), []
+        ...     save = manager.evict_to_host_async([3], [6])
+        ...     load = manager.load_layers_to_device_async(
+        ...         range(2), [6], [0], lambda layer: events.append(manager.record_input_stream_event()))
+        ...     for event in events:
+        ...         event.synchronize()  # then the layer
+        ...     manager.sync_input_stream(), manager.sync_output_stream()
+        (None, None)
     """
 
     def __init__(self, scheduler: LayerwiseScheduler) -> None:

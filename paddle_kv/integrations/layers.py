@@ -22,6 +22,9 @@ class ForwardPass:
         stream: the stream on which the model runs; None: the scheduler's compute stream.
         timeout_s: for the waits of the host, see :meth:`Transfer.wait_layer`.
 
+    Raises:
+        TypeError: ``loads`` or ``saves`` is not a list of transfers.
+
     As a context manager it ends the saves: those that lack a layer, because the pass was left early or raised, are
     cancelled, or they would wait for that layer forever. The loads are the caller's: what was computed is valid only
     after ``wait()`` of each has returned.

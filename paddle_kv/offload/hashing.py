@@ -62,6 +62,9 @@ class BlockHasher:
         block_size: tokens per block.
         salt: whatever else the content of a block depends on.
 
+    Raises:
+        TypeError: the salt is not bytes.
+
     Example:
         >>> hasher = BlockHasher(2, b"model")
         >>> first, second = hasher([7, 8, 9, 10, 11])  # the fifth token does not fill a block

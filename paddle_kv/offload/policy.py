@@ -13,6 +13,26 @@ class Policy(Protocol[Key]):
 
     The index tells it every event, so the policy knows exactly the blocks that are resident. It may remember more
     (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``.
+
+    Example:
+        >>> from paddle_kv.offload import BlockIndex
+        >>> class Fifo:  # a policy of one's own: KVOffloadManager(scheduler, policy=Fifo())
+        ...     def __init__(self):
+        ...         self.blocks = {}
+        ...     def on_insert(self, key):
+        ...         self.blocks[key] = None
+        ...     def on_access(self, key):
+        ...         pass
+        ...     def on_remove(self, key):
+        ...         del self.blocks[key]
+        ...     def victim(self, incoming, pinned):
+        ...         found = next((key for key in self.blocks if key not in pinned), None)
+        ...         self.blocks.pop(found, None)
+        ...         return found
+        >>> index = BlockIndex(Fifo(), capacity_blocks=2)
+        >>> slots = index.admit(["a", "b"], [0, 1])
+        >>> index.lookup(["a"]), index.admit(["c"], []), index.lookup(["a"]), index.lookup(["b", "c"])
+        (1, {'c': 1}, 0, 2)
     """
 
     def on_insert(self, key: Key) -> None:

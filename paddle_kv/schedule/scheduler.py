@@ -43,6 +43,12 @@ class LayerwiseScheduler:
         layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
         record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
 
+    Raises:
+        TypeError: not a cache and a pool.
+        ValueError: their specs differ, one lies in the memory of the other, a backend or an engine that is not there,
+            host memory that the GPU cannot reach.
+        RuntimeError: the pool is closed.
+
     Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own. Close it, or
     use a ``with`` block: streams and events of one that is only dropped stay until the next one is made or closed.
 
@@ -120,9 +126,20 @@ class LayerwiseScheduler:
 
         Ordered after everything submitted to the compute stream before the call; with ``layerwise`` layer i is ordered
         after :meth:`Transfer.mark_layer_written` of i instead, so that saving overlaps with the computation of later
-        layers. Compute may write the blocks again only after ``wait_layer``, ``wait_on`` or ``wait``.
+        layers. Compute may write the blocks again only after ``wait_layer``, ``wait_on`` or ``wait``. The transfer
+        keeps the memory of both sides alive; the ids are copied.
+
+        Args:
+            device_block_ids: sources: a list, tuple, range, or a 1-D NumPy array or Paddle tensor of integers (one on a
+                GPU is read by the host). One may occur several times; none at all is a transfer that is over at once.
+            host_block_ids: as many targets, each once.
+            layerwise: the layers will be marked one by one.
+
+        Returns:
+            the transfer. It need not be kept: without a reference it ends all the same, but nobody hears of a failure.
 
         Raises:
+            TypeError: ids that are not integers.
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
@@ -140,8 +157,23 @@ class LayerwiseScheduler:
         Loads run one behind the other. An urgent one does not queue behind those before it, unless they share a block;
         None: it is urgent if it finds eight times its own bytes, and at least 64 MiB, in flight.
 
+        Args:
+            host_block_ids: sources, see :meth:`offload`. Blocks that were never saved are loaded as they are.
+            device_block_ids: as many targets, each once.
+            urgent: True, False, or None for the rule above.
+
         Raises:
             As :meth:`offload`, with the roles of device and host exchanged.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([2, 0], [6, 7])
+            ...     load = scheduler.onload([7, 7], [3, 4])  # behind the save; one host block into two device blocks
+            ...     load.wait(timeout_s=10)
+            ...     load.bytes == 2 * spec.num_layers * spec.block_bytes
+            True
         """
         return self._start("onload", device_block_ids, host_block_ids, layerwise=False, urgent=urgent)
 
@@ -288,9 +320,20 @@ class LayerwiseScheduler:
         release_abandoned()
 
     def stats(self) -> dict[str, int]:
-        """Counts since the scheduler was made, and what it holds now.
+        """Counts since the scheduler was made, and what it holds now. Asks events of the device; works after
+        :meth:`close`.
 
-        ``onload_us`` and ``offload_us`` are the sums of :attr:`Transfer.elapsed_ms` of the transfers that have arrived.
+        ====================================  ============================================================
+        name                                  meaning
+        ====================================  ============================================================
+        onload_transfers, offload_transfers   transfers that were started
+        onload_bytes, offload_bytes           bytes of them
+        failed, cancelled                     transfers that did not move everything
+        onload_us, offload_us                 sum of :attr:`Transfer.elapsed_ms` of those that have arrived
+        in_flight                             transfers that are not over
+        events, streams                       that it holds
+        pinned_bytes                          that its host pool holds
+        ====================================  ============================================================
         """
         with hazards.lock:
             hazards.collect()

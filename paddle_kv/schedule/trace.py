@@ -12,7 +12,14 @@ from .transfer import Transfer
 
 @dataclass(frozen=True)
 class Span:
-    """One bar: something that one lane did for one layer."""
+    """One bar: something that one lane did for one layer.
+
+    Attributes:
+        lane: the row, for example ``"model"``.
+        layer: of what.
+        start_ms: milliseconds since the scheduler was made.
+        end_ms: the same.
+    """
 
     lane: str
     layer: int

@@ -32,10 +32,33 @@ POLL_S = 0.001  # how often a wait for something that is not submitted looks aga
 
 
 class Transfer:
-    """A load or save in flight.
+    """A load or save: what the calls of a scheduler return, as long as anybody refers to it.
+
+    Any thread may call, several at once. Once it has failed or was cancelled, every call but ``done``, ``cancel`` and
+    the attributes raises the same :class:`~paddle_kv.TransferError`.
 
     Attributes:
         bytes: bytes that it moves.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+        ...     save = scheduler.offload([2], [0], layerwise=True)
+        ...     for layer in range(save.num_layers):
+        ...         save.mark_layer_written(layer)  # behind the work that writes it
+        ...     save.wait_on()  # work from here on may overwrite device block 2
+        ...     save.wait(timeout_s=10)
+        ...     aborted = scheduler.offload([3], [1], layerwise=True)
+        ...     aborted.mark_layer_written(0)
+        ...     aborted.cancel()  # layer 1 was never marked
+        ...     try:
+        ...         aborted.wait(timeout_s=10)
+        ...     except TransferError as error:
+        ...         print(error, error.layer, error.block_ids)
+        ...     save.done(), save.error, aborted.done(), aborted.error is not None
+        offload was cancelled before layer 1 was moved 1 [1]
+        (True, None, True, True)
     """
 
     def __init__(self, scheduler: LayerwiseScheduler, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
@@ -118,6 +141,7 @@ class Transfer:
         the scheduler if not given.
 
         Raises:
+            IndexError: no such layer.
             ValueError: the transfer is not a layerwise offload, or the layer is marked already.
             TransferError: the transfer failed or was cancelled.
         """
@@ -142,7 +166,12 @@ class Transfer:
             self._raise_if_failed()
 
     def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
-        """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers."""
+        """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers.
+
+        Raises:
+            TimeoutError: ``timeout_s`` is over before the last layer was submitted (CPU backend: before it was there).
+            TransferError: the transfer failed or was cancelled.
+        """
         check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()

@@ -415,3 +415,21 @@ def test_a_policy_is_an_object_and_not_its_class() -> None:
         ):
             KVOffloadManager(scheduler, policy=Lru)  # type: ignore[arg-type]
         KVOffloadManager(scheduler, policy=Lru()).close()
+
+
+@pytest.mark.parametrize("call", ["save", "blocks_full", "blocks_evicted"])
+def test_loads_may_come_from_a_generator(server: Server, copies: Copies, call: str) -> None:
+    """One that is read only to look at it would leave the save without its loads."""
+    hashes = server.hashes(2)
+    server.save(hashes[:1], [9])
+    copies.hold("onload", 3)
+    copies.fail("onload", 3, OSError("lost"))
+    load = server.manager.onload(hashes[:1], [0])
+    save = getattr(server.manager, call)(hashes[1:], [3], computed_from=(one for one in [load]))
+    save.wait(WAIT_S)
+    copies.go_on()
+    settle_failure(load)
+    assert server.present(hashes) == 1
+    assert server.manager.stats()["failed_saves"] == 1
+    with pytest.raises(TypeError, match="computed_from is None; a list of Transfer is expected"):
+        getattr(server.manager, call)(hashes[1:], [3], computed_from=None)
