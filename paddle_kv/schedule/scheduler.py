@@ -323,17 +323,13 @@ class LayerwiseScheduler:
         """Counts since the scheduler was made, and what it holds now. Asks events of the device; works after
         :meth:`close`.
 
-        ====================================  ============================================================
-        name                                  meaning
-        ====================================  ============================================================
-        onload_transfers, offload_transfers   transfers that were started
-        onload_bytes, offload_bytes           bytes of them
-        failed, cancelled                     transfers that did not move everything
-        onload_us, offload_us                 sum of :attr:`Transfer.elapsed_ms` of those that have arrived
-        in_flight                             transfers that are not over
-        events, streams                       that it holds
-        pinned_bytes                          that its host pool holds
-        ====================================  ============================================================
+        - ``onload_transfers``, ``offload_transfers``: transfers that were started
+        - ``onload_bytes``, ``offload_bytes``: bytes of them
+        - ``onload_us``, ``offload_us``: sum of :attr:`Transfer.elapsed_ms` of those that have arrived
+        - ``failed``, ``cancelled``: transfers that did not move everything
+        - ``in_flight``: transfers that are not over
+        - ``events``, ``streams``: that it holds
+        - ``pinned_bytes``: that its host pool holds
         """
         with hazards.lock:
             hazards.collect()
