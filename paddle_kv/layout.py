@@ -179,6 +179,17 @@ def check_spec(spec: Any) -> None:
         raise TypeError(f"spec is {type(spec).__name__}; a KVCacheSpec is expected")
 
 
+def differences(spec: KVCacheSpec, other: KVCacheSpec) -> tuple[str, str]:
+    """What two specs do not have in common, each as ``num_layers = 3, dtype = 'int8'``."""
+    names = [entry.name for entry in fields(spec) if getattr(spec, entry.name) != getattr(other, entry.name)]
+
+    def text(one: KVCacheSpec) -> str:
+        values = {name: getattr(one, name) for name in names}
+        return ", ".join(f"{name} = {dict(v) if isinstance(v, Mapping) else v!r}" for name, v in values.items())
+
+    return text(spec), text(other)
+
+
 def _rebuild(values: dict[str, Any]) -> KVCacheSpec:
     return KVCacheSpec(**values)
 

@@ -14,3 +14,17 @@ def output_file(path: Path | None) -> Path | None:
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent} for {path.name}")
     return path
+
+
+def picture_file(path: Path | None) -> Path | None:
+    """:func:`output_file` for a PNG file."""
+    if path is not None and path.suffix != ".png":
+        raise typer.BadParameter(f"{path} must end in .png")
+    return output_file(path)
+
+
+def output_folder(path: Path | None) -> Path | None:
+    """A folder that is made where it is missing."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file; a folder is expected")
+    return path

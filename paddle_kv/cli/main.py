@@ -31,7 +31,7 @@ from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
-from .files import output_file
+from .files import output_file, output_folder, picture_file
 from .soak import soak
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
@@ -93,7 +93,7 @@ def bench(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.", callback=output_file),
+        typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.", callback=picture_file),
     ] = None,
 ) -> None:
     """Move scattered blocks by every method, beside one contiguous copy of the same bytes."""
@@ -177,7 +177,9 @@ def replay(
     waits: Annotated[
         Path | None, typer.Option(help="Write the waiting time of every request (CSV).", callback=output_file)
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw three PNG files in this directory.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw three PNG files in this directory.", callback=output_folder)
+    ] = None,
     device: Annotated[Device, typer.Option(help="real: moves bytes, on a GPU or in RAM.")] = Device.simulated,
     time_scale: Annotated[float, typer.Option(help="real: seconds for a second of the trace.")] = 0.01,
     real_layers: Annotated[int, typer.Option(help="real: layers of a block.", min=1)] = 4,

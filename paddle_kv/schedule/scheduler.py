@@ -285,7 +285,9 @@ class LayerwiseScheduler:
                 if not left:
                     return
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"{len(left)} transfers were not over after timeout_s = {timeout_s}")
+                    raise TimeoutError(
+                        f"{len(left)} transfers were not over after timeout_s = {timeout_s}; the first: {left[0]!r}"
+                    )
                 hazards.changed.wait(0.001)
 
     def close(self, timeout_s: float | None = None) -> None:

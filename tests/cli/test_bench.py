@@ -218,6 +218,8 @@ def test_calibrate_needs_a_gpu():
         (["bench", "--json", "nowhere/at/all.json"], "there is no folder nowhere/at for all.json"),
         (["soak", "--minutes", "-1"], "--minutes"),
         (["soak", "--json", "."], "is a folder; a file is expected"),
+        (["bench", "--plot", "rates.txt"], "rates.txt must end in .png"),
+        (["replay", "trace.jsonl", "--plot", "pyproject.toml"], "pyproject.toml is a file; a folder is expected"),
         (["replay", "trace.jsonl", "--csv", "nowhere/rows.csv"], "there is no folder nowhere for rows.csv"),
     ],
 )
