@@ -337,12 +337,13 @@ def dygraph_only(op: Callable[P, R]) -> Callable[P, R]:
     A tracer that can leave a call to Python (to_static of Paddle 3 without full_graph) is told to do so, which it only
     heeds in the frame that it enters first.
     """
+    name = op.__name__.removeprefix("_orig_")  # to_static decorates the function again, under another name
 
     @functools.wraps(op)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if _TRACER_CAN_LET_GO:
             psdb.fallback(recursive=True)
-        refuse_tracing(op.__name__)
+        refuse_tracing(name)
         return op(*args, **kwargs)
 
     return checked
