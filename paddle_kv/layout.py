@@ -71,8 +71,10 @@ class KVCacheSpec:
         ...                    extra={"scale": ((8, 16), "float32")})
         >>> spec.tensor_names, spec.block_bytes
         (('key', 'value', 'scale'), 66048)
-        >>> spec.block_shape("key")
-        (8, 16, 128)
+        >>> spec.block_shape("key"), spec.tensor_dtype("scale"), spec.numpy_dtype("key")
+        ((8, 16, 128), 'float32', 'uint16')
+        >>> spec.tensor_block_bytes("value"), spec.tensor_offset_bytes("scale")
+        (32768, 65536)
     """
 
     num_layers: int
@@ -128,12 +130,20 @@ class KVCacheSpec:
         return (("latent",) if self.latent else ("key", "value")) + tuple(self.extra)
 
     def tensor_dtype(self, name: str) -> str:
-        """Element type of a tensor."""
+        """Element type of a tensor.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         self._known(name)
         return self.extra[name][1] if name in self.extra else self.dtype
 
     def block_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one block of a tensor."""
+        """Shape of one block of a tensor.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         self._known(name)
         if name in self.extra:
             return self.extra[name][0]
@@ -150,11 +160,19 @@ class KVCacheSpec:
         return (heads, width, tokens)
 
     def tensor_block_bytes(self, name: str) -> int:
-        """Bytes of one block of one tensor of one layer."""
+        """Bytes of one block of one tensor of one layer.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         return math.prod(self.block_shape(name)) * _DTYPES[self.tensor_dtype(name)][0]
 
     def tensor_offset_bytes(self, name: str) -> int:
-        """Where the tensor starts inside one block of one layer, all tensors adjacent."""
+        """Bytes from the start of a block of one layer to the tensor, all tensors adjacent.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         self._known(name)
         names = self.tensor_names
         return sum(self.tensor_block_bytes(before) for before in names[: names.index(name)])
@@ -165,7 +183,11 @@ class KVCacheSpec:
         return sum(self.tensor_block_bytes(name) for name in self.tensor_names)
 
     def numpy_dtype(self, name: str) -> str:
-        """The NumPy type in which ``paddle.Tensor.numpy()`` shows the tensor (bfloat16 as uint16, fp8 as int8)."""
+        """The NumPy type in which ``paddle.Tensor.numpy()`` shows the tensor (bfloat16 as uint16, fp8 as int8).
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         return _DTYPES[self.tensor_dtype(name)][1]
 
     def _known(self, name: str) -> None:

@@ -41,6 +41,21 @@ class Lease:
         num_blocks: how many.
 
     Any thread may call. It stays valid after :meth:`KVOffloadManager.close`, and then holds nothing.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.offload import KVOffloadManager
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
+        >>> manager = KVOffloadManager(scheduler)
+        >>> hashes = manager.block_hashes(range(9))
+        >>> manager.save(hashes, [0, 3, 1]).wait()
+        >>> lease = manager.lookup(hashes)
+        >>> lease.keep_first(2); lease.num_blocks, manager.evict(3)  # what it holds stays
+        (2, 1)
+        >>> lease.release(); manager.evict(3), manager.stats()["evicted_blocks"]
+        (2, 3)
+        >>> manager.close(); scheduler.close()
     """
 
     def __init__(self, manager: KVOffloadManager, hashes: list[bytes]) -> None:

@@ -145,6 +145,19 @@ class LayerwiseScheduler:
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
             TransferError: a device block holds no usable data after a failed onload, or the submission failed. The
                 compute stream is ordered behind what was submitted of it.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> cache, pool = DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)
+            >>> with LayerwiseScheduler(cache, pool) as scheduler:
+            ...     save = scheduler.offload([2], [0], layerwise=True)
+            ...     for layer in range(spec.num_layers):
+            ...         cache.tensor("key", layer)[2] = layer + 1.0  # the model writes the layer
+            ...         save.mark_layer_written(layer)
+            ...     save.wait(timeout_s=10)
+            >>> [pool.view("key", layer, 0).max().item() for layer in range(2)]
+            [1.0, 2.0]
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
@@ -332,6 +345,15 @@ class LayerwiseScheduler:
         - ``in_flight``: transfers that are not over
         - ``events``, ``streams``: that it holds
         - ``pinned_bytes``: that its host pool holds
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([2, 3], [0, 1])
+            ...     scheduler.drain(timeout_s=10)
+            ...     [scheduler.stats()[name] for name in ("offload_transfers", "offload_bytes", "in_flight")]
+            [1, 384, 0]
         """
         with hazards.lock:
             hazards.collect()
