@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import paddle
 
 from .. import ops
 from ..backend.protocol import ENGINES
@@ -157,6 +158,51 @@ def block_from_operational(case: Case, way: Way, stream: Any) -> Enqueue | None:
     return lambda: _drop(ops.block_from_operational(case.dense, chunks, stream=stream))
 
 
+def reshape_and_cache(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    """A call for each layer, as a model makes them."""
+    if case.op != "reshape_and_cache":
+        return None
+    first = np.array(case.host_ids)[:, None] * case.spec.block_size
+    slots = _placed(case, (first + np.arange(case.spec.block_size)).ravel())
+    tensors = _all_tensors(case)
+    layers = list(zip(case.dense[0::2], case.dense[1::2], tensors[0::2], tensors[1::2], strict=True))
+
+    def enqueue() -> None:
+        for layer in layers:
+            ops.reshape_and_cache(*layer, slots, layout="NHD", stream=stream)
+
+    return enqueue
+
+
+def gather_cache(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    """A call for each tensor. Its results are memory of its own: the case is told where."""
+    if case.op != "gather_cache":
+        return None
+    caches, (table, lengths) = _token_caches(case), _one_sequence(case, case.device_ids)
+    total = len(case.device_ids) * case.spec.block_size
+
+    def enqueue() -> None:
+        case.dense = [
+            ops.gather_cache(cache, table, lengths, total_tokens=total, layout="NHD", stream=stream) for cache in caches
+        ]
+        case.host.bases[:] = [rows.data_ptr() for rows in case.dense]
+
+    return enqueue
+
+
+def scatter_cache(case: Case, way: Way, stream: Any) -> Enqueue | None:
+    """A call for each tensor."""
+    if case.op != "scatter_cache":
+        return None
+    caches, (table, lengths) = _token_caches(case), _one_sequence(case, case.host_ids)
+
+    def enqueue() -> None:
+        for rows, cache in zip(case.dense, caches, strict=True):
+            ops.scatter_cache(rows, cache, table, lengths, layout="NHD", stream=stream)
+
+    return enqueue
+
+
 METHODS: dict[str, Method] = {
     "scheduler": scheduler,
     **{f"scheduler_{engine}": functools.partial(scheduler, engine=engine) for engine in ENGINES if engine != "auto"},
@@ -175,6 +221,9 @@ METHODS |= {
         cache_from_universal,
         operational_from_block,
         block_from_operational,
+        reshape_and_cache,
+        gather_cache,
+        scatter_cache,
     )
 }
 
@@ -188,6 +237,22 @@ def _all_tensors(case: Case) -> list[Any]:
 def _keys_and_values(case: Case) -> tuple[list[Any], list[Any] | None]:
     tensors = _all_tensors(case)
     return (tensors, None) if case.spec.latent else (tensors[0::2], tensors[1::2])
+
+
+def _token_caches(case: Case) -> list[Any]:
+    """All tensors as NHD, the latent ones too."""
+    spec = case.spec
+    return [tensor.view([-1, spec.block_size, spec.num_kv_heads, spec.head_dim]) for tensor in _all_tensors(case)]
+
+
+def _one_sequence(case: Case, block_ids: list[int]) -> tuple[Any, Any]:
+    """Block table and cumulative lengths of one sequence in these blocks."""
+    lengths = [0, len(block_ids) * case.spec.block_size]
+    return _placed(case, np.array([block_ids])), _placed(case, np.array(lengths))
+
+
+def _placed(case: Case, values: np.ndarray) -> Any:
+    return paddle.to_tensor(values, place=_all_tensors(case)[0].place)
 
 
 def _chunks(side: Side, block_ids: list[int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,6 +19,9 @@ Operation = Literal[
     "cache_from_universal",
     "operational_from_block",
     "block_from_operational",
+    "reshape_and_cache",
+    "gather_cache",
+    "scatter_cache",
 ]
 Pattern = Literal["scattered", "contiguous_host", "lw_to_fc", "fc_to_fc"]
 Way = Literal["h2d", "d2h", "d2d", "both"]
@@ -62,7 +65,7 @@ class Case:
     host_ids: list[int]
     device_cache: DeviceCache | None = None  # None for full-block memory on the device
     host_pool: HostPool | None = None
-    dense: Any = None  # the universal or operational tensor of a permutation
+    dense: Any = None  # the universal or operational tensor of a permutation; the tokens of each cache tensor
 
     @property
     def num_blocks(self) -> int:
@@ -114,6 +117,8 @@ def make_case(
     ):
         if value != only:
             raise ValueError(f"{name} = {value}: {op} works inside the device on aligned caches, with {name} = {only}")
+    if op in ("reshape_and_cache", "gather_cache", "scatter_cache"):
+        return _tokens(spec, op, ids, available, pinned=pinned)
     cache = DeviceCache(spec, available)
     if op == "copy_blocks":
         unused = rng.permutation(sorted(set(range(available)) - set(ids))).tolist()
@@ -145,6 +150,25 @@ def _permutation(spec: KVCacheSpec, op: Operation, cache: DeviceCache, ids: list
         sides.reverse()
     (source, source_ids), (target, target_ids) = sides
     return Case(spec, op, "scattered", pinned, 16, source, target, source_ids, target_ids, cache, dense=dense)
+
+
+def _tokens(spec: KVCacheSpec, op: Operation, ids: list[int], available: int, *, pinned: bool) -> Case:
+    """Blocks of token rows (NHD), and as many tokens of one contiguous tensor for each tensor of the cache."""
+    if spec.latent and op == "reshape_and_cache":
+        raise ValueError(f"op = {op}: it writes keys and values, and this model keeps one latent tensor")
+    if not spec.latent:
+        spec = replace(spec, layout="NHD")
+    cache = DeviceCache(spec, available)
+    blocks, dense = cache_side(spec, cache), []
+    for name, layer in _tensors(spec):
+        tensor = cache.tensor(name, layer)
+        shape = [len(ids) * spec.block_size, spec.num_kv_heads, spec.head_dim]
+        dense.append(paddle._C_ops.empty(shape, tensor.dtype, tensor.place))
+    rows = Side([tensor.data_ptr() for tensor in dense], blocks.sizes, blocks.sizes, dense)
+    in_order = list(range(len(ids)))
+    if op == "gather_cache":
+        return Case(spec, op, "scattered", pinned, 16, blocks, rows, ids, in_order, cache, dense=dense)
+    return Case(spec, op, "scattered", pinned, 16, rows, blocks, in_order, ids, cache, dense=dense)
 
 
 def in_one_piece(case: Case, way: Way) -> Case:

@@ -78,7 +78,7 @@ def _host_memory() -> str:
 
 def _spec(kib: int) -> KVCacheSpec:
     """One layer whose block has that many KiB."""
-    return KVCacheSpec(num_layers=1, num_kv_heads=kib, head_dim=32, block_size=16, dtype="uint8")
+    return KVCacheSpec(num_layers=1, num_kv_heads=kib, head_dim=16, block_size=16, dtype="float16")
 
 
 def _round_trip(engine: str) -> Callable[[], str]:
@@ -96,7 +96,8 @@ def _moved_by(engine: str) -> str:
     rng = np.random.default_rng(0)
     for block_id in there:
         for name in spec.tensor_names:
-            pool.view(name, 0, block_id)[...] = rng.integers(0, 256, spec.block_shape(name), dtype="uint8")
+            block = pool.view(name, 0, block_id).view("uint8")
+            block[...] = rng.integers(0, 256, block.shape, dtype="uint8")
     with LayerwiseScheduler(cache, pool, engine=engine) as scheduler:
         scheduler.onload(there, range(blocks)).wait(30)
         scheduler.offload(range(blocks), back).wait(30)

@@ -74,6 +74,9 @@ OPERATIONS = {
     "cache_from_universal": (8, 3 * 128 * 2),
     "operational_from_block": (1, 3 * 8 * 128 * 2),
     "block_from_operational": (1, 3 * 8 * 128 * 2),
+    "reshape_and_cache": (1, 3 * 8 * 128 * 2),
+    "gather_cache": (1, 3 * 8 * 128 * 2),
+    "scatter_cache": (1, 3 * 8 * 128 * 2),
 }
 
 
@@ -92,7 +95,9 @@ def test_each_operation_is_measured_beside_copies_of_its_pieces(op, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["Llama-3.1-70B", "Qwen3-32B", "DeepSeek-V3"])
-@pytest.mark.parametrize("op", ["swap", "copy_blocks", "universal_from_cache", "block_from_operational"])
+@pytest.mark.parametrize(
+    "op", ["swap", "copy_blocks", "universal_from_cache", "block_from_operational", "gather_cache"]
+)
 def test_all_models(model, op, tmp_path):
     path = tmp_path / "run.json"
     sizes = ["--layers=2", "--tp=2", "--tokens=3", "--blocks=5", "--repeats=1", "--warmups=0"]
@@ -156,6 +161,7 @@ def test_the_plots_show_something(files):
         (["--alignment", "3"], "must be of 1, 2, 4, 8, 16"),
         (["--op", "copy_blocks", "--direction", "h2d"], "copy_blocks works inside the device"),
         (["--op", "operational_from_block", "--alignment", "8"], "with alignment = 16"),
+        (["--op", "reshape_and_cache", "--model", "DeepSeek-V3"], "keeps one latent tensor"),
     ],
 )
 def test_bad_axes_are_refused_in_a_sentence(arguments, text):
