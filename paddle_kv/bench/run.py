@@ -99,7 +99,7 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
         progress(done, len(cases), what)
         spec = models.model_spec(axes.model, tp=axes.tp, tokens_per_block=tokens, num_layers=axes.num_layers)
         ways: list[Way] = ["h2d", "d2h"] if way == "both" else [way]
-        _check_memory(spec, blocks * len(ways), what)
+        _check_memory(spec, blocks * len(ways), axes.op, what)
         given: dict[str, Any] = {"pinned": axes.pinned, "seed": axes.seed, "op": axes.op, "alignment": alignment}
         made = [make_case(spec, pattern, one, blocks, **given) for one in ways]
         clock: Clock = CudaClock() if has_gpu() else HostClock()
@@ -120,10 +120,10 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
     return result
 
 
-def _check_memory(spec: KVCacheSpec, num_blocks: int, what: str) -> None:
-    """RAM of both sides where there is no GPU is taken page by page: too much of it ends the process, not the call."""
-    sides = 1 if has_gpu() else 2
-    needed = sides * (SPARE + 1) * num_blocks * spec.num_layers * spec.block_bytes  # the case, and one piece beside it
+def _check_memory(spec: KVCacheSpec, num_blocks: int, op: Operation, what: str) -> None:
+    """RAM is taken page by page: too much of it ends the process, not the call. At least so much is needed."""
+    sides_in_ram = (op == "swap") + (not has_gpu())
+    needed = sides_in_ram * (SPARE + 1) * num_blocks * spec.num_layers * spec.block_bytes  # and one piece beside them
     if needed > available_bytes():
         raise MemoryError(
             f"{what}: {needed} bytes of host memory are needed, {available_bytes()} are available; "
