@@ -11,6 +11,14 @@ class CudaError(RuntimeError):
     Attributes:
         name: CUDA's name of the error, for example ``"cudaErrorIllegalAddress"``.
         code: its number.
+
+    Example:
+        >>> from paddle_kv import CudaError
+        >>> error = CudaError("cudaErrorInvalidValue", 1, "cudaMemcpyAsync: cudaErrorInvalidValue")
+        >>> error.name, error.code
+        ('cudaErrorInvalidValue', 1)
+
+    After ``cudaErrorIllegalAddress`` and ``cudaErrorLaunchFailure`` the process cannot use the GPU any more.
     """
 
     def __init__(self, name: str, code: int, message: str) -> None:
@@ -24,7 +32,22 @@ class TransferError(RuntimeError):
 
     Attributes:
         layer: the first layer that was not moved, or None where it is not known.
-        block_ids: the target blocks that hold no usable data until they are rewritten.
+        block_ids: the target blocks that hold no usable data until they are rewritten: device blocks of an onload, host
+            blocks of an offload.
+
+    ``__cause__`` is what the device reported, if it did: a :class:`CudaError`.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+        ...     save = scheduler.offload([2, 3], [5, 6], layerwise=True)
+        ...     save.cancel()
+        ...     try:
+        ...         save.wait()
+        ...     except TransferError as error:
+        ...         error.layer, error.block_ids
+        (0, [5, 6])
     """
 
     def __init__(self, message: str, *, layer: int | None = None, block_ids: Sequence[int] = ()) -> None:

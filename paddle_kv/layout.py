@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -49,12 +50,15 @@ class KVCacheSpec:
 
     Args:
         num_layers: layers of the model.
-        num_kv_heads: KV heads held by this rank (1 for a latent cache).
+        num_kv_heads: KV heads held by this rank (1 for a latent cache, whose shape has no heads).
         head_dim: head size of keys; for a latent cache the width of the one tensor (rank + rope).
         block_size: tokens per block.
-        dtype: element type, as Paddle names it.
-        v_head_dim: head size of values where it differs.
-        layout: see the module.
+        dtype: element type, as Paddle names it (``"bfloat16"``), or Paddle's dtype object (``key_cache.dtype``).
+        v_head_dim: head size of values where it differs; a latent cache has none.
+        layout: ``"HND"`` (as ``block_multihead_attention`` keeps it), ``"NHD"`` or ``"packed"``; the shape of one block
+            is then (heads, tokens, head size), (tokens, heads, head size), or for packed keys (heads, head size / x,
+            tokens, x) with x = 16 bytes of elements and for packed values (heads, head size, tokens). A latent block
+            is (tokens, width).
         latent: one tensor per layer instead of keys and values (MLA).
         extra: further tensors that belong to each block, name -> (shape of one block, dtype), e.g. scales.
 
@@ -67,8 +71,10 @@ class KVCacheSpec:
         ...                    extra={"scale": ((8, 16), "float32")})
         >>> spec.tensor_names, spec.block_bytes
         (('key', 'value', 'scale'), 66048)
-        >>> spec.block_shape("key")
-        (8, 16, 128)
+        >>> spec.block_shape("key"), spec.tensor_dtype("scale"), spec.numpy_dtype("key")
+        ((8, 16, 128), 'float32', 'uint16')
+        >>> spec.tensor_block_bytes("value"), spec.tensor_offset_bytes("scale")
+        (32768, 65536)
     """
 
     num_layers: int
@@ -86,24 +92,24 @@ class KVCacheSpec:
             value = getattr(self, name)
             if name == "v_head_dim" and value is None:
                 continue
-            check_positive(value, name)
+            object.__setattr__(self, name, check_positive(value, name))
         if self.layout not in ("HND", "NHD", "packed"):
             raise ValueError(f"layout = {self.layout!r} must be 'HND', 'NHD' or 'packed'")
-        _dtype(self.dtype, "dtype")
+        object.__setattr__(self, "dtype", _dtype(self.dtype, "dtype"))
         if self.layout == "packed" and not self.latent and self.head_dim % self._packed_x:
             raise ValueError(f"head_dim = {self.head_dim} must be a multiple of {self._packed_x} in the packed layout")
         if not isinstance(self.extra, Mapping):
             raise TypeError(f"extra is {self.extra!r}; a mapping name -> (shape of one block, dtype) is expected")
+        copied = {}
         for name, entry in self.extra.items():
             if not isinstance(entry, (tuple, list)) or len(entry) != 2 or not isinstance(entry[0], (tuple, list)):
                 raise TypeError(f"extra[{name!r}] is {entry!r}; (shape of one block, dtype) is expected")
             shape, dtype = entry
             if name in ("key", "value", "latent"):
                 raise ValueError(f"extra names a tensor {name!r}, which the cache itself has")
-            if not shape or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in shape):
+            if not shape or any(isinstance(n, bool) or not isinstance(n, Integral) or n < 1 for n in shape):
                 raise ValueError(f"extra[{name!r}] has block shape {shape!r}; integers of at least 1 are expected")
-            _dtype(dtype, f"dtype of extra[{name!r}]")
-        copied = {name: (tuple(shape), dtype) for name, (shape, dtype) in self.extra.items()}
+            copied[name] = (tuple(map(int, shape)), _dtype(dtype, f"dtype of extra[{name!r}]"))
         object.__setattr__(self, "extra", MappingProxyType(copied))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,12 +130,20 @@ class KVCacheSpec:
         return (("latent",) if self.latent else ("key", "value")) + tuple(self.extra)
 
     def tensor_dtype(self, name: str) -> str:
-        """Element type of a tensor."""
+        """Element type of a tensor.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         self._known(name)
         return self.extra[name][1] if name in self.extra else self.dtype
 
     def block_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one block of a tensor."""
+        """Shape of one block of a tensor.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         self._known(name)
         if name in self.extra:
             return self.extra[name][0]
@@ -146,11 +160,19 @@ class KVCacheSpec:
         return (heads, width, tokens)
 
     def tensor_block_bytes(self, name: str) -> int:
-        """Bytes of one block of one tensor of one layer."""
+        """Bytes of one block of one tensor of one layer.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         return math.prod(self.block_shape(name)) * _DTYPES[self.tensor_dtype(name)][0]
 
     def tensor_offset_bytes(self, name: str) -> int:
-        """Where the tensor starts inside one block of one layer, all tensors adjacent."""
+        """Bytes from the start of a block of one layer to the tensor, all tensors adjacent.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         self._known(name)
         names = self.tensor_names
         return sum(self.tensor_block_bytes(before) for before in names[: names.index(name)])
@@ -161,7 +183,11 @@ class KVCacheSpec:
         return sum(self.tensor_block_bytes(name) for name in self.tensor_names)
 
     def numpy_dtype(self, name: str) -> str:
-        """The NumPy type in which ``paddle.Tensor.numpy()`` shows the tensor (bfloat16 as uint16, fp8 as int8)."""
+        """The NumPy type in which ``paddle.Tensor.numpy()`` shows the tensor (bfloat16 as uint16, fp8 as int8).
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`.
+        """
         return _DTYPES[self.tensor_dtype(name)][1]
 
     def _known(self, name: str) -> None:
@@ -175,16 +201,31 @@ def check_spec(spec: Any) -> None:
         raise TypeError(f"spec is {type(spec).__name__}; a KVCacheSpec is expected")
 
 
+def differences(spec: KVCacheSpec, other: KVCacheSpec) -> tuple[str, str]:
+    """What two specs do not have in common, each as ``num_layers = 3, dtype = 'int8'``."""
+    names = [entry.name for entry in fields(spec) if getattr(spec, entry.name) != getattr(other, entry.name)]
+
+    def text(one: KVCacheSpec) -> str:
+        values = {name: getattr(one, name) for name in names}
+        return ", ".join(f"{name} = {dict(v) if isinstance(v, Mapping) else v!r}" for name, v in values.items())
+
+    return text(spec), text(other)
+
+
 def _rebuild(values: dict[str, Any]) -> KVCacheSpec:
     return KVCacheSpec(**values)
 
 
-def _dtype(dtype: str, name: str) -> None:
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
+def _dtype(dtype: object, name: str) -> str:
+    """The name of a dtype that is given by it or as Paddle's object, whose text is ``paddle.float16``."""
+    found = str(dtype).removeprefix("paddle.")
+    if found not in _DTYPES:
         raise ValueError(f"{name} = {dtype!r} must be one of {', '.join(_DTYPES)}")
+    return found
 
 
-def check_positive(value: object, name: str) -> None:
-    """ValueError unless the value is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_positive(value: object, name: str) -> int:
+    """The value as an int; ValueError unless it is an integer (NumPy's too) of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+    return int(value)

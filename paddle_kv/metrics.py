@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from .memory import HostPool
 from .offload.manager import KVOffloadManager
-from .schedule.scheduler import LayerwiseScheduler
+from .schedule.scheduler import LayerwiseScheduler, check_scheduler
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,14 @@ class Collector:
     Args:
         scheduler: None leaves its metrics out, and those of its pool.
         manager: None leaves its metrics out.
-        labels: for all of them, such as the rank.
+        labels: name -> value, for all of them, such as the rank.
 
     The metrics are those of :data:`METRICS`. One collector per registry: a process serves one rank. A manager or
     scheduler that is closed is still read.
+
+    Raises:
+        TypeError: not a scheduler, or not a manager.
+        ValueError: a label that the metrics have themselves, such as ``direction``.
 
     Example:
         >>> from prometheus_client import CollectorRegistry, generate_latest
@@ -109,6 +113,17 @@ class Collector:
     manager: KVOffloadManager | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.scheduler is not None:
+            check_scheduler(self.scheduler)
+        if self.manager is not None and not isinstance(self.manager, KVOffloadManager):
+            raise TypeError(f"manager is {type(self.manager).__name__}; a KVOffloadManager is expected")
+        own = {metric.label for metric in METRICS} - {""}
+        if taken := sorted(own & set(self.labels)):
+            raise ValueError(
+                f"labels names {', '.join(taken)}, which the metrics have themselves ({', '.join(sorted(own))})"
+            )
+
     def collect(self) -> Iterator[Any]:
         """What ``prometheus_client`` calls."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -122,7 +137,7 @@ class Collector:
             made = family(metric.name, metric.text, labels=names)
             for value, source in metric.values.items():
                 own = [value] if metric.label else []
-                made.add_metric([*own, *self.labels.values()], found[metric.source][source] * metric.scale)
+                made.add_metric([*own, *map(str, self.labels.values())], found[metric.source][source] * metric.scale)
             yield made
 
     def _stats(self) -> dict[str, Mapping[str, float]]:

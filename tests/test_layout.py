@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import pickle
 
+import numpy as np
+import paddle
 import pytest
 
 from paddle_kv import KVCacheSpec
@@ -141,3 +143,21 @@ def test_a_spec_cannot_be_changed():
         spec.extra["scale"] = ((1,), "int8")
     extra["scale"] = ((1,), "int8")
     assert spec.block_shape("scale") == (5, 7)
+
+
+def test_a_dtype_may_be_that_of_a_tensor():
+    tensor = paddle.zeros([1], dtype="bfloat16")
+    spec = KVCacheSpec(**{**SIZES, "dtype": tensor.dtype}, extra={"scale": ((5, 7), paddle.float16)})
+    assert spec == KVCacheSpec(**SIZES, extra={"scale": ((5, 7), "float16")})
+    assert (spec.dtype, spec.tensor_dtype("scale")) == ("bfloat16", "float16")
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_integers_may_be_those_of_numpy():
+    sizes = {name: np.int32(size) if isinstance(size, int) else size for name, size in SIZES.items()}
+    spec = KVCacheSpec(**sizes, v_head_dim=np.int64(24), extra={"scale": (np.array([5, 7]).tolist(), "int8")})
+    assert spec == KVCacheSpec(**SIZES, v_head_dim=24, extra={"scale": ((5, 7), "int8")})
+    assert {type(getattr(spec, name)) for name in ("num_layers", "head_dim", "v_head_dim")} == {int}
+    assert {type(size) for size in spec.block_shape("value")} == {int}
+    with pytest.raises(ValueError, match="num_layers = True"):
+        KVCacheSpec(**{**SIZES, "num_layers": True})

@@ -109,3 +109,21 @@ def test_the_board_asks_for_metrics_that_exist() -> None:
     for panel in board["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24 and panel["title"] and panel["targets"]
+
+
+def test_wrong_arguments_are_named() -> None:
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        manager = KVOffloadManager(scheduler)
+        with pytest.raises(TypeError, match="scheduler is KVOffloadManager"):
+            Collector(manager, scheduler)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="manager is LayerwiseScheduler"):
+            Collector(scheduler, scheduler)  # type: ignore[arg-type]
+        with pytest.raises(
+            ValueError, match=r"labels names direction, which the metrics have themselves \(direction, "
+        ):
+            Collector(scheduler, labels={"rank": "0", "direction": "up"})
+        registry = CollectorRegistry()
+        registry.register(Collector(scheduler, labels={"rank": 3}))  # type: ignore[dict-item]
+        assert registry.get_sample_value("paddle_kv_transfers_in_flight", {"rank": "3"}) == 0
+        manager.close()

@@ -102,6 +102,9 @@ def table(rows: dict[str, dict[str, str | None]]) -> str:
     lines = [
         "# Operators and their files",
         "",
+        "For those who work on the operators; those without a kernel are used by the package only. Which operator does "
+        "what: [guides/operators.md](guides/operators.md).",
+        "",
         "Written by `python3 tools/gen_op_index.py --write`.",
         "",
         f"| operator | {' | '.join(COLUMNS)} |",

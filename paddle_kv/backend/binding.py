@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from ..layout import differences
 from ..ops._library import call
 from ..schedule.plan import Direction, TransferPlan
 
@@ -21,7 +22,8 @@ def register(device_cache: Any, host_pool: Any, device: int) -> int:
     """
     spec = device_cache.spec
     if host_pool.spec != spec:
-        raise ValueError(f"host_pool has {host_pool.spec}, device_cache has {spec}; both must have the same spec")
+        of_pool, of_cache = differences(host_pool.spec, spec)
+        raise ValueError(f"host_pool has {of_pool}, device_cache has {of_cache}; both must have the same spec")
     number = next(_numbers)
     names, layers = spec.tensor_names, range(spec.num_layers)
     call(

@@ -35,6 +35,10 @@ class CpuEvent:
         """Blocks until the event was passed; False if the time is over first."""
         return self._passed.wait(timeout_s)
 
+    def synchronize(self) -> None:
+        """:meth:`wait` without a time-out, under the name that CUDA events have."""
+        self._passed.wait()
+
 
 class CpuStream:
     """A thread that runs tasks in order. A daemon: what is in flight at exit is waited for by the scheduler."""

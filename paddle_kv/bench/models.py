@@ -24,7 +24,7 @@ def model_spec(name: str, *, tp: int, tokens_per_block: int, num_layers: int | N
         num_layers: fewer layers than the model has, for a short run.
 
     Raises:
-        ValueError: unknown name, or KV heads that ``tp`` does not divide.
+        ValueError: unknown name, KV heads that ``tp`` does not divide, or more layers than the model has.
     """
     if name not in _MODELS:
         raise ValueError(f"model = {name!r} must be one of {', '.join(NAMES)}")
@@ -32,6 +32,8 @@ def model_spec(name: str, *, tp: int, tokens_per_block: int, num_layers: int | N
     latent = name == "DeepSeek-V3"
     if tp < 1 or (not latent and heads % tp):
         raise ValueError(f"tp = {tp} must divide the {heads} KV heads of {name}")
+    if num_layers is not None and not 1 <= num_layers <= layers:
+        raise ValueError(f"layers = {num_layers} must be in [1, {layers}], the layers of {name}")
     return KVCacheSpec(
         num_layers=num_layers or layers,
         num_kv_heads=1 if latent else heads // tp,

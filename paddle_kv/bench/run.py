@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..memory.host_memory import has_gpu
+from ..layout import KVCacheSpec
+from ..memory.host_memory import available_bytes, has_gpu
 from . import methods, models
 from .check import moves_the_bytes
 from .clock import Clock, CudaClock, HostClock, Timing, measure
 from .load import ComputeLoad, LoadName, beside
-from .setup import Case, Operation, Pattern, Way, in_one_piece, make_case
+from .setup import SPARE, Case, Operation, Pattern, Way, in_one_piece, make_case
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
 
     Raises:
         WrongBytes: a method left other bytes than it should have.
+        MemoryError: the case does not fit into host memory.
     """
     result = Result(machine)
     load = ComputeLoad(axes.load) if axes.load != "none" else None
@@ -97,6 +99,7 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
         progress(done, len(cases), what)
         spec = models.model_spec(axes.model, tp=axes.tp, tokens_per_block=tokens, num_layers=axes.num_layers)
         ways: list[Way] = ["h2d", "d2h"] if way == "both" else [way]
+        _check_memory(spec, blocks * len(ways), axes.op, what)
         given: dict[str, Any] = {"pinned": axes.pinned, "seed": axes.seed, "op": axes.op, "alignment": alignment}
         made = [make_case(spec, pattern, one, blocks, **given) for one in ways]
         clock: Clock = CudaClock() if has_gpu() else HostClock()
@@ -115,6 +118,17 @@ def sweep(axes: Axes, machine: dict[str, Any], progress: Callable[[int, int, str
             case.close()
     progress(len(cases), len(cases), "done")
     return result
+
+
+def _check_memory(spec: KVCacheSpec, num_blocks: int, op: Operation, what: str) -> None:
+    """RAM is taken page by page: too much of it ends the process, not the call. At least so much is needed."""
+    sides_in_ram = (op == "swap") + (not has_gpu())
+    needed = sides_in_ram * (SPARE + 1) * num_blocks * spec.num_layers * spec.block_bytes  # and one piece beside them
+    if needed > available_bytes():
+        raise MemoryError(
+            f"{what}: {needed} bytes of host memory are needed, {available_bytes()} are available; "
+            "take fewer layers or blocks"
+        )
 
 
 @dataclass(frozen=True)

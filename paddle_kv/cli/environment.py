@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import resource
 from typing import Any
 
-from .. import ops
+from .. import __version__, ops
 from ..memory.host_memory import available_bytes, has_gpu
 
-PACKAGES = ("paddle_kv", "paddlepaddle", "paddlepaddle-gpu", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "numpy")
+PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "numpy")
 
 
 def collect() -> dict[str, Any]:
@@ -18,7 +19,9 @@ def collect() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "paddle_kv": _own_version(),
         "packages": {name: _version(name) for name in PACKAGES if _version(name)},
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("PADDLE_KV_")},
         "build": ops.build_info(),
         "gpus": _gpus(),
         "host_memory_available_bytes": available_bytes(),
@@ -32,9 +35,13 @@ def summary() -> dict[str, Any]:
     return {
         "device": gpus[0]["name"] if gpus and "name" in gpus[0] else platform.processor() or platform.machine(),
         "driver": gpus[0].get("driver_version", "") if gpus else "none",
-        "paddle_kv": _version("paddle_kv") or "in place",
+        "paddle_kv": _own_version(),
         "paddle": ops.build_info()["paddle"],
     }
+
+
+def _own_version() -> str:
+    return _version("paddle_kv") or f"{__version__}, in place"
 
 
 def _version(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 try:
     import rich.console
     import typer
+    from rich.markup import escape
     from rich.progress import Progress
 except ImportError:
     sys.exit("paddle-kv needs typer and rich: pip install 'paddle_kv[cli]'")
@@ -30,6 +31,7 @@ from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
+from .files import output_file, output_folder, picture_file
 from .soak import soak
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
@@ -38,6 +40,10 @@ TABLE_COLUMNS = 150  # where the output is a file or a pipe
 def _show(table: Any) -> None:
     console = rich.console.Console()
     (console if console.is_terminal else rich.console.Console(width=TABLE_COLUMNS)).print(table)
+
+
+def _line(text: str) -> None:
+    rich.console.Console(soft_wrap=True).print(text)
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
@@ -60,7 +66,7 @@ def bench(
     context: typer.Context,
     model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-8B"],
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that share the KV heads.")] = 1,
-    layers: Annotated[int, typer.Option(help="Fewer layers than the model has; 0 takes all.")] = 0,
+    layers: Annotated[int, typer.Option(help="Fewer layers than the model has; 0 takes all.", min=0)] = 0,
     op: Annotated[Operation, typer.Option(help="What is done; all but swap work inside the device.")] = Operation.swap,
     tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.")] = [16],  # noqa: B006
     blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.")] = [256],  # noqa: B006
@@ -75,16 +81,19 @@ def bench(
     ] = [16],  # noqa: B006
     load: Annotated[Load, typer.Option(help="Matrix products that run beside (GPU).")] = Load.none,
     pageable: Annotated[bool, typer.Option(help="Host memory that is not page-locked.")] = False,
-    warmups: int = 2,
-    repeats: int = 7,
-    seed: int = 0,
+    warmups: Annotated[int, typer.Option(help="Runs before the first that counts.", min=0)] = 2,
+    repeats: Annotated[int, typer.Option(help="Runs of which the median is shown.", min=1)] = 7,
+    seed: Annotated[int, typer.Option(help="Of the block ids.", min=0)] = 0,
     calibrate: Annotated[
         bool, typer.Option(help="Measure the transfer engines instead, and store what engine 'auto' uses from then on.")
     ] = False,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write everything to this file.", callback=output_file)
+    ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.")
+        Path | None,
+        typer.Option(help="Draw bandwidth over piece size (PNG); a roofline beside it.", callback=picture_file),
     ] = None,
 ) -> None:
     """Move scattered blocks by every method, beside one contiguous copy of the same bytes."""
@@ -127,9 +136,12 @@ def bench(
                     calibration.write_csv(rows, csv)
                 return
             result = sweep(axes, environment.summary(), show)
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None
     _show(reports.table(result))
+    unfit = [one.value for one in backend if one.value not in {row.backend for row in result.rows}]
+    if unfit:
+        rich.print(f"not for this operation, pattern or machine: {', '.join(unfit)}")
     if csv:
         reports.write_csv(result, csv)
     if json_file:
@@ -158,10 +170,16 @@ def replay(
     tp: Annotated[int, typer.Option(help="Ranks; each has a link and its part of each block.")] = 8,
     link_gbps: Annotated[float, typer.Option(help="Host to device, GB/s per rank.")] = 50.0,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.")] = 60_000.0,
-    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write rows and costs to this file.")] = None,
-    waits: Annotated[Path | None, typer.Option(help="Write the waiting time of every request (CSV).")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw three PNG files in this directory.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write rows and costs to this file.", callback=output_file)
+    ] = None,
+    waits: Annotated[
+        Path | None, typer.Option(help="Write the waiting time of every request (CSV).", callback=output_file)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw three PNG files in this directory.", callback=output_folder)
+    ] = None,
     device: Annotated[Device, typer.Option(help="real: moves bytes, on a GPU or in RAM.")] = Device.simulated,
     time_scale: Annotated[float, typer.Option(help="real: seconds for a second of the trace.")] = 0.01,
     real_layers: Annotated[int, typer.Option(help="real: layers of a block.", min=1)] = 4,
@@ -214,7 +232,7 @@ def doctor() -> None:
     for finding in checks.examine():
         failed += not finding.passed
         mark = "[green]ok[/]  " if finding.passed else "[red]FAIL[/]"
-        rich.print(f"{mark} {finding.name}: {finding.text}")
+        _line(f"{mark} {finding.name}: {escape(finding.text)}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -226,7 +244,7 @@ def env(json_output: Annotated[bool, typer.Option("--json", help="As JSON.")] = 
         print(json.dumps(facts, indent=1))
         return
     for name, value in facts.items():
-        rich.print(f"{name}: {value}")
+        _line(escape(f"{name}: {value}"))
 
 
 if __name__ == "__main__":

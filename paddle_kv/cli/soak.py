@@ -18,13 +18,14 @@ from ..memory.host_memory import has_gpu
 from ..soak.run import Report, Setup, Soak
 from ..soak.traffic import Traffic
 from . import environment
+from .files import output_file
 
 Engine = Enum("Engine", {name: name for name in ENGINES}, type=str)
 PoolLayout = Enum("PoolLayout", {name: name for name in ("layer_first", "block_first")}, type=str)
 
 
 def soak(
-    minutes: Annotated[float, typer.Option(help="How long.")] = 1.0,
+    minutes: Annotated[float, typer.Option(help="How long.", min=0)] = 1.0,
     moves: Annotated[int | None, typer.Option(help="Stop after so many block moves.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="The same seed makes the same calls.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, gpu, gpu:N; empty takes a GPU where there is one.")] = "",
@@ -37,7 +38,9 @@ def soak(
     pool_layout: PoolLayout = PoolLayout.layer_first,
     engine: Annotated[Engine, typer.Option(help="How bytes are moved on a GPU.")] = Engine.auto,
     layers_per_event: Annotated[int, typer.Option(min=1)] = 1,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the report to this file.", callback=output_file)
+    ] = None,
 ) -> None:
     """Random traffic of a server with every block checked on both sides; exit code 1 at the first difference."""
     setup = Setup(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..ops import _arguments as arguments
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 
 
@@ -35,9 +35,27 @@ class CacheTransferManager:
 
     Args:
         scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner.
+
+    Raises:
+        TypeError: not a scheduler.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.integrations import CacheTransferManager
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+        ...     manager, events = CacheTransferManager(scheduler), []
+        ...     save = manager.evict_to_host_async([3], [6])
+        ...     load = manager.load_layers_to_device_async(
+        ...         range(2), [6], [0], lambda layer: events.append(manager.record_input_stream_event()))
+        ...     for event in events:
+        ...         event.synchronize()  # then the layer
+        ...     manager.sync_input_stream(), manager.sync_output_stream()
+        (None, None)
     """
 
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        check_scheduler(scheduler)
         self._scheduler = scheduler
         self._loads: list[Transfer] = []
         self._saves: list[Transfer] = []
@@ -63,9 +81,14 @@ class CacheTransferManager:
         may call :meth:`record_input_stream_event` for the event of that layer. Returns the transfer (true).
 
         Raises:
-            ValueError: ``layer_indices`` is not all layers in order.
+            TypeError: ``on_layer_complete`` cannot be called.
+            ValueError: ``layer_indices`` is not all layers in order. Nothing has moved.
             As :meth:`LayerwiseScheduler.onload`, and what ``on_layer_complete`` raises.
         """
+        if on_layer_complete is not None and not callable(on_layer_complete):
+            raise TypeError(
+                f"on_layer_complete is {on_layer_complete!r}; a function of the layer, or None, is expected"
+            )
         num_layers = self._scheduler.device_cache.spec.num_layers
         layers = arguments.block_ids(layer_indices, "layer_indices")
         if layers != list(range(num_layers)):

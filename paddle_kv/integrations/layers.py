@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -21,6 +21,9 @@ class ForwardPass:
         saves: layerwise offloads of blocks that the pass fills.
         stream: the stream on which the model runs; None: the scheduler's compute stream.
         timeout_s: for the waits of the host, see :meth:`Transfer.wait_layer`.
+
+    Raises:
+        TypeError: ``loads`` or ``saves`` is not a list of transfers.
 
     As a context manager it ends the saves: those that lack a layer, because the pass was left early or raised, are
     cancelled, or they would wait for that layer forever. The loads are the caller's: what was computed is valid only
@@ -49,11 +52,8 @@ class ForwardPass:
         stream: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        for name, transfers in (("loads", loads), ("saves", saves)):
-            if isinstance(transfers, Transfer) or not all(isinstance(one, Transfer) for one in transfers):
-                raise TypeError(f"{name} is {transfers!r}; a list of Transfer is expected")
-        self._loads = list(loads)
-        self._unfinished = list(saves)
+        self._loads = _transfers(loads, "loads")
+        self._unfinished = _transfers(saves, "saves")
         self._marked: set[int] = set()
         self._stream = stream
         self._timeout_s = timeout_s
@@ -97,6 +97,13 @@ class ForwardPass:
         self._unfinished = []
 
 
+def _transfers(given: Any, name: str) -> list[Transfer]:
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(one, Transfer) for one in found):
+        raise TypeError(f"{name} is {given!r}; a list of Transfer is expected")
+    return found
+
+
 class LayerHooks:
     """Hooks on the layers of a model: a call of ``layers[i]`` is layer i of the :meth:`forward_pass` that is running.
     Outside of one the model runs as if there were no hooks.
@@ -105,15 +112,40 @@ class LayerHooks:
     (``paddle.jit.to_static``) and a replayed CUDA graph do not run Python hooks.
 
     Args:
-        layers: ``paddle.nn.Layer`` objects in the order of the cache's layers, such as ``model.layers``.
+        layers: ``paddle.nn.Layer`` objects in the order of the cache's layers, such as ``model.layers``: each that has
+            a cache, once.
+
+    Raises:
+        TypeError: something else than layers.
+        ValueError: a layer occurs twice.
+
+    Example:
+        >>> import paddle
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.integrations import LayerHooks
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
+        >>> model = paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4))
+        >>> hooks = LayerHooks(list(model))
+        >>> load, save = scheduler.onload([2], [0]), scheduler.offload([1], [3], layerwise=True)
+        >>> with hooks.forward_pass([load], [save]):
+        ...     hidden = model(paddle.zeros([1, 4]))  # each layer waits for the load, then lets it be saved
+        >>> load.wait(), save.wait()
+        (None, None)
+        >>> hooks.remove(); scheduler.close()
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._running: ForwardPass | None = None
         self._handles: list[Any] = []
+        layers = list(layers)
+        seen: dict[int, int] = {}
         for number, layer in enumerate(layers):
             if not callable(getattr(layer, "register_forward_pre_hook", None)):
                 raise TypeError(f"layers[{number}] is {type(layer).__name__}; a paddle.nn.Layer is expected")
+            if seen.setdefault(id(layer), number) != number:
+                raise ValueError(f"layers[{number}] is layers[{seen[id(layer)]}] again; each layer is named once")
+        self._num_layers = len(layers)
         for number, layer in enumerate(layers):
             self._handles.append(layer.register_forward_pre_hook(lambda *_, number=number: self._before(number)))
             self._handles.append(layer.register_forward_post_hook(lambda *_, number=number: self._after(number)))
@@ -127,19 +159,33 @@ class LayerHooks:
         stream: Any = None,
         timeout_s: float | None = None,
     ) -> Iterator[ForwardPass]:
-        """Call the model inside; arguments as of :class:`ForwardPass`.
+        """Call the model inside; arguments as of :class:`ForwardPass`. The saves are cancelled also where the pass
+        cannot begin (RuntimeError, ValueError).
 
         Raises:
-            RuntimeError: another pass is running.
+            RuntimeError: another pass is running, or there are loads and the hooks are removed.
+            TypeError: ``loads`` or ``saves`` is not a list of transfers.
+            ValueError: a transfer has another number of layers than there are hooks.
         """
-        if self._running is not None:
-            raise RuntimeError("a forward pass is running already; passes of one model come one after another")
         with ForwardPass(loads, saves, stream=stream, timeout_s=timeout_s) as running:
+            self._check_ready(running._loads, running._unfinished)
             self._running = running
             try:
                 yield running
             finally:
                 self._running = None
+
+    def _check_ready(self, loads: list[Transfer], saves: list[Transfer]) -> None:
+        if self._running is not None:
+            raise RuntimeError("a forward pass is running already; passes of one model come one after another")
+        if loads and not self._handles:
+            raise RuntimeError("the hooks are removed: nothing would wait for the loads")
+        for transfer in (*loads, *saves):
+            if transfer.num_layers != self._num_layers:
+                raise ValueError(
+                    f"the hooks are on {self._num_layers} layers, a transfer has {transfer.num_layers}; "
+                    "each layer that has a cache needs its hook"
+                )
 
     def remove(self) -> None:
         """Takes the hooks off the layers. Again: does nothing."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import ops
 from ..ops import _arguments as arguments
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 
 
@@ -20,9 +20,28 @@ class CacheEngine:
 
     Args:
         scheduler: of the device cache and the host pool. Closing it stays with its owner.
+
+    Raises:
+        TypeError: not a scheduler.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.integrations import CacheEngine
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> cache = DeviceCache(spec, 5, "cpu")
+        >>> cache.tensor("key", 1)[3] = 1.5
+        >>> with LayerwiseScheduler(cache, HostPool(spec, 8)) as scheduler:
+        ...     engine = CacheEngine(scheduler)
+        ...     save, load = engine.swap_out({3: 6}), engine.swap_in([(6, 0)])
+        ...     for layer in range(spec.num_layers):
+        ...         load.wait_layer(layer)
+        ...     engine.copy({0: [1, 2]})
+        >>> cache.tensor("key", 1).numpy()[:, 0, 0, 0].tolist()
+        [1.5, 1.5, 1.5, 1.5, 0.0]
     """
 
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        check_scheduler(scheduler)
         self._scheduler = scheduler
         self._in_flight: list[Transfer] = []
 

@@ -24,6 +24,11 @@ class DeviceCache:
         num_blocks: blocks per tensor.
         device: a Paddle device ("gpu:0", "cpu"); None is the current GPU, or the CPU where there is none.
 
+    Raises:
+        MemoryError: the device has not so much memory.
+        TypeError: not a spec, or a device that is not a string.
+        ValueError: fewer than one block, or a device that is not here.
+
     Attributes:
         spec: the spec.
         num_blocks: blocks per tensor.
@@ -38,7 +43,7 @@ class DeviceCache:
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None) -> None:
         check_spec(spec)
-        check_positive(num_blocks, "num_blocks")
+        num_blocks = check_positive(num_blocks, "num_blocks")
         place = _place(device)
         tensors = {
             name: [
@@ -53,9 +58,24 @@ class DeviceCache:
     def adopt(cls, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]]) -> DeviceCache:
         """A cache over the user's own tensors: name -> one tensor per layer. They are used in place and kept alive.
 
+        Args:
+            spec: what the tensors are: each ``[num_blocks, *spec.block_shape(name)]`` of ``spec.tensor_dtype(name)``
+                (8-bit floats may be uint8), as many blocks in all of them.
+            tensors: ``{"key": [one per layer], "value": [...]}``, or ``"latent"``, and what ``extra`` names.
+
         Raises:
-            TypeError: not Paddle tensors.
-            ValueError: names, number, shapes, dtypes or devices do not fit the spec, or a tensor is not contiguous.
+            TypeError: not Paddle tensors, or no mapping of lists of them.
+            ValueError: names, number, shapes, dtypes or devices do not fit the spec, a tensor is not contiguous, or two
+                of them overlap.
+
+        Example:
+            >>> import paddle
+            >>> from paddle_kv import DeviceCache, KVCacheSpec
+            >>> keys, values = ([paddle.zeros([5, 1, 3, 4]) for _ in range(2)] for _ in range(2))
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype=keys[0].dtype)
+            >>> cache = DeviceCache.adopt(spec, {"key": keys, "value": values})
+            >>> cache.num_blocks, cache.tensor("value", 1) is values[1]
+            (5, True)
         """
         made = cls.__new__(cls)
         made._take(spec, tensors)
@@ -90,7 +110,12 @@ class DeviceCache:
         self.domain, _ = hazards.attach(self, extents)
 
     def tensor(self, name: str, layer: int) -> Tensor:
-        """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``."""
+        """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``.
+
+        Raises:
+            ValueError: ``name`` is not of ``spec.tensor_names``.
+            IndexError: no such layer.
+        """
         if name not in self._tensors:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
         layer = arguments.integer(layer, "layer")
@@ -99,7 +124,33 @@ class DeviceCache:
         return self._tensors[name][layer]
 
     def mark_rewritten(self, block_ids: Any) -> None:
-        """Compute has rewritten these blocks: they may be read again although an onload into them failed."""
+        """Compute has rewritten these blocks: they may be read again although an onload into them failed.
+
+        Call it when the work that writes them has been submitted, or right before: what is saved from then on is
+        ordered behind it. Until then an offload of such a block raises :class:`TransferError`.
+
+        Args:
+            block_ids: device blocks, also such as were never unusable.
+
+        Raises:
+            IndexError: an id is outside the cache.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> cache = DeviceCache(spec, 5, "cpu")
+            >>> with LayerwiseScheduler(cache, HostPool(spec, 8)) as scheduler:
+            ...     hold = scheduler.offload([4], [0], layerwise=True)  # nothing is marked: block 4 waits for it
+            ...     load = scheduler.onload([1], [4])
+            ...     load.cancel(); hold.cancel()
+            ...     try:
+            ...         scheduler.offload([4], [2])
+            ...     except TransferError as error:
+            ...         print(str(error).partition(" (")[0])
+            ...     cache.mark_rewritten([4])  # the model computes it again
+            ...     scheduler.offload([4], [2]).wait()
+            block 4 of the device cache holds no usable data
+        """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
         self.domain.mark_rewritten(ids)

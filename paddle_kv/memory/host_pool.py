@@ -52,7 +52,7 @@ class HostPool:
         if layout not in ("layer_first", "block_first"):
             raise ValueError(f"layout = {layout!r} must be 'layer_first' or 'block_first'")
         self._set_up(spec, num_blocks)
-        layer_bytes = num_blocks * spec.block_bytes
+        layer_bytes = self.num_blocks * spec.block_bytes
         sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
         self._memory += allocate(sizes, pinned=has_gpu())
         block_first_stride = spec.num_layers * spec.block_bytes
@@ -60,7 +60,7 @@ class HostPool:
             offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
             self._strides[name] = own if layout == "layer_first" else block_first_stride
             self._pointers[name] = [
-                self._memory[layer].address + offset * num_blocks
+                self._memory[layer].address + offset * self.num_blocks
                 if layout == "layer_first"
                 else self._memory[0].address + layer * spec.block_bytes + offset
                 for layer in range(spec.num_layers)
@@ -78,8 +78,27 @@ class HostPool:
         The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive
         until :meth:`close` and until all transfers are over.
 
+        Args:
+            spec: as that of the device cache.
+            pointers: ``{"key": [one per layer], "value": [...]}``, or ``"latent"``, and what ``extra`` names.
+            num_blocks: blocks behind each address.
+
         Raises:
+            TypeError: addresses that are not integers.
             ValueError: names or number of addresses do not fit the spec, an address is 0, or ranges overlap.
+
+        Example:
+            >>> import numpy as np
+            >>> from paddle_kv import HostPool, KVCacheSpec
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> memory = np.zeros((2, 2, 8, *spec.block_shape("key")), "float32")  # yours: keys and values of 2 layers
+            >>> names = ("key", "value")
+            >>> pointers = {name: [memory[i, layer].ctypes.data for layer in range(2)] for i, name in enumerate(names)}
+            >>> pool = HostPool.adopt(spec, pointers, 8)
+            >>> pool.view("value", 1, 7)[...] = 2.5
+            >>> memory[1, 1, 7].max(), pool.pinned_bytes
+            (np.float32(2.5), 0)
+            >>> pool.close()
         """
         made = cls.__new__(cls)
         made._set_up(spec, num_blocks)
@@ -103,9 +122,8 @@ class HostPool:
 
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
         check_spec(spec)
-        check_positive(num_blocks, "num_blocks")
+        self.num_blocks = check_positive(num_blocks, "num_blocks")
         self.spec = spec
-        self.num_blocks = num_blocks
         self._memory: list[HostMemory] = []
         self._pointers: dict[str, list[int]] = {}
         self._strides: dict[str, int] = {}
@@ -127,14 +145,22 @@ class HostPool:
     # ---- memory ----
     @property
     def pinned_bytes(self) -> int:
+        """Bytes that the pool holds; 0 for adopted memory and after :meth:`close`."""
         return sum(memory.size_bytes for memory in self._memory)
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
         return self._closed
 
     def pointer(self, name: str, layer: int) -> int:
-        """Address of block 0 of a tensor of a layer; block i is ``i * stride_bytes(name)`` behind it."""
+        """Address of block 0 of a tensor of a layer; block i is ``i * stride_bytes(name)`` behind it.
+
+        Raises:
+            ValueError: ``name`` is not of ``spec.tensor_names``.
+            IndexError: no such layer.
+            RuntimeError: closed.
+        """
         self._check_open()
         if name not in self._pointers:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
@@ -144,15 +170,34 @@ class HostPool:
         return self._pointers[name][layer]
 
     def stride_bytes(self, name: str) -> int:
-        """Bytes from a block of a tensor to the next one."""
+        """Bytes from a block of a tensor to the next one.
+
+        Raises:
+            ValueError: ``name`` is not of ``spec.tensor_names``.
+        """
+        if name not in self._strides:
+            raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
         return self._strides[name]
 
     def view(self, name: str, layer: int, block_id: int) -> np.ndarray:
         """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would
         be.
 
-        Take a :meth:`lease` while you use it. A view of the pool's own memory keeps that memory alive beyond
-        :meth:`close`; adopted memory has to be kept alive by its owner.
+        Ordered with nothing: take a :meth:`lease` while you use it. A view of the pool's own memory keeps that memory
+        alive beyond :meth:`close`; adopted memory has to be kept alive by its owner.
+
+        Args:
+            name: of ``spec.tensor_names``.
+            layer: of which layer.
+            block_id: which block.
+
+        Returns:
+            an array of shape ``spec.block_shape(name)`` and dtype ``spec.numpy_dtype(name)``.
+
+        Raises:
+            ValueError: no such name.
+            IndexError: no such layer or block.
+            RuntimeError: closed.
         """
         address = self.pointer(name, layer)
         block_id = arguments.integer(block_id, "block_id")
@@ -191,6 +236,20 @@ class HostPool:
 
         Raises:
             MemoryError: names the blocks asked for and free. Nothing is allocated then.
+            ValueError: ``count`` is negative.
+            RuntimeError: closed.
+
+        Example:
+            >>> from paddle_kv import HostPool, KVCacheSpec
+            >>> pool = HostPool(KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=3, dtype="int8"), 4)
+            >>> pool.allocate(3)
+            [0, 1, 2]
+            >>> pool.free([1]); pool.num_free_blocks
+            2
+            >>> pool.allocate(3)
+            Traceback (most recent call last):
+            MemoryError: 3 blocks were asked for, 2 of 4 are free
+            >>> pool.close()
         """
         count = arguments.integer(count, "count")
         if count < 0:
@@ -209,8 +268,15 @@ class HostPool:
     def free(self, block_ids: Any) -> None:
         """Gives blocks back. They can be allocated again once no transfer and no lease holds them.
 
+        So it may be called while a transfer is in flight, also after its ``cancel``.
+
+        Args:
+            block_ids: of :meth:`allocate`.
+
         Raises:
+            IndexError: an id is outside the pool.
             ValueError: a block is not allocated, or named twice. Nothing is freed then.
+            RuntimeError: closed.
         """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
@@ -247,8 +313,23 @@ class HostPool:
         that read them. While the lease is held, a call that would start such a transfer raises RuntimeError, and freed
         blocks are not given out again.
 
+        Args:
+            block_ids: which blocks.
+            write: whether they will be written.
+            timeout_s: how long to wait; None: for ever, also for a layerwise save whose layers are not marked.
+
         Raises:
+            IndexError: an id is outside the pool.
+            ValueError: an id occurs twice.
             TimeoutError: conflicting transfers or leases were not over after ``timeout_s``.
+            RuntimeError: closed.
+
+        Example:
+            >>> from paddle_kv import HostPool, KVCacheSpec
+            >>> pool = HostPool(KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=3, dtype="int8"), 4)
+            >>> with pool.lease([2], write=True, timeout_s=1.0):
+            ...     pool.view("key", 0, 2)[...] = 7
+            >>> pool.close()
         """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
@@ -274,7 +355,14 @@ class HostPool:
                 hazards.changed.notify_all()
 
     def mark_rewritten(self, block_ids: Any) -> None:
-        """The host has rewritten these blocks: they may be read again although an offload into them failed."""
+        """The host has rewritten these blocks: they may be read again although an offload into them failed.
+
+        Args:
+            block_ids: host blocks, also such as were never unusable.
+
+        Raises:
+            IndexError: an id is outside the pool.
+        """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
         with hazards.lock:

@@ -27,10 +27,23 @@ def _joined(fields: Sequence[bytes]) -> bytes:
 def cache_salt(model: str, *, lora: str = "", tp_rank: int = 0, tp_size: int = 1) -> bytes:
     """A salt that keeps apart what must not be mixed: models (name them with their revision), adapters, shards.
 
+    Args:
+        model: name and revision.
+        lora: the adapter, if all requests of the server use it; else see ``request_salt`` of
+            :meth:`KVOffloadManager.block_hashes`.
+        tp_rank: tensor-parallel rank of this process, from 0.
+        tp_size: tensor-parallel ranks.
+
+    Raises:
+        TypeError: ``model`` or ``lora`` is not a string.
+
     Example:
         >>> cache_salt("llama@r1", tp_rank=0, tp_size=2) == cache_salt("llama@r1", tp_rank=1, tp_size=2)
         False
     """
+    for name, value in (("model", model), ("lora", lora)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} is {type(value).__name__}; a string is expected")
     return _joined([model.encode(), lora.encode(), str(tp_rank).encode(), str(tp_size).encode()])
 
 
@@ -48,6 +61,9 @@ class BlockHasher:
     Args:
         block_size: tokens per block.
         salt: whatever else the content of a block depends on.
+
+    Raises:
+        TypeError: the salt is not bytes.
 
     Example:
         >>> hasher = BlockHasher(2, b"model")
@@ -72,6 +88,8 @@ class BlockHasher:
         if not isinstance(request_salt, (bytes, bytearray)):
             raise TypeError(f"request_salt is {type(request_salt).__name__}; bytes are expected")
         tokens = np.asarray(token_ids)
+        if tokens.ndim == 0 and tokens.dtype.kind not in "iu":  # None, text, a generator
+            raise TypeError(f"token_ids is {type(token_ids).__name__}; a 1-D sequence of integers is expected")
         if tokens.ndim != 1:
             raise ValueError(f"token_ids has shape {list(tokens.shape)}; a 1-D sequence of integers is expected")
         if tokens.size and tokens.dtype.kind not in "iu":

@@ -89,6 +89,7 @@ class BlockIndex(Generic[Key]):
             pins[key] = pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[Key]) -> None:
+        """One :meth:`pin` of each of these blocks less."""
         pins = self.pins
         for key in keys:
             if pins[key] == 1:

@@ -12,7 +12,7 @@ from ..memory import HostPool
 from ..ops import _arguments as arguments
 from ..schedule import hazards
 from ..schedule.plan import check_ids
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from .hashing import BlockHasher, spec_salt
 from .index import BlockIndex
@@ -39,6 +39,23 @@ class Lease:
     Attributes:
         hashes: of the blocks, the longest prefix that is present.
         num_blocks: how many.
+
+    Any thread may call. It stays valid after :meth:`KVOffloadManager.close`, and then holds nothing.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.offload import KVOffloadManager
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
+        >>> manager = KVOffloadManager(scheduler)
+        >>> hashes = manager.block_hashes(range(9))
+        >>> manager.save(hashes, [0, 3, 1]).wait()
+        >>> lease = manager.lookup(hashes)
+        >>> lease.keep_first(2); lease.num_blocks, manager.evict(3)  # what it holds stays
+        (2, 1)
+        >>> lease.release(); manager.evict(3), manager.stats()["evicted_blocks"]
+        (2, 3)
+        >>> manager.close(); scheduler.close()
     """
 
     _held = False  # so for one whose construction was interrupted
@@ -50,6 +67,7 @@ class Lease:
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks it has, after :meth:`keep_first` those that it kept."""
         return len(self.hashes)
 
     def keep_first(self, num_blocks: int) -> None:
@@ -113,6 +131,10 @@ class KVOffloadManager:
             the model and its revision, the LoRA adapter, the tensor-parallel rank; see :func:`cache_salt`.
         capacity_bytes: how much of the pool to use at most; None: all of it.
 
+    Raises:
+        TypeError: not a scheduler, a policy or a salt.
+        ValueError: an unknown policy, or ``capacity_bytes`` below one block (all layers).
+
     Any thread may call; calls are serialised.
 
     A block is found from the moment on at which its bytes have arrived in host memory: not before its save is over, and
@@ -142,8 +164,7 @@ class KVOffloadManager:
         salt: bytes = b"",
         capacity_bytes: int | None = None,
     ) -> None:
-        if not isinstance(scheduler, LayerwiseScheduler):
-            raise TypeError(f"scheduler is {type(scheduler).__name__}; a LayerwiseScheduler is expected")
+        check_scheduler(scheduler)
         spec = scheduler.device_cache.spec
         self._scheduler = scheduler
         self._pool: HostPool = scheduler.host_pool
@@ -157,7 +178,7 @@ class KVOffloadManager:
             raise ValueError(f"capacity_bytes = {capacity_bytes} must be at least one block, {self._block_bytes}")
         if isinstance(policy, str):
             policy = make_policy(policy, capacity_blocks)
-        elif not callable(getattr(policy, "victim", None)):
+        elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
@@ -176,15 +197,34 @@ class KVOffloadManager:
     def block_hashes(self, token_ids: Sequence[int], *, request_salt: bytes = b"") -> list[bytes]:
         """One hash per full block of the prompt, chained: each stands for all tokens up to the end of its block.
 
-        Stable across processes and machines. ``request_salt`` is for what differs between the requests of one server,
-        such as the LoRA adapter.
+        Stable across processes and machines.
+
+        Args:
+            token_ids: 1-D integers: a list, tuple, range, NumPy array or Paddle tensor (one on a GPU is copied to the
+                host). Tokens that do not fill a block have no hash.
+            request_salt: what differs between the requests of one server, such as the LoRA adapter.
+
+        Returns:
+            ``len(token_ids) // block_size`` hashes of 32 bytes.
+
+        Raises:
+            TypeError: not integers, or a salt that is not bytes.
+            ValueError: not 1-D.
         """
         return self._hasher(token_ids, request_salt)
 
     def lookup(self, hashes: Sequence[bytes]) -> Lease:
         """The longest prefix of ``hashes`` that is present, held against eviction until the lease is released.
 
-        Counts as a use of these blocks, so call it once per request.
+        Counts as a use of these blocks, so call it once per request. Looks at the transfers in flight and waits for
+        none.
+
+        Args:
+            hashes: of :meth:`block_hashes`, from the first block on.
+
+        Raises:
+            TypeError: not a list of bytes.
+            RuntimeError: closed.
         """
         keys = _checked_hashes(hashes)
         with self._lock:
@@ -205,8 +245,15 @@ class KVOffloadManager:
         the transfer fails, :meth:`blocks_to_recompute` says what the server has to compute instead; the blocks in host
         memory stay.
 
+        Args:
+            hashes: ``lease.hashes``, or some of them; none at all is a transfer that is over at once.
+            device_block_ids: as many targets, each once, in the forms that :meth:`LayerwiseScheduler.offload` takes.
+
         Raises:
             KeyError: a block is not present. Nothing has moved.
+            ValueError: as many ids as hashes are expected.
+            TypeError: not a list of bytes.
+            RuntimeError: closed.
             As :meth:`LayerwiseScheduler.onload`.
         """
         keys = _checked_hashes(hashes)
@@ -235,21 +282,48 @@ class KVOffloadManager:
         """Saves blocks: ``device_block_ids[i]`` becomes that of ``hashes[i]``. Ordering and lifetime as for
         :meth:`LayerwiseScheduler.offload`.
 
-        ``computed_from``: the loads of the prefix that the model reads to compute these blocks. The blocks become
-        visible when these are over too, and never if one of them fails: what was computed from it is not what the
-        hashes promise.
-
         Blocks that are present, or that another save is already bringing, are not moved again; the transfer carries the
         others (none of them: it is over at once). Room is made by evicting. What finds no room (the prompt is longer
         than the pool, or leases and transfers hold everything) is left out: the cache may always forget, and
         :meth:`lookup` tells what it has.
 
+        Args:
+            hashes: of :meth:`block_hashes`, also from the middle of a prompt.
+            device_block_ids: as many sources.
+            layerwise: see :meth:`LayerwiseScheduler.offload`.
+            computed_from: the loads of the prefix that the model reads to compute these blocks. The blocks become
+                visible when these are over too, and never if one of them fails: what was computed from it is not what
+                the hashes promise.
+
         Raises:
+            ValueError: as many ids as hashes are expected.
+            TypeError: not a list of bytes, or of transfers.
+            RuntimeError: closed.
             As :meth:`LayerwiseScheduler.offload`. Then none of the blocks becomes visible.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> from paddle_kv.offload import KVOffloadManager
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
+            >>> manager = KVOffloadManager(scheduler)
+            >>> hashes = manager.block_hashes(range(9))
+            >>> save = manager.save(hashes, [4, 0, 3], layerwise=True)
+            >>> manager.lookup(hashes).num_blocks  # nothing is there before all of its bytes are
+            0
+            >>> for layer in range(2):
+            ...     save.mark_layer_written(layer)
+            >>> save.wait(); manager.lookup(hashes).num_blocks
+            3
+            >>> again = manager.save(hashes, [4, 0, 3])  # present: nothing moves
+            >>> again.bytes, manager.stats()["deduplicated_blocks"]
+            (0, 3)
+            >>> manager.close(); scheduler.close()
         """
         keys = _checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
-        if isinstance(computed_from, Transfer) or not all(isinstance(load, Transfer) for load in computed_from):
+        loads: list[Any] = list(computed_from) if isinstance(computed_from, Iterable) else [None]
+        if not all(isinstance(load, Transfer) for load in loads):
             raise TypeError(f"computed_from is {computed_from!r}; a list of Transfer is expected")
         with self._lock:
             self._settle()
@@ -265,7 +339,7 @@ class KVOffloadManager:
                     [source[key] for key in admitted], list(admitted.values()), layerwise=layerwise
                 )
                 index.pin(admitted)
-                self._moving.append(_Moving(transfer, list(admitted), saving=True, computed_from=list(computed_from)))
+                self._moving.append(_Moving(transfer, list(admitted), saving=True, computed_from=loads))
             except BaseException:  # also from a policy of the user, or a signal handler: nothing may seem to be there
                 new = [key for key in source if key in index.slots and index.slots[key] != before.get(key)]
                 self._give_back([*free_slots, *index.undo(new if admitted is None else admitted)])
@@ -285,19 +359,52 @@ class KVOffloadManager:
         layerwise: bool = False,
         computed_from: Sequence[Transfer] = (),
     ) -> Transfer | None:
-        """The server has filled these blocks. Write-through: :meth:`save`. Write-back: nothing, and None."""
+        """The server has filled these blocks. Write-through: :meth:`save`, with its arguments and errors. Write-back:
+        nothing, and None."""
         if not self.write_through:
             return None
         return self.save(hashes, device_block_ids, layerwise=layerwise, computed_from=computed_from)
 
-    def blocks_evicted(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:
+    def blocks_evicted(
+        self, hashes: Sequence[bytes], device_block_ids: Any, *, computed_from: Sequence[Transfer] = ()
+    ) -> Transfer:
         """The server is about to give these device blocks to somebody else: :meth:`save`, which with write-through
-        finds most of them present. The blocks may be written again after ``wait_on`` or ``wait`` of the transfer."""
-        return self.save(hashes, device_block_ids)
+        finds most of them present. The blocks may be written again after ``wait_on`` or ``wait`` of the transfer.
+
+        Args:
+            hashes: of the blocks.
+            device_block_ids: as many.
+            computed_from: loads that nobody has waited for yet, see :meth:`save`.
+
+        Raises:
+            As :meth:`save`.
+        """
+        return self.save(hashes, device_block_ids, computed_from=computed_from)
 
     def blocks_to_recompute(self, load: Transfer) -> list[int]:
         """Positions in the ``hashes`` of that :meth:`onload` whose device blocks hold no usable data because it failed
-        or was cancelled; empty for one that did not fail (so far: ask after it is over)."""
+        or was cancelled; empty for one that did not fail (so far: ask after it is over).
+
+        Call ``mark_rewritten`` of the device cache on these blocks when the model writes them.
+
+        Raises:
+            ValueError: ``load`` is not a transfer of this manager's :meth:`onload`.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> from paddle_kv.offload import KVOffloadManager
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
+            >>> manager = KVOffloadManager(scheduler, capacity_bytes=4 * 2 * spec.block_bytes)
+            >>> hashes = manager.block_hashes(range(6))
+            >>> manager.save(hashes, [0, 1]).wait()
+            >>> hold = scheduler.offload([3], scheduler.host_pool.allocate(1), layerwise=True)  # device block 3 is busy
+            >>> load = manager.onload(hashes, [2, 3])
+            >>> load.cancel(); hold.cancel()
+            >>> manager.blocks_to_recompute(load)
+            [0, 1]
+            >>> manager.close(); scheduler.close()
+        """
         with self._lock:
             if load not in self._targets:
                 raise ValueError("load is not a transfer that this manager's onload has returned")
@@ -310,7 +417,13 @@ class KVOffloadManager:
     # ---- room ----
     def evict(self, num_blocks: int) -> int:
         """Lets go of up to ``num_blocks`` blocks, in the order of the policy, and gives them back to the pool. Returns
-        how many; blocks that leases or transfers hold stay."""
+        how many; blocks that leases or transfers hold stay.
+
+        Raises:
+            TypeError: not an integer.
+            ValueError: negative.
+            RuntimeError: closed.
+        """
         num_blocks = arguments.integer(num_blocks, "num_blocks")
         if num_blocks < 0:
             raise ValueError(f"num_blocks = {num_blocks} must not be negative")
@@ -331,7 +444,8 @@ class KVOffloadManager:
         return self._index.capacity_blocks * self._block_bytes
 
     def stats(self) -> dict[str, int | float]:
-        """Counts since the manager was made (blocks, calls, bytes), and what it holds now."""
+        """Counts since the manager was made (blocks, calls, bytes), and what it holds now: the names are in
+        ``docs/offload.md``. Works after :meth:`close`."""
         with self._lock:
             if not self._closed:
                 self._settle()

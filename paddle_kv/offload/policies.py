@@ -17,8 +17,17 @@ POLICIES: dict[str, Callable[[int], Policy[Any]]] = {"lru": Lru, "arc": Arc, "s3
 def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
     """A fresh policy for an index of that many blocks.
 
+    Args:
+        name: ``"lru"``, ``"arc"`` or ``"s3fifo"``: the keys of ``POLICIES``.
+        capacity_blocks: of the index.
+
     Raises:
         ValueError: an unknown name.
+
+    Example:
+        >>> from paddle_kv.offload import POLICIES, make_policy
+        >>> sorted(POLICIES), type(make_policy("arc", 100)).__name__
+        (['arc', 'lru', 's3fifo'], 'Arc')
     """
     if name not in POLICIES:
         raise ValueError(

@@ -15,6 +15,26 @@ class Policy(Protocol[Key]):
     (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no
     victim was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and
     returns the victim; the index then calls that instead, for speed. Subclasses do not inherit it.
+
+    Example:
+        >>> from paddle_kv.offload import BlockIndex
+        >>> class Fifo:  # a policy of one's own: KVOffloadManager(scheduler, policy=Fifo())
+        ...     def __init__(self):
+        ...         self.blocks = {}
+        ...     def on_insert(self, key):
+        ...         self.blocks[key] = None
+        ...     def on_access(self, key):
+        ...         pass
+        ...     def on_remove(self, key):
+        ...         del self.blocks[key]
+        ...     def victim(self, incoming, pinned):
+        ...         found = next((key for key in self.blocks if key not in pinned), None)
+        ...         self.blocks.pop(found, None)
+        ...         return found
+        >>> index = BlockIndex(Fifo(), capacity_blocks=2)
+        >>> slots = index.admit(["a", "b"], [0, 1])
+        >>> index.lookup(["a"]), index.admit(["c"], []), index.lookup(["a"]), index.lookup(["b", "c"])
+        (1, {'c': 1}, 0, 2)
     """
 
     def on_insert(self, key: Key) -> None:

@@ -52,7 +52,7 @@ def block_id_array(ids: Any, name: str) -> np.ndarray:
             raise _too_large(ids, name) from None
     found = _integers(ids, name)
     if found.ndim != 1:
-        raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of block ids is expected")
+        raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of integers is expected")
     return np.array(found, np.int64)
 
 
@@ -67,7 +67,7 @@ def id_array(ids: Any, name: str) -> np.ndarray:
         return np.array(block_ids(ids, name), np.int64)
     found = _integers(ids, name)
     if found.ndim != 1:
-        raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of block ids is expected")
+        raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of integers is expected")
     return np.ascontiguousarray(found)
 
 
@@ -142,6 +142,10 @@ def _integers(values: Any, name: str) -> np.ndarray:
         found = np.asarray(values)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is not a regular sequence of integers") from None
+    if found.dtype == object and not found.ndim:  # a generator, a set, a view of a dictionary
+        raise TypeError(
+            f"{name} is {type(values).__name__}; integers are expected (list, tuple, range, array or tensor)"
+        )
     if found.size == 0:
         return found.astype(np.int64)  # an empty list has no dtype of its own: NumPy says float64
     if isinstance(values, (list, tuple)) and not _types(values).isdisjoint({bool, np.bool_}):
@@ -174,6 +178,8 @@ def _too_large(values: Any, name: str) -> IndexError:
 
 def integer(value: Any, name: str) -> int:
     """``value`` as an int that fits in 64 bits."""
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name} is a tensor; an integer is expected: int(tensor) reads it, and waits for its device")
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} is {reprlib.repr(value)} ({type(value).__name__}); an integer is expected")
     number = int(value)
@@ -331,12 +337,13 @@ def dygraph_only(op: Callable[P, R]) -> Callable[P, R]:
     A tracer that can leave a call to Python (to_static of Paddle 3 without full_graph) is told to do so, which it only
     heeds in the frame that it enters first.
     """
+    name = op.__name__.removeprefix("_orig_")  # to_static decorates the function again, under another name
 
     @functools.wraps(op)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         if _TRACER_CAN_LET_GO:
             psdb.fallback(recursive=True)
-        refuse_tracing(op.__name__)
+        refuse_tracing(name)
         return op(*args, **kwargs)
 
     return checked

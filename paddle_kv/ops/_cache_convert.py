@@ -193,7 +193,7 @@ def convert_fp8(
 
     Args:
         source: contiguous. To fp8: float16, bfloat16 or float32. From fp8: uint8, or Paddle's dtype of that format.
-        to: ``"fp8"``, ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+        to: ``"fp8"``, ``"float16"``, ``"bfloat16"`` or ``"float32"`` (or Paddle's dtype object of the last three).
         fp8_format: which 8-bit float.
         scale: a positive number, or a float32 tensor of one value on the device of ``source``.
         stream: see above.
@@ -217,6 +217,8 @@ def convert_fp8(
         [1.0, -0.3125, 224.0]
     """
     arguments.readable(source, "source")
+    if isinstance(to, paddle.dtype):
+        to = str(to).removeprefix("paddle.")
     _text(to, "to")
     _text(fp8_format, "fp8_format")
     tensor, number = arguments.scale(scale, "scale")

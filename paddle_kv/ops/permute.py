@@ -1,13 +1,10 @@
 """Block layouts that are independent of the engine: universal, operational, and their way to and from caches.
 
-============  ==========================================================  =========================================
-name          shape                                                       one chunk is
-============  ==========================================================  =========================================
-block stack   ``num_blocks * num_layers * num_outer`` chunks,             ``[tokens, heads, head size]`` (NHD) or
-              in order block, layer, outer                                ``[heads, tokens, head size]`` (HND)
-universal     ``[blocks, heads, layers, outer, tokens, head size]``       head first: can be cut for any number of ranks
-operational   ``[blocks, layers, outer, inner]``                          as in the block stack
-============  ==========================================================  =========================================
+- *block stack*: ``num_blocks * num_layers * num_outer`` chunks in order block, layer, outer; one chunk is
+  ``[tokens, heads, head size]`` (NHD) or ``[heads, tokens, head size]`` (HND)
+- *universal*: ``[blocks, heads, layers, outer, tokens, head size]``; heads come first, so it can be cut for any number
+  of ranks
+- *operational*: ``[blocks, layers, outer, inner]``; inner is one chunk as it is in the block stack
 
 ``outer`` counts what a layer keeps of a block: 2 for keys and values, 1 for a latent cache. The layouts and their names
 are those of Dynamo's block manager. All functions copy bits: any dtype will do.
@@ -70,6 +67,7 @@ def universal_from_block(
         num_outer: chunks of a layer.
         inner_layout: what a chunk is, ``"NHD"`` or ``"HND"``.
         out: contiguous ``[blocks, heads, layers, outer, tokens, head size]``, on the GPU or in pinned memory.
+        stream: see :mod:`paddle_kv.streams`.
 
     Returns:
         ``out``, or a new tensor where the first chunk is.
@@ -197,6 +195,7 @@ def universal_from_cache(
             is; ``PADDLE_KV_CHECK=1`` reads them back and checks them.
         layout: of the caches, ``"HND"`` or ``"NHD"``. Packed ones have to be converted first: ``ops.convert_layout``.
         out: contiguous ``[ids, heads, layers, outer, tokens, head size]`` with outer 2, or 1 without values.
+        stream: see :mod:`paddle_kv.streams`.
 
     Returns:
         ``out``, or a new tensor where the first cache is.
@@ -307,6 +306,7 @@ def reshard_universal(parts: Sequence[Tensor], target_tp: int, *, stream: Any = 
         parts: one contiguous tensor a rank, in rank order, ``[blocks, heads of the rank, layers, outer, tokens,
             head size]``, all of one shape and dtype.
         target_tp: ranks of the result.
+        stream: see :mod:`paddle_kv.streams`.
 
     Returns:
         ``target_tp`` new tensors in rank order.

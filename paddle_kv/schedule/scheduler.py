@@ -43,6 +43,12 @@ class LayerwiseScheduler:
         layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
         record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
 
+    Raises:
+        TypeError: not a cache and a pool.
+        ValueError: their specs differ, one lies in the memory of the other, a backend or an engine that is not there,
+            host memory that the GPU cannot reach.
+        RuntimeError: the pool is closed.
+
     Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own. Close it, or
     use a ``with`` block: streams and events of one that is only dropped stay until the next one is made or closed.
 
@@ -81,7 +87,7 @@ class LayerwiseScheduler:
             raise RuntimeError("the host pool is closed")
         if engine not in ENGINES:
             raise ValueError(f"engine = {engine!r} must be one of {', '.join(map(repr, ENGINES))}")
-        check_positive(layers_per_event, "layers_per_event")
+        layers_per_event = check_positive(layers_per_event, "layers_per_event")
         if device_cache.domain is host_pool.domain:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
@@ -120,14 +126,38 @@ class LayerwiseScheduler:
 
         Ordered after everything submitted to the compute stream before the call; with ``layerwise`` layer i is ordered
         after :meth:`Transfer.mark_layer_written` of i instead, so that saving overlaps with the computation of later
-        layers. Compute may write the blocks again only after ``wait_layer``, ``wait_on`` or ``wait``.
+        layers. Compute may write the blocks again only after ``wait_layer``, ``wait_on`` or ``wait``. The transfer
+        keeps the memory of both sides alive; the ids are copied.
+
+        Args:
+            device_block_ids: sources: a list, tuple, range, or a 1-D NumPy array or Paddle tensor of integers (one on a
+                GPU is read by the host). One may occur several times; none at all is a transfer that is over at once.
+            host_block_ids: as many targets, each once.
+            layerwise: the layers will be marked one by one.
+
+        Returns:
+            the transfer. It need not be kept: without a reference it ends all the same, but nobody hears of a failure.
 
         Raises:
+            TypeError: ids that are not integers.
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
             RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
             TransferError: a device block holds no usable data after a failed onload, or the submission failed. The
                 compute stream is ordered behind what was submitted of it.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> cache, pool = DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)
+            >>> with LayerwiseScheduler(cache, pool) as scheduler:
+            ...     save = scheduler.offload([2], [0], layerwise=True)
+            ...     for layer in range(spec.num_layers):
+            ...         cache.tensor("key", layer)[2] = layer + 1.0  # the model writes the layer
+            ...         save.mark_layer_written(layer)
+            ...     save.wait(timeout_s=10)
+            >>> [pool.view("key", layer, 0).max().item() for layer in range(2)]
+            [1.0, 2.0]
         """
         return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
 
@@ -140,8 +170,23 @@ class LayerwiseScheduler:
         Loads run one behind the other. An urgent one does not queue behind those before it, unless they share a block;
         None: it is urgent if it finds eight times its own bytes, and at least 64 MiB, in flight.
 
+        Args:
+            host_block_ids: sources, see :meth:`offload`. Blocks that were never saved are loaded as they are.
+            device_block_ids: as many targets, each once.
+            urgent: True, False, or None for the rule above.
+
         Raises:
             As :meth:`offload`, with the roles of device and host exchanged.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([2, 0], [6, 7])
+            ...     load = scheduler.onload([7, 7], [3, 4])  # behind the save; one host block into two device blocks
+            ...     load.wait(timeout_s=10)
+            ...     load.bytes == 2 * spec.num_layers * spec.block_bytes
+            True
         """
         return self._start("onload", device_block_ids, host_block_ids, layerwise=False, urgent=urgent)
 
@@ -201,8 +246,25 @@ class LayerwiseScheduler:
         return transfer
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
-        """An event behind everything submitted so far in that direction: a ``cupy.cuda.Event``, on the CPU backend an
-        object with ``done()`` and ``wait(timeout_s)``. On a GPU the caller is held until the copies have come near."""
+        """An event behind everything submitted so far in that direction, on its streams.
+
+        A ``cupy.cuda.Event``, which any stream may wait for; on the CPU backend an object with ``done()``,
+        ``wait(timeout_s)`` and ``synchronize()``. It says nothing of failures: ask the transfers. On a GPU the caller
+        is held until the copies have come near.
+
+        Raises:
+            ValueError: another direction than ``"onload"`` and ``"offload"``.
+            RuntimeError: closed.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([2], [0])
+            ...     scheduler.record_event("offload").synchronize()
+            ...     save.done()
+            True
+        """
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
         with hazards.lock:
@@ -236,7 +298,9 @@ class LayerwiseScheduler:
                 if not left:
                     return
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"{len(left)} transfers were not over after timeout_s = {timeout_s}")
+                    raise TimeoutError(
+                        f"{len(left)} transfers were not over after timeout_s = {timeout_s}; the first: {left[0]!r}"
+                    )
                 hazards.changed.wait(0.001)
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -271,9 +335,25 @@ class LayerwiseScheduler:
         release_abandoned()
 
     def stats(self) -> dict[str, int]:
-        """Counts since the scheduler was made, and what it holds now.
+        """Counts since the scheduler was made, and what it holds now. Asks events of the device; works after
+        :meth:`close`.
 
-        ``onload_us`` and ``offload_us`` are the sums of :attr:`Transfer.elapsed_ms` of the transfers that have arrived.
+        - ``onload_transfers``, ``offload_transfers``: transfers that were started
+        - ``onload_bytes``, ``offload_bytes``: bytes of them
+        - ``onload_us``, ``offload_us``: sum of :attr:`Transfer.elapsed_ms` of those that have arrived
+        - ``failed``, ``cancelled``: transfers that did not move everything
+        - ``in_flight``: transfers that are not over
+        - ``events``, ``streams``: that it holds
+        - ``pinned_bytes``: that its host pool holds
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([2, 3], [0, 1])
+            ...     scheduler.drain(timeout_s=10)
+            ...     [scheduler.stats()[name] for name in ("offload_transfers", "offload_bytes", "in_flight")]
+            [1, 384, 0]
         """
         with hazards.lock:
             hazards.collect()
@@ -318,6 +398,12 @@ class LayerwiseScheduler:
             raise RuntimeError("the scheduler was made before a fork; make one in this process")
         if self.host_pool.closed:
             raise RuntimeError("the host pool is closed")
+
+
+def check_scheduler(scheduler: Any) -> None:
+    """TypeError unless it is a scheduler."""
+    if not isinstance(scheduler, LayerwiseScheduler):
+        raise TypeError(f"scheduler is {type(scheduler).__name__}; a LayerwiseScheduler is expected")
 
 
 @atexit.register

@@ -12,7 +12,14 @@ from .transfer import Transfer
 
 @dataclass(frozen=True)
 class Span:
-    """One bar: something that one lane did for one layer."""
+    """One bar: something that one lane did for one layer.
+
+    Attributes:
+        lane: the row, for example ``"model"``.
+        layer: of what.
+        start_ms: milliseconds since the scheduler was made.
+        end_ms: the same.
+    """
 
     lane: str
     layer: int
@@ -50,7 +57,9 @@ def write_trace(path: Path | str, transfers: Iterable[Transfer] = (), spans: Seq
         spans: drawn in front of them, lanes in order of appearance.
 
     Raises:
-        ValueError: a transfer's times are not known, see :func:`spans_of`.
+        TypeError: ``transfers`` or ``spans`` holds something else.
+        ValueError: a transfer's times are not known, see :func:`spans_of`: leave out those that have an ``error``, and
+            those that are not ``done()``. Nothing is written.
 
     Example:
         >>> import json, tempfile, pathlib
@@ -65,6 +74,12 @@ def write_trace(path: Path | str, transfers: Iterable[Transfer] = (), spans: Seq
         >>> [event["name"] for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
         ['model layer 0', 'offload layer 0', 'offload layer 1']
     """
+    if isinstance(transfers, Transfer):
+        raise TypeError(f"transfers is {transfers!r}; a list of Transfer is expected")
+    for name, items, kind in (("transfers", transfers := list(transfers), Transfer), ("spans", spans, Span)):
+        for number, item in enumerate(items):
+            if not isinstance(item, kind):
+                raise TypeError(f"{name}[{number}] is {item!r}; a {kind.__name__} is expected")
     events = [_event(span, {}) for span in spans]
     for number, transfer in enumerate(transfers):
         facts = {"transfer": number, "transfer_bytes": transfer.bytes, "transfer_ms": transfer.elapsed_ms}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from ..backend.protocol import Event, LayerWork, Stream
@@ -31,10 +32,33 @@ POLL_S = 0.001  # how often a wait for something that is not submitted looks aga
 
 
 class Transfer:
-    """A load or save in flight.
+    """A load or save: what the calls of a scheduler return, as long as anybody refers to it.
+
+    Any thread may call, several at once. Once it has failed or was cancelled, every call but ``done``, ``cancel`` and
+    the attributes raises the same :class:`~paddle_kv.TransferError`.
 
     Attributes:
         bytes: bytes that it moves.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+        ...     save = scheduler.offload([2], [0], layerwise=True)
+        ...     for layer in range(save.num_layers):
+        ...         save.mark_layer_written(layer)  # behind the work that writes it
+        ...     save.wait_on()  # work from here on may overwrite device block 2
+        ...     save.wait(timeout_s=10)
+        ...     aborted = scheduler.offload([3], [1], layerwise=True)
+        ...     aborted.mark_layer_written(0)
+        ...     aborted.cancel()  # layer 1 was never marked
+        ...     try:
+        ...         aborted.wait(timeout_s=10)
+        ...     except TransferError as error:
+        ...         print(error, error.layer, error.block_ids)
+        ...     save.done(), save.error, aborted.done(), aborted.error is not None
+        offload was cancelled before layer 1 was moved 1 [1]
+        (True, None, True, True)
     """
 
     def __init__(self, scheduler: LayerwiseScheduler, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
@@ -65,6 +89,17 @@ class Transfer:
         self._elapsed_ms = float("nan")
         self._layer_times_ms: list[tuple[float, float]] = []
 
+    def __repr__(self) -> str:
+        """Does not look at the device: a transfer that nobody has waited for or asked may be further than it says."""
+        blocks = len(self._plan.device_ids)
+        if self._error is not None:
+            state = str(self._error)
+        elif self._over:
+            state = "done"
+        else:
+            state = f"in flight, {self._num_unsubmitted} of {self._plan.num_groups} parts to be submitted"
+        return f"<{type(self).__name__}: {self._plan.direction} of {blocks} blocks, {self.bytes} bytes; {state}>"
+
     # ---- what the user calls ----
     def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
         """Work submitted to ``stream`` from now on runs after layer ``layer`` of this transfer.
@@ -81,7 +116,7 @@ class Transfer:
             TimeoutError: ``timeout_s`` is over.
             TransferError: the transfer failed or was cancelled.
         """
-        self._check_layer(layer)
+        layer = self._layer_index(layer)
         check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
@@ -91,7 +126,7 @@ class Transfer:
             self._raise_if_failed()
             group = self._plan.group_of(layer)
             while self._events[group] is None and not self._over:
-                self._sleep_until_changed(started, timeout_s, f"layer {layer} was not submitted")
+                self._sleep_until_changed(started, timeout_s, layer)
                 self._raise_if_failed()
             if self._over:
                 return
@@ -106,10 +141,11 @@ class Transfer:
         the scheduler if not given.
 
         Raises:
+            IndexError: no such layer.
             ValueError: the transfer is not a layerwise offload, or the layer is marked already.
             TransferError: the transfer failed or was cancelled.
         """
-        self._check_layer(layer)
+        layer = self._layer_index(layer)
         if self._marks is None:
             raise ValueError("mark_layer_written is for offload(..., layerwise=True); this transfer is not layerwise")
         queue = self._scheduler._compute_stream(stream)
@@ -130,14 +166,19 @@ class Transfer:
             self._raise_if_failed()
 
     def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
-        """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers."""
+        """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers.
+
+        Raises:
+            TimeoutError: ``timeout_s`` is over before the last layer was submitted (CPU backend: before it was there).
+            TransferError: the transfer failed or was cancelled.
+        """
         check_timeout(timeout_s)
         queue = self._scheduler._compute_stream(stream)
         started = time.monotonic()
         with hazards.changed:
             self._raise_if_failed()
             while not self._all_submitted and not self._over:
-                self._sleep_until_changed(started, timeout_s, "a layer was not submitted")
+                self._sleep_until_changed(started, timeout_s)
                 self._raise_if_failed()
             if self._over:
                 return
@@ -161,7 +202,7 @@ class Transfer:
                     self._raise_if_failed()
                     return
                 if not self._all_submitted and not self._dropped:
-                    self._sleep_until_changed(started, timeout_s, "a layer was not submitted")
+                    self._sleep_until_changed(started, timeout_s)
                     continue
                 event = self._last_event
                 self._host_waits += 1
@@ -535,18 +576,33 @@ class Transfer:
         domain: hazards.BlockDomain = pool.domain
         return domain
 
-    def _check_layer(self, layer: int) -> None:
-        if isinstance(layer, bool) or not hasattr(layer, "__index__"):
+    def _layer_index(self, layer: Any) -> int:
+        if isinstance(layer, bool) or not isinstance(layer, Integral):  # tensors have an index, floats of theirs too
             raise TypeError(f"layer is {layer!r}; an integer is expected")
-        if not 0 <= layer < self._plan.num_layers:
-            raise IndexError(f"layer = {layer} must be in [0, {self._plan.num_layers})")
+        found = int(layer)
+        if not 0 <= found < self._plan.num_layers:
+            raise IndexError(f"layer = {found} must be in [0, {self._plan.num_layers})")
+        return found
 
-    def _sleep_until_changed(self, started: float, timeout_s: float | None, what: str) -> None:
+    def _sleep_until_changed(self, started: float, timeout_s: float | None, layer: int | None = None) -> None:
         """Under the lock, which it gives up for a moment; raises the error or TimeoutError."""
         if timeout_s is not None and time.monotonic() - started >= timeout_s:
-            raise TimeoutError(f"{what} within timeout_s = {timeout_s}")
+            what = "a layer" if layer is None else f"layer {layer}"
+            raise TimeoutError(
+                f"{what} was not submitted within timeout_s = {timeout_s}; {self._what_is_missing(layer)}"
+            )
         hazards.changed.wait(POLL_S)
         hazards.collect()
+
+    def _what_is_missing(self, layer: int | None) -> str:
+        """Under the lock: why the layer (None: one of all) is not submitted."""
+        if self._marks is not None:
+            plan = self._plan
+            asked = range(plan.num_layers) if layer is None else plan.layers_of(plan.group_of(layer))
+            unmarked = [one for one in asked if self._marks[one] is None]
+            if unmarked:
+                return f"mark_layer_written was not called for {_text_of(unmarked)}"
+        return "it waits for a layerwise offload of the same blocks, of which layers are not marked"
 
     def _wait_behind(
         self, queue: Stream, event: Event, groups: set[int], started: float, timeout_s: float | None
@@ -582,3 +638,12 @@ def depend(transfer: Transfer, reads_from: set[Any], others: set[Any]) -> None:
     transfer._depends_on = reads_from | others
     for before in transfer._depends_on:
         before._dependents.append(transfer)
+
+
+def _text_of(layers: list[int]) -> str:
+    """``layer 3``, or ``layers 3, 4 and 12 more``."""
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
+    shown = layers if len(layers) <= 4 else layers[:3]
+    rest = f" and {len(layers) - len(shown)} more" if len(shown) < len(layers) else ""
+    return f"layers {', '.join(map(str, shown))}{rest}"

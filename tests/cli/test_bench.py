@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import paddle_kv
 from paddle_kv.bench import methods
 from paddle_kv.cli.main import app
 from paddle_kv.memory.host_memory import has_gpu
@@ -208,3 +212,48 @@ def test_calibrate_needs_a_gpu():
     result = CliRunner().invoke(app, ["bench", "--calibrate"])
     assert result.exit_code == 2
     assert "--calibrate measures the engines of a GPU" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--layers", "33"], "layers = 33 must be in [1, 32], the layers of Llama-3.1-8B"),
+        (["bench", "--repeats", "0"], "--repeats"),
+        (["bench", "--warmups", "-1"], "--warmups"),
+        (["bench", "--blocks", str(10**9)], "bytes of host memory are needed"),
+        (["bench", "--json", "nowhere/at/all.json"], "there is no folder nowhere/at for all.json"),
+        (["soak", "--minutes", "-1"], "--minutes"),
+        (["soak", "--json", "."], "is a folder; a file is expected"),
+        (["bench", "--plot", "rates.txt"], "rates.txt must end in .png"),
+        (["replay", "trace.jsonl", "--plot", "pyproject.toml"], "pyproject.toml is a file; a folder is expected"),
+        (["replay", "trace.jsonl", "--csv", "nowhere/rows.csv"], "there is no folder nowhere for rows.csv"),
+    ],
+)
+def test_what_cannot_end_well_does_not_begin(arguments, message, monkeypatch):
+    def never(*_args, **_options):
+        raise AssertionError("it has begun to measure")
+
+    monkeypatch.setattr("paddle_kv.bench.run.make_case", never)
+    monkeypatch.setattr("paddle_kv.cli.soak.Soak", never)
+    monkeypatch.setattr("paddle_kv.cli.main.read_trace", never)
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_methods_that_do_not_fit_are_named():
+    report = run("bench", "--op", "copy_blocks", *SMALL, "--backend", "scheduler", "--backend", "copy_blocks")
+    assert "not for this operation, pattern or machine: scheduler\n" in report
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "paddle_kv", "env", "--json"],
+        env={**os.environ, "PADDLE_KV_CHECK": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    facts = json.loads(done.stdout)
+    assert facts["paddle_kv"].startswith(paddle_kv.__version__)
+    assert facts["variables"]["PADDLE_KV_CHECK"] == "0"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import numpy as np
 import pytest
 from docs_site import section_of_readme, without_files
 
+import paddle_kv.integrations
+import paddle_kv.offload
+import paddle_kv.ops
 from tests.schedule.rig import Copies
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,3 +88,31 @@ def test_every_page_is_in_the_navigation() -> None:
     named = set(re.findall(r"^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     named |= set(re.findall(r"^  - [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     assert named == set(map(name_of, PAGES))
+
+
+PUBLIC = [
+    f"{module.__name__}.{name}"
+    for module in (paddle_kv, paddle_kv.ops, paddle_kv.offload, paddle_kv.integrations)
+    for name in module.__all__
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_a_docstring_and_a_place_in_the_api_pages(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    public = getattr(sys.modules[module], last)
+    if inspect.ismodule(public) or isinstance(public, dict):
+        return
+    assert inspect.getdoc(public)
+    pages = "".join(page.read_text() for page in sorted((DOCS / "api").glob("*.md")))
+    directives = re.findall(r"^::: (\S+)\n(?:    options:\n      members: \[(.*)\])?", pages, re.M)
+    shown = {f"{path}.{member.strip()}" for path, members in directives for member in members.split(",")}
+    whole = {path for path, members in directives if not members}
+    place = f"{public.__module__}.{public.__name__}"
+    assert {place, public.__module__} & whole or place in shown, f"{place} is on no page of docs/api"
+
+
+def test_operators_have_an_example() -> None:
+    assert [name for name in paddle_kv.ops.__all__ if ">>>" not in getattr(paddle_kv.ops, name).__doc__] == []
+    guide = (DOCS / "guides" / "operators.md").read_text()
+    assert [name for name in paddle_kv.ops.__all__ if name.removesuffix("_async") not in guide] == []

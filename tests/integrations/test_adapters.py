@@ -100,3 +100,35 @@ def test_vllm_one_host_block_into_two(rig: Rig, scheduler: LayerwiseScheduler) -
     CacheEngine(scheduler).swap_in({4: [1, 2]}).wait(WAIT_S)
     rig.expect_onload([4, 4], [1, 2])
     rig.check()
+
+
+@pytest.mark.parametrize("adapter", [CacheEngine, CacheTransferManager])
+def test_adapters_name_what_is_no_scheduler(rig: Rig, adapter: type) -> None:
+    with pytest.raises(TypeError, match="scheduler is DeviceCache; a LayerwiseScheduler is expected"):
+        adapter(rig.cache)
+
+
+def test_fastdeploy_refuses_a_callback_before_anything_moves(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+    manager = CacheTransferManager(scheduler)
+    with pytest.raises(TypeError, match="on_layer_complete is 3"):
+        manager.load_layers_to_device_async(range(LAYERS), [3], [0], 3)  # type: ignore[arg-type]
+    assert scheduler.stats()["onload_transfers"] == 0
+    rig.check()
+
+
+def test_fastdeploy_events_behind_all_loads_can_be_synchronized(
+    rig: Rig, scheduler: LayerwiseScheduler, copies: Copies
+) -> None:
+    manager = CacheTransferManager(scheduler)
+    copies.hold("onload", 4)
+    manager.load_layers_to_device_async(range(LAYERS), [3], [0])
+    event = manager.record_input_stream_event()
+    waiting = threading.Thread(target=event.synchronize)
+    waiting.start()
+    waiting.join(SHORT_S)
+    assert waiting.is_alive()
+    copies.go_on()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    rig.expect_onload([3], [0])
+    rig.check()

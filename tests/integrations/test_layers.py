@@ -166,3 +166,56 @@ def test_wrong_arguments_are_named(scheduler: LayerwiseScheduler) -> None:
         ForwardPass(scheduler.onload([], []))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="saves is"):
         ForwardPass(saves=[None])  # type: ignore[list-item]
+
+
+def test_a_layer_is_hooked_once() -> None:
+    layer, other = paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"layers\[2\] is layers\[0\] again"):
+        LayerHooks([layer, other, layer])
+    assert not layer._forward_pre_hooks
+    assert not other._forward_pre_hooks
+
+
+def test_a_load_is_not_given_to_hooks_that_are_removed(scheduler: LayerwiseScheduler) -> None:
+    runner = Runner("hooks")
+    assert runner.hooks is not None
+    runner.hooks.remove()
+    save = scheduler.offload([5], [2], layerwise=True)
+    load = scheduler.onload([4], [3])
+    with pytest.raises(RuntimeError, match="the hooks are removed"), runner.hooks.forward_pass([load], [save]):
+        raise AssertionError("the model would run without a wait")
+    assert "cancelled" in str(save.error)
+    load.wait(WAIT_S)
+
+
+def test_a_pass_that_cannot_begin_cancels_its_saves(scheduler: LayerwiseScheduler) -> None:
+    hooks = Runner("hooks").hooks
+    assert hooks is not None
+    save = scheduler.offload([5], [2], layerwise=True)
+    with hooks.forward_pass(), pytest.raises(RuntimeError, match="running already"), hooks.forward_pass([], [save]):
+        pass
+    assert "cancelled" in str(save.error)
+
+
+@pytest.mark.parametrize("count", [LAYERS - 1, LAYERS + 1])
+def test_the_hooks_are_on_as_many_layers_as_a_transfer_has(scheduler: LayerwiseScheduler, count: int) -> None:
+    hooks = LayerHooks([paddle.nn.Linear(2, 2) for _ in range(count)])
+    load, save = scheduler.onload([4], [3]), scheduler.offload([5], [2], layerwise=True)
+    message = f"the hooks are on {count} layers, a transfer has {LAYERS}"
+    with pytest.raises(ValueError, match=message), hooks.forward_pass([load], [save]):
+        raise AssertionError("a layer would run without a wait")
+    assert "cancelled" in str(save.error)
+    with hooks.forward_pass():
+        pass
+    load.wait(WAIT_S)
+
+
+def test_transfers_may_come_from_a_generator(scheduler: LayerwiseScheduler) -> None:
+    save = scheduler.offload([5], [2], layerwise=True)
+    with ForwardPass(saves=(one for one in [save])) as layers:  # type: ignore[arg-type]
+        for number in range(LAYERS):
+            with layers.layer(number):
+                pass
+    save.wait(WAIT_S)
+    with pytest.raises(TypeError, match="loads is None"):
+        ForwardPass(None)  # type: ignore[arg-type]

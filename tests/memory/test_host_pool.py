@@ -426,3 +426,10 @@ def test_a_pool_that_is_gone_leaves_its_memory_to_others():
     del first
     gc.collect()
     HostPool.adopt(make_spec(num_layers=3), {name: layers[2:] for name, layers in pointers.items()}, 6).close()
+
+
+def test_the_stride_of_what_is_not_there() -> None:
+    pool = HostPool(make_spec(), 3)
+    with pytest.raises(ValueError, match="name = 'nothing' must be one of"):
+        pool.stride_bytes("nothing")
+    pool.close()

@@ -80,3 +80,16 @@ def test_a_salt_is_bytes() -> None:
         BlockHasher(1, "model")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="request_salt is str"):
         BlockHasher(1)([1], "lora")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tokens", [None, "text", b"text", (i for i in range(3))])
+def test_what_is_no_sequence_is_named(tokens: object) -> None:
+    with pytest.raises(TypeError, match=f"token_ids is {type(tokens).__name__}; a 1-D sequence of integers"):
+        BlockHasher(1)(tokens)
+
+
+def test_the_parts_of_a_salt_are_strings() -> None:
+    with pytest.raises(TypeError, match="model is bytes"):
+        cache_salt(b"model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="lora is NoneType"):
+        cache_salt("model", lora=None)  # type: ignore[arg-type]

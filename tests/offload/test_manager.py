@@ -482,3 +482,31 @@ def test_threads_share_a_manager(server: Server) -> None:
     stats = server.manager.stats()
     assert stats["pinned_blocks"] == stats["saving_blocks"] == 0
     assert stats["blocks"] == HOST_BLOCKS - server.free
+
+
+def test_a_policy_is_an_object_and_not_its_class() -> None:
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        with pytest.raises(
+            TypeError, match=r"policy is <class .*Lru'>; a name or an object with the methods of Policy"
+        ):
+            KVOffloadManager(scheduler, policy=Lru)  # type: ignore[arg-type]
+        KVOffloadManager(scheduler, policy=Lru()).close()
+
+
+@pytest.mark.parametrize("call", ["save", "blocks_full", "blocks_evicted"])
+def test_loads_may_come_from_a_generator(server: Server, copies: Copies, call: str) -> None:
+    """One that is read only to look at it would leave the save without its loads."""
+    hashes = server.hashes(2)
+    server.save(hashes[:1], [9])
+    copies.hold("onload", 3)
+    copies.fail("onload", 3, OSError("lost"))
+    load = server.manager.onload(hashes[:1], [0])
+    save = getattr(server.manager, call)(hashes[1:], [3], computed_from=(one for one in [load]))
+    save.wait(WAIT_S)
+    copies.go_on()
+    settle_failure(load)
+    assert server.present(hashes) == 1
+    assert server.manager.stats()["failed_saves"] == 1
+    with pytest.raises(TypeError, match="computed_from is None; a list of Transfer is expected"):
+        getattr(server.manager, call)(hashes[1:], [3], computed_from=None)

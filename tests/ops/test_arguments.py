@@ -131,3 +131,29 @@ def test_a_tensor_without_memory(look) -> None:
     may_be_read = has_place(paddle.Tensor()) and look in (arguments.readable, arguments.strided)
     with contextlib.nullcontext() if may_be_read else pytest.raises(ValueError, match=r"x (holds no|has shape)"):
         look(paddle.Tensor(), "x")
+
+
+@pytest.mark.parametrize(
+    ("given_", "kind"),
+    [
+        ((i for i in (1, 2)), "generator"),
+        ({1, 2}, "set"),
+        ({1: 2}.keys(), "dict_keys"),
+        (map(int, "12"), "map"),
+    ],
+)
+def test_what_is_no_sequence_is_named(given_: object, kind: str) -> None:
+    expected = rf"ids is {kind}; integers are expected \(list, tuple, range, array or tensor\)"
+    for read in (arguments.block_ids, arguments.id_array, arguments.pair_array):
+        with pytest.raises(TypeError, match=expected):
+            read(given_, "ids")
+
+
+def test_a_number_is_no_list_of_addresses() -> None:
+    with pytest.raises(ValueError, match=r"source_pointers has shape \[\]; a 1-D list of integers is expected"):
+        arguments.addresses(1 << 20, "source_pointers")
+
+
+def test_a_tensor_is_no_integer() -> None:
+    with pytest.raises(TypeError, match=r"total_tokens is a tensor; an integer is expected: int\(tensor\)"):
+        arguments.integer(paddle.to_tensor(9), "total_tokens")

@@ -206,3 +206,16 @@ def test_in_a_traced_program(machine: Machine, full_graph: bool) -> None:
             expected = reference.dequantize(codes, 0.25, "fp8_e4m3", "float16")
             assert str(result.dtype) == "paddle.float16"
             np.testing.assert_array_equal(bits(result, np.uint16), expected.view(np.uint16))
+
+
+def test_the_target_may_be_a_dtype_of_paddle() -> None:
+    codes = paddle.to_tensor(np.arange(256, dtype="uint8"), place=paddle.CPUPlace())
+    for dtype in (paddle.float16, paddle.bfloat16, paddle.float32):
+        found = ops.convert_fp8(codes, to=dtype)
+        expected = ops.convert_fp8(codes, to=str(dtype).removeprefix("paddle."))
+        assert found.dtype == expected.dtype == dtype
+        assert found.numpy().tobytes() == expected.numpy().tobytes()
+    with pytest.raises(ValueError, match='to = "int8" must be "fp8", "float16", "bfloat16" or "float32"'):
+        ops.convert_fp8(codes, to=paddle.int8)
+    with pytest.raises(TypeError, match="to is None"):
+        ops.convert_fp8(codes, to=None)

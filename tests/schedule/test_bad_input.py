@@ -220,3 +220,28 @@ def test_a_pool_in_the_memory_of_the_cache(rig):
     bytes_at(pointers["key"][0], 4)[:] = 1
     with pytest.raises(ValueError, match=r"host_pool lies in the memory of device_cache"):
         LayerwiseScheduler(cache, pool)
+
+
+@pytest.mark.parametrize("layer", [np.int64(1), np.uint8(1)], ids=["int64", "uint8"])
+def test_a_layer_may_be_any_integer(rig, layer):
+    with LayerwiseScheduler(rig.cache, rig.pool) as made:
+        save = made.offload([2], [3], layerwise=True)
+        save.mark_layer_written(layer)
+        save.wait_layer(layer, timeout_s=WAIT_S)
+        with pytest.raises(ValueError, match="layer = 1 is marked as written already"):
+            save.mark_layer_written(layer)
+        save.cancel()
+        rig.expect_offload([2], [3], layers=[1])
+        made.drain(WAIT_S)
+        rig.check()
+
+
+@pytest.mark.parametrize(
+    "layer", [None, "1", 1.0, True, *map(cpu_tensor, (np.array([0, 1]), np.array(1.0), np.array(1)))]
+)
+def test_a_layer_that_is_no_integer_is_named(rig, layer):
+    with LayerwiseScheduler(rig.cache, rig.pool) as made:
+        load = made.onload([2], [3])
+        with pytest.raises(TypeError, match=r"(?s)layer is .*; an integer is expected"):
+            load.wait_layer(layer)
+        load.wait(WAIT_S)

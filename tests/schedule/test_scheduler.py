@@ -709,3 +709,31 @@ def test_works_under_no_grad_and_on_paddle_tensors_written_by_paddle(rig):
             pool.view("scale", 4, 1)[:] = 3.5
         scheduler.onload([1], [0]).wait(WAIT_S)
         assert cache.tensor("scale", 4)[0].numpy().tolist() == [3.5] * 3
+
+
+def test_a_time_out_names_the_layers_that_were_not_marked(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([5], [2], layerwise=True)
+        save.mark_layer_written(1)
+        load = scheduler.onload([2], [7])
+        for wait in (save.wait, lambda timeout_s: save.wait_on(timeout_s=timeout_s)):
+            with pytest.raises(TimeoutError, match=r"mark_layer_written was not called for layers 0, 2, 3, 4$"):
+                wait(SHORT_S)
+        with pytest.raises(TimeoutError, match=r"mark_layer_written was not called for layer 3$"):
+            save.wait_layer(3, timeout_s=SHORT_S)
+        with pytest.raises(TimeoutError, match="it waits for a layerwise offload of the same blocks"):
+            load.wait_layer(0, timeout_s=SHORT_S)
+        save.cancel()
+
+
+def test_a_transfer_tells_what_it_is(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([5, 6], [2, 3], layerwise=True)
+        size = f"{2 * rig.cache.spec.num_layers * rig.cache.spec.block_bytes} bytes"
+        save.mark_layer_written(0)
+        assert repr(save) == f"<Transfer: offload of 2 blocks, {size}; in flight, 4 of 5 parts to be submitted>"
+        save.cancel()
+        assert repr(save) == f"<Transfer: offload of 2 blocks, {size}; offload was cancelled before layer 1 was moved>"
+        load = scheduler.onload([7, 8], [0, 1])
+        load.wait(WAIT_S)
+        assert repr(load) == f"<Transfer: onload of 2 blocks, {size}; done>"

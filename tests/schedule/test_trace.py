@@ -54,3 +54,20 @@ def test_a_transfer_without_times_is_refused(rig: Rig, copies: Copies, tmp_path:
         with pytest.raises(ValueError, match="has not failed"):
             spans_of(save)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_of_a_trace_are_named(rig: Rig, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with LayerwiseScheduler(rig.cache, rig.pool, record_layer_times=True) as scheduler:
+        load = scheduler.onload([3], [0])
+        load.wait()
+        with pytest.raises(TypeError, match=r"transfers is <Transfer: onload of 1 blocks, .*; a list of Transfer is"):
+            write_trace(path, load)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"transfers\[1\] is None; a Transfer is expected"):
+            write_trace(path, [load, None])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"spans\[0\] is \('model', 0, 0.0, 1.0\); a Span is expected"):
+            write_trace(path, [load], [("model", 0, 0.0, 1.0)])  # type: ignore[list-item]
+        assert not path.exists()
+        write_trace(path, (one for one in [load]))
+    assert len(spans_of(load)) == LAYERS
+    assert sum(event["ph"] == "X" for event in json.loads(path.read_text())["traceEvents"]) == LAYERS

@@ -93,7 +93,7 @@ void CheckSlots(const StridedInput& slot_mapping, int64_t slot_limit, int64_t ro
   if (rows < write->tokens || (rows > write->tokens && !padded)) {
     ThrowValueError(rows_name + " has " + std::to_string(rows) + " tokens, slot_mapping has " +
                     std::to_string(write->tokens) +
-                    (rows < write->tokens ? "; a slot without a token" : "; set padded=True if the last are padding"));
+                    (rows < write->tokens ? "; each slot needs a token" : "; set padded=True if the last are padding"));
   }
   write->slots = {slot_mapping.data, slot_mapping.strides[0] / slot_mapping.ItemBytes(), slot_limit, is_int64};
 }
