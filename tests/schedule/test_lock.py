@@ -33,7 +33,10 @@ UNDER_THE_LOCK: list[tuple[Any, list[str]]] = [
     (checksum, ["forget"]),
     (checksum.ChecksumObserver, ["check", "started", "over"]),
 ]
-OF_A_MANAGER = ["admit", "pin", "unpin", "remove", "evict", "lookup"]
+OF_A_MANAGER: list[tuple[Any, list[str]]] = [
+    (index.BlockIndex, ["admit", "pin", "unpin", "remove", "evict", "lookup"]),
+    (KVOffloadManager, ["_settle", "_give_back", "_take_slots"]),
+]
 
 
 class Watch:
@@ -42,7 +45,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[str] = []
-        self.manager_locks: dict[index.BlockIndex, Any] = {}
+        self.manager_locks: dict[Any, Any] = {}
         self._patch = monkeypatch
 
     def calls(self, owner: Any, name: str, lock: Callable[..., Any] = lambda *_: hazards.lock) -> None:
@@ -104,8 +107,9 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
             made.calls(owner, name)
     for owner, attributes in SHARED.items():
         made.writes(owner, attributes)
-    for name in OF_A_MANAGER:
-        made.calls(index.BlockIndex, name, lambda blocks, *_: made.manager_locks.get(blocks, hazards.lock))
+    for owner, names in OF_A_MANAGER:
+        for name in names:
+            made.calls(owner, name, lambda *arguments: made.manager_locks[arguments[0]])
     Guarded.watch = made
     attached = hazards._attached
     monkeypatch.setattr(hazards, "_attached", Guarded(attached))
@@ -190,7 +194,8 @@ def test_a_manager(watch):
     rig = guarded_rig()
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         manager = KVOffloadManager(scheduler)
-        watch.manager_locks[manager._index] = manager._lock
+        watch.manager_locks = {manager: manager._lock, manager._index: manager._lock}
+        watch.calls(rig.pool, "allocate")  # nobody else may take the blocks that the manager has counted
         manager.save([b"a", b"b", b"c"], [1, 2, 3]).wait(WAIT_S)
         with manager.lookup([b"a", b"b", b"c"]) as lease:
             lease.keep_first(2)

@@ -131,6 +131,7 @@ def test_no_blocks_is_a_transfer_that_is_over(rig, layerwise):
             transfer.wait(0)
             transfer.cancel()
             assert transfer.error is None
+            assert transfer.elapsed_ms == 0.0
     rig.check()
 
 
