@@ -155,7 +155,7 @@ class KVOffloadManager:
             raise ValueError(f"capacity_bytes = {capacity_bytes} must be at least one block, {self._block_bytes}")
         if isinstance(policy, str):
             policy = make_policy(policy, capacity_blocks)
-        elif not callable(getattr(policy, "victim", None)):
+        elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
@@ -291,14 +291,10 @@ class KVOffloadManager:
     def blocks_to_recompute(self, load: Transfer) -> list[int]:
         """Positions in the ``hashes`` of that :meth:`onload` whose device blocks hold no usable data because it failed
         or was cancelled; empty for one that did not fail (so far: ask after it is over)."""
-        with self._lock:
-            if load not in self._targets:
-                raise ValueError("load is not a transfer that this manager's onload has returned")
-            device_ids = self._targets[load]
-        if load.error is None:
-            return []
-        unusable = set(getattr(load.error, "block_ids", device_ids))
-        return [position for position, device_id in enumerate(device_ids) if device_id in unusable]
+        if load not in self._targets:
+            raise ValueError("load is not a transfer that this manager's onload has returned")
+        device_ids = self._targets[load]
+        return [] if load.error is None else list(range(len(device_ids)))
 
     # ---- room ----
     def evict(self, num_blocks: int) -> int:
@@ -348,8 +344,6 @@ class KVOffloadManager:
         """Drops what its saves have not submitted yet, forgets all blocks and gives them back to the pool, which hands
         them out again once no transfer holds them. Again: does nothing."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             for moving in self._moving:
                 if moving.saving:
@@ -367,8 +361,6 @@ class KVOffloadManager:
             raise RuntimeError("the offload manager is closed")
         while self._lost:
             self._index.unpin(self._lost.pop())
-        if not self._moving:
-            return
         running = []
         for moving in self._moving:
             if not moving.done():

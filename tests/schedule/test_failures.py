@@ -239,6 +239,30 @@ def test_poison_is_known_to_every_scheduler_on_the_memory(rig, copies):
             two.offload([1], [3])
 
 
+def test_the_error_of_a_transfer_that_nobody_waits_for(rig, copies):
+    copies.fail("onload", 0, Broken("x"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load = scheduler.onload([4], [1])
+        assert scheduler.record_event("onload").wait(WAIT_S)
+        assert load.error is not None
+        assert load.error.layer == 0
+
+
+def test_a_failed_transfer_that_is_cancelled_counts_as_failed(rig, copies):
+    backend = FailingBackend()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        copies.hold("offload", 0)
+        save = scheduler.offload([1], [4], layerwise=True)
+        save.mark_layer_written(0)
+        backend.fail("copy_layers", 1, Broken("x"))
+        with pytest.raises(TransferError, match="x"):
+            save.mark_layer_written(1)
+        save.cancel()
+        copies.go_on()
+        scheduler.drain(WAIT_S)
+        assert [scheduler.stats()[name] for name in ("failed", "cancelled")] == [1, 0]
+
+
 def test_a_layer_that_waits_for_its_mark_hears_of_a_failed_source(rig, copies):
     """Nobody else asks: the wait itself has to look at the load that the save reads."""
     copies.fail("onload", 0, Broken("x"))
@@ -401,6 +425,7 @@ def test_those_behind_a_cancelled_one_keep_its_order(rig, copies):
         last = scheduler.offload([3], [4])  # and again
         save.cancel()
         assert save.done()
+        assert last._all_submitted  # behind the load: the device waits, nobody has to look when that is over
         assert not rig.pool.domain.try_lease([4], write=False)
         time.sleep(SHORT_S)
         rig.check()
@@ -410,6 +435,35 @@ def test_those_behind_a_cancelled_one_keep_its_order(rig, copies):
         rig.expect_onload([4], [1])
         rig.expect_offload([3], [4])
         rig.check()
+
+
+def test_those_behind_a_cancelled_one_follow_layer_by_layer(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first = scheduler.offload([1], [4], layerwise=True)
+        cancelled = scheduler.offload([2], [4], layerwise=True)
+        last = scheduler.offload([3], [4])
+        cancelled.cancel()
+        with pytest.raises(TimeoutError):
+            last.wait_layer(2, timeout_s=SHORT_S)
+        first.mark_layer_written(2)
+        last.wait_layer(2, timeout_s=WAIT_S)
+        rig.expect_offload([3], [4], layers=[2])
+        rig.check()
+        first.cancel()
+
+
+def test_the_first_error_stays(rig, copies):
+    copies.hold("offload", 0)
+    copies.fail("offload", 0, Broken("x"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [4], layerwise=True)
+        save.mark_layer_written(0)
+        save.cancel()
+        cancelled = save.error
+        copies.go_on()
+        with pytest.raises(TransferError, match="cancelled before layer 1") as error:
+            save.wait(WAIT_S)
+        assert error.value is save.error is cancelled
 
 
 def test_many_cancelled_ones_in_a_row_cost_no_more_than_their_number(rig):

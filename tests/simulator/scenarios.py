@@ -611,6 +611,22 @@ def lease_on_the_target_of_a_cancelled_save(s: Setting) -> None:
     read_layer_by_layer(s, scheduler.onload([2], [1]), 1, "prefix")
 
 
+def order_behind_a_cancelled_one_that_is_over(s: Setting) -> None:
+    """Its events are given back when it is over, while those before it still run."""
+    first, second = s.scheduler(), s.scheduler()
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    load = first.onload([3], [1])
+    half = first.offload([2], [3], layerwise=True)
+    half.mark_layer_written(0)
+    half.cancel()
+    half.done()
+    save = second.offload([0], [3])
+    read_layer_by_layer(s, load, 1, "prefix")
+    save.wait()
+    s.assert_host(3, "prompt")
+
+
 def close_of_a_scheduler_that_others_wait_for(s: Setting) -> None:
     first, second = s.scheduler(), s.scheduler()
     s.compute(writes=0, version="prompt")
