@@ -149,6 +149,17 @@ def test_saves_and_loads(watch):
     rig.pool.close()
 
 
+def test_events_of_a_direction(watch, monkeypatch):
+    rig = guarded_rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, monkeypatch.context() as while_open:
+        of_resources = Watch(while_open)
+        for name in ("take_events", "give_back"):
+            of_resources.calls(scheduler._resources, name)
+        scheduler.onload([4], [1], urgent=True).wait(WAIT_S)
+        scheduler.record_event("onload").wait(WAIT_S)
+        assert of_resources.found == []
+
+
 def test_what_fails(watch, copies, monkeypatch):
     rig = guarded_rig()
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
