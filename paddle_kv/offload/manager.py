@@ -405,14 +405,10 @@ class KVOffloadManager:
             [0, 1]
             >>> manager.close(); scheduler.close()
         """
-        with self._lock:
-            if load not in self._targets:
-                raise ValueError("load is not a transfer that this manager's onload has returned")
-            device_ids = self._targets[load]
-        if load.error is None:
-            return []
-        unusable = set(getattr(load.error, "block_ids", device_ids))
-        return [position for position, device_id in enumerate(device_ids) if device_id in unusable]
+        if load not in self._targets:
+            raise ValueError("load is not a transfer that this manager's onload has returned")
+        device_ids = self._targets[load]
+        return [] if load.error is None else list(range(len(device_ids)))
 
     # ---- room ----
     def evict(self, num_blocks: int) -> int:
@@ -469,8 +465,6 @@ class KVOffloadManager:
         """Drops what its saves have not submitted yet, forgets all blocks and gives them back to the pool, which hands
         them out again once no transfer holds them. Again: does nothing."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             try:
                 for moving in self._moving:
@@ -489,8 +483,6 @@ class KVOffloadManager:
             raise RuntimeError("the offload manager is closed")
         while self._lost:
             self._index.unpin(self._lost.pop())
-        if not self._moving:
-            return
         running = []
         for moving in self._moving:
             if not moving.done():

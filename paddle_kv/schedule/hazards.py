@@ -134,14 +134,12 @@ class BlockDomain:
         if self._any_held(ids):
             asked = self._mask(ids)
             for holders in (self._writes, self._reads):
-                for other, held in list(holders.items()):
+                for other, held in holders.items():
                     taken = asked[held]
                     if taken.any():
                         before.add(other)
                         self._holders[held[taken]] -= 1
                         holders[other] = held[~taken]
-                        if not holders[other].size:
-                            del holders[other]
         self._note(self._writes, transfer, ids)
         return before
 

@@ -125,7 +125,7 @@ class Transfer:
         with hazards.changed:
             self._raise_if_failed()
             group = self._plan.group_of(layer)
-            while self._events[group] is None and not self._over:
+            while self._events[group] is None:
                 self._sleep_until_changed(started, timeout_s, layer)
                 self._raise_if_failed()
             if self._over:
@@ -177,7 +177,7 @@ class Transfer:
         started = time.monotonic()
         with hazards.changed:
             self._raise_if_failed()
-            while not self._all_submitted and not self._over:
+            while not self._all_submitted:
                 self._sleep_until_changed(started, timeout_s)
                 self._raise_if_failed()
             if self._over:
@@ -208,17 +208,14 @@ class Transfer:
                 self._host_waits += 1
             left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started))
             try:
-                passed = self._scheduler._backend.wait(event, left)
-            except Exception:  # noqa: BLE001  poll() keeps it as the transfer's error
-                passed = True
+                with contextlib.suppress(Exception):  # poll() keeps it as the transfer's error
+                    self._scheduler._backend.wait(event, left)
             finally:
                 self._end_host_wait()
-            if not passed:
-                raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
             with hazards.lock:
                 self._look()
-                blocked = not self._over  # by a transfer whose result it reads
-            if blocked:
+                over = self._over
+            if not over:  # the time is, or a transfer whose result it reads is not
                 if timeout_s is not None and time.monotonic() - started >= timeout_s:
                     raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
                 time.sleep(POLL_S)
@@ -237,7 +234,7 @@ class Transfer:
         is submitted completely ends as if it had not been cancelled.
         """
         with hazards.changed:
-            if not self._over and not self._all_submitted and not self._dropped:
+            if not self._all_submitted and not self._dropped:
                 layer = next(i for i in range(self._plan.num_layers) if self._events[self._plan.group_of(i)] is None)
                 self._cancelled = True
                 self._drop(self._failure(f"{self._plan.direction} was cancelled before layer {layer} was moved", layer))
@@ -452,8 +449,7 @@ class Transfer:
             self._look_at_device()
         if not self._over or self._host_waits:
             return
-        if self._held_events:
-            self._give_back_events()
+        self._give_back_events()
         if not self._dropped or all(before._retired for before in self._depends_on):
             self._retire()
 
@@ -506,11 +502,8 @@ class Transfer:
         self._over = True
         if self._error is not None:
             self._scheduler._counters["cancelled" if self._cancelled else "failed"] += 1
-        try:
+        with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown
             self._measure()
-        except Exception:  # noqa: BLE001  times are not worth a failure; they stay unknown
-            self._elapsed_ms = float("nan")
-        hazards.changed.notify_all()
 
     def _first_failed_layer(self) -> int | None:
         unknown = None
@@ -524,8 +517,10 @@ class Transfer:
         return unknown
 
     def _measure(self) -> None:
-        if self._error is not None or not self._starts:
-            self._elapsed_ms = 0.0 if self._error is None else float("nan")
+        if self._error is not None:
+            return
+        if not self._starts:
+            self._elapsed_ms = 0.0
             return
         scheduler = self._scheduler
         elapsed = scheduler._backend.elapsed_ms
@@ -556,8 +551,7 @@ class Transfer:
         self._target_domain.release(self._plan.target_ids, self, written=written)
         hazards.remove_in_flight(self)
         for before in self._depends_on:
-            if self in before._dependents:
-                before._dependents.remove(self)
+            before._dependents.remove(self)
         self._depends_on, self._reads_from = set(), set()
         for dependent in list(self._dependents):
             dependent._advance()
@@ -631,8 +625,6 @@ class Transfer:
 
 def depend(transfer: Transfer, reads_from: set[Any], others: set[Any]) -> None:
     """Orders the transfer behind those that the hazard tracker found (under the lock)."""
-    reads_from.discard(transfer)
-    others.discard(transfer)
     # One that failed before is read only where the block has been rewritten since: it gives the order, not the data.
     transfer._reads_from = {before for before in reads_from if not before.failed}
     transfer._depends_on = reads_from | others

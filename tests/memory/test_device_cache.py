@@ -7,6 +7,7 @@ import paddle
 import pytest
 
 from paddle_kv import DeviceCache
+from paddle_kv.memory.host_memory import has_gpu
 from tests.schedule.rig import cache_memory, cpu_tensor, make_spec
 
 
@@ -128,6 +129,13 @@ def test_adopt_refuses_an_empty_cache():
         DeviceCache.adopt(spec, {"latent": [cpu_tensor(np.zeros((0, 7, 3), np.float16))]})
 
 
+@pytest.mark.skipif(has_gpu(), reason="there is one")
+@pytest.mark.parametrize("device", ["gpu", "gpu:", "gpu:0"])
+def test_a_gpu_that_is_not_there(device):
+    with pytest.raises(ValueError, match=f"device = '{device}', but Paddle sees no GPU here"):
+        DeviceCache(make_spec(), 3, device)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -137,7 +145,8 @@ def test_adopt_refuses_an_empty_cache():
         ((make_spec(), 2.0, "cpu"), ValueError, "num_blocks = 2.0"),
         ((make_spec(), 3, "xpu"), ValueError, "device = 'xpu' must be 'cpu', 'gpu' or 'gpu:N'"),
         ((make_spec(), 3, "cpu:1"), ValueError, "device = 'cpu:1' must be"),
-        ((make_spec(), 3, "gpu:x"), ValueError, "device = 'gpu:x' must be"),
+        ((make_spec(), 3, "gpu:x"), ValueError, "device = 'gpu:x' must be 'cpu', 'gpu' or 'gpu:N'"),
+        ((make_spec(), 3, "gpu:-1"), ValueError, "device = 'gpu:-1' must be 'cpu', 'gpu' or 'gpu:N'"),
         ((make_spec(), 3, 0), TypeError, "device is 0"),
         ((make_spec(), 3, "gpu:99"), ValueError, "device = 'gpu:99'"),
     ],

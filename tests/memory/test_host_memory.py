@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import re
 import weakref
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_more_than_there_is_names_asked_and_available():
     assert found
     assert int(found[1]) >= asked
     assert 0 < int(found[2]) < asked
+
+
+def test_what_is_available_is_not_what_is_there(monkeypatch):
+    text = "MemTotal:  100 kB\nMemFree: 3 kB\nMemAvailable:  7 kB\nSwapFree: 50 kB\n"
+    monkeypatch.setattr(host_memory, "open", lambda path: io.StringIO(text), raising=False)
+    assert available_bytes() == 7 * 1024
+
+
+def test_memory_that_the_system_does_not_give(monkeypatch):
+    def refuse(*arguments, **named):
+        raise OSError("no more maps")
+
+    monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match=r"100 bytes of host memory were asked for, .*\(no more maps\)"):
+        allocate([60, 40], pinned=False)
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
+from paddle_kv.schedule import hazards
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
 LAYOUTS = ["layer_first", "block_first"]
@@ -400,6 +401,39 @@ def test_adopted_twice_shares_its_leases():
         pass
     first.close()
     second.close()
+
+
+def test_a_pool_that_is_closed_again_asks_nobody():
+    """Another pool on the same memory goes on."""
+    spec = make_spec()
+    _arrays, pointers = guarded(spec, 6)
+    first, second = (HostPool.adopt(spec, pointers, 6) for _ in range(2))
+    first.close()
+    with second.lease([2]):
+        first.close()
+    second.close()
+
+
+def test_a_pool_that_is_closed_while_somebody_waits_for_a_lease(pool):
+    refused = []
+
+    def wait() -> None:
+        try:
+            with pool.lease([2], write=True):
+                pass
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    held = pool.lease([2])
+    held.__enter__()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(SHORT_S)
+    with hazards.lock:  # both at once, as he sees it
+        held.__exit__(None, None, None)
+        pool.close()
+    thread.join(WAIT_S)
+    assert refused == ["the host pool is closed"]
 
 
 def test_adopted_by_halves_is_refused():

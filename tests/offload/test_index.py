@@ -37,12 +37,12 @@ def test_a_block_before_the_first_absent_one_is_not_counted_again() -> None:
     index: BlockIndex[int] = BlockIndex(S3Fifo(10), 10)
     slots = list(range(10))
     index.admit([0], slots)
-    for _ in range(3):
+    for _ in range(2):  # three are as many as it counts
         index.lookup([0])
         index.admit([0], slots)
-    assert index._policy._counts[0] == 3  # type: ignore[attr-defined]
+    assert index._policy._counts[0] == 2  # type: ignore[attr-defined]
     index.admit([0, 1], slots)
-    assert index._policy._counts == {0: 3, 1: 0}  # type: ignore[attr-defined]
+    assert index._policy._counts == {0: 2, 1: 0}  # type: ignore[attr-defined]
 
 
 def test_more_blocks_than_fit_keep_the_first() -> None:
@@ -74,3 +74,11 @@ def test_the_policy_may_refuse_a_block_of_the_same_call() -> None:
     assert len(index.slots) == 20
     assert sorted(index.slots.values()) == list(range(20))
     assert set(taken) <= set(index.slots)
+
+
+def test_what_is_let_go_of_counts_as_evicted() -> None:
+    index, _ = filled("abcd", 4)
+    assert len(index.evict(3)) == 3
+    index.pin(index.slots)
+    assert index.evict(1) == []
+    assert index.evicted_blocks == 3

@@ -430,10 +430,20 @@ def test_bad_arguments_are_named_and_change_nothing(server: Server) -> None:
             r"device_block_ids\[2\] = 13 must be in \[0, 13\)",
         ),
         (lambda: server.manager.save(["a"], [0]), TypeError, r"hashes\[0\] is str"),
+        (lambda: server.manager.save([b"a", "b"], [0, 1]), TypeError, r"hashes\[1\] is str"),
         (lambda: server.manager.lookup(b"hash"), TypeError, "hashes is bytes"),
+        (lambda: server.manager.lookup({b"hash"}), TypeError, "hashes is set"),
+        (lambda: server.manager.save(hashes, [0, 1, 2], computed_from=[None]), TypeError, "computed_from is"),
+        (
+            lambda: server.manager.save(hashes, [0, 1, 2], computed_from=server.scheduler.onload([], [])),
+            TypeError,
+            "computed_from is",
+        ),
         (lambda: server.manager.onload(hashes, [0, 1, 2]), KeyError, r"hashes\[0\]"),
         (lambda: server.manager.evict(-1), ValueError, "num_blocks = -1"),
         (lambda: KVOffloadManager(server.scheduler, policy="mru"), ValueError, "'mru'"),
+        (lambda: KVOffloadManager(server.scheduler, policy=Lru), TypeError, "policy is"),
+        (lambda: KVOffloadManager(server.scheduler, policy=object()), TypeError, "policy is"),
         (lambda: KVOffloadManager(server.scheduler, salt="m"), TypeError, "salt is str"),
         (lambda: KVOffloadManager(None), TypeError, "scheduler is NoneType"),
     ]:
@@ -456,6 +466,64 @@ def test_close_gives_everything_back_and_ends_the_manager(server: Server, copies
     for call in (lambda: server.manager.lookup(hashes), lambda: server.manager.save(hashes, range(4))):
         with pytest.raises(RuntimeError, match="closed"):
             call()
+
+
+def test_close_leaves_loads_alone(server: Server) -> None:
+    """One that has to wait, since somebody still reads the device block that it writes."""
+    hashes = server.hashes(1)
+    server.save(hashes, [9])
+    reader = server.scheduler.offload([2], server.rig.pool.allocate(1), layerwise=True)
+    with server.manager.lookup(hashes) as lease:
+        load = server.manager.onload(lease.hashes, [2])
+    server.manager.close()
+    reader.cancel()
+    load.wait(WAIT_S)
+    server.rig.pool.free([next(iter(server.rig.pool._allocated))])
+    for name in server.rig.spec.tensor_names:
+        server.rig.device[name][:, 2] = server.rig.device[name][:, 9]
+    assert_same(cache_memory(server.rig.cache), server.rig.device)
+
+
+def test_close_behind_that_of_the_pool() -> None:
+    made = Server()
+    made.save(made.hashes(2), [0, 1])
+    made.scheduler.close(WAIT_S)
+    made.rig.pool.close()
+    made.manager.close()
+
+
+def test_a_lease_that_is_over_cannot_be_shortened_twice(server: Server) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes, [0, 1, 2])
+    held, over = server.manager.lookup(hashes), server.manager.lookup(hashes)
+    over.release()
+    over.keep_first(1)
+    assert server.manager.stats()["pinned_blocks"] == 3
+    late = server.manager.lookup(hashes)
+    server.manager.close()
+    late.keep_first(0)
+    held.release()
+
+
+def test_stats_count_what_was_looked_up_and_loaded(server: Server) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes, [0, 1, 2])
+    with server.manager.lookup([*hashes, b"other"]) as lease:
+        server.manager.onload(lease.hashes[:2], [3, 4]).wait(WAIT_S)
+    stats, block_bytes = server.manager.stats(), LAYERS * server.rig.spec.block_bytes
+    expected = {
+        "lookups": 1,
+        "looked_up_blocks": 4,
+        "hit_blocks": 3,
+        "hit_rate": 0.75,
+        "saved_blocks": 3,
+        "saved_bytes": 3 * block_bytes,
+        "loaded_blocks": 2,
+        "loaded_bytes": 2 * block_bytes,
+        "failed_loads": 0,
+        "used_bytes": 3 * block_bytes,
+    }
+    assert {name: stats[name] for name in expected} == expected
 
 
 def test_threads_share_a_manager(server: Server) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -139,6 +141,35 @@ def test_a_save_over_a_save_that_is_not_over(rig, copies):
         flip(rig.pool, 4)
         with pytest.raises(TransferError, match=r"\[4\]"):
             one.onload([4], [6])
+
+
+def test_no_stamp_while_a_later_save_writes(rig, copies):
+    """The first one is over when the second one has written some layers: what lies there is neither's."""
+    copies.hold("offload", 4)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first, second = scheduler.offload([1], [4]), scheduler.offload([2], [4])
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        copies.hold("offload", 2)
+        copies.go_on("offload", 4)
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        first.wait(WAIT_S)
+        load = scheduler.onload([4], [6])
+        copies.go_on()
+        load.wait(WAIT_S)
+        second.wait(WAIT_S)
+        rig.expect_offload([2], [4])
+        rig.expect_onload([4], [6])
+        rig.check()
+
+
+def test_a_save_that_failed_keeps_nothing_alive():
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1], [4], layerwise=True).cancel()
+    pool = weakref.ref(rig.pool)
+    del rig, scheduler
+    gc.collect()
+    assert pool() is None
 
 
 def test_stamps_are_known_to_every_scheduler_on_the_memory(rig):

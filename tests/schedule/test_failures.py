@@ -11,11 +11,42 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule import hazards
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig
 
 
 class Broken(RuntimeError):
     pass
+
+
+class LostDevice(CpuBackend):
+    """Each call that needs the device fails from a moment on."""
+
+    lost = False
+
+    def _check(self) -> None:
+        if self.lost:
+            raise Broken("lost")
+
+    def record(self, event, stream):
+        self._check()
+        super().record(event, stream)
+
+    def copy_layers(self, binding, work, stream):
+        self._check()
+        super().copy_layers(binding, work, stream)
+
+    def wait(self, event, timeout_s):
+        self._check()
+        return super().wait(event, timeout_s)
+
+    def is_complete(self, event):
+        self._check()
+        return super().is_complete(event)
+
+    def destroy_stream(self, stream):
+        super().destroy_stream(stream)
+        self._check()
 
 
 class FailingBackend(CpuBackend):
@@ -52,6 +83,9 @@ class FailingBackend(CpuBackend):
 
     def elapsed_ms(self, start, end):
         return self._run("elapsed_ms", start, end)
+
+    def wait(self, event, timeout_s):
+        return self._run("wait", event, timeout_s)
 
     def destroy_stream(self, stream):
         return self._run("destroy_stream", stream)
@@ -205,6 +239,42 @@ def test_poison_is_known_to_every_scheduler_on_the_memory(rig, copies):
             two.offload([1], [3])
 
 
+def test_the_error_of_a_transfer_that_nobody_waits_for(rig, copies):
+    copies.fail("onload", 0, Broken("x"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load = scheduler.onload([4], [1])
+        assert scheduler.record_event("onload").wait(WAIT_S)
+        assert load.error is not None
+        assert load.error.layer == 0
+
+
+def test_a_failed_transfer_that_is_cancelled_counts_as_failed(rig, copies):
+    backend = FailingBackend()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        copies.hold("offload", 0)
+        save = scheduler.offload([1], [4], layerwise=True)
+        save.mark_layer_written(0)
+        backend.fail("copy_layers", 1, Broken("x"))
+        with pytest.raises(TransferError, match="x"):
+            save.mark_layer_written(1)
+        save.cancel()
+        copies.go_on()
+        scheduler.drain(WAIT_S)
+        assert [scheduler.stats()[name] for name in ("failed", "cancelled")] == [1, 0]
+
+
+def test_a_layer_that_waits_for_its_mark_hears_of_a_failed_source(rig, copies):
+    """Nobody else asks: the wait itself has to look at the load that the save reads."""
+    copies.fail("onload", 0, Broken("x"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        copies.hold("onload", 0)
+        scheduler.onload([4], [1])
+        save = scheduler.offload([1], [5], layerwise=True)
+        threading.Timer(SHORT_S, copies.go_on).start()
+        with pytest.raises(TransferError, match="reads blocks of a transfer that failed"):
+            save.wait_layer(0, timeout_s=WAIT_S)
+
+
 def test_only_the_targets_of_the_failed_one_are_poisoned(rig, copies):
     copies.fail("onload", 0, Broken("x"))
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
@@ -324,6 +394,14 @@ def test_cancel_in_the_middle_keeps_the_blocks_until_what_runs_is_done(rig, copi
             save.mark_layer_written(0)
 
 
+def test_cancel_of_what_has_not_begun_ends_it(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [4], layerwise=True)
+        save.cancel()
+        assert hazards.in_flight() == []
+        assert rig.pool.domain.busy([4]) == []
+
+
 def test_cancel_of_what_is_submitted_completely_does_nothing(rig, copies):
     copies.hold("onload", 0)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
@@ -347,6 +425,7 @@ def test_those_behind_a_cancelled_one_keep_its_order(rig, copies):
         last = scheduler.offload([3], [4])  # and again
         save.cancel()
         assert save.done()
+        assert last._all_submitted  # behind the load: the device waits, nobody has to look when that is over
         assert not rig.pool.domain.try_lease([4], write=False)
         time.sleep(SHORT_S)
         rig.check()
@@ -356,6 +435,35 @@ def test_those_behind_a_cancelled_one_keep_its_order(rig, copies):
         rig.expect_onload([4], [1])
         rig.expect_offload([3], [4])
         rig.check()
+
+
+def test_those_behind_a_cancelled_one_follow_layer_by_layer(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first = scheduler.offload([1], [4], layerwise=True)
+        cancelled = scheduler.offload([2], [4], layerwise=True)
+        last = scheduler.offload([3], [4])
+        cancelled.cancel()
+        with pytest.raises(TimeoutError):
+            last.wait_layer(2, timeout_s=SHORT_S)
+        first.mark_layer_written(2)
+        last.wait_layer(2, timeout_s=WAIT_S)
+        rig.expect_offload([3], [4], layers=[2])
+        rig.check()
+        first.cancel()
+
+
+def test_the_first_error_stays(rig, copies):
+    copies.hold("offload", 0)
+    copies.fail("offload", 0, Broken("x"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [4], layerwise=True)
+        save.mark_layer_written(0)
+        save.cancel()
+        cancelled = save.error
+        copies.go_on()
+        with pytest.raises(TransferError, match="cancelled before layer 1") as error:
+            save.wait(WAIT_S)
+        assert error.value is save.error is cancelled
 
 
 def test_many_cancelled_ones_in_a_row_cost_no_more_than_their_number(rig):
@@ -482,6 +590,62 @@ def test_every_event_that_cannot_be_made(rig, call):
         assert scheduler.stats()["in_flight"] == 0
         assert_works(rig, scheduler)
     assert scheduler.stats()["events"] == 0
+
+
+@pytest.mark.parametrize("marked_first", [False, True])
+def test_a_device_that_is_lost(rig, copies, marked_first):
+    """Not even a fence can be recorded or waited for. Everything ends, and what was asked for is told."""
+    backend = LostDevice()
+    copies.hold("offload", 0)
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    save = scheduler.offload([1], [4], layerwise=True)
+    if marked_first:
+        save.mark_layer_written(0)
+        assert copies.arrived.acquire(timeout=WAIT_S)
+    load = scheduler.onload([5], [2])
+    load.wait(WAIT_S)
+    backend.copy_layers = lambda *_: setattr(backend, "lost", True) or backend._check()
+    with pytest.raises(TransferError, match="onload failed at layer 0: lost"):
+        scheduler.onload([6], [3])
+    with pytest.raises((Broken, TransferError), match="lost"):
+        save.mark_layer_written(1)
+    with pytest.raises(TimeoutError):
+        save.wait(SHORT_S)
+    copies.go_on()
+    with pytest.raises(Broken):
+        scheduler.close(WAIT_S)  # the streams cannot be given back; everything else is
+    assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
+    assert rig.pool.domain.busy(range(17)) == rig.cache.domain.busy(range(13)) == []
+    assert rig.cache.domain.poisoned(range(13)) == [3]
+    assert rig.pool.domain.poisoned(range(17)) == [4]
+
+
+def test_a_wait_that_fails_behind_a_failed_submission(rig):
+    """Compute is to be held until what runs of it is done; that this fails, too, must not keep its blocks for ever."""
+    backend = FailingBackend()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        backend.fail("copy_layers", 1, Broken("x"))
+        backend.fail("wait", 1, Broken("y"))
+        with pytest.raises(TransferError, match="onload failed at layer 0: x"):
+            scheduler.onload([4], [1])
+        scheduler.drain(WAIT_S)
+        assert scheduler.stats()["events"] == 1
+        assert_works(rig, scheduler)
+
+
+def test_nothing_more_is_submitted_behind_a_failed_submission(rig):
+    """Layers 0 and 2 are marked while another save is first: two submissions, of which the first fails."""
+    backend = FailingBackend()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        first = scheduler.offload([1], [4], layerwise=True)
+        second = scheduler.offload([2], [4], layerwise=True)
+        for layer in (0, 2):
+            second.mark_layer_written(layer)
+        assert "copy_layers" not in backend.calls
+        backend.fail("copy_layers", 1, Broken("x"))
+        first.cancel()
+        assert second.failed
+        assert backend.calls["copy_layers"] == 1
 
 
 def test_an_interrupted_submission_ends_as_failed(rig):

@@ -272,6 +272,21 @@ def test_a_scheduler_may_be_dropped_in_its_own_stream_thread(rig, copies):
     assert backend.held == [0, 0, 0]
 
 
+def test_a_dropped_scheduler_whose_device_is_lost_is_in_nobodys_way(rig):
+    class Lost(CpuBackend):
+        def unbind(self, binding):
+            super().unbind(binding)
+            raise RuntimeError("lost")
+
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=Lost())
+    backend = Counting()
+    behind = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    del scheduler, behind
+    gc.collect()
+    LayerwiseScheduler(rig.cache, rig.pool).close()
+    assert backend.held == [0, 0, 0]
+
+
 # ---- fork ----
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_makes_its_own_scheduler(rig, copies):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from subprocess import run
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,15 @@ def test_direction_decides_what_is_source_and_target():
     offload, onload = plan([1, 2], [13, 4]), plan([1, 2], [13, 4], "onload")
     assert (offload.source_ids.tolist(), offload.target_ids.tolist()) == ([1, 2], [13, 4])
     assert (onload.source_ids.tolist(), onload.target_ids.tolist()) == ([13, 4], [1, 2])
+
+
+def test_ids_are_contiguous_whatever_they_were():
+    """The compiled library reads them by their address."""
+    made = plan(np.arange(10, dtype=np.int32)[::3], np.arange(20)[:8:2])
+    assert made.device_ids.tolist() == [0, 3, 6, 9]
+    assert made.host_ids.tolist() == [0, 2, 4, 6]
+    for ids in (made.device_ids, made.host_ids):
+        assert ids.dtype == np.int64 and ids.flags.c_contiguous
 
 
 @given(layers=st.integers(1, 40), per_event=st.integers(1, 50))

@@ -132,7 +132,68 @@ def test_no_blocks_is_a_transfer_that_is_over(rig, layerwise):
             transfer.wait(0)
             transfer.cancel()
             assert transfer.error is None
+            assert transfer.elapsed_ms == 0.0
     rig.check()
+
+
+def test_what_is_ready_goes_by_one_call(rig, monkeypatch):
+    """Also behind another transfer; and nothing to move is no call at all."""
+    calls = []
+    backend = CpuBackend()
+    for name in ("copy_layers", "record"):
+        inner = getattr(backend, name)
+        monkeypatch.setattr(backend, name, lambda *a, name=name, inner=inner: (calls.append(name), inner(*a)))
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        calls.clear()
+        scheduler.offload([], [])
+        assert calls == []
+        first = scheduler.offload([1], [4], layerwise=True)
+        scheduler.onload([4], [2])
+        second = scheduler.offload([3], [4], layerwise=True)
+        for layer in range(5):
+            second.mark_layer_written(layer)
+        calls.clear()
+        first.cancel()
+        assert calls == ["copy_layers"]
+        second.wait(WAIT_S)
+    rig.expect_offload([3], [4])
+    rig.check()
+
+
+@pytest.mark.parametrize("call", ["wait", "wait_layer", "wait_on"])
+def test_a_time_out_is_that_of_the_whole_call(rig, copies, monkeypatch, call):
+    """What it has taken until the layer was marked is gone."""
+    left_s = []
+    backend = CpuBackend()
+    inner = backend.wait
+    monkeypatch.setattr(backend, "wait", lambda event, timeout_s: left_s.append(timeout_s) or inner(event, timeout_s))
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        left_s.clear()
+        copies.hold("offload", 0)
+        save = scheduler.offload([1], [4], layerwise=True)
+
+        def mark() -> None:
+            for layer in range(5):
+                save.mark_layer_written(layer)
+            while not left_s:
+                time.sleep(0.001)
+            copies.go_on()
+
+        marks = threading.Timer(SHORT_S, mark)
+        marks.start()
+        getattr(save, call)(*([0] if call == "wait_layer" else []), timeout_s=WAIT_S)
+        marks.join()
+        assert all(0 < left < WAIT_S - SHORT_S / 2 for left in left_s)
+
+
+def test_where_it_runs(rig, copies):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        copies.hold("onload", 0)
+        load = scheduler.onload([4], [1])
+        assert load.stream_name == str(scheduler._resources.streams["onload"])
+        copies.go_on()
+        load.wait(WAIT_S)
+        assert load.stream_name == ""
 
 
 def test_more_than_ten_thousand_ids():

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.memory import host_pool as host_pool_module
 from paddle_kv.schedule import hazards
+from paddle_kv.schedule import transfer as transfer_module
 from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory, pool_memory
 
 THREADS = 4
@@ -144,6 +147,102 @@ def test_waiting_threads_are_told_of_a_cancel(rig):
         )
         assert len(told) == 3
     rig.check()
+
+
+@pytest.mark.parametrize("call", ["wait_layer", "wait_on"])
+def test_events_are_not_given_back_while_somebody_is_about_to_wait(rig, call):
+    """He has the event in his hand, outside of the lock; re-used, it would make him wait for something else."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(CpuBackend):
+        def wait_on_stream(self, *arguments):
+            inside.set()
+            go_on.wait(WAIT_S)
+            super().wait_on_stream(*arguments)
+
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=Slow())
+    load = scheduler.onload([4], [1])
+    waiting = threading.Thread(target=getattr(load, call), args=(0,) if call == "wait_layer" else ())
+    waiting.start()
+    assert inside.wait(WAIT_S)
+    load.wait(WAIT_S)
+    assert scheduler.stats()["events"] > 1
+    with pytest.raises(TimeoutError):
+        scheduler.close(0.02)
+    go_on.set()
+    waiting.join(WAIT_S)
+    scheduler.close(WAIT_S)
+    assert scheduler.stats()["events"] == 0
+
+
+@pytest.fixture
+def no_polling(monkeypatch):
+    """Who waits hears of a change from whoever made it."""
+    for module in (transfer_module, host_pool_module):
+        monkeypatch.setattr(module, "POLL_S", 3 * WAIT_S)
+
+
+def started(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.05)  # it waits by now
+    assert thread.is_alive()
+    return thread
+
+
+def ends(thread: threading.Thread) -> bool:
+    thread.join(WAIT_S)
+    return not thread.is_alive()
+
+
+def test_who_waits_for_a_mark_is_woken(rig, no_polling):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [4], layerwise=True)
+        waiting = started(lambda: save.wait_layer(2))
+        save.mark_layer_written(2)
+        assert ends(waiting)
+        save.cancel()
+
+
+def test_who_waits_is_woken_by_a_cancel(rig, copies, no_polling):
+    """Not by the end of what still runs."""
+
+    def wait() -> None:
+        with pytest.raises(TransferError, match="cancelled"):
+            save.wait_on()
+
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        copies.hold("offload", 0)
+        save = scheduler.offload([1], [4], layerwise=True)
+        save.mark_layer_written(0)
+        waiting = started(wait)
+        save.cancel()
+        assert ends(waiting)
+        copies.go_on()
+
+
+def test_a_lease_is_woken_by_the_end_of_a_transfer(rig, copies, no_polling):
+    def lease() -> None:
+        with rig.pool.lease([4]):
+            pass
+
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        copies.hold("offload", 0)
+        save = scheduler.offload([1], [4])
+        waiting = started(lease)
+        copies.go_on()
+        save.wait(WAIT_S)
+        assert ends(waiting)
+
+
+def test_a_lease_is_woken_by_the_end_of_another(rig, no_polling):
+    def lease() -> None:
+        with rig.pool.lease([4], write=True):
+            pass
+
+    with rig.pool.lease([4]):
+        waiting = started(lease)
+    assert ends(waiting)
 
 
 def test_close_while_others_wait(rig, copies):

@@ -129,6 +129,23 @@ def test_an_event_of_the_direction_covers_urgent_loads(rig):
     assert urgent.done()
 
 
+def test_an_event_of_the_other_direction_has_nothing_to_do_with_them(rig, monkeypatch):
+    orders = []
+    rig.backend.gate.set()
+    rig.scheduler.onload([1], [1], urgent=True).wait(WAIT_S)
+    monkeypatch.setattr(rig.backend, "wait_on_stream", lambda *arguments: orders.append(arguments))
+    assert rig.scheduler.record_event("offload").wait(WAIT_S)
+    assert orders == []
+
+
+def test_saves_do_not_make_a_load_urgent(rig, monkeypatch):
+    """They run on another stream: nothing queues behind them."""
+    monkeypatch.setattr(scheduling, "URGENT_BESIDE_BYTES", 1)
+    rig.scheduler.offload(range(16), range(16))
+    rig.scheduler.onload([23], [17])
+    assert not rig.backend.urgent_streams
+
+
 def test_nothing_is_left(rig):
     rig.backend.gate.set()
     rig.scheduler.onload([1], [1], urgent=True)

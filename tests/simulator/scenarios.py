@@ -13,6 +13,7 @@ from typing import Any
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.backend.simulator import LateChooser, OrderingError, Simulation
 from paddle_kv.backend.simulator.chooser import Chooser
+from paddle_kv.offload import KVOffloadManager
 from paddle_kv.schedule import hazards
 
 LAYERS = 2
@@ -492,6 +493,202 @@ def nothing_is_left_after_close(s: Setting) -> None:
     assert first.stats()["events"] == second.stats()["events"] == first.stats()["streams"] == 0
     s.pool.close()
     assert s.pool.pinned_bytes == 0
+
+
+# ---- several protections at once ----
+def cancel_between_the_marks_of_a_group(s: Setting) -> None:
+    scheduler = s.scheduler(layers_per_event=2)
+    s.compute(writes=0, version="prompt")
+    save = scheduler.offload([0], [2], layerwise=True)
+    load = scheduler.onload([2], [1])
+    save.mark_layer_written(0)
+    refused(save.wait_layer, 0, timeout_s=0.0, error=TimeoutError)
+    save.cancel()
+    refused(save.mark_layer_written, 1, error=TransferError)
+    refused(load.wait_layer, 0, error=TransferError)
+    scheduler.offload([0], [2])
+    read_layer_by_layer(s, scheduler.onload([2], [1]), 1, "prompt")
+
+
+def cancel_between_mark_and_wait_layer(s: Setting) -> None:
+    fine, coarse = s.scheduler(), s.scheduler(layers_per_event=2)
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    save = fine.offload([0], [2], layerwise=True)
+    load = coarse.onload([2], [1])
+    save.mark_layer_written(0)
+    save.wait_layer(0)
+    s.simulation.compute(writes=[(s.cache, 0, 0)], version="next")
+    save.cancel()
+    refused(load.wait, error=TransferError)
+    read_layer_by_layer(s, coarse.onload([3], [1]), 1, "prefix")
+    s.simulation.compute(writes=[(s.cache, 0, 1)], version="next")
+    coarse.offload([0], [2]).wait()
+    s.assert_host(2, "next")
+
+
+def urgent_load_over_a_load_in_flight(s: Setting) -> None:
+    first, second = s.scheduler(), s.scheduler()
+    s.fill_host(3, "bulk")
+    s.fill_host(4, "urgent")
+    first.onload([3, 3], [0, 1])
+    read_layer_by_layer(s, second.onload([4], [1], urgent=True), 1, "urgent")
+    first.onload([3], [1])
+    first.offload([1], [2]).wait()
+    s.assert_host(2, "bulk")
+
+
+def urgent_load_of_a_block_that_is_freed(s: Setting) -> None:
+    scheduler = s.scheduler()
+    [block] = s.pool.allocate(1)
+    s.compute(writes=0, version="prompt")
+    save = scheduler.offload([0], [block], layerwise=True)
+    load = scheduler.onload([block], [1], urgent=True)
+    s.pool.free([block])
+    save.mark_layer_written(0)
+    for other in s.pool.allocate(s.pool.num_free_blocks):
+        s.fill_host(other, "other")
+    save.mark_layer_written(1)
+    read_layer_by_layer(s, load, 1, "prompt")
+    save.wait()
+    for other in s.pool.allocate(s.pool.num_free_blocks):
+        s.fill_host(other, "other")
+
+
+def event_of_a_direction_covers_urgent_loads(s: Setting) -> None:
+    scheduler = s.scheduler()
+    s.fill_host(3, "bulk")
+    s.fill_host(4, "urgent")
+    scheduler.onload([3], [0])
+    scheduler.onload([4], [1], urgent=True)
+    assert scheduler.record_event("onload").wait()
+    for block, version in ((0, "bulk"), (1, "urgent")):
+        for layer in range(LAYERS):
+            assert s.simulation.contents(s.cache, block, layer) == version
+    scheduler.drain(1.0)
+
+
+def wait_on_third_streams(s: Setting) -> None:
+    one, two = s.simulation.stream("one"), s.simulation.stream("two")
+    scheduler = s.scheduler(layers_per_event=2)
+    s.fill_host(3, "prefix")
+    load = scheduler.onload([3], [1])
+    load.wait_on(one)
+    first = s.simulation.compute(reads=s.device(1), stream=one)
+    save = s.scheduler(compute_stream=two).offload([1], [2])
+    save.wait_on(one)
+    s.simulation.compute(writes=s.device(1), version="next", stream=one)
+    save.wait()
+    s.assert_saw(first, 1, "prefix")
+    s.assert_host(2, "prefix")
+
+
+def marks_and_waits_on_different_streams(s: Setting) -> None:
+    side = s.simulation.stream("side")
+    scheduler = s.scheduler()
+    save = scheduler.offload([0], [2], layerwise=True)
+    s.simulation.compute(writes=[(s.cache, 0, 1)], version="prompt", stream=side)
+    save.mark_layer_written(1, stream=side)
+    save.wait_layer(1)
+    s.simulation.compute(writes=[(s.cache, 0, 1)], version="next")
+    s.simulation.compute(writes=[(s.cache, 0, 0)], version="prompt")
+    save.mark_layer_written(0)
+    save.wait_layer(0, stream=side)
+    s.simulation.compute(writes=[(s.cache, 0, 0)], version="next", stream=side)
+    save.wait()
+    s.assert_host(2, "prompt")
+
+
+def lease_on_the_target_of_a_cancelled_save(s: Setting) -> None:
+    scheduler = s.scheduler()
+    s.compute(writes=0, version="prompt")
+    save = scheduler.offload([0], [2], layerwise=True)
+    save.mark_layer_written(0)
+    save.cancel()
+    with s.pool.lease([2], write=True):
+        s.fill_host(2, "prefix")
+        s.pool.mark_rewritten([2])
+    read_layer_by_layer(s, scheduler.onload([2], [1]), 1, "prefix")
+
+
+def order_behind_a_cancelled_one_that_is_over(s: Setting) -> None:
+    """Its events are given back when it is over, while those before it still run."""
+    first, second = s.scheduler(), s.scheduler()
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    load = first.onload([3], [1])
+    half = first.offload([2], [3], layerwise=True)
+    half.mark_layer_written(0)
+    half.cancel()
+    half.done()
+    save = second.offload([0], [3])
+    read_layer_by_layer(s, load, 1, "prefix")
+    save.wait()
+    s.assert_host(3, "prompt")
+
+
+def close_of_a_scheduler_that_others_wait_for(s: Setting) -> None:
+    first, second = s.scheduler(), s.scheduler()
+    s.compute(writes=0, version="prompt")
+    s.compute(writes=1, version="other")
+    first.offload([0], [2])
+    dropped = first.offload([1], [2], layerwise=True)
+    load = second.onload([2], [3])
+    save = second.offload([1], [2])
+    first.close()
+    refused(dropped.wait, error=TransferError)
+    refused(load.wait, error=TransferError)
+    save.wait()
+    s.assert_host(2, "other")
+
+
+def mark_whose_submission_breaks(s: Setting) -> None:
+    scheduler = s.scheduler()
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    save = scheduler.offload([0], [2], layerwise=True)
+    save.mark_layer_written(1)
+    s.simulation.device.break_submission(1)
+    refused(save.mark_layer_written, 0, error=TransferError)
+    refused(scheduler.onload, [2], [1], error=TransferError)
+    read_layer_by_layer(s, scheduler.onload([3], [0]), 0, "prefix")
+    scheduler.offload([0], [2]).wait()
+    s.assert_host(2, "prefix")
+
+
+def saved_prefix_that_was_computed_from_a_load(s: Setting) -> None:
+    scheduler = s.scheduler()
+    manager = KVOffloadManager(scheduler)
+    s.compute(writes=0, version="prefix")
+    manager.save([b"prefix"], [0]).wait()
+    s.simulation.device.break_copy(3)
+    try:
+        load = manager.onload([b"prefix"], [1])
+    except TransferError:
+        return manager.close()
+    with contextlib.suppress(TransferError):
+        load.wait_on()
+    s.simulation.compute(reads=s.device(1), writes=s.device(2), version="answer")
+    manager.save([b"answer"], [2], computed_from=[load])
+    scheduler.drain(1.0)
+    with manager.lookup([b"answer"]) as lease:
+        assert lease.num_blocks == (load.error is None), "a block is found that was computed from what was not there"
+    manager.close()
+    return None
+
+
+def eviction_beside_a_load_in_flight(s: Setting) -> None:
+    manager = KVOffloadManager(s.scheduler(), capacity_bytes=LAYERS * SPEC.block_bytes)
+    s.compute(writes=0, version="a")
+    s.compute(writes=1, version="b")
+    manager.save([b"a"], [0]).wait()
+    load = manager.onload([b"a"], [2])
+    manager.evict(1)
+    manager.save([b"b"], [1])
+    for other in s.pool.allocate(s.pool.num_free_blocks):
+        s.fill_host(other, "other")
+    read_layer_by_layer(s, load, 2, "a")
+    manager.close()
 
 
 SCENARIOS: dict[str, Callable[[Setting], None]] = {
