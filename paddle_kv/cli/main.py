@@ -31,7 +31,7 @@ from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
-from .files import output_file, output_folder, picture_file
+from .files import output_file, picture_file, picture_folder
 from .soak import soak
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
@@ -178,7 +178,7 @@ def replay(
         Path | None, typer.Option(help="Write the waiting time of every request (CSV).", callback=output_file)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw three PNG files in this directory.", callback=output_folder)
+        Path | None, typer.Option(help="Draw three PNG files in this directory.", callback=picture_folder)
     ] = None,
     device: Annotated[Device, typer.Option(help="real: moves bytes, on a GPU or in RAM.")] = Device.simulated,
     time_scale: Annotated[float, typer.Option(help="real: seconds for a second of the trace.")] = 0.01,
@@ -199,7 +199,6 @@ def replay(
             spec = models.model_spec(model.value, tp=tp, tokens_per_block=TOKENS_PER_BLOCK)
             costs = Costs(spec.block_bytes * spec.num_layers, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s)
             all_requests = read_trace(trace, requests)
-            replays.check_targets([csv, json_file, waits], plot)
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
             if device is Device.real:

@@ -6,7 +6,6 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +48,6 @@ class Row:
     layerwise_wait_mean_s: float
     layerwise_wait_p50_s: float
     layerwise_wait_p99_s: float
-
-
-def check_targets(files: Sequence[Path | None], directory: Path | None) -> None:
-    """Before the work, not behind it. The directory is made.
-
-    Raises:
-        OSError: one of the files or the directory cannot be written.
-        ValueError: nothing can be drawn in the directory.
-    """
-    if directory is not None and find_spec("matplotlib") is None:
-        raise ValueError("plots need matplotlib: pip install 'paddle_kv[plots]'")
-    for file in files:
-        if file is not None:
-            file.open("a").close()
-    if directory is not None:
-        directory.mkdir(parents=True, exist_ok=True)
 
 
 def default_capacities(requests: Sequence[Request]) -> list[int]:

@@ -225,7 +225,7 @@ def test_calibrate_needs_a_gpu():
         (["soak", "--minutes", "-1"], "--minutes"),
         (["soak", "--json", "."], "is a folder; a file is expected"),
         (["bench", "--plot", "rates.txt"], "rates.txt must end in .png"),
-        (["replay", "trace.jsonl", "--plot", "pyproject.toml"], "pyproject.toml is a file; a folder is expected"),
+        (["replay", "trace.jsonl", "--plot", "pyproject.toml"], "pyproject.toml is no folder, and none can be made"),
         (["replay", "trace.jsonl", "--csv", "nowhere/rows.csv"], "there is no folder nowhere for rows.csv"),
     ],
 )

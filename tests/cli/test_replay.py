@@ -119,14 +119,26 @@ def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list
     assert isinstance(found.exception, SystemExit)
 
 
-@pytest.mark.parametrize("option", ["--csv", "--json", "--waits", "--plot"])
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("--csv", "there is no folder"), ("--json", "there is no folder"), ("--waits", "there is no folder"),
+     ("--plot", "is no folder, and none can be made")],
+)  # fmt: skip
 def test_a_target_that_cannot_be_written_is_a_message_before_the_work(
-    trace: Path, option: str, monkeypatch: pytest.MonkeyPatch
+    trace: Path, option: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paddle_kv.cli.replay.run_all", None)  # not reached
     found = RUNNER.invoke(app, ["replay", str(trace), option, str(trace / "rows")])
     assert found.exit_code == 2
-    assert "Not a directory" in found.output
+    assert text in " ".join(found.output.replace("│", " ").split())
+
+
+def test_pictures_need_matplotlib(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_kv.cli.files.find_spec", lambda name: None)
+    for command in (["bench", "--plot", str(tmp_path / "a.png")], ["replay", str(trace), "--plot", str(tmp_path)]):
+        found = RUNNER.invoke(app, command)
+        assert found.exit_code == 2
+        assert "pictures need matplotlib" in found.output
 
 
 def test_requests_of_any_time_and_without_blocks_are_drawn(tmp_path: Path) -> None:
