@@ -47,6 +47,7 @@ inline Status TablePool(int device, cudaMemPool_t* pool) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (pools.size() <= static_cast<std::size_t>(device)) pools.resize(device + 1);
   if (pools[device] == nullptr) {
+    const CaptureTolerance tolerance;
     cudaMemPoolProps properties{};
     properties.allocType = cudaMemAllocationTypePinned;  // the only kind there is: device memory that does not move
     properties.location.type = cudaMemLocationTypeDevice;
@@ -66,7 +67,7 @@ class KernelTable {
   KernelTable() = default;
   ~KernelTable() {
     if (region_ != nullptr) TableRing::Of(where_.device).GiveBack(region_, StreamOf(where_));
-    if (on_device_ != nullptr) cudaFreeAsync(on_device_, StreamOf(where_));
+    if (on_device_ != nullptr) ToStatus(cudaFreeAsync(on_device_, StreamOf(where_)), "cudaFreeAsync");
   }
   KernelTable(const KernelTable&) = delete;
   KernelTable& operator=(const KernelTable&) = delete;

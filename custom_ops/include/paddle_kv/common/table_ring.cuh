@@ -9,6 +9,8 @@
 #include <mutex>
 #include <vector>
 
+#include "paddle_kv/common/cuda_status.cuh"
+
 namespace paddle_kv {
 
 struct TableRegion {
@@ -56,7 +58,7 @@ class TableRing {
   // The work that is on the stream now is the last to read the region.
   void GiveBack(TableRegion* region, cudaStream_t stream) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    region->given_back = cudaEventRecord(region->done, stream) == cudaSuccess;
+    region->given_back = ToStatus(cudaEventRecord(region->done, stream), "cudaEventRecord").ok();
   }
 
  private:
