@@ -3,14 +3,16 @@
     python tools/bench_cpu_ops.py [--repeats 25] [--output out/bench_cpu_ops]
 
 On one core (the process is bound to it) and on two, where NumPy's work is cut in two for a pool of threads: NumPy alone
-uses one. The two are timed in turn, so that both meet the same noise; medians. GB/s counts bytes read and bytes
-written once. What the operator wrote is compared with what NumPy wrote in the same run.
+uses one. The two are timed in turn, so that both meet the same noise; medians. Caches and tokens of both are memory of
+Paddle's: NumPy's own may have larger pages, which is no merit of its loops. GB/s counts bytes read and bytes written
+once. What the operator wrote is compared with what NumPy wrote in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import os
 import statistics
 import time
@@ -98,7 +100,10 @@ def on_cpu(array: np.ndarray) -> paddle.Tensor:
 
 
 def random_halves(*shape: int) -> np.ndarray:
-    return np.random.default_rng(len(shape)).integers(0, 2**16, shape, np.uint16).view(np.float16)
+    tensor = on_cpu(np.random.default_rng(len(shape)).integers(0, 2**16, shape, np.uint16).view(np.float16))
+    memory = (ctypes.c_uint16 * int(np.prod(shape))).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # keeps it alive
+    return np.ctypeslib.as_array(memory).view(np.float16).reshape(shape)
 
 
 def same_bits(tensor: paddle.Tensor, array: np.ndarray) -> bool:
