@@ -673,7 +673,9 @@ def test_times_that_cannot_be_had_are_no_failure(rig):
         assert_works(rig, scheduler)
 
 
-@pytest.mark.parametrize(("method", "call"), [("create_stream", 1), ("create_stream", 2), ("create_event", 1), ("record", 1), ("wait", 1)])
+@pytest.mark.parametrize(
+    ("method", "call"), [("create_stream", 1), ("create_stream", 2), ("create_event", 1), ("record", 1), ("wait", 1)]
+)
 def test_a_scheduler_that_cannot_be_made_leaves_nothing(rig, method, call):
     backend = FailingBackend()
     backend.fail(method, call, Broken("x"))
