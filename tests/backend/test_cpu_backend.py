@@ -81,10 +81,8 @@ def test_layers_in_order_with_an_event_behind_each_group(backend, stream):
     bound = backend.bind(rig.cache, rig.pool)
     work = work_of(backend, TransferPlan("onload", (1, 6), (9, 0), 5, 2))
     backend.copy_layers(bound, work, stream)
-    times = []
-    for event in (work.start, *work.records):
-        assert backend.wait(event, WAIT_S)
-        times.append(event.time_s)
+    assert all(backend.wait(event, WAIT_S) for event in (work.start, *work.records))
+    times = [event.time_s for event in (work.start, *work.records)]
     assert times == sorted(times)
     rig.expect_onload([9, 0], [1, 6])
     rig.check()

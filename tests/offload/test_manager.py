@@ -453,6 +453,15 @@ def test_bad_arguments_are_named_and_change_nothing(server: Server) -> None:
     server.rig.check()
 
 
+def test_a_wrong_block_id_evicts_nothing(server: Server) -> None:
+    server.save(server.hashes(13), range(13))
+    server.save(server.hashes(4, 1), range(4))
+    with pytest.raises(IndexError, match=r"device_block_ids\[1\] = 13 must be in"):
+        server.manager.save(server.hashes(2, 2), [0, 13])
+    assert server.present(server.hashes(13)) == 13
+    assert server.manager.stats()["evicted_blocks"] == 0
+
+
 def test_close_gives_everything_back_and_ends_the_manager(server: Server, copies: Copies) -> None:
     hashes = server.hashes(4)
     server.save(hashes, range(4))

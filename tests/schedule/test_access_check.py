@@ -98,6 +98,10 @@ def test_memory_without_layers():
             hazards.check_access(address, [4], True, simulation.compute_stream)
         load.wait_on()
         hazards.check_access(address, [4], True, simulation.compute_stream)
+        save = scheduler.offload([2], [6], layerwise=True)
+        with pytest.raises(RuntimeError, match=f"block 6 of layer -1 {MESSAGE} writing it"):
+            hazards.check_access(address, [6], False, simulation.compute_stream)
+        save.cancel()
 
 
 def test_each_stream_waits_for_itself(rig):

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
+from paddle_kv.backend.simulator import Simulation
+from paddle_kv.schedule import scheduler as scheduling
 from tests.schedule.rig import WAIT_S, bytes_at, cpu_tensor, make_spec
 
 DEVICE, HOST = "device_block_ids", "host_block_ids"
@@ -117,6 +119,7 @@ def test_timeouts(rig, scheduler, timeout_s, error, message):
     calls = [
         lambda: load.wait(timeout_s),
         lambda: load.wait_layer(0, timeout_s=timeout_s),
+        lambda: load.wait_on(timeout_s=timeout_s),
         lambda: scheduler.drain(timeout_s),
         lambda: scheduler.close(timeout_s),
     ]
@@ -180,6 +183,8 @@ def test_a_closed_pool(rig):
     other.close()
     with pytest.raises(RuntimeError, match=r"the host pool is closed"):
         LayerwiseScheduler(rig.cache, other)
+    with pytest.raises(RuntimeError, match=r"the host pool is closed"):
+        LayerwiseScheduler(rig.cache, other, backend=Simulation().backend())
     for call in (
         lambda: scheduler.offload([1], [2]),
         lambda: scheduler.onload([1], [2]),
@@ -191,12 +196,28 @@ def test_a_closed_pool(rig):
     rig.check()
 
 
+def test_a_scheduler_that_is_closed_during_the_call(rig, monkeypatch):
+    """By another thread, between the look at the arguments and the submission."""
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    inner = scheduling.make_plan
+
+    def close_and_plan(*arguments, **named):
+        scheduler.close()
+        return inner(*arguments, **named)
+
+    monkeypatch.setattr(scheduling, "make_plan", close_and_plan)
+    with pytest.raises(RuntimeError, match=r"the scheduler is closed"):
+        scheduler.offload([1], [2])
+    rig.check()
+
+
 def test_a_closed_scheduler(rig):
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     load = scheduler.onload([1], [2])
     rig.expect_onload([1], [2])
     scheduler.close()
     for call in (
+        lambda: scheduler.onload([99], [2]),  # nobody looks at arguments any more
         lambda: scheduler.offload([1], [2]),
         lambda: scheduler.onload([1], [2]),
         lambda: scheduler.record_event("onload"),

@@ -144,15 +144,17 @@ def test_a_save_over_a_save_that_is_not_over(rig, copies):
 
 
 def test_no_stamp_while_a_later_save_writes(rig, copies):
-    """The first one is over when the second one has written some layers: what lies there is neither's."""
+    """When the second one has written some layers, what lies there is neither's."""
     copies.hold("offload", 4)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         first, second = scheduler.offload([1], [4]), scheduler.offload([2], [4])
         assert copies.arrived.acquire(timeout=WAIT_S)
-        copies.hold("offload", 2)
+        copies.hold("offload", 0, 2)
         copies.go_on("offload", 4)
         assert copies.arrived.acquire(timeout=WAIT_S)
         first.wait(WAIT_S)
+        copies.go_on("offload", 0)
+        assert copies.arrived.acquire(timeout=WAIT_S)
         load = scheduler.onload([4], [6])
         copies.go_on()
         load.wait(WAIT_S)

@@ -28,6 +28,7 @@ SHARED = {
 UNDER_THE_LOCK: list[tuple[Any, list[str]]] = [
     (Transfer, ["poll", "_advance", "_drop", "_retire", "_fence", "_take_events", "_give_back_events"]),
     (hazards.BlockDomain, ["check", "read", "write", "poison", "release", "try_lease", "end_lease"]),
+    (HostPool, ["_reclaim"]),
     (free_extents.FreeExtents, ["allocate", "free"]),
     (hazards, ["add_in_flight", "remove_in_flight"]),
     (checksum, ["forget"]),
