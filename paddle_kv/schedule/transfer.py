@@ -553,6 +553,8 @@ class Transfer:
         for before in self._depends_on:
             before._dependents.remove(self)
         self._depends_on, self._reads_from = set(), set()
+        for dependent in list(self._dependents):
+            dependent._advance()
         hazards.changed.notify_all()
 
     # ---- helpers ----

@@ -452,6 +452,21 @@ def test_those_behind_a_cancelled_one_follow_layer_by_layer(rig):
         first.cancel()
 
 
+def test_those_behind_a_cancelled_one_follow_when_what_it_read_is_cancelled_too(rig):
+    """B reads what A writes and is cancelled; C waits for B, so for the marks of A, which never come."""
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first = scheduler.offload([1], [4], layerwise=True)
+        middle = scheduler.onload([4], [2])
+        last = scheduler.onload([5], [2])
+        middle.cancel()
+        with pytest.raises(TimeoutError):
+            last.wait_layer(0, timeout_s=SHORT_S)
+        first.cancel()
+        last.wait(WAIT_S)
+        rig.expect_onload([5], [2])
+        rig.check()
+
+
 def test_the_first_error_stays(rig, copies):
     copies.hold("offload", 0)
     copies.fail("offload", 0, Broken("x"))
