@@ -142,6 +142,17 @@ def test_a_block_in_flight_is_not_given_out(rig, copies):
     assert len(ids) == 17
 
 
+def test_a_pool_closes_behind_a_transfer_that_nobody_has_looked_at(rig):
+    """It is over on the device: that nobody has asked must not keep the memory."""
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1, 2], [4, 9])
+        assert scheduler.record_event("offload").wait(WAIT_S)
+        rig.expect_offload([1, 2], [4, 9])
+        rig.check()
+        rig.pool.close()
+        assert rig.pool.pinned_bytes == 0
+
+
 def test_a_lease_waits_for_a_transfer(rig, copies):
     copies.hold("offload", 4)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
