@@ -160,9 +160,12 @@ def test_same_memory_same_domain_whatever_the_number_of_blocks():
     assert hazards.attach(two, extents(BASE, blocks=7))[0] is domain
 
 
-def test_other_memory_other_domain():
+@pytest.mark.parametrize("starts", [(BASE, BASE + 160), (BASE + 160, BASE)])
+def test_other_memory_other_domain(starts):
+    """One begins where the other one ends."""
     one, two = Owner(), Owner()
-    assert hazards.attach(one, extents(BASE))[0] is not hazards.attach(two, extents(BASE + 160))[0]
+    first, second = map(extents, starts)
+    assert hazards.attach(one, first)[0] is not hazards.attach(two, second)[0]
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,28 @@ def test_close_does_not_wait_for_the_marks_of_another_scheduler(rig):
     rig.check()
 
 
+def test_a_scheduler_that_is_closing_takes_nothing_more(rig, copies):
+    copies.hold("onload", 2)
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    load = scheduler.onload([4], [1])
+    save = scheduler.offload([2], [5], layerwise=True)
+    closer = threading.Thread(target=scheduler.close, args=(WAIT_S,))
+    closer.start()
+    started_s = time.monotonic()
+    while save.error is None:  # close drops it first
+        assert time.monotonic() - started_s < WAIT_S
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match=r"the scheduler is closed"):
+        scheduler.offload([7], [8])
+    assert not load.done()
+    copies.go_on()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    load.wait(0)
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
 def test_closing_while_others_submit(rig):
     """Each call either works and is waited for, or says that the scheduler is closed; close comes to an end."""
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)

@@ -125,6 +125,7 @@ def test_ranges_and_one_source_for_many_targets(rig):
 def test_no_blocks_is_a_transfer_that_is_over(rig, layerwise):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         for transfer in (scheduler.offload([], [], layerwise=layerwise), scheduler.onload((), np.array([], np.int64))):
+            assert transfer.elapsed_ms == 0.0, "it is over before anybody asks"
             assert transfer.done()
             assert transfer.bytes == 0
             transfer.wait_layer(4)
