@@ -119,6 +119,16 @@ def test_a_failure_does_not_poison_what_a_later_one_rewrites(domain):
     assert domain.poisoned([1, 2]) == [1]
 
 
+def test_the_lease_that_ends_is_that_of_the_same_blocks():
+    domain = hazards.BlockDomain()
+    assert domain.try_lease([1, 2], write=False)
+    assert domain.try_lease([3], write=False)
+    domain.end_lease([3], write=False)
+    assert domain.busy(range(4)) == [1, 2]
+    domain.end_lease([2, 1], write=False)
+    assert domain.busy(range(4)) == []
+
+
 def test_leases_forbid_conflicting_transfers(domain):
     assert domain.try_lease([1], write=False)
     assert domain.try_lease([2], write=True)
