@@ -333,7 +333,7 @@ class KVOffloadManager:
             free_slots = self._take_slots(len(source) - len(before))
             admitted: dict[bytes, int] | None = None
             try:
-                admitted = index.admit(list(source), free_slots)
+                admitted = index.admit(list(source), free_slots)  # takes all: as many blocks at least are absent
                 index.arriving.update(admitted)
                 transfer = self._scheduler.offload(
                     [source[key] for key in admitted], list(admitted.values()), layerwise=layerwise
@@ -344,7 +344,6 @@ class KVOffloadManager:
                 new = [key for key in source if key in index.slots and index.slots[key] != before.get(key)]
                 self._give_back([*free_slots, *index.undo(new if admitted is None else admitted)])
                 raise
-            self._give_back(free_slots)
             left_out = sum(key not in index.slots for key in source) if len(admitted) < len(source) else 0
             self._counters["saved_blocks"] += len(admitted)
             self._counters["deduplicated_blocks"] += len(source) - len(admitted) - left_out

@@ -104,7 +104,7 @@ class LayerwiseScheduler:
         )
         self._copying_ms = {"onload": 0.0, "offload": 0.0}
         self._closed = False
-        self._closers = 0  # threads in close()
+        self._closers = 0  # threads in close(), and those that have closed it
         self._observer = checksum.ChecksumObserver(host_pool) if checksum.enabled() else None
         release_abandoned()
         self._resources = DeviceResources(self._backend, device_cache, host_pool)
@@ -392,7 +392,7 @@ class LayerwiseScheduler:
         return [transfer for transfer in mine if not transfer.is_settled]
 
     def _check_open(self) -> None:
-        if self._closed or self._closers:
+        if self._closers:
             raise RuntimeError("the scheduler is closed")
         if self._process_id != os.getpid():
             raise RuntimeError("the scheduler was made before a fork; make one in this process")

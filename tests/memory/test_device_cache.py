@@ -80,6 +80,7 @@ def transposed(given):
         (lambda t: t.pop("scale"), ValueError, r"tensors has the names \['flag', 'key', 'value'\]"),
         (lambda t: t.update(more=[]), ValueError, "tensors has the names"),
         (lambda t: t["key"].pop(), ValueError, r"tensors\['key'\] has 4 layers; 5 are expected"),
+        (lambda t: t["key"].append(t["key"][0]), ValueError, r"tensors\['key'\] has 6 layers; 5 are expected"),
         (lambda t: t.update(key=[]), ValueError, r"tensors\['key'\] has 0 layers; 5 are expected"),
         (
             lambda t: t["key"].__setitem__(2, cpu_tensor(np.zeros((6, 2, 3, 7), np.float16))),
@@ -154,6 +155,11 @@ def test_a_gpu_that_is_not_there(device):
 def test_wrong_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         DeviceCache(*arguments)
+
+
+def test_adopt_wants_a_spec_and_a_mapping():
+    with pytest.raises(TypeError, match=r"spec is NoneType; a KVCacheSpec is expected"):
+        DeviceCache.adopt(None, {})
     with pytest.raises(TypeError, match=r"tensors is list; a mapping"):
         DeviceCache.adopt(make_spec(), [])
 

@@ -109,6 +109,15 @@ def test_neighbours_merge_on_both_sides():
     assert free.allocate(9) == list(range(9))
 
 
+@pytest.mark.parametrize("halves", [([0, 1], [2, 3]), ([2, 3], [0, 1])])
+def test_halves_merge_with_what_lies_before_and_behind(halves):
+    free = FreeExtents(9)
+    free.allocate(9)
+    for half in ([6, 7, 8], *halves):
+        free.free(half)
+    assert free.allocate(4) == [0, 1, 2, 3], "two pieces where one would do"
+
+
 @given(st.permutations(range(12)), st.integers(1, 12))
 def test_whatever_the_order_of_freeing_all_is_one_extent_again(order, at_once):
     free = FreeExtents(12)

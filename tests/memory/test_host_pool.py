@@ -200,6 +200,12 @@ def test_the_blocks_of_one_call_are_neighbours_where_possible(pool):
     assert pool.allocate(6) == sorted(second + third), "the runs have merged"
 
 
+def test_a_freed_run_that_fits_is_taken_before_blocks_that_were_never_used(pool):
+    first, _ = pool.allocate(2), pool.allocate(3)
+    pool.free(first)
+    assert pool.allocate(2) == first
+
+
 @pytest.mark.parametrize(
     ("count", "error", "message"),
     [

@@ -170,6 +170,31 @@ def test_a_failed_layer_of_a_layerwise_save(rig, copies):
         rig.check()
 
 
+def test_a_failure_that_no_event_tells_is_at_the_first_layer_that_is_not_there(rig, copies):
+    """The device reports it once, to whoever asks next; the events only say which layers have arrived."""
+
+    class Once(CpuBackend):
+        error = None
+
+        def is_complete(self, event):
+            error, self.error = self.error, None
+            if error is not None:
+                raise error
+            return super().is_complete(event)
+
+    backend = Once()
+    copies.hold("onload", 2)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        load = scheduler.onload([4], [1])
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        backend.error = Broken("x")
+        assert str(load.error).startswith("onload failed at layer 2: x")
+        assert load.error.layer == 2
+        copies.go_on()
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
 def test_an_earlier_layer_that_failed_is_not_forgotten_when_later_ones_succeed(rig, copies):
     """Each layer is a submission of its own here; the last one is fine."""
     copies.fail("offload", 1, Broken("x"))

@@ -119,6 +119,16 @@ def test_a_failure_does_not_poison_what_a_later_one_rewrites(domain):
     assert domain.poisoned([1, 2]) == [1]
 
 
+def test_the_lease_that_ends_is_that_of_the_same_blocks():
+    domain = hazards.BlockDomain()
+    assert domain.try_lease([1, 2], write=False)
+    assert domain.try_lease([3], write=False)
+    domain.end_lease([3], write=False)
+    assert domain.busy(range(4)) == [1, 2]
+    domain.end_lease([2, 1], write=False)
+    assert domain.busy(range(4)) == []
+
+
 def test_leases_forbid_conflicting_transfers(domain):
     assert domain.try_lease([1], write=False)
     assert domain.try_lease([2], write=True)
@@ -160,9 +170,12 @@ def test_same_memory_same_domain_whatever_the_number_of_blocks():
     assert hazards.attach(two, extents(BASE, blocks=7))[0] is domain
 
 
-def test_other_memory_other_domain():
+@pytest.mark.parametrize("starts", [(BASE, BASE + 160), (BASE + 160, BASE)])
+def test_other_memory_other_domain(starts):
+    """One begins where the other one ends."""
     one, two = Owner(), Owner()
-    assert hazards.attach(one, extents(BASE))[0] is not hazards.attach(two, extents(BASE + 160))[0]
+    first, second = map(extents, starts)
+    assert hazards.attach(one, first)[0] is not hazards.attach(two, second)[0]
 
 
 @pytest.mark.parametrize(

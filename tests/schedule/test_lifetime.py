@@ -89,6 +89,28 @@ def test_close_does_not_wait_for_the_marks_of_another_scheduler(rig):
     rig.check()
 
 
+def test_a_scheduler_that_is_closing_takes_nothing_more(rig, copies):
+    copies.hold("onload", 2)
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    load = scheduler.onload([4], [1])
+    save = scheduler.offload([2], [5], layerwise=True)
+    closer = threading.Thread(target=scheduler.close, args=(WAIT_S,))
+    closer.start()
+    started_s = time.monotonic()
+    while save.error is None:  # close drops it first
+        assert time.monotonic() - started_s < WAIT_S
+        time.sleep(0.001)
+    with pytest.raises(RuntimeError, match=r"the scheduler is closed"):
+        scheduler.offload([7], [8])
+    assert not load.done()
+    copies.go_on()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    load.wait(0)
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
 def test_closing_while_others_submit(rig):
     """Each call either works and is waited for, or says that the scheduler is closed; close comes to an end."""
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
@@ -140,6 +162,17 @@ def test_a_block_in_flight_is_not_given_out(rig, copies):
         save.wait(WAIT_S)
         assert rig.pool.allocate(3) == [4, 9, 10]
     assert len(ids) == 17
+
+
+def test_a_pool_closes_behind_a_transfer_that_nobody_has_looked_at(rig):
+    """It is over on the device: that nobody has asked must not keep the memory."""
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1, 2], [4, 9])
+        assert scheduler.record_event("offload").wait(WAIT_S)
+        rig.expect_offload([1, 2], [4, 9])
+        rig.check()
+        rig.pool.close()
+        assert rig.pool.pinned_bytes == 0
 
 
 def test_a_lease_waits_for_a_transfer(rig, copies):

@@ -109,6 +109,13 @@ def test_small_beside_bulk_is_urgent_by_itself(rig, monkeypatch):
     first.wait(WAIT_S)
 
 
+def test_exactly_eight_times_its_bytes_and_exactly_the_least_are_enough(rig, monkeypatch):
+    monkeypatch.setattr(scheduling, "URGENT_BESIDE_BYTES", 16 * SPEC.num_layers * SPEC.block_bytes)
+    rig.scheduler.onload(range(16), range(16))
+    rig.scheduler.onload([20, 21], [16, 17])
+    assert len(rig.backend.urgent_streams) == 1
+
+
 def test_by_itself_only_beside_a_millisecond_of_the_link(rig):
     rig.scheduler.onload(range(16), range(16))
     rig.scheduler.onload([23], [16])
