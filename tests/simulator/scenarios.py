@@ -627,6 +627,21 @@ def order_behind_a_cancelled_one_that_is_over(s: Setting) -> None:
     s.assert_host(3, "prompt")
 
 
+def order_behind_two_cancelled_ones_in_a_row(s: Setting) -> None:
+    """The second has read what the first wrote; who waits behind it has waited for the marks of the first."""
+    scheduler = s.scheduler()
+    s.fill_host(3, "prefix")
+    s.compute(writes=0, version="prompt")
+    first = scheduler.offload([0], [2], layerwise=True)
+    second = scheduler.onload([2], [1])
+    load = scheduler.onload([3], [1])
+    first.mark_layer_written(0)
+    second.cancel()
+    first.cancel()
+    load.wait_layer(0, timeout_s=5.0)  # nobody marks anything any more
+    read_layer_by_layer(s, load, 1, "prefix")
+
+
 def close_of_a_scheduler_that_others_wait_for(s: Setting) -> None:
     first, second = s.scheduler(), s.scheduler()
     s.compute(writes=0, version="prompt")
