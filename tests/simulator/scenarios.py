@@ -638,7 +638,7 @@ def order_behind_two_cancelled_ones_in_a_row(s: Setting) -> None:
     first.mark_layer_written(0)
     second.cancel()
     first.cancel()
-    load.wait_layer(0, timeout_s=5.0)  # nobody marks anything any more
+    load.wait_layer(1, timeout_s=5.0)  # nobody marks anything any more
     read_layer_by_layer(s, load, 1, "prefix")
 
 
