@@ -241,8 +241,10 @@ def _keys_and_values(case: Case) -> tuple[list[Any], list[Any] | None]:
 
 def _token_caches(case: Case) -> list[Any]:
     """All tensors as NHD, the latent ones too."""
-    spec = case.spec
-    return [tensor.view([-1, spec.block_size, spec.num_kv_heads, spec.head_dim]) for tensor in _all_tensors(case)]
+    spec, tensors = case.spec, _all_tensors(case)
+    if not spec.latent:
+        return tensors
+    return [tensor.view([tensor.shape[0], spec.block_size, 1, spec.head_dim]) for tensor in tensors]
 
 
 def _one_sequence(case: Case, block_ids: list[int]) -> tuple[Any, Any]:
