@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from ..schedule.transfer import Transfer
+from ..schedule.transfer import Transfer, transfer_list
 
 
 class ForwardPass:
@@ -52,8 +52,8 @@ class ForwardPass:
         stream: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._loads = _transfers(loads, "loads")
-        self._unfinished = _transfers(saves, "saves")
+        self._loads = transfer_list(loads, "loads")
+        self._unfinished = transfer_list(saves, "saves")
         self._marked: set[int] = set()
         self._stream = stream
         self._timeout_s = timeout_s
@@ -95,13 +95,6 @@ class ForwardPass:
             if len(self._marked) < save.num_layers:
                 save.cancel()
         self._unfinished = []
-
-
-def _transfers(given: Any, name: str) -> list[Transfer]:
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
-    if not all(isinstance(one, Transfer) for one in found):
-        raise TypeError(f"{name} is {given!r}; a list of Transfer is expected")
-    return found
 
 
 class LayerHooks:

@@ -13,7 +13,7 @@ from ..ops import _arguments as arguments
 from ..schedule import hazards
 from ..schedule.plan import check_ids
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
-from ..schedule.transfer import Transfer
+from ..schedule.transfer import Transfer, transfer_list
 from .hashing import BlockHasher, spec_salt
 from .index import BlockIndex
 from .policies import make_policy
@@ -322,9 +322,7 @@ class KVOffloadManager:
         """
         keys = _checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
-        loads: list[Any] = list(computed_from) if isinstance(computed_from, Iterable) else [None]
-        if not all(isinstance(load, Transfer) for load in loads):
-            raise TypeError(f"computed_from is {computed_from!r}; a list of Transfer is expected")
+        loads = transfer_list(computed_from, "computed_from")
         with self._lock:
             self._settle()
             source = dict(zip(keys, device_ids, strict=True))

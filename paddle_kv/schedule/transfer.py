@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
+from collections.abc import Iterable
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -486,9 +487,10 @@ class Transfer:
                     backend.is_complete(event)
             # Events of earlier layers may lie on another stream than the last one and pass a moment later; until then a
             # GPU tells no times.
-            recorded = [event for event in self._events if event is not None]
-            if self._scheduler._record_layer_times and not all(map(backend.is_complete, recorded)):
-                return
+            if self._scheduler._record_layer_times:
+                recorded = [event for event in self._events if event is not None]
+                if not all(map(backend.is_complete, recorded)):
+                    return
         except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
             layer = self._first_failed_layer()
             self._drop(self._failure(f"{self._plan.direction} failed at layer {layer}: {error}", layer, error))
@@ -621,6 +623,14 @@ class Transfer:
         with hazards.lock:
             self._host_waits -= 1
             self.poll()
+
+
+def transfer_list(given: Any, name: str) -> list[Transfer]:
+    """An argument as a list, whatever iterates; TypeError unless all of it are transfers."""
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    if not all(isinstance(one, Transfer) for one in found):
+        raise TypeError(f"{name} is {given!r}; a list of Transfer is expected")
+    return found
 
 
 def depend(transfer: Transfer, reads_from: set[Any], others: set[Any]) -> None:
