@@ -29,15 +29,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _on_device(method: _Function) -> _Function:
-    """Runs the method with the backend's device current (a new thread starts on device 0) and CUDA's errors typed."""
+    """Runs the method with the backend's device current and CUDA's errors typed.
+
+    A new thread starts on device 0. CuPy's ``with Device`` would set that back, which makes a context there.
+    """
 
     @functools.wraps(method)
     def wrapped(self: CupyBackend, *arguments: Any, **options: Any) -> Any:
+        pushed = False
         try:
-            with self._device:
-                return method(self, *arguments, **options)
+            if runtime.getDevice() != self._device_id:
+                transfer_queue.push_device(self._device_id)
+                pushed = True
+            return method(self, *arguments, **options)
         except runtime.CUDARuntimeError as error:
             raise CudaError(str(error).split(":", 1)[0], error.status, str(error)) from error
+        finally:
+            if pushed:
+                transfer_queue.pop_device()
 
     return wrapped  # type: ignore[return-value]
 
@@ -49,7 +58,6 @@ class CupyBackend:
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
-        self._device = cupy.cuda.Device(device_id)
         self._idle_events: list[int] = []
         self._resting_events: deque[tuple[int, int]] = deque()  # transfers enqueued when it was given back, event
         self._saw_failure = False
@@ -142,7 +150,7 @@ class CupyBackend:
 
     def is_complete(self, event: int) -> bool:
         try:
-            return transfer_queue.query(event)
+            return transfer_queue.query(self._device_id, event)
         except CudaError:
             self._saw_failure = True
             raise

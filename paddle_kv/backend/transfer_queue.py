@@ -49,7 +49,8 @@ def _functions() -> Any:
         "submit": [ctypes.c_void_p],
         "flush": [ctypes.c_int64, ctypes.c_int64],
         "wait_stream": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64],
-        "query": [ctypes.c_int64],
+        "query": [ctypes.c_int, ctypes.c_int64],
+        "push_device": [ctypes.c_int],
         "forget": [ctypes.c_int64],
         "set_thresholds": [ctypes.c_void_p],
     }
@@ -57,6 +58,7 @@ def _functions() -> Any:
         getattr(library, f"paddle_kv_queue_{name}").argtypes = types
     for name in ("enqueued", "submitted"):
         getattr(library, f"paddle_kv_queue_{name}").restype = ctypes.c_int64
+    library.paddle_kv_queue_pop_device.restype = None
     return library
 
 
@@ -139,9 +141,19 @@ def wait_stream(device_id: int, stream: int, event: int, timeout_s: float | None
     return _checked(_functions().paddle_kv_queue_wait_stream(device_id, stream, event, _microseconds(timeout_s))) == 0
 
 
-def query(event: int) -> bool:
+def query(device_id: int, event: int) -> bool:
     """Whether the event was passed. Raises what went wrong in the submission before it, once it was passed."""
-    return _checked(_functions().paddle_kv_queue_query(event)) == 0
+    return _checked(_functions().paddle_kv_queue_query(device_id, event)) == 0
+
+
+def push_device(device_id: int) -> None:
+    """Makes a GPU current for this thread until :func:`pop_device`. No context is made on the one that was."""
+    _checked(_functions().paddle_kv_queue_push_device(device_id))
+
+
+def pop_device() -> None:
+    """Makes current what was before the last :func:`push_device`."""
+    _functions().paddle_kv_queue_pop_device()
 
 
 def forget(event: int) -> bool:

@@ -12,17 +12,18 @@ from .load import LOADS, ComputeLoad
 
 SIZES_KIB = (4, 8, 16, 32, 64, 128)
 STAGED_KIB = (8, 16, 32, 64)
+REPEATS = 3
 NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 3 * 2 * 3)
 # What a second of a transfer costs, beside what it takes from the model: a load that comes late makes a layer wait.
 LATENCY_SHARE = 0.1
 
 
-def measure(*, repeats: int) -> Iterator[Row]:
-    """The rows that :func:`sizes_from` needs; about a minute."""
+def measure() -> Iterator[Row]:
+    """The rows that :func:`sizes_from` needs; about two minutes."""
     loads: dict[str, ComputeLoad] = {name: ComputeLoad(name) for name in LOADS if name != "none"}
-    yield from engines.rows(SIZES_KIB, ["scattered"], ["copy_engine", "kernel"], loads, repeats=repeats)
+    yield from engines.rows(SIZES_KIB, ["scattered"], ["copy_engine", "kernel"], loads, repeats=REPEATS)
     yield from engines.rows(
-        STAGED_KIB, ["contiguous_host"], ["copy_engine", "kernel", "staging"], loads, repeats=repeats
+        STAGED_KIB, ["contiguous_host"], ["copy_engine", "kernel", "staging"], loads, repeats=REPEATS
     )
 
 

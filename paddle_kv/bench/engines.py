@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backend import transfer_queue
 from ..layout import KVCacheSpec
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
@@ -51,6 +52,7 @@ class EngineCase:
         assert self.case.device_cache is not None and self.case.host_pool is not None
         self.cache, self.pool = self.case.device_cache, self.case.host_pool
         self.bytes = self.case.total_bytes
+        self.device = self.cache.device_id
 
     def scheduler(self, engine: str) -> LayerwiseScheduler:
         import cupy
@@ -108,16 +110,18 @@ class EngineCase:
 
         load, elapsed = self.loads[load_name], cupy.cuda.runtime.eventElapsedTime
         rates, slowed = [], []
-        past = self.submit(scheduler, way)
-        past.wait(WAIT_S)
+        past = cupy.cuda.Event()
+        past.record(load.stream)
+        self.submit(scheduler, way).wait(WAIT_S)
         for _ in range(self.repeats):
             alone_ms = load.alone_ms()
             count = max(2, round(2.5 * alone_ms * 55e6 / self.bytes))  # they outlast the load
             load.start()
-            past.wait_layer(0, stream=load.stream)  # as a model does, on a stream that is busy
+            # The stream of the model waits for a layer now and then: so the library knows that it is busy.
+            transfer_queue.wait_stream(self.device, load.stream.ptr, past.ptr, None)
             transfers = [self.submit(scheduler, way) for _ in range(count)]
             while not load.span[1].done:
-                past.wait_layer(0, stream=load.stream)
+                transfer_queue.wait_stream(self.device, load.stream.ptr, past.ptr, None)
                 time.sleep(0.002)
             load_ms = load.wait_ms()
             for transfer in transfers:

@@ -16,7 +16,7 @@ from ..bench import engines
 from ..memory.host_memory import has_gpu
 
 
-def run(repeats: int, show: Callable[[int, int, str], None]) -> tuple[EngineSizes, Path, list[engines.Row]]:
+def run(show: Callable[[int, int, str], None]) -> tuple[EngineSizes, Path, list[engines.Row]]:
     """Measures and stores; the next scheduler uses it.
 
     Raises:
@@ -27,7 +27,7 @@ def run(repeats: int, show: Callable[[int, int, str], None]) -> tuple[EngineSize
     from ..backend.cupy_backend import device_name
 
     rows: list[engines.Row] = []
-    for row in measuring.measure(repeats=repeats):
+    for row in measuring.measure():
         rows.append(row)
         show(len(rows), measuring.NUM_ROWS, f"{row['method']} {row['way']} {row['piece_kib']} KiB beside {row['load']}")
     sizes = measuring.sizes_from(rows, EngineSizes())

@@ -85,7 +85,10 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of which the median is shown.", min=1)] = 7,
     seed: Annotated[int, typer.Option(help="Of the block ids.", min=0)] = 0,
     calibrate: Annotated[
-        bool, typer.Option(help="Measure the transfer engines instead, and store what engine 'auto' uses from then on.")
+        bool,
+        typer.Option(
+            help="Measure the transfer engines instead (two minutes); engine 'auto' uses the result from then on."
+        ),
     ] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
     json_file: Annotated[
@@ -129,7 +132,7 @@ def bench(
 
         try:
             if calibrate:
-                sizes, path, rows = calibration.run(repeats, show)
+                sizes, path, rows = calibration.run(show)
                 _show(calibration.table(sizes))
                 rich.print(f"stored in {path}")
                 if csv:

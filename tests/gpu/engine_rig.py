@@ -191,7 +191,7 @@ class Queue:
         transfer_queue.flush(self.stream.ptr)
         self.stream.synchronize()
         for event in self.events:
-            while not transfer_queue.query(event.ptr):
+            while not transfer_queue.query(0, event.ptr):
                 pass
         self.events.clear()
 

@@ -198,7 +198,7 @@ def test_the_host_sees_all_bytes_behind_an_event(queue, engine):
     events = queue.submit(pools, TO_HOST, device_ids, host_ids, engine=engine)
     expected, _ = pools.expected(TO_HOST, device_ids, host_ids, range(pools.layers))
     for layer, event in enumerate(events):
-        while not transfer_queue.query(event.ptr):
+        while not transfer_queue.query(0, event.ptr):
             pass
         for t, size in enumerate(pools.block_bytes):
             first = pools.offsets[layer][t]
@@ -222,13 +222,13 @@ def test_groups_wait_for_their_own_events_only(queue, engine, direction):
     busy(producer, LONG_MS)
     gate.record(producer)
     events = queue.submit(pools, direction, *ids, engine=engine, waits=[[], [], [gate], []])
-    while not transfer_queue.query(events[1].ptr):
+    while not transfer_queue.query(0, events[1].ptr):
         pass
     assert not gate.done, "the delay is too short to show anything"
     if direction == TO_HOST:
         host, _ = pools.expected(direction, *ids, [0, 1])
         np.testing.assert_array_equal(pools.host, host)
-    assert not transfer_queue.query(events[2].ptr)
+    assert not transfer_queue.query(0, events[2].ptr)
     queue.finish()
     assert gate.done
     pools.check(direction, *ids)

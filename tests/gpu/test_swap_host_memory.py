@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -71,6 +72,55 @@ def test_a_range_whose_last_byte_is_pageable_is_refused(
     machine.synchronize()
     assert not half_pinned.any()
     cache.check(cache.bits)
+
+
+@pytest.fixture
+def pinned_at_both_ends() -> Iterator[np.ndarray]:
+    """BLOCKS blocks of which the first and the last alone are registered, each for itself."""
+    import cupy
+
+    storage = np.zeros((BLOCKS + 1) * BLOCK_BYTES, np.uint8)
+    first = -storage.ctypes.data % PAGE
+    blocks = storage[first : first + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    for block in (0, BLOCKS - 1):
+        cupy.cuda.runtime.hostRegister(blocks[block].ctypes.data, BLOCK_BYTES, 0)
+    yield blocks
+    for block in (0, BLOCKS - 1):
+        cupy.cuda.runtime.hostUnregister(blocks[block].ctypes.data)
+
+
+def test_a_range_with_a_hole_is_refused(machine: Machine, cache: GuardedCache, pinned_at_both_ends: np.ndarray) -> None:
+    """A copy from the hole would be an illegal address in the kernel, and the end of the CUDA context."""
+    address = pinned_at_both_ends.ctypes.data
+    for mode in (TO_HOST, TO_DEVICE):
+        with pytest.raises(ValueError, match=rf"max_block_num_cpu = {BLOCKS} .*not all host memory"):
+            ops.swap_cache_per_layer(cache.tensor, address, BLOCKS, [5], [BLOCKS // 2], 0, mode)
+    with pytest.raises(ValueError, match=r"source_pointers\[0\].*run past the end"):
+        ops.vectorized_copy([address], [cache.tensor.data_ptr()], [BLOCKS * BLOCK_BYTES])
+    machine.synchronize()
+    assert not pinned_at_both_ends.any()
+    cache.check(cache.bits)
+    ops.swap_cache_per_layer(cache.tensor, address, 1, [5], [0], 0, TO_HOST)
+    machine.synchronize()
+    np.testing.assert_array_equal(pinned_at_both_ends[0], cache.bits[5])
+
+
+def test_neighbouring_registrations_are_one_range(machine: Machine, cache: GuardedCache) -> None:
+    import cupy
+
+    storage = np.zeros((BLOCKS + 1) * BLOCK_BYTES, np.uint8)
+    first = -storage.ctypes.data % PAGE
+    blocks = storage[first : first + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    cuts = [0, 3, 4, BLOCKS]
+    for begin, end in itertools.pairwise(cuts):
+        cupy.cuda.runtime.hostRegister(blocks[begin].ctypes.data, (end - begin) * BLOCK_BYTES, 0)
+    targets = [2, 3, 4, BLOCKS - 1]
+    ops.swap_cache_per_layer(cache.tensor, blocks.ctypes.data, BLOCKS, [9, 1, 8, 0], targets, 0, TO_HOST)
+    machine.synchronize()
+    for begin in cuts[:-1]:
+        cupy.cuda.runtime.hostUnregister(blocks[begin].ctypes.data)
+    _, expected = swapped(cache.bits, np.zeros_like(blocks), [9, 1, 8, 0], targets, TO_HOST)
+    np.testing.assert_array_equal(blocks, expected)
 
 
 def test_a_device_address_is_no_host_memory(machine: Machine, cache: GuardedCache) -> None:

@@ -37,7 +37,7 @@ def test_a_call_returns_before_the_copies_are_submitted(queue):
     reader = cupy.cuda.Stream(non_blocking=True)
     assert not transfer_queue.wait_stream(0, reader.ptr, events[-1].ptr, 0.01)
     assert not transfer_queue.flush(queue.stream.ptr, 0.01)
-    assert not transfer_queue.query(events[-1].ptr)
+    assert not transfer_queue.query(0, events[-1].ptr)
     assert not gate.done, "the delay is too short to show anything"
     assert transfer_queue.wait_stream(0, reader.ptr, events[-1].ptr, 10.0)
     queue.finish()
@@ -57,7 +57,7 @@ def test_a_transfer_may_wait_for_one_that_is_not_submitted_yet(queue):
     target = (source + 1) % 20
     loaded = other.submit(pools, TO_DEVICE, [target], [host], waits=[[event] for event in saved])
     assert not gate.done, "the delay is too short to show anything"
-    assert not transfer_queue.query(loaded[0].ptr)
+    assert not transfer_queue.query(0, loaded[0].ptr)
     other.finish()
     for layer in range(4):
         bits = pools.device[layer][0].get()
@@ -77,7 +77,7 @@ def test_one_that_waits_does_not_hold_other_streams(queue):
     gate.record(producer)
     queue.submit(pools, TO_HOST, [1], [1], waits=[[gate], []])
     done = other.submit(pools, TO_HOST, [2], [2])
-    while not transfer_queue.query(done[-1].ptr):
+    while not transfer_queue.query(0, done[-1].ptr):
         pass
     assert not gate.done
     queue.finish()
@@ -96,7 +96,7 @@ def test_an_urgent_load_does_not_queue_behind_bulk(queue, engine):
     def wait_ms() -> float:
         started = time.perf_counter()
         events = urgent.submit(small, TO_DEVICE, *small.ids(4))
-        while not transfer_queue.query(events[-1].ptr):
+        while not transfer_queue.query(0, events[-1].ptr):
             pass
         return (time.perf_counter() - started) * 1e3
 
@@ -105,7 +105,7 @@ def test_an_urgent_load_does_not_queue_behind_bulk(queue, engine):
     events = queue.submit(bulk, TO_DEVICE, *bulk.ids(256), engine=engine)
     time.sleep(0.01)
     beside = wait_ms()
-    assert not transfer_queue.query(events[-1].ptr), "the bulk was over too soon to show anything"
+    assert not transfer_queue.query(0, events[-1].ptr), "the bulk was over too soon to show anything"
     bulk_ms = 16 * 256 / 55.0
     print(
         f"urgent load alone {alone:.2f} ms, beside bulk by {engine} {beside:.2f} ms; all of the bulk {bulk_ms:.0f} ms"
@@ -124,13 +124,13 @@ def test_a_submission_that_fails_is_told_by_its_events_and_leaves_the_rest_alone
     events = queue.submit(pools, TO_HOST, *ids, waits=[[], [_NoEvent], []])
     transfer_queue.flush(queue.stream.ptr)
     queue.stream.synchronize()
-    assert transfer_queue.query(events[0].ptr)
+    assert transfer_queue.query(0, events[0].ptr)
     for event in events[1:]:
         with pytest.raises(CudaError):
-            transfer_queue.query(event.ptr)
+            transfer_queue.query(0, event.ptr)
         assert transfer_queue.forget(event.ptr)
         assert not transfer_queue.forget(event.ptr)
-        assert transfer_queue.query(event.ptr)
+        assert transfer_queue.query(0, event.ptr)
     queue.finish()
     pools.check(TO_HOST, *ids, [0])
     queue.submit(pools, TO_HOST, *ids)
@@ -166,7 +166,7 @@ def test_capture_in_another_thread_is_not_broken(queue):
     with capturing:
         capturing.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeGlobal)
         events = queue.submit(pools, TO_HOST, *ids)
-        while not transfer_queue.query(events[-1].ptr):
+        while not transfer_queue.query(0, events[-1].ptr):
             pass
         cupy.cuda.runtime.memsetAsync(target.data.ptr, 7, 256, capturing.ptr)
         graph = capturing.end_capture()

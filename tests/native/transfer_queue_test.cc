@@ -31,6 +31,8 @@ struct Copied {
   std::int64_t first_layer;
   std::int64_t end_layer;
   EngineKind engine;
+  std::int64_t blocks;
+  bool records;
 };
 
 std::mutex log_mutex;
@@ -60,7 +62,10 @@ class RecordingEngine : public Engine {
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
     {
       const std::lock_guard<std::mutex> lock(log_mutex);
-      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer, kind_});
+      std::int64_t blocks = 0;
+      for (const Run& run : *work.runs) blocks += run.length;
+      copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer, kind_, blocks,
+                        work.record_events != nullptr});
     }
     if (before_copy) {
       const Status status = before_copy(work, where);
@@ -86,7 +91,7 @@ class RecordingEngine : public Engine {
         TransferBlocksCpu(rows.data(), static_cast<std::int64_t>(rows.size()), sources.data(), targets.data(),
                           static_cast<std::int64_t>(sources.size()));
       });
-      cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event++), stream);
+      if (event != nullptr) cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event++), stream);
       layer = end;
     }
     return {};
@@ -224,7 +229,7 @@ struct Transfer {
   // Blocks until the last group is copied; 0 or -1 as paddle_kv_queue_query.
   int Wait() const {
     int state = 1;
-    WaitUntil([&] { return (state = paddle_kv_queue_query(last())) != 1; });
+    WaitUntil([&] { return (state = paddle_kv_queue_query(0, last())) != 1; });
     return state;
   }
 };
@@ -288,7 +293,7 @@ void AGroupIsHeldBackUntilWhatItWaitsForIsRecorded() {
   Transfer waiting(second, two.handle(), behind);
   Transfer free(third, other.handle(), {});
   CHECK(free.Wait() == 0);  // one that waits holds no other stream
-  CHECK(paddle_kv_queue_query(waiting.last()) == 1);
+  CHECK(paddle_kv_queue_query(0, waiting.last()) == 1);
   CHECK(paddle_kv_queue_flush(two.handle(), 1000) == 1);
   CHECK(Log().size() == 3);
   gate.Open();
@@ -315,7 +320,7 @@ void AWaitOfALaterGroupSplitsTheTransfer() {
     CHECK(log.size() == 2 && log[0].end_layer == 2 && log[1].first_layer == 2 && log[1].end_layer == 4);
     WaitFor(transfer.records[1]->event);
     std::this_thread::sleep_for(milliseconds(20));
-    CHECK(paddle_kv_queue_query(transfer.records[2]->handle()) == 1);
+    CHECK(paddle_kv_queue_query(0, transfer.records[2]->handle()) == 1);
     gate.Open();
     CHECK(transfer.Wait() == 0);
   }
@@ -332,7 +337,7 @@ void BytesInFlightAreBounded() {
     WaitUntil([] { return Log().size() >= 2; });
     std::this_thread::sleep_for(milliseconds(50));
     CHECK(Log().size() == 2);  // 32 MiB
-    CHECK(paddle_kv_queue_query(transfer.records[3]->handle()) == 1);
+    CHECK(paddle_kv_queue_query(0, transfer.records[3]->handle()) == 1);
     CHECK(paddle_kv_queue_wait_stream(0, stream.handle(), transfer.last(), 20000) == 1);
     gate.Open();
     CHECK(transfer.Wait() == 0);
@@ -382,8 +387,8 @@ void AFailureIsToldByTheEventsBehindIt() {
   const std::string text = paddle_kv_queue_error(&code, &name);
   CHECK(code == cudaErrorLaunchFailure && std::string(name) == "cudaErrorLaunchFailure");
   CHECK(text.find("it broke") != std::string::npos && text.find("a launch") != std::string::npos);
-  CHECK(paddle_kv_queue_query(transfer.records[0]->handle()) == 0);
-  CHECK(paddle_kv_queue_query(transfer.records[1]->handle()) == -1);
+  CHECK(paddle_kv_queue_query(0, transfer.records[0]->handle()) == 0);
+  CHECK(paddle_kv_queue_query(0, transfer.records[1]->handle()) == -1);
   Submission behind;
   behind.waits = {{transfer.last()}, {}};
   behind.device_ids = {1};
@@ -391,10 +396,102 @@ void AFailureIsToldByTheEventsBehindIt() {
   CHECK(next.Wait() == 0 && follower.Wait() == 0);
   CHECK(paddle_kv_queue_forget(transfer.last()) == 1);
   CHECK(paddle_kv_queue_forget(transfer.last()) == 0);
-  CHECK(paddle_kv_queue_query(transfer.last()) == 0);
+  CHECK(paddle_kv_queue_query(0, transfer.last()) == 0);
   CHECK(paddle_kv_queue_forget(transfer.records[1]->handle()) == 1);
   before_copy = nullptr;
   DestroyFakeStream(compute);
+}
+
+// A layer of 11 blocks, 33 MiB: three parts, of four, four and three blocks.
+struct LargeLayers {
+  static constexpr std::int64_t kLayers = 3, kBytes = 3 << 20;
+  Plan plan{kLayers, kBytes, true};
+  Submission load;
+
+  explicit LargeLayers(EngineKind engine) {
+    load.engine = engine;
+    load.device_ids = {10, 1, 2, 3, 0, 5, 6, 7, 8, 9, 4};  // runs of several blocks, which parts cut
+    load.host_ids = {0, 2, 3, 4, 1, 6, 7, 8, 9, 10, 5};
+  }
+  std::vector<std::vector<std::uint8_t>> Expected() const {
+    auto device = plan.device;
+    for (std::int64_t layer = 0; layer < kLayers; ++layer) {
+      for (std::size_t i = 0; i < load.device_ids.size(); ++i) {
+        std::memcpy(&device[layer][load.device_ids[i] * kBytes], &plan.host[layer][load.host_ids[i] * kBytes], kBytes);
+      }
+    }
+    return device;
+  }
+};
+
+void LargeLayersGoToTheCopyEngineInParts() {
+  LargeLayers large(EngineKind::kCopyEngine);
+  const auto expected = large.Expected();
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  ClearLog();
+  Gate gate(compute);
+  Event mark;
+  cudaEventRecord(mark.event, compute);
+  Submission& load = large.load;
+  load.waits = {{}, {mark.handle()}, {}};  // also in front of a layer that is cut
+  Transfer transfer(large.plan, stream.handle(), load);
+  WaitUntil([&] { return paddle_kv_queue_query(0, transfer.records[0]->handle()) == 0; });
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(paddle_kv_queue_query(0, transfer.records[1]->handle()) == 1);
+  CHECK(large.plan.device[0] == expected[0] && large.plan.device[1] != expected[1]);
+  gate.Open();
+  CHECK(transfer.Wait() == 0);
+  CHECK(large.plan.device == expected);
+  const auto log = Log();
+  CHECK(log.size() == 3 * 3);
+  for (std::size_t i = 0; i < log.size(); ++i) {
+    CHECK(log[i].first_layer == static_cast<std::int64_t>(i / 3) && log[i].end_layer == log[i].first_layer + 1);
+    CHECK(log[i].blocks == (i % 3 == 2 ? 3 : 4));
+    CHECK(log[i].records == (i % 3 == 2));
+  }
+  DestroyFakeStream(compute);
+}
+
+void APartThatFailsFailsItsLayer() {
+  for (const int failing : {0, 1, 2, 3, 5}) {
+    LargeLayers large(EngineKind::kCopyEngine);
+    OpenStream stream;
+    int calls = 0;
+    before_copy = [&](const EngineWork&, const DeviceStream&) {
+      if (calls++ != failing) return Status{};
+      return Status{cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "it broke", "a copy"};
+    };
+    Transfer transfer(large.plan, stream.handle(), large.load);
+    CHECK(transfer.Wait() == -1);
+    for (int layer = 0; layer < 3; ++layer) {
+      CHECK(paddle_kv_queue_query(0, transfer.records[layer]->handle()) == (layer < failing / 3 ? 0 : -1));
+    }
+    CHECK(calls == failing + 1);
+    before_copy = nullptr;
+    Transfer again(large.plan, stream.handle(), large.load);
+    const auto expected = large.Expected();
+    CHECK(again.Wait() == 0 && large.plan.device == expected);
+  }
+}
+
+// The link would wait for the next call while that is being submitted.
+void TwoCallsAreInFlightHoweverLarge() {
+  for (const EngineKind engine : {EngineKind::kKernel, EngineKind::kStaging}) {
+    Plan plan(4, std::int64_t{1} << 30, false);
+    OpenStream stream;
+    ClearLog();
+    Gate gate(stream.stream);
+    Submission load;
+    load.engine = engine;
+    Transfer transfer(plan, stream.handle(), load);
+    WaitUntil([] { return Log().size() == 2; });
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(Log().size() == 2);
+    gate.Open();
+    CHECK(transfer.Wait() == 0);
+    CHECK(Log().size() == 4);
+  }
 }
 
 // Others that write the same blocks wait for the last one alone: it must not let them pass what it had to wait for.
@@ -416,22 +513,22 @@ void AFailedTransferKeepsItsPlaceInTheOrder() {
     Submission behind;
     behind.waits = {{}, {recorded.handle()}};
     Transfer first(plan, stream.handle(), behind);
-    WaitUntil([&] { return paddle_kv_queue_query(first.records[0]->handle()) == -1; });
+    WaitUntil([&] { return paddle_kv_queue_query(0, first.records[0]->handle()) == -1; });
     CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
     std::this_thread::sleep_for(milliseconds(20));
-    CHECK(paddle_kv_queue_query(first.last()) == 1);
+    CHECK(paddle_kv_queue_query(0, first.last()) == 1);
     reading.Open();
     CHECK(first.Wait() == -1);
 
     behind.waits = {{}, {pending.last()}};
     Transfer second(plan, stream.handle(), behind);
-    WaitUntil([&] { return paddle_kv_queue_query(second.records[0]->handle()) == -1; });
+    WaitUntil([&] { return paddle_kv_queue_query(0, second.records[0]->handle()) == -1; });
     std::this_thread::sleep_for(milliseconds(20));
-    CHECK(paddle_kv_queue_query(second.last()) == 1);
+    CHECK(paddle_kv_queue_query(0, second.last()) == 1);
     CHECK(paddle_kv_queue_flush(stream.handle(), 1000) == 1);
     held_up.Open();
     CHECK(second.Wait() == -1);
-    CHECK(paddle_kv_queue_query(pending.last()) == 0);
+    CHECK(paddle_kv_queue_query(0, pending.last()) == 0);
   }
   CHECK(plan.device == before);
   before_copy = nullptr;
@@ -525,6 +622,14 @@ void AnotherDeviceThanTheStreamsIsNeverMadeCurrent() {
   const int before = TimesMadeCurrent(0);
   Transfer transfer(plan, stream.handle(), {});
   CHECK(transfer.Wait() == 0);
+  CHECK(paddle_kv_queue_query(1, transfer.last()) == 0);
+  CHECK(paddle_kv_queue_query(99, transfer.last()) == -1);
+  CHECK(paddle_kv_queue_push_device(1) == 0);
+  int device = -1;
+  CHECK(cudaGetDevice(&device) == cudaSuccess && device == 1);
+  paddle_kv_queue_pop_device();
+  CHECK(cudaGetDevice(&device) == cudaSuccess && device == 0);
+  CHECK(paddle_kv_queue_push_device(99) == -1);
   CHECK(TimesMadeCurrent(0) == before && TimesMadeCurrent(1) > 0);
 }
 
@@ -639,7 +744,7 @@ void CloseWaitsForAllAndGivesBack() {
       gate->Open();
     });
     CHECK(paddle_kv_queue_close(stream.handle()) == 0);
-    for (const auto& transfer : transfers) CHECK(paddle_kv_queue_query(transfer->last()) == 0);
+    for (const auto& transfer : transfers) CHECK(paddle_kv_queue_query(0, transfer->last()) == 0);
     opener.join();
   }
   CHECK(EventsAlive() == before);
@@ -685,7 +790,7 @@ void SeveralThreads() {
             CHECK(transfer->Wait() == 0);
             break;
           default:
-            CHECK(paddle_kv_queue_query(transfer->last()) >= 0);
+            CHECK(paddle_kv_queue_query(0, transfer->last()) >= 0);
         }
         const std::lock_guard<std::mutex> lock(mutex);
         kept.push_back(std::move(transfer));
@@ -709,6 +814,9 @@ const Test kTests[] = {
     {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},
     {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
     {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},
+    {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
+    {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
+    {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},
     {"an_urgent_transfer_is_submitted_next", AnUrgentTransferIsSubmittedNext},
     {"a_failure_is_told_by_the_events_behind_it", AFailureIsToldByTheEventsBehindIt},
     {"a_failed_transfer_keeps_its_place_in_the_order", AFailedTransferKeepsItsPlaceInTheOrder},

@@ -80,7 +80,6 @@ Span SpanOf(const void* plain, const void* codes, std::int64_t count) {
 
 int GridOf(const Span& span) {
   constexpr std::int64_t kWordsPerCta = Tuning::kThreads * Tuning::kWordsPerThread;
-  constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
   const std::int64_t items = span.words > 0 ? span.words : span.count;
   return static_cast<int>(std::min((items + kWordsPerCta - 1) / kWordsPerCta, kLargestGrid));
 }

@@ -1,8 +1,10 @@
 #include "paddle_kv/common/cuda_device.h"
 
-#include <initializer_list>
+#include <algorithm>
+#include <cstdint>
 
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/pointer_facts.h"
 
 namespace paddle_kv {
 
@@ -19,12 +21,13 @@ Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, b
   DeviceGuard guard(device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   *reachable = true;
-  if (bytes <= 0) return {};
-  const char* start = static_cast<const char*>(first);
-  for (const char* byte : {start, start + bytes - 1}) {
-    cudaPointerAttributes attributes{};
-    PADDLE_KV_CUDA(cudaPointerGetAttributes(&attributes, byte));
-    *reachable = *reachable && attributes.type == cudaMemoryTypeHost && attributes.devicePointer == byte;
+  auto address = reinterpret_cast<std::uintptr_t>(first);
+  const std::uintptr_t end = address + static_cast<std::uintptr_t>(std::max<std::int64_t>(bytes, 0));
+  while (address < end && *reachable) {
+    PointerFacts facts;
+    PADDLE_KV_RETURN_IF_ERROR(DescribePointer(address, &facts));
+    *reachable = facts.kind == MemoryKind::kHost;
+    address = NextToAsk(address, end, facts);
   }
   return {};
 }

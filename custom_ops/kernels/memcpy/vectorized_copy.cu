@@ -21,7 +21,6 @@ struct Tuning {
   static constexpr std::int64_t kFewestPieceBytes = 2 << 10;
   static constexpr std::int64_t kBusyWarps = 4096;  // enough for the memory; shorter lists are cut finer
   static constexpr int kThreads = 256;
-  static constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
   static constexpr std::int64_t kHostLinkCtas =
       8;  // reaches the rate of the link; more only take bandwidth from a running model
 };
@@ -94,7 +93,7 @@ Status VectorizedCopyCuda(const CopyPair* pairs, std::int64_t pair_count, bool t
     launch.pieces = table.rows<CopyPair>();
   }
   const std::int64_t whole_grid = (launch.count + kWarpsPerCta - 1) / kWarpsPerCta;
-  const std::int64_t grid = std::min(whole_grid, touches_host ? Tuning::kHostLinkCtas : Tuning::kLargestGrid);
+  const std::int64_t grid = std::min(whole_grid, touches_host ? Tuning::kHostLinkCtas : kLargestGrid);
   const auto kernel = grid < whole_grid ? CopyPieces<true> : CopyPieces<false>;
   kernel<<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
   return LaunchStatus("CopyPieces");

@@ -22,7 +22,6 @@ namespace {
 struct Tuning {
   static constexpr std::int64_t kTileBytes = 4 << 10;
   static constexpr int kThreads = 256;
-  static constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
   static constexpr std::int64_t kHostLinkCtas =
       8;  // reaches the rate of the link; more only take bandwidth from a running model
   static constexpr int kWordsInFlight = 4;
@@ -243,7 +242,7 @@ Status PermuteChunksCuda(const PermuteShape& given_shape, const ChunkSide& given
   }
 
   const std::int64_t whole_grid = (launch.items + kWarpsPerCta - 1) / kWarpsPerCta;
-  const std::int64_t grid = std::min(whole_grid, touches_host ? Tuning::kHostLinkCtas : Tuning::kLargestGrid);
+  const std::int64_t grid = std::min(whole_grid, touches_host ? Tuning::kHostLinkCtas : kLargestGrid);
   KernelFor(launch.tile_tokens == 1, grid < whole_grid)<<<grid, Tuning::kThreads, 0, StreamOf(where)>>>(launch);
   return LaunchStatus("PermuteTiles");
 }

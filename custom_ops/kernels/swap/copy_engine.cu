@@ -31,6 +31,7 @@ class CopyEngine : public Engine {
         }
       }
       PADDLE_KV_RETURN_IF_ERROR(SubmitPieces(where));
+      if (work.record_events == nullptr) continue;
       PADDLE_KV_CUDA(cudaEventRecord(event(work.record_events[group]), StreamOf(where)));
     }
     return {};

@@ -34,7 +34,8 @@ struct Tuning {
   static constexpr std::int64_t kCopyEngineBytes = 16 << 20;
   static constexpr std::int64_t kKernelBytes = 64 << 20;
   static constexpr int kCallsInFlight = 3;
-  static constexpr std::chrono::microseconds kPoll{50};         // for the end of what is in flight
+  static constexpr std::size_t kFewestInFlight = 2;      // of whatever size: the link never waits for the next call
+  static constexpr std::chrono::microseconds kPoll{50};  // for the end of what is in flight
   static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
   static constexpr std::chrono::hours kLongestWait{24 * 365};   // more would overflow the clock
 };
@@ -62,8 +63,11 @@ struct QueuedTransfer {
   std::int64_t start_event;
   std::vector<std::int64_t> record_events;
   std::int64_t layer_bytes = 0;
+  std::int64_t block_count;
   std::int64_t next_group = 0;
-  bool more_follows = false;  // as the last step has told its engine
+  std::size_t next_run = 0;      // of the next group, where a part of it has been submitted
+  std::int64_t next_in_run = 0;  // and the block of that run
+  bool more_follows = false;     // as the last step has told its engine
   EngineKind last_engine{};
   Status failure;  // of a step: no later group is copied
 
@@ -71,16 +75,43 @@ struct QueuedTransfer {
   std::int64_t FirstLayer(std::int64_t group) const {
     return std::min(first_layer + group * layers_per_event, end_layer);
   }
+  std::int64_t GroupBytes(std::int64_t group) const {
+    return (FirstLayer(group + 1) - FirstLayer(group)) * layer_bytes;
+  }
+
+  // The next blocks of the next group, in about equal parts of at most `largest` bytes.
+  std::vector<Run> TakePart(std::int64_t largest) {
+    const std::int64_t parts = (GroupBytes(next_group) + largest - 1) / largest;
+    std::int64_t wanted = (block_count + parts - 1) / parts;
+    std::vector<Run> part;
+    for (; wanted > 0 && next_run < runs.size(); next_in_run = 0, ++next_run) {
+      const Run& run = runs[next_run];
+      const std::int64_t length = std::min(wanted, run.length - next_in_run);
+      part.push_back({run.source + next_in_run, run.target + next_in_run, length});
+      wanted -= length;
+      if (next_in_run + length < run.length) {
+        next_in_run += length;
+        break;
+      }
+    }
+    return part;
+  }
 };
 
-// Groups of the first transfer of a stream that are submitted next.
+// Groups of the first transfer of a stream that are submitted next, or a part of one.
 struct Step {
   QueuedTransfer* transfer;
   std::int64_t first_group;
   std::int64_t end_group;
-  std::int64_t bytes;
+  std::int64_t bytes = 0;
   EngineKind engine;
-  bool more_follows;  // the next step on the stream is of the same transfer and engine, and waits for nothing
+  std::vector<Run> part;      // of the blocks of the one group; empty: all of them
+  bool begins = true;         // nothing of the groups has been submitted before
+  bool ends = true;           // nothing of them is left: their events can be recorded
+  bool more_follows = false;  // the next step on the stream is of the same transfer and engine, and waits for nothing
+
+  // The end of the groups whose events are recorded behind this step.
+  std::int64_t RecordedEnd() const { return ends ? end_group : first_group; }
 };
 
 struct Stream {
@@ -283,10 +314,8 @@ class TransferQueue {
     }
     step->transfer = &transfer;
     step->first_group = group;
-    step->bytes = 0;
     if (!transfer.failure.ok()) {
       step->engine = transfer.last_engine;
-      step->more_follows = false;
       step->end_group = group + 1;
       return true;
     }
@@ -303,12 +332,29 @@ class TransferQueue {
     }
     const std::int64_t largest =
         step->engine == EngineKind::kCopyEngine ? Tuning::kCopyEngineBytes : Tuning::kKernelBytes;
-    if (stream.bytes_in_flight >= largest * (Tuning::kCallsInFlight - 1)) return false;
+    if (stream.flights.size() >= Tuning::kFewestInFlight &&
+        stream.bytes_in_flight >= largest * (Tuning::kCallsInFlight - 1)) {
+      return false;
+    }
+    const auto follows_at_once = [&](std::int64_t next) {
+      return next < transfer.group_count() && transfer.first_wait[next] == transfer.first_wait[next + 1];
+    };
+    if (step->engine == EngineKind::kCopyEngine && transfer.GroupBytes(group) > largest) {
+      step->begins = transfer.next_run == 0 && transfer.next_in_run == 0;
+      step->part = transfer.TakePart(largest);
+      step->ends = transfer.next_run == transfer.runs.size();
+      if (step->ends) transfer.next_run = 0;
+      std::int64_t blocks = 0;
+      for (const Run& run : step->part) blocks += run.length;
+      step->bytes = transfer.GroupBytes(group) / transfer.block_count * blocks;
+      step->end_group = group + 1;
+      step->more_follows = !step->ends || follows_at_once(group + 1);
+      return true;
+    }
     do {
-      step->bytes += (transfer.FirstLayer(group + 1) - transfer.FirstLayer(group)) * transfer.layer_bytes;
+      step->bytes += transfer.GroupBytes(group);
       ++group;
-      step->more_follows =
-          group < transfer.group_count() && transfer.first_wait[group] == transfer.first_wait[group + 1];
+      step->more_follows = follows_at_once(group);
     } while (step->more_follows && step->bytes < largest);
     step->end_group = group;
     return true;
@@ -328,15 +374,15 @@ class TransferQueue {
     if (!status.ok()) PassOver(stream, step);
     lock.lock();
     stream.submitting = false;
-    for (std::int64_t g = step.first_group; g < step.end_group; ++g) {
+    for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
       pending_.erase(pending_.find(transfer.record_events[g]));
       if (!status.ok()) failed_[transfer.record_events[g]] = status;
     }
     transfer.failure = status;
-    transfer.next_group = step.end_group;
+    transfer.next_group = step.RecordedEnd();
     transfer.more_follows = step.more_follows;
     transfer.last_engine = step.engine;
-    if (step.end_group == transfer.group_count()) stream.transfers.pop_front();
+    if (transfer.next_group == transfer.group_count()) stream.transfers.pop_front();
     changed_.notify_all();
   }
 
@@ -360,7 +406,7 @@ class TransferQueue {
     for (std::int64_t w = transfer.first_wait[step.first_group]; w < transfer.first_wait[step.first_group + 1]; ++w) {
       ToStatus(cudaStreamWaitEvent(handle, EventOf(transfer.wait_events[w]), 0), "cudaStreamWaitEvent");
     }
-    for (std::int64_t g = step.first_group; g < step.end_group; ++g) {
+    for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
       ToStatus(cudaEventRecord(EventOf(transfer.record_events[g]), handle), "cudaEventRecord");
     }
   }
@@ -380,11 +426,11 @@ class TransferQueue {
     const QueuedTransfer& transfer = *step->transfer;
     const EngineWork work = {transfer.plan.get(),
                              transfer.direction,
-                             &transfer.runs,
+                             step->part.empty() ? &transfer.runs : &step->part,
                              transfer.FirstLayer(step->first_group),
                              transfer.FirstLayer(step->end_group),
                              transfer.layers_per_event,
-                             &transfer.record_events[step->first_group],
+                             step->ends ? &transfer.record_events[step->first_group] : nullptr,
                              step->more_follows};
     Engine& engine = EngineOf(stream, step->engine);
     const Status status = engine.Copy(work, stream.where);
@@ -403,13 +449,15 @@ class TransferQueue {
     static const NvtxName names[] = {NvtxName("submit offload, first layer"), NvtxName("submit onload, first layer")};
     const NvtxRange range(names[static_cast<int>(transfer.direction)], transfer.FirstLayer(step->first_group));
     const cudaStream_t handle = StreamOf(stream.where);
-    for (std::int64_t w = transfer.first_wait[step->first_group]; w < transfer.first_wait[step->first_group + 1]; ++w) {
+    const std::int64_t first_wait = transfer.first_wait[step->first_group];
+    const std::int64_t end_wait = step->begins ? transfer.first_wait[step->first_group + 1] : first_wait;
+    for (std::int64_t w = first_wait; w < end_wait; ++w) {
       const cudaEvent_t event = EventOf(transfer.wait_events[w]);
       // What a transfer has to wait for is the model's work, most of the time.
       if (IsNotReady(cudaEventQuery(event))) ComputeIsBusy();
       PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
     }
-    if (step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
+    if (step->begins && step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
     PADDLE_KV_RETURN_IF_ERROR(Copy(stream, step));
     if (stream.idle_events.empty()) {
       cudaEvent_t made = nullptr;
@@ -490,6 +538,7 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     const std::int64_t layers = given->end_layer - given->first_layer;
     if (layers <= 0) return 0;
     // Whoever wants one event for all may name any number: arithmetic with that would overflow.
+    transfer.block_count = given->block_count;
     transfer.layers_per_event = std::clamp<std::int64_t>(given->layers_per_event, 1, layers);
     const std::int64_t groups = (layers + transfer.layers_per_event - 1) / transfer.layers_per_event;
     transfer.first_wait.assign(groups + 1, 0);
@@ -527,10 +576,12 @@ int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t ev
   });
 }
 
-int paddle_kv_queue_query(std::int64_t event) {
+int paddle_kv_queue_query(int device, std::int64_t event) {
   return Guarded([&] {
     TransferQueue& queue = TransferQueue::Get();
     if (queue.IsPending(event)) return 1;
+    DeviceGuard guard(device);
+    if (!guard.status().ok()) return Fail(guard.status());
     const CaptureTolerance tolerance;
     const cudaError_t result = cudaEventQuery(EventOf(event));
     if (IsNotReady(result)) return 1;
@@ -539,6 +590,15 @@ int paddle_kv_queue_query(std::int64_t event) {
     return queue.Failure(event, &failure) ? Fail(failure) : 0;
   });
 }
+
+int paddle_kv_queue_push_device(int device) {
+  return Guarded([&] {
+    const Status status = ToStatus(PushDevice(device), "cuCtxPushCurrent");
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
+void paddle_kv_queue_pop_device() { PopDevice(); }
 
 int paddle_kv_queue_forget(std::int64_t event) {
   return Guarded([&] { return TransferQueue::Get().Forget(event) ? 1 : 0; });

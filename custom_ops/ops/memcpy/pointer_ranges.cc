@@ -92,10 +92,14 @@ MemoryKind PointerRanges::KindOf(int64_t address, int64_t bytes, const char* lis
                     ", the copy is done by GPU " + std::to_string(device_) +
                     "; all memory must be on one GPU or on the host");
   }
-  const PointerFacts& last = FactsOf(first + static_cast<std::uintptr_t>(bytes) - 1);
-  if (last.kind != facts.kind || last.device != facts.device) {
-    ThrowValueError(NameOf(list, position) + ": " + std::to_string(bytes) +
-                    " bytes run past the end of the memory at this address");
+  const std::uintptr_t end = first + static_cast<std::uintptr_t>(bytes);
+  for (std::uintptr_t next = NextToAsk(first, end, facts); next < end;) {
+    const PointerFacts& there = FactsOf(next);
+    if (there.kind != facts.kind || there.device != facts.device) {
+      ThrowValueError(NameOf(list, position) + ": " + std::to_string(bytes) +
+                      " bytes run past the end of the memory at this address");
+    }
+    next = NextToAsk(next, end, there);
   }
   return facts.kind;
 }

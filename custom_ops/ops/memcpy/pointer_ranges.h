@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "../common/validate.h"
+#include "paddle_kv/common/pointer_facts.h"
 #include "paddle_kv/memcpy/copy_pair.h"
-#include "paddle_kv/memcpy/pointer_facts.h"
 
 namespace paddle_kv {
 

@@ -6,6 +6,9 @@
 #include <deque>
 #include <mutex>
 #include <thread>
+#include <vector>
+
+#include "paddle_kv/common/device_context.cuh"
 
 struct FakeEvent {
   std::mutex mutex;
@@ -28,6 +31,7 @@ namespace {
 
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int current_device = 0;
+thread_local std::vector<int> devices_below;  // of the one that was pushed last
 std::atomic<int> events_alive{0};
 constexpr int kDevices = 4;
 std::atomic<int> times_made_current[kDevices];
@@ -133,6 +137,18 @@ cudaError_t cudaSetDevice(int device) {
   ++times_made_current[device];
   current_device = device;
   return cudaSuccess;
+}
+
+cudaError_t paddle_kv::PushDevice(int device) {
+  const int below = current_device;
+  const cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) devices_below.push_back(below);
+  return error;
+}
+
+void paddle_kv::PopDevice() {
+  current_device = devices_below.back();
+  devices_below.pop_back();
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {

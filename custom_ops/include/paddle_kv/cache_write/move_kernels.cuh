@@ -30,8 +30,6 @@ struct MoveTuning {
 template <unsigned kWordBytes>
 constexpr unsigned kWordsInFlight = kWordBytes >= 16 ? 4 : 8;
 
-constexpr std::int64_t kMostCtas = (std::int64_t{1} << 31) - 1;
-
 // ---- what becomes of a word on its way. Stored: the word in the cache, Plain: in the rows ----
 
 template <int kBytes>
@@ -358,31 +356,33 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kGatherCtasP
       move.cache.data + head * move.cache.head_stride + first_element * move.cache.group_stride;
   const unsigned chunk = threadIdx.x % 8;  // of the tokens of an element
   constexpr unsigned kElementsAbreast = MoveTuning::kThreads / 8;
-  const bool joined = slots.joined[chunk];
+  const std::int64_t joined = slots.joined[chunk];
   const std::int64_t* const offsets = slots.offsets + chunk * kInWord;
-  uint4 held[kTileElements / kElementsAbreast];
+  constexpr unsigned kRounds = kTileElements / kElementsAbreast;
   const auto column_of = [&](unsigned k) {  // behind the end the last one again
     return columns + min(threadIdx.x / 8 + k * kElementsAbreast, elements - 1) * move.cache.group_stride;
   };
-  if (joined) {
+  const auto place_of = [&](unsigned k) {
+    return reinterpret_cast<uint4*>(tile.At(threadIdx.x / 8 + k * kElementsAbreast, chunk * 16));
+  };
+  if (joined >= 0) {
+    uint4 held[kRounds];
 #pragma unroll
-    for (unsigned k = 0; k < kTileElements / kElementsAbreast; ++k) {
-      held[k] = Load<uint4>(column_of(k) + offsets[0]);
-    }
+    for (unsigned k = 0; k < kRounds; ++k) held[k] = Load<uint4>(column_of(k) + joined);
+#pragma unroll
+    for (unsigned k = 0; k < kRounds; ++k) *place_of(k) = held[k];
   } else {
-#pragma unroll
-    for (unsigned k = 0; k < kTileElements / kElementsAbreast; ++k) {
+#pragma unroll 1
+    for (unsigned k = 0; k < kRounds; ++k) {  // a word at a time: its elements are enough loads in flight
       Stored singly[kInWord];
 #pragma unroll
       for (unsigned i = 0; i < kInWord; ++i) {
         singly[i] = offsets[i] < 0 ? Stored{} : Load<Stored>(column_of(k) + offsets[i]);
       }
-      memcpy(&held[k], singly, 16);
+      uint4 word;
+      memcpy(&word, singly, sizeof(word));
+      *place_of(k) = word;
     }
-  }
-#pragma unroll
-  for (unsigned k = 0; k < kTileElements / kElementsAbreast; ++k) {
-    *reinterpret_cast<uint4*>(tile.At(threadIdx.x / 8 + k * kElementsAbreast, chunk * 16)) = held[k];
   }
   const float scale = ScaleOfHead(how, head);
   __syncthreads();
@@ -483,7 +483,7 @@ Status LaunchByRow(const TokenMove& move, const Dequantization& how, cudaStream_
   shape.tokens_of_cta = std::min(shape.tokens_abreast * kWordsInFlight<sizeof(Held)>, Tuning::kMostTokensPerCta);
   shape.blocks = BlocksOf(move, shape.tokens_of_cta);
   const std::int64_t ctas = SpanCount(move, shape.tokens_of_cta) * ctas_of_token;
-  if (ctas > kMostCtas) return ToStatus(cudaErrorInvalidConfiguration, "MoveByRow");
+  if (ctas > kLargestGrid) return ToStatus(cudaErrorInvalidConfiguration, "MoveByRow");
   MoveByRow<Codec, kToCache><<<static_cast<unsigned>(ctas), Tuning::kThreads, 0, stream>>>(move, shape, how);
   return LaunchStatus("MoveByRow");
 }
@@ -501,7 +501,7 @@ Status LaunchByTile(const TokenMove& move, std::int64_t plain_bytes, const Launc
   shape.aligned_columns = columns % 16 == 0;
   shape.aligned_rows = AlignmentBits(move.rows, move.head_size * plain_bytes) % 16 == 0;
   const std::int64_t ctas = SpanCount(move, 128 / move.element_bytes) * tiles_of_row * move.heads;
-  if (ctas > kMostCtas) return ToStatus(cudaErrorInvalidConfiguration, "MoveByTile");
+  if (ctas > kLargestGrid) return ToStatus(cudaErrorInvalidConfiguration, "MoveByTile");
   launch(static_cast<unsigned>(ctas), shape);
   return LaunchStatus("MoveByTile");
 }

@@ -91,7 +91,7 @@ struct TileSlots {
   static constexpr unsigned kTokens = kTileTokens<kElementBytes>;
   static constexpr unsigned kGroups = kTokens / kTokensOfWord<kElementBytes>;
   std::int64_t offsets[kTokens];
-  bool joined[kGroups];  // the slots of so many tokens are one aligned word
+  std::int64_t joined[kGroups];  // of so many tokens, whose slots are one aligned word; else -1
 
   // By whole warps, thread t for token t. `aligned`: each column starts at a multiple of 16 bytes.
   __device__ void Set(unsigned token, std::int64_t offset, bool aligned) {
@@ -102,7 +102,7 @@ struct TileSlots {
     const std::uint32_t group_lanes = ((1u << kLanes) - 1) << (threadIdx.x % 32 - in_group);
     const std::uint32_t following = __ballot_sync(0xFFFFFFFFu, aligned && follows);
     offsets[token] = offset;
-    if (in_group == 0) joined[token / kLanes] = (following & group_lanes) == group_lanes;
+    if (in_group == 0) joined[token / kLanes] = (following & group_lanes) == group_lanes ? offset : -1;
   }
 };
 
@@ -110,30 +110,31 @@ struct TileSlots {
 template <int kElementBytes, class Tile>
 __device__ void StoreColumns(const Tile& tile, const TileSlots<kElementBytes>& slots, std::uint8_t* columns,
                              std::int64_t column_stride, unsigned elements) {
+  using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTokensOfWord<kElementBytes>;
   for (unsigned read = threadIdx.x / 32; read < Tile::kColumns / 4; read += blockDim.x / 32) {
     const WarpRead place(read, Tile::kColumns);
     const unsigned first_element = place.column * Tile::kElements;
-    if (first_element >= elements) continue;
+    const std::int64_t joined = slots.joined[place.group];
+    if (first_element >= elements || joined < 0) continue;
     std::uint32_t across[Tile::kElements][Tile::kPieces];
     tile.Across(place.group, place.column, across);
-    const bool joined = slots.joined[place.group];
-    const std::int64_t* const offsets = slots.offsets + place.group * kTokens;
 #pragma unroll
     for (int e = 0; e < Tile::kElements; ++e) {
       if (first_element + e >= elements) break;
-      std::uint8_t* const column = columns + (first_element + e) * column_stride;
-      if (joined) {
-        *reinterpret_cast<uint4*>(column + offsets[0]) =
-            make_uint4(across[e][0], across[e][1], across[e][2], across[e][3]);
-        continue;
-      }
-#pragma unroll
-      for (unsigned k = 0; k < kTokens; ++k) {
-        if (offsets[k] < 0) continue;
-        using Element = typename WordOf<kElementBytes>::Type;
-        *reinterpret_cast<Element*>(column + offsets[k]) =
-            static_cast<Element>(across[e][k * kElementBytes / 4] >> (k * kElementBytes % 4 * 8));
+      *reinterpret_cast<uint4*>(columns + (first_element + e) * column_stride + joined) =
+          make_uint4(across[e][0], across[e][1], across[e][2], across[e][3]);
+    }
+  }
+  // The others token by token: the columns of one lie nearer to each other than the slots of several.
+  for (unsigned group = threadIdx.x / 32; group < slots.kGroups; group += blockDim.x / 32) {
+    if (slots.joined[group] >= 0) continue;
+    for (unsigned token = group * kTokens; token < (group + 1) * kTokens; ++token) {
+      const std::int64_t offset = slots.offsets[token];
+      if (offset < 0) continue;
+      for (unsigned e = threadIdx.x % 32; e < elements; e += 32) {
+        *reinterpret_cast<Element*>(columns + e * column_stride + offset) =
+            *reinterpret_cast<const Element*>(tile.At(token, e * kElementBytes));
       }
     }
   }

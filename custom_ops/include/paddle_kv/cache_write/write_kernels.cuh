@@ -33,8 +33,6 @@ struct WriteTuning {
   static constexpr int kTileCtasPerMultiprocessor = 2;  // as long as there are fewer than that
 };
 
-constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
-
 // ---- what becomes of a word on its way. Plain: the word in the source, Stored: in the cache ----
 
 template <int kBytes>

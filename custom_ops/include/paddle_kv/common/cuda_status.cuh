@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
+#include "paddle_kv/common/device_context.cuh"
 #include "paddle_kv/common/device_stream.h"
 #include "paddle_kv/common/status.h"
 
@@ -25,28 +28,31 @@ inline Status ToStatus(cudaError_t error, const char* call) {
 // Reads and clears the launch error: to be returned right after <<<>>>.
 inline Status LaunchStatus(const char* kernel) { return ToStatus(cudaGetLastError(), kernel); }
 
+// CTAs that a launch may have in x.
+constexpr std::int64_t kLargestGrid = (std::int64_t{1} << 31) - 1;
+
 inline cudaStream_t StreamOf(const DeviceStream& where) { return reinterpret_cast<cudaStream_t>(where.stream); }
 
-// The caller's current device is restored: an op that leaks cudaSetDevice breaks the thread that called it.
+// The caller's current device is restored: an op that leaks another one breaks the thread that called it.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
-    status_ = ToStatus(cudaGetDevice(&previous_), "cudaGetDevice");
-    if (status_.ok() && previous_ != device) {
-      status_ = ToStatus(cudaSetDevice(device), "cudaSetDevice");
-      changed_ = status_.ok();
+    int current = 0;
+    status_ = ToStatus(cudaGetDevice(&current), "cudaGetDevice");
+    if (status_.ok() && current != device) {
+      status_ = ToStatus(PushDevice(device), "cuCtxPushCurrent");
+      pushed_ = status_.ok();
     }
   }
   ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
+    if (pushed_) PopDevice();
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
   const Status& status() const { return status_; }
 
  private:
-  int previous_ = 0;
-  bool changed_ = false;
+  bool pushed_ = false;
   Status status_;
 };
 

@@ -21,7 +21,7 @@ struct EngineWork {
   std::int64_t first_layer;
   std::int64_t end_layer;
   std::int64_t layers_per_event;
-  const std::int64_t* record_events;  // cudaEvent_t as integers, one a group
+  const std::int64_t* record_events;  // cudaEvent_t as integers, one a group; null: more blocks of the one group follow
   // The next thing on the stream is another Copy of this engine, of other layers of the same transfer, with nothing in
   // between but the recording of events. Then the stream need not come behind all of
   // this copy, and the two can overlap; the events of their groups are as without.
@@ -43,7 +43,7 @@ class Engine {
   virtual Status Join(const DeviceStream&) { return {}; }
 };
 
-// Merged runs, strided rows and batched copies by the copy engine.
+// Merged runs, strided rows and batched copies by the copy engine: the only one that is given a part of a group.
 std::unique_ptr<Engine> MakeCopyEngine(int device);
 // One kernel of few CTAs for all layers of a call.
 std::unique_ptr<Engine> MakeKernelEngine(int device);

@@ -56,7 +56,11 @@ int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
 int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us);
 
 // 0: passed, 1: not yet, -1: passed, and what was submitted before it has failed. Breaks no capture of other threads.
-int paddle_kv_queue_query(std::int64_t event);
+int paddle_kv_queue_query(int device, std::int64_t event);
+
+// Makes a device current for this thread, and what was current before. No context is made on the latter.
+int paddle_kv_queue_push_device(int device);
+void paddle_kv_queue_pop_device();
 
 // The failure of an event is forgotten; to be called before such an event is used again. 1: there was one.
 int paddle_kv_queue_forget(std::int64_t event);

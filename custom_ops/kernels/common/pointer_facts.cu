@@ -1,4 +1,4 @@
-#include "paddle_kv/memcpy/pointer_facts.h"
+#include "paddle_kv/common/pointer_facts.h"
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -22,6 +22,7 @@ bool FindRange(std::uintptr_t address, PointerFacts* facts) {
   if (begin == 0 || address < begin || address - begin >= bytes) return false;
   facts->range_begin = begin;
   facts->range_end = begin + bytes;
+  facts->range_known = true;
   return true;
 }
 
