@@ -9,6 +9,8 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
+from cupy.cuda import runtime  # noqa: E402
+
 from paddle_kv.backend import transfer_queue  # noqa: E402
 from paddle_kv.errors import CudaError  # noqa: E402
 from tests.gpu.delay import busy  # noqa: E402
@@ -115,6 +117,31 @@ def test_an_urgent_load_does_not_queue_behind_bulk(queue, engine):
     urgent.close()
     bulk.close()
     small.close()
+
+
+def test_copies_of_others_are_let_in_between(queue):
+    """The copy engine stays with a stream as long as that has copies: a model's own would wait for the end of all."""
+    bulk = Pools([1 << 20], layers=16, device_blocks=256, host_blocks=256, fill=False)
+    source, target = cupy.cuda.PinnedMemory(65536), cupy.cuda.Memory(65536)
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def wait_ms() -> float:
+        started = time.perf_counter()
+        runtime.memcpyAsync(target.ptr, source.ptr, 65536, runtime.memcpyHostToDevice, stream.ptr)
+        stream.synchronize()
+        return (time.perf_counter() - started) * 1e3
+
+    wait_ms()
+    events = queue.submit(bulk, TO_DEVICE, *bulk.ids(256), engine="copy_engine")
+    time.sleep(0.01)
+    waits_ms = [wait_ms() for _ in range(5)]
+    over = transfer_queue.query(0, events[-1].ptr)
+    bulk_ms = 16 * 256 / 55.0
+    print(f"copies of 64 KiB beside the bulk: {[round(ms, 2) for ms in waits_ms]} ms; all of the bulk {bulk_ms:.0f} ms")
+    assert not over, "the bulk was over too soon to show anything"
+    assert max(waits_ms) < bulk_ms / 8
+    queue.finish()
+    bulk.close()
 
 
 def test_a_submission_that_fails_is_told_by_its_events_and_leaves_the_rest_alone(queue):

@@ -494,6 +494,34 @@ void TwoCallsAreInFlightHoweverLarge() {
   }
 }
 
+void OthersGiveWayToWhatIsUrgentButNotForEver() {
+  Plan small(1, 100, false), bulk(3, 16 << 20, false), back(1, 200, false);
+  OpenStream urgent(true), loads, saves;
+  ClearLog();
+  Gate gate(urgent.stream);
+  Transfer now(small, urgent.handle(), {});
+  WaitUntil([] { return Log().size() == 1; });
+  const auto started = std::chrono::steady_clock::now();
+  Submission load;
+  load.engine = EngineKind::kCopyEngine;
+  Transfer behind(bulk, loads.handle(), load);
+  Submission save;
+  save.direction = Direction::kDeviceToHost;
+  Transfer other_way(back, saves.handle(), save);
+  CHECK(other_way.Wait() == 0);
+  WaitUntil([&] { return Log().size() == 3; });
+  CHECK(Log()[1].plan_blocks == back.blocks && Log()[2].plan_blocks == bulk.blocks);
+  CHECK(std::chrono::steady_clock::now() - started >= milliseconds(9));
+  WaitUntil([&] { return Log().size() == 4; });
+  CHECK(std::chrono::steady_clock::now() - started >= milliseconds(19));
+  gate.Open();
+  CHECK(now.Wait() == 0 && behind.Wait() == 0);
+  const auto landed = std::chrono::steady_clock::now();
+  Transfer again(bulk, loads.handle(), load);
+  CHECK(again.Wait() == 0);
+  CHECK(std::chrono::steady_clock::now() - landed < milliseconds(1000));
+}
+
 // Others that write the same blocks wait for the last one alone: it must not let them pass what it had to wait for.
 void AFailedTransferKeepsItsPlaceInTheOrder() {
   Plan plan(2, 100, true), full(1, 16 << 20, false);
@@ -817,6 +845,7 @@ const Test kTests[] = {
     {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},
+    {"others_give_way_to_what_is_urgent_but_not_for_ever", OthersGiveWayToWhatIsUrgentButNotForEver},
     {"an_urgent_transfer_is_submitted_next", AnUrgentTransferIsSubmittedNext},
     {"a_failure_is_told_by_the_events_behind_it", AFailureIsToldByTheEventsBehindIt},
     {"a_failed_transfer_keeps_its_place_in_the_order", AFailedTransferKeepsItsPlaceInTheOrder},

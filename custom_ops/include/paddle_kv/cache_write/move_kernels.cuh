@@ -19,12 +19,15 @@
 namespace paddle_kv {
 
 struct MoveTuning {
-  static constexpr int kGatherCtasPerMultiprocessor = 5;  // with fewer, GatherTiles waits for memory
   static constexpr int kThreads = 256;
   static constexpr unsigned kMostTokensPerCta = 128;  // of MoveByRow
   static constexpr unsigned kNeighbours = 4;          // tokens of a warp where groups lie apart
   static constexpr unsigned kWordsOfNeighbours = 64;  // of each of them in one CTA
 };
+
+// As many CTAs of a multiprocessor as the registers suffice for, here as below.
+template <int kElementBytes>
+constexpr int kScatterCtas = kElementBytes == 1 ? 6 : 8;
 
 // Of one thread of MoveByRow.
 template <unsigned kWordBytes>
@@ -34,6 +37,7 @@ constexpr unsigned kWordsInFlight = kWordBytes >= 16 ? 4 : 8;
 
 template <int kBytes>
 struct Moved {
+  static constexpr int kCtasPerMultiprocessor = kBytes == 16 ? 8 : 1;
   using Stored = typename WordOf<kBytes>::Type;
   using Plain = Stored;
   static constexpr int kStoredBytes = kBytes;
@@ -42,6 +46,7 @@ struct Moved {
 
 template <class Format, class Target>
 struct Dequantized {
+  static constexpr int kCtasPerMultiprocessor = 1;
   using Stored = CodeWord<Target>;
   using Plain = PlainWord<Target>;
   static constexpr int kStoredBytes = PlainWord<Target>::kElements;
@@ -52,6 +57,7 @@ struct Dequantized {
 
 template <int kBytes>
 struct DequantizedSingly {
+  static constexpr int kCtasPerMultiprocessor = 1;
   using Stored = std::uint8_t;
   using Plain = typename WordOf<kBytes>::Type;
   static constexpr int kStoredBytes = 1;
@@ -155,7 +161,7 @@ struct MoveShape {
 };
 
 template <class Codec, bool kToCache>
-__global__ void __launch_bounds__(MoveTuning::kThreads)
+__global__ void __launch_bounds__(MoveTuning::kThreads, Codec::kCtasPerMultiprocessor)
     MoveByRow(const __grid_constant__ TokenMove move, const __grid_constant__ MoveShape shape,
               const __grid_constant__ Dequantization how) {
   using Stored = typename Codec::Stored;
@@ -198,12 +204,13 @@ __global__ void __launch_bounds__(MoveTuning::kThreads)
     Word held[kInFlight];
 #pragma unroll
     for (unsigned k = 0; k < kInFlight; ++k) {
-      // Behind the end the last token once more, and without a slot its row: a branch here would make each load wait
-      // for the one before.
+      // Behind the end the last token once more, and without a slot the first of the cache (if it has any): a branch
+      // here would make each load wait for the one before.
       const unsigned token = min(start + k * shape.tokens_abreast, span.count - 1);
       const std::int64_t offset = cache_offsets[token];
-      const bool from_rows = kToCache || offset < 0;
-      held[k] = LoadStreaming<Word>(from_rows ? on_rows + rows_offsets[token] : in_cache + offset);
+      const bool from_rows = kToCache || (offset < 0 && move.block_count == 0);
+      held[k] =
+          LoadStreaming<Word>(from_rows ? on_rows + rows_offsets[token] : in_cache + max(offset, std::int64_t{0}));
     }
 #pragma unroll
     for (unsigned k = 0; k < kInFlight; ++k) {
@@ -245,7 +252,7 @@ __device__ Value LoadElements(const std::uint8_t* address, std::int64_t stride, 
 }
 
 template <int kElementBytes>
-__global__ void __launch_bounds__(MoveTuning::kThreads)
+__global__ void __launch_bounds__(MoveTuning::kThreads, kScatterCtas<kElementBytes>)
     ScatterTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape) {
   using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTileTokens<kElementBytes>;
@@ -293,12 +300,13 @@ __global__ void __launch_bounds__(MoveTuning::kThreads)
   }
   __syncthreads();
   StoreColumns(tile, slots, move.cache.data + head * move.cache.head_stride + first_element * move.cache.group_stride,
-               move.cache.group_stride, elements);
+               move.cache.group_stride, elements, false);
 }
 
 // The elements of a packed cache as they are.
 template <int kBytes>
 struct ElementsMoved {
+  static constexpr int kCtasPerMultiprocessor = kBytes == 1 ? 6 : 8;
   using Element = typename WordOf<kBytes>::Type;
   static constexpr int kElementBytes = kBytes;
   static constexpr int kElementsOfWord = 16 / kBytes;
@@ -310,6 +318,7 @@ struct ElementsMoved {
 // As many codes as make 16 bytes of `Target`.
 template <class Format, class Target>
 struct ElementsDequantized {
+  static constexpr int kCtasPerMultiprocessor = 6;
   using Element = typename Target::Bits;
   static constexpr int kElementBytes = 1;
   static constexpr int kElementsOfWord = PlainWord<Target>::kElements;
@@ -323,7 +332,7 @@ struct ElementsDequantized {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(MoveTuning::kThreads, MoveTuning::kGatherCtasPerMultiprocessor)
+__global__ void __launch_bounds__(MoveTuning::kThreads, Codec::kCtasPerMultiprocessor)
     GatherTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape,
                 const __grid_constant__ Dequantization how) {
   constexpr int kElementBytes = Codec::kElementBytes;

@@ -106,27 +106,39 @@ struct TileSlots {
   }
 };
 
-// Stores a tile whose lines are tokens into the columns of the cache, `elements` of them from `columns` on.
+// Stores a tile whose lines are tokens into the columns of the cache, `elements` of them from `columns` on. Slots that
+// make no word are stored one by one: for a warp several tokens and few columns, or (`by_token`) many columns of one
+// token, which lie nearer to each other: that is for tokens which are strewn over more memory than the caches hold.
 template <int kElementBytes, class Tile>
 __device__ void StoreColumns(const Tile& tile, const TileSlots<kElementBytes>& slots, std::uint8_t* columns,
-                             std::int64_t column_stride, unsigned elements) {
+                             std::int64_t column_stride, unsigned elements, bool by_token) {
   using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTokensOfWord<kElementBytes>;
   for (unsigned read = threadIdx.x / 32; read < Tile::kColumns / 4; read += blockDim.x / 32) {
     const WarpRead place(read, Tile::kColumns);
     const unsigned first_element = place.column * Tile::kElements;
     const std::int64_t joined = slots.joined[place.group];
-    if (first_element >= elements || joined < 0) continue;
+    if (first_element >= elements || (joined < 0 && by_token)) continue;
     std::uint32_t across[Tile::kElements][Tile::kPieces];
     tile.Across(place.group, place.column, across);
 #pragma unroll
     for (int e = 0; e < Tile::kElements; ++e) {
       if (first_element + e >= elements) break;
-      *reinterpret_cast<uint4*>(columns + (first_element + e) * column_stride + joined) =
-          make_uint4(across[e][0], across[e][1], across[e][2], across[e][3]);
+      std::uint8_t* const column = columns + (first_element + e) * column_stride;
+      if (joined >= 0) {
+        *reinterpret_cast<uint4*>(column + joined) = make_uint4(across[e][0], across[e][1], across[e][2], across[e][3]);
+        continue;
+      }
+#pragma unroll
+      for (unsigned k = 0; k < kTokens; ++k) {
+        const std::int64_t offset = slots.offsets[place.group * kTokens + k];
+        if (offset < 0) continue;
+        *reinterpret_cast<Element*>(column + offset) =
+            static_cast<Element>(across[e][k * kElementBytes / 4] >> (k * kElementBytes % 4 * 8));
+      }
     }
   }
-  // The others token by token: the columns of one lie nearer to each other than the slots of several.
+  if (!by_token) return;
   for (unsigned group = threadIdx.x / 32; group < slots.kGroups; group += blockDim.x / 32) {
     if (slots.joined[group] >= 0) continue;
     for (unsigned token = group * kTokens; token < (group + 1) * kTokens; ++token) {

@@ -22,21 +22,25 @@ namespace paddle_kv {
 
 struct WriteTuning {
   static constexpr int kThreads = 256;
-  static constexpr int kManyRounds = 4;    // words in flight of one thread of WriteRows, where there are many
   static constexpr int kPackedRounds = 2;  // beside tiles
   static constexpr int kTileWordsInFlight = 4;
   static constexpr int kCtasPerMultiprocessor = 4;      // fewer than twice that, and a thread takes one word
   static constexpr unsigned kNeighbours = 4;            // tokens of a warp where groups lie apart
   static constexpr unsigned kWordsOfNeighbours = 64;    // of each of them in one CTA
   static constexpr std::int64_t kFewTokens = 32;        // up to which packed values are written by row
+  static constexpr std::int64_t kManyTokens = 8192;     // from which on packed values may be strewn over much memory
   static constexpr unsigned kFewestTileElements = 16;   // a tile is narrow
   static constexpr int kTileCtasPerMultiprocessor = 2;  // as long as there are fewer than that
 };
 
 // ---- what becomes of a word on its way. Plain: the word in the source, Stored: in the cache ----
 
+// kManyRounds: words in flight of one thread of WriteRows, where there are many.
+
 template <int kBytes>
 struct Copied {
+  static constexpr int kManyRounds = 4;
+  static constexpr int kCtasPerMultiprocessor = 1;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = Plain;
   static constexpr int kStoredBytes = kBytes;
@@ -46,6 +50,8 @@ struct Copied {
 
 template <class Source, class Format>
 struct Quantized {
+  static constexpr int kManyRounds = 2;
+  static constexpr int kCtasPerMultiprocessor = 5;
   using Plain = PlainWord<Source>;
   using Stored = CodeWord<Source>;
   static constexpr int kStoredBytes = PlainWord<Source>::kElements;
@@ -56,6 +62,8 @@ struct Quantized {
 
 template <int kBytes>
 struct QuantizedSingly {
+  static constexpr int kManyRounds = 4;
+  static constexpr int kCtasPerMultiprocessor = 1;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = std::uint8_t;
   static constexpr int kStoredBytes = 1;
@@ -168,7 +176,7 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
 }
 
 template <class Codec, int kElementBytes, int kRounds>
-__global__ void __launch_bounds__(WriteTuning::kThreads)
+__global__ void __launch_bounds__(WriteTuning::kThreads, Codec::kCtasPerMultiprocessor)
     WriteRows(const __grid_constant__ TokenWrite write, const __grid_constant__ RowShape shape, BlockDivider blocks) {
   WriteByRow<Codec, kElementBytes, kRounds>(write, shape, blocks, blockIdx.x);
 }
@@ -236,12 +244,12 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
   }
   __syncthreads();
   StoreColumns(tile, *slots, part.cache.data + head * part.cache.head_stride + first_element * part.cache.group_stride,
-               part.cache.group_stride, elements);
+               part.cache.group_stride, elements, write.tokens >= WriteTuning::kManyTokens);
 }
 
 // Tiles, and behind them the parts that are written by row.
 template <class Codec, int kElementBytes>
-__global__ void __launch_bounds__(WriteTuning::kThreads)
+__global__ void __launch_bounds__(WriteTuning::kThreads, Codec::kCtasPerMultiprocessor)
     WritePacked(const __grid_constant__ TokenWrite write, const __grid_constant__ TileShape tiles,
                 const __grid_constant__ RowShape rows, BlockDivider blocks) {
   __shared__ __align__(16) std::uint8_t memory[kTileBytes<kElementBytes>];
@@ -338,10 +346,10 @@ Status LaunchRows(const TokenWrite& write, const DeviceStream& where) {
   const std::int64_t single = RowCtas(write, shape, 1);
   if (single == 0) return {};
   const bool many = single >= std::int64_t{2} * Tuning::kCtasPerMultiprocessor * multiprocessors;
-  const std::int64_t ctas = many ? RowCtas(write, shape, Tuning::kManyRounds) : single;
+  const std::int64_t ctas = many ? RowCtas(write, shape, Codec::kManyRounds) : single;
   if (ctas > kLargestGrid) return ToStatus(cudaErrorInvalidConfiguration, "WriteRows");
   const unsigned threads = (shape.words_of_cta * shape.tokens_abreast + 31) / 32 * 32;
-  const auto kernel = many ? WriteRows<Codec, kElementBytes, Tuning::kManyRounds> : WriteRows<Codec, kElementBytes, 1>;
+  const auto kernel = many ? WriteRows<Codec, kElementBytes, Codec::kManyRounds> : WriteRows<Codec, kElementBytes, 1>;
   kernel<<<static_cast<unsigned>(ctas), threads, 0, StreamOf(where)>>>(
       write, shape, BlockDividerOf(write.parts[0].cache.block_size, write.slots.limit));
   return LaunchStatus("WriteRows");
