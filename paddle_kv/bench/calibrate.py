@@ -13,7 +13,7 @@ from .load import LOADS, ComputeLoad
 SIZES_KIB = (4, 8, 16, 32, 64, 128)
 STAGED_KIB = (8, 16, 32, 64)
 REPEATS = 3
-NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 3 * 2 * 3)
+NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 2 * 2 * 3)
 # What a second of a transfer costs, beside what it takes from the model: a load that comes late makes a layer wait.
 LATENCY_SHARE = 0.1
 
@@ -22,9 +22,7 @@ def measure() -> Iterator[Row]:
     """The rows that :func:`sizes_from` needs; about two minutes."""
     loads: dict[str, ComputeLoad] = {name: ComputeLoad(name) for name in LOADS if name != "none"}
     yield from engines.rows(SIZES_KIB, ["scattered"], ["copy_engine", "kernel"], loads, repeats=REPEATS)
-    yield from engines.rows(
-        STAGED_KIB, ["contiguous_host"], ["copy_engine", "kernel", "staging"], loads, repeats=REPEATS
-    )
+    yield from engines.rows(STAGED_KIB, ["contiguous_host"], ["kernel", "staging"], loads, repeats=REPEATS)
 
 
 def sizes_from(rows: Iterable[Row], default: EngineSizes) -> EngineSizes:
@@ -36,7 +34,8 @@ def sizes_from(rows: Iterable[Row], default: EngineSizes) -> EngineSizes:
         return WaySizes(*(_first_best(some, method, loads) for loads in (["none"], ["gemm", "gemv"])))
 
     def staging(way: str, built_in: WaySizes) -> WaySizes:
-        # A staged run is as long as the host's; what is compared by the size of a block is whether it pays at all.
+        # A staged run is as long as the host's; what is compared by the size of a block is whether it pays at all, for
+        # pieces that the copy engine is not for.
         pays = sizes("contiguous_host", way, "staging")
         return WaySizes(
             *(size if from_ < NEVER else NEVER for size, from_ in zip(astuple(built_in), astuple(pays), strict=True))

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 cupy = pytest.importorskip("cupy")
 
+from cupy.cuda import runtime  # noqa: E402
+
 from paddle_kv.backend import transfer_queue  # noqa: E402
 from paddle_kv.backend.protocol import ENGINES  # noqa: E402
-from tests.gpu.delay import busy  # noqa: E402
+from tests.gpu.delay import busy, occupy  # noqa: E402
 from tests.gpu.engine_rig import GUARD, TO_DEVICE, TO_HOST, Pools, Queue  # noqa: E402
 
 LONG_MS = 100.0
@@ -141,6 +143,24 @@ def test_transfers_one_behind_the_other_with_different_blocks(queue, engine, dir
     queue.finish()
     pairs = list(itertools.chain.from_iterable(chosen))
     pools.check(direction, [d for d, _ in pairs], [h for _, h in pairs])
+    pools.close()
+
+
+@both_ways
+def test_a_slot_of_the_ring_is_not_used_again_too_early(queue, direction):
+    """What empties the slots is held up: nowhere to run for the scatter, or a copy engine that is busy with others."""
+    pools = Pools([65536], layers=16, device_blocks=80, host_blocks=80)  # several times the ring
+    device_ids, _ = pools.ids(64)
+    other = cupy.cuda.Stream(non_blocking=True)
+    size = 512 << 20
+    target, source = cupy.cuda.PinnedMemory(size), cupy.cuda.Memory(size)
+    occupy(other, 0)
+    runtime.deviceSynchronize()
+    if direction == TO_DEVICE:
+        occupy(other, 40)
+    else:
+        runtime.memcpyAsync(target.ptr, source.ptr, size, runtime.memcpyDeviceToHost, other.ptr)
+    check(queue, pools, direction, (device_ids, list(range(7, 71))), engine="staging")
     pools.close()
 
 

@@ -45,7 +45,7 @@ def in_a_thread(work):
 
 LAYERS, DEVICE_BLOCKS, HOST_BLOCKS = 3, 11, 13
 paddle.set_device("gpu:1")
-spec = KVCacheSpec(num_layers=LAYERS, num_kv_heads=2, head_size=16, block_size=4, dtype="float16")
+spec = KVCacheSpec(num_layers=LAYERS, num_kv_heads=2, head_dim=16, block_size=4, dtype="float16")
 bits = np.random.default_rng(5)
 before = [bits.integers(0, 1 << 10, (DEVICE_BLOCKS, 2, 4, 16)).astype(np.float16) for _ in range(2 * LAYERS)]
 tensors = [paddle.to_tensor(array, place=paddle.CUDAPlace(1)) for array in before]

@@ -235,6 +235,36 @@ struct Transfer {
 };
 
 // ---- tests ----
+void AutoTakesTheEngineForTheSizes() {
+  EngineThresholds thresholds;
+  const auto down = static_cast<int>(Direction::kDeviceToHost);
+  const auto up = static_cast<int>(Direction::kHostToDevice);
+  thresholds.copy_engine[down][false] = 60, thresholds.copy_engine[down][true] = 20;
+  thresholds.copy_engine[up][false] = 30, thresholds.copy_engine[up][true] = 50;
+  thresholds.staging[down][false] = 200, thresholds.staging[down][true] = 400;
+  thresholds.staging[up][false] = 100, thresholds.staging[up][true] = 300;
+  thresholds.staging_block = 8;
+  const auto chosen = [&](std::int64_t both, std::int64_t host, std::int64_t block, Direction direction, bool beside) {
+    return ChooseEngine({both, host, block}, direction, beside, thresholds);
+  };
+  const auto kDown = Direction::kDeviceToHost, kUp = Direction::kHostToDevice;
+  CHECK(chosen(60, 1000, 60, kDown, false) == EngineKind::kCopyEngine);  // large pieces need no staging
+  CHECK(chosen(60, 1000, 60, kDown, true) == EngineKind::kCopyEngine);
+  CHECK(chosen(59, 200, 8, kDown, false) == EngineKind::kStaging);
+  CHECK(chosen(59, 199, 8, kDown, false) == EngineKind::kKernel);
+  CHECK(chosen(59, 200, 7, kDown, false) == EngineKind::kKernel);
+  CHECK(chosen(59, 400, 8, kDown, true) == EngineKind::kStaging);  // nearly as easy on the model, and faster
+  CHECK(chosen(59, 399, 8, kDown, true) == EngineKind::kCopyEngine);
+  CHECK(chosen(20, 20, 20, kDown, true) == EngineKind::kCopyEngine);
+  CHECK(chosen(20, 20, 20, kDown, false) == EngineKind::kKernel);
+  CHECK(chosen(19, 19, 19, kDown, true) == EngineKind::kKernel);
+  CHECK(chosen(30, 30, 30, kUp, false) == EngineKind::kCopyEngine);
+  CHECK(chosen(49, 49, 49, kUp, true) == EngineKind::kKernel);
+  CHECK(chosen(49, 300, 49, kUp, true) == EngineKind::kStaging);
+  CHECK(chosen(50, 300, 50, kUp, true) == EngineKind::kCopyEngine);
+  CHECK(chosen(29, 100, 29, kUp, false) == EngineKind::kStaging);
+}
+
 void AllBytesArriveInBothDirections() {
   Plan plan(5, 300, true);
   OpenStream stream;
@@ -492,34 +522,6 @@ void TwoCallsAreInFlightHoweverLarge() {
     CHECK(transfer.Wait() == 0);
     CHECK(Log().size() == 4);
   }
-}
-
-void OthersGiveWayToWhatIsUrgentButNotForEver() {
-  Plan small(1, 100, false), bulk(3, 16 << 20, false), back(1, 200, false);
-  OpenStream urgent(true), loads, saves;
-  ClearLog();
-  Gate gate(urgent.stream);
-  Transfer now(small, urgent.handle(), {});
-  WaitUntil([] { return Log().size() == 1; });
-  const auto started = std::chrono::steady_clock::now();
-  Submission load;
-  load.engine = EngineKind::kCopyEngine;
-  Transfer behind(bulk, loads.handle(), load);
-  Submission save;
-  save.direction = Direction::kDeviceToHost;
-  Transfer other_way(back, saves.handle(), save);
-  CHECK(other_way.Wait() == 0);
-  WaitUntil([&] { return Log().size() == 3; });
-  CHECK(Log()[1].plan_blocks == back.blocks && Log()[2].plan_blocks == bulk.blocks);
-  CHECK(std::chrono::steady_clock::now() - started >= milliseconds(9));
-  WaitUntil([&] { return Log().size() == 4; });
-  CHECK(std::chrono::steady_clock::now() - started >= milliseconds(19));
-  gate.Open();
-  CHECK(now.Wait() == 0 && behind.Wait() == 0);
-  const auto landed = std::chrono::steady_clock::now();
-  Transfer again(bulk, loads.handle(), load);
-  CHECK(again.Wait() == 0);
-  CHECK(std::chrono::steady_clock::now() - landed < milliseconds(1000));
 }
 
 // Others that write the same blocks wait for the last one alone: it must not let them pass what it had to wait for.
@@ -837,6 +839,7 @@ void SeveralThreads() {
 }
 
 const Test kTests[] = {
+    {"auto_takes_the_engine_for_the_sizes", AutoTakesTheEngineForTheSizes},
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
     {"one_event_for_all_layers", OneEventForAllLayers},
     {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},
@@ -845,7 +848,6 @@ const Test kTests[] = {
     {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},
-    {"others_give_way_to_what_is_urgent_but_not_for_ever", OthersGiveWayToWhatIsUrgentButNotForEver},
     {"an_urgent_transfer_is_submitted_next", AnUrgentTransferIsSubmittedNext},
     {"a_failure_is_told_by_the_events_behind_it", AFailureIsToldByTheEventsBehindIt},
     {"a_failed_transfer_keeps_its_place_in_the_order", AFailedTransferKeepsItsPlaceInTheOrder},

@@ -22,8 +22,8 @@
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kSlotBytes = 4 << 20;
-constexpr int kSlots = 4;
+constexpr std::int64_t kSlotBytes = 8 << 20;  // between two slots the link is idle for some microseconds
+constexpr int kSlots = 3;
 constexpr std::int64_t kSegmentAlignment = 256;  // of each tensor's part of a slot
 
 // Blocks in the order of the host.

@@ -37,7 +37,6 @@ struct Tuning {
   static constexpr std::size_t kFewestInFlight = 2;      // of whatever size: the link never waits for the next call
   static constexpr std::chrono::microseconds kPoll{50};  // for the end of what is in flight
   static constexpr std::chrono::milliseconds kComputeSeen{20};  // how long a busy compute stream counts as busy
-  static constexpr std::chrono::milliseconds kLongestHold{10};  // of what is not urgent behind what is
   static constexpr std::chrono::hours kLongestWait{24 * 365};   // more would overflow the clock
 };
 
@@ -124,11 +123,8 @@ struct Stream {
   struct Flight {
     cudaEvent_t end;
     std::int64_t bytes;
-    Direction direction;
   };
   std::deque<Flight> flights;
-  bool held = false;  // since held_since, because something urgent was in flight
-  Clock::time_point held_since;
   std::vector<cudaEvent_t> idle_events;
   std::int64_t bytes_in_flight = 0;
 };
@@ -309,32 +305,6 @@ class TransferQueue {
     return Clock::now().time_since_epoch() - Clock::duration(compute_seen_.load()) < Tuning::kComputeSeen;
   }
 
-  // Under the lock.
-  static void ForgetLanded(Stream& stream) {
-    while (!stream.flights.empty() && !IsNotReady(cudaEventQuery(stream.flights.front().end))) {
-      stream.bytes_in_flight -= stream.flights.front().bytes;
-      stream.idle_events.push_back(stream.flights.front().end);
-      stream.flights.pop_front();
-    }
-  }
-
-  // What is urgent has the link for itself, because the engines share it evenly. Bounded, so that urgent transfers
-  // without end do not hold the others up for ever.
-  bool HeldByUrgent(Stream& stream, Direction direction) {
-    if (stream.urgent) return false;
-    bool urgent_in_flight = false;
-    for (const auto& other : order_) {
-      if (!other->urgent) break;
-      if (other->where.device != stream.where.device) continue;
-      ForgetLanded(*other);
-      for (const auto& flight : other->flights) urgent_in_flight |= flight.direction == direction;
-    }
-    const Clock::time_point now = Clock::now();
-    if (urgent_in_flight && !stream.held) stream.held_since = now;
-    stream.held = urgent_in_flight && (!stream.held || now - stream.held_since < Tuning::kLongestHold);
-    return stream.held;
-  }
-
   // Under the lock. False: nothing that may be submitted yet.
   bool NextStep(Stream& stream, Step* step) {
     QueuedTransfer& transfer = stream.transfers.front();
@@ -349,8 +319,11 @@ class TransferQueue {
       step->end_group = group + 1;
       return true;
     }
-    ForgetLanded(stream);
-    if (HeldByUrgent(stream, transfer.direction)) return false;
+    while (!stream.flights.empty() && !IsNotReady(cudaEventQuery(stream.flights.front().end))) {
+      stream.bytes_in_flight -= stream.flights.front().bytes;
+      stream.idle_events.push_back(stream.flights.front().end);
+      stream.flights.pop_front();
+    }
     step->engine = transfer.engine;
     if (transfer.more_follows) {
       step->engine = transfer.last_engine;
@@ -492,7 +465,7 @@ class TransferQueue {
       stream.idle_events.push_back(made);
     }
     PADDLE_KV_CUDA(cudaEventRecord(stream.idle_events.back(), handle));
-    stream.flights.push_back({stream.idle_events.back(), step->bytes, transfer.direction});
+    stream.flights.push_back({stream.idle_events.back(), step->bytes});
     stream.idle_events.pop_back();
     stream.bytes_in_flight += step->bytes;
     return {};

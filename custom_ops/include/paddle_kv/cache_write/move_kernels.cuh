@@ -25,19 +25,16 @@ struct MoveTuning {
   static constexpr unsigned kWordsOfNeighbours = 64;  // of each of them in one CTA
 };
 
-// As many CTAs of a multiprocessor as the registers suffice for, here as below.
-template <int kElementBytes>
-constexpr int kScatterCtas = kElementBytes == 1 ? 6 : 8;
-
 // Of one thread of MoveByRow.
 template <unsigned kWordBytes>
 constexpr unsigned kWordsInFlight = kWordBytes >= 16 ? 4 : 8;
 
-// ---- what becomes of a word on its way. Stored: the word in the cache, Plain: in the rows ----
+// ---- what becomes of a word on its way. Stored: the word in the cache, Plain: in the rows. kGatherCtas: so many CTAs
+// of a multiprocessor may take all registers; gathering waits for memory, and the more of them there are the less ----
 
 template <int kBytes>
 struct Moved {
-  static constexpr int kCtasPerMultiprocessor = kBytes == 16 ? 8 : 1;
+  static constexpr int kGatherCtas = kBytes == 16 ? 8 : 1;
   using Stored = typename WordOf<kBytes>::Type;
   using Plain = Stored;
   static constexpr int kStoredBytes = kBytes;
@@ -46,7 +43,7 @@ struct Moved {
 
 template <class Format, class Target>
 struct Dequantized {
-  static constexpr int kCtasPerMultiprocessor = 1;
+  static constexpr int kGatherCtas = 1;
   using Stored = CodeWord<Target>;
   using Plain = PlainWord<Target>;
   static constexpr int kStoredBytes = PlainWord<Target>::kElements;
@@ -57,7 +54,7 @@ struct Dequantized {
 
 template <int kBytes>
 struct DequantizedSingly {
-  static constexpr int kCtasPerMultiprocessor = 1;
+  static constexpr int kGatherCtas = 1;
   using Stored = std::uint8_t;
   using Plain = typename WordOf<kBytes>::Type;
   static constexpr int kStoredBytes = 1;
@@ -161,7 +158,7 @@ struct MoveShape {
 };
 
 template <class Codec, bool kToCache>
-__global__ void __launch_bounds__(MoveTuning::kThreads, Codec::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(MoveTuning::kThreads, kToCache ? 1 : Codec::kGatherCtas)
     MoveByRow(const __grid_constant__ TokenMove move, const __grid_constant__ MoveShape shape,
               const __grid_constant__ Dequantization how) {
   using Stored = typename Codec::Stored;
@@ -252,7 +249,7 @@ __device__ Value LoadElements(const std::uint8_t* address, std::int64_t stride, 
 }
 
 template <int kElementBytes>
-__global__ void __launch_bounds__(MoveTuning::kThreads, kScatterCtas<kElementBytes>)
+__global__ void __launch_bounds__(MoveTuning::kThreads)
     ScatterTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape) {
   using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTileTokens<kElementBytes>;
@@ -306,7 +303,7 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, kScatterCtas<kElementByt
 // The elements of a packed cache as they are.
 template <int kBytes>
 struct ElementsMoved {
-  static constexpr int kCtasPerMultiprocessor = kBytes == 1 ? 6 : 8;
+  static constexpr int kGatherCtas = kBytes == 1 ? 6 : 8;
   using Element = typename WordOf<kBytes>::Type;
   static constexpr int kElementBytes = kBytes;
   static constexpr int kElementsOfWord = 16 / kBytes;
@@ -318,7 +315,7 @@ struct ElementsMoved {
 // As many codes as make 16 bytes of `Target`.
 template <class Format, class Target>
 struct ElementsDequantized {
-  static constexpr int kCtasPerMultiprocessor = 6;
+  static constexpr int kGatherCtas = 6;
   using Element = typename Target::Bits;
   static constexpr int kElementBytes = 1;
   static constexpr int kElementsOfWord = PlainWord<Target>::kElements;
@@ -332,7 +329,7 @@ struct ElementsDequantized {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(MoveTuning::kThreads, Codec::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(MoveTuning::kThreads, Codec::kGatherCtas)
     GatherTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape,
                 const __grid_constant__ Dequantization how) {
   constexpr int kElementBytes = Codec::kElementBytes;

@@ -22,6 +22,7 @@ namespace paddle_kv {
 
 struct WriteTuning {
   static constexpr int kThreads = 256;
+  static constexpr int kManyRounds = 4;    // words in flight of one thread of WriteRows, where there are many
   static constexpr int kPackedRounds = 2;  // beside tiles
   static constexpr int kTileWordsInFlight = 4;
   static constexpr int kCtasPerMultiprocessor = 4;      // fewer than twice that, and a thread takes one word
@@ -35,12 +36,8 @@ struct WriteTuning {
 
 // ---- what becomes of a word on its way. Plain: the word in the source, Stored: in the cache ----
 
-// kManyRounds: words in flight of one thread of WriteRows, where there are many.
-
 template <int kBytes>
 struct Copied {
-  static constexpr int kManyRounds = 4;
-  static constexpr int kCtasPerMultiprocessor = 1;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = Plain;
   static constexpr int kStoredBytes = kBytes;
@@ -50,8 +47,6 @@ struct Copied {
 
 template <class Source, class Format>
 struct Quantized {
-  static constexpr int kManyRounds = 2;
-  static constexpr int kCtasPerMultiprocessor = 5;
   using Plain = PlainWord<Source>;
   using Stored = CodeWord<Source>;
   static constexpr int kStoredBytes = PlainWord<Source>::kElements;
@@ -62,8 +57,6 @@ struct Quantized {
 
 template <int kBytes>
 struct QuantizedSingly {
-  static constexpr int kManyRounds = 4;
-  static constexpr int kCtasPerMultiprocessor = 1;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = std::uint8_t;
   static constexpr int kStoredBytes = 1;
@@ -176,7 +169,7 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
 }
 
 template <class Codec, int kElementBytes, int kRounds>
-__global__ void __launch_bounds__(WriteTuning::kThreads, Codec::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(WriteTuning::kThreads)
     WriteRows(const __grid_constant__ TokenWrite write, const __grid_constant__ RowShape shape, BlockDivider blocks) {
   WriteByRow<Codec, kElementBytes, kRounds>(write, shape, blocks, blockIdx.x);
 }
@@ -249,7 +242,7 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
 
 // Tiles, and behind them the parts that are written by row.
 template <class Codec, int kElementBytes>
-__global__ void __launch_bounds__(WriteTuning::kThreads, Codec::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(WriteTuning::kThreads)
     WritePacked(const __grid_constant__ TokenWrite write, const __grid_constant__ TileShape tiles,
                 const __grid_constant__ RowShape rows, BlockDivider blocks) {
   __shared__ __align__(16) std::uint8_t memory[kTileBytes<kElementBytes>];
@@ -346,10 +339,10 @@ Status LaunchRows(const TokenWrite& write, const DeviceStream& where) {
   const std::int64_t single = RowCtas(write, shape, 1);
   if (single == 0) return {};
   const bool many = single >= std::int64_t{2} * Tuning::kCtasPerMultiprocessor * multiprocessors;
-  const std::int64_t ctas = many ? RowCtas(write, shape, Codec::kManyRounds) : single;
+  const std::int64_t ctas = many ? RowCtas(write, shape, Tuning::kManyRounds) : single;
   if (ctas > kLargestGrid) return ToStatus(cudaErrorInvalidConfiguration, "WriteRows");
   const unsigned threads = (shape.words_of_cta * shape.tokens_abreast + 31) / 32 * 32;
-  const auto kernel = many ? WriteRows<Codec, kElementBytes, Codec::kManyRounds> : WriteRows<Codec, kElementBytes, 1>;
+  const auto kernel = many ? WriteRows<Codec, kElementBytes, Tuning::kManyRounds> : WriteRows<Codec, kElementBytes, 1>;
   kernel<<<static_cast<unsigned>(ctas), threads, 0, StreamOf(where)>>>(
       write, shape, BlockDividerOf(write.parts[0].cache.block_size, write.slots.limit));
   return LaunchStatus("WriteRows");

@@ -1,8 +1,8 @@
 // Which engine moves a transfer.
 //
 // Measured on an H200 (docs/performance.md): the copy engine hardly slows the model beside it, but each piece costs it
-// some 0.3 us; the kernel takes the link to 92 % at any size, but saving with it slows products that are bound by
-// memory. Staging makes large pieces where the host side is contiguous and the device side is not.
+// some 0.3 to 0.9 us of a CPU core; the kernel takes the link to 92 % at any size, but products beside it take longer.
+// Staging makes large pieces where the host side is contiguous and the device side is not.
 #pragma once
 
 #include <algorithm>
@@ -58,11 +58,12 @@ inline PieceSizes SizesOfPieces(const TransferPlan& plan, Direction direction, c
 
 inline EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool beside_compute,
                                const EngineThresholds& thresholds) {
-  const int way = static_cast<int>(direction);
-  if (sizes.both >= thresholds.copy_engine[way][beside_compute]) return EngineKind::kCopyEngine;
-  if (sizes.host >= thresholds.staging[way][beside_compute] && sizes.block >= thresholds.staging_block) {
-    return EngineKind::kStaging;
-  }
+  const auto& copy_engine = thresholds.copy_engine[static_cast<int>(direction)];
+  const auto& staging = thresholds.staging[static_cast<int>(direction)];
+  if (sizes.both >= std::max(copy_engine[false], copy_engine[beside_compute])) return EngineKind::kCopyEngine;
+  if (sizes.host >= staging[beside_compute] && sizes.block >= thresholds.staging_block) return EngineKind::kStaging;
+  // Not as fast, but the model hardly notices.
+  if (beside_compute && sizes.both >= copy_engine[true]) return EngineKind::kCopyEngine;
   return EngineKind::kKernel;
 }
 
