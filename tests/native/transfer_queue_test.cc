@@ -661,6 +661,7 @@ void AnotherDeviceThanTheStreamsIsNeverMadeCurrent() {
   CHECK(cudaGetDevice(&device) == cudaSuccess && device == 0);
   CHECK(paddle_kv_queue_push_device(99) == -1);
   CHECK(TimesMadeCurrent(0) == before && TimesMadeCurrent(1) > 0);
+  CHECK(CallsOfThreads(0) == 0 && CallsOfThreads(1) > 0);
 }
 
 void TwoThreadsCloseAStream() {

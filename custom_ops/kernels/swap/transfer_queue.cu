@@ -11,6 +11,7 @@
 #include <mutex>
 #include <new>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -274,7 +275,6 @@ class TransferQueue {
   }
 
   void SubmitForever() {
-    const CaptureTolerance tolerance;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       bool queued = false;
@@ -386,12 +386,14 @@ class TransferQueue {
     changed_.notify_all();
   }
 
-  // The thread's device is never put back: to make device 0 current, where a thread begins, would make a context there,
-  // half a gigabyte that a process which works on another GPU has no use for.
+  // The thread's device is never put back, and nothing is asked of CUDA before the first one is made current: a thread
+  // begins on device 0, and any call there would make a context, half a gigabyte that a process which works on another
+  // GPU has no use for.
   Status MakeCurrent(int device) {
     if (device == current_device_) return {};
     PADDLE_KV_CUDA(cudaSetDevice(device));
     current_device_ = device;
+    if (!tolerance_) tolerance_.emplace();
     return {};
   }
 
@@ -480,7 +482,8 @@ class TransferQueue {
   std::multiset<std::int64_t> pending_;         // events that are still to be recorded
   std::map<std::int64_t, Status> failed_;
   EngineThresholds thresholds_;
-  int current_device_ = -1;  // of the thread
+  int current_device_ = -1;                    // of the thread
+  std::optional<CaptureTolerance> tolerance_;  // of the thread
   std::atomic<Clock::rep> compute_seen_{Clock::duration::min().count() / 2};
 };
 

@@ -35,6 +35,13 @@ thread_local std::vector<int> devices_below;  // of the one that was pushed last
 std::atomic<int> events_alive{0};
 constexpr int kDevices = 4;
 std::atomic<int> times_made_current[kDevices];
+std::atomic<int> calls_of_threads[kDevices];
+const std::thread::id main_thread = std::this_thread::get_id();
+
+// The runtime makes a context on the current device for nearly every call.
+void NeedContext() {
+  if (std::this_thread::get_id() != main_thread) ++calls_of_threads[current_device];
+}
 
 cudaError_t Leave(cudaError_t error) {
   last_error = error;
@@ -104,6 +111,8 @@ int EventsAlive() { return events_alive; }
 
 int TimesMadeCurrent(int device) { return times_made_current[device]; }
 
+int CallsOfThreads(int device) { return calls_of_threads[device]; }
+
 const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
@@ -152,24 +161,28 @@ void paddle_kv::PopDevice() {
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  NeedContext();
   thread_local cudaStreamCaptureMode own = cudaStreamCaptureModeGlobal;
   std::swap(own, *mode);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  NeedContext();
   *event = new FakeEvent;
   ++events_alive;
   return cudaSuccess;
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  NeedContext();
   --events_alive;
   LetGo(event);
   return cudaSuccess;
 }
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  NeedContext();
   std::int64_t recording = 0;
   Hold(event);
   {
@@ -188,11 +201,13 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  NeedContext();
   const std::lock_guard<std::mutex> lock(event->mutex);
   return event->last_passed >= event->recordings ? cudaSuccess : Leave(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  NeedContext();
   std::int64_t recording = 0;
   Hold(event);
   {
@@ -210,11 +225,13 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  NeedContext();
   const std::lock_guard<std::mutex> lock(stream->mutex);
   return stream->tasks.empty() && !stream->running ? cudaSuccess : Leave(cudaErrorNotReady);
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  NeedContext();
   std::unique_lock<std::mutex> lock(stream->mutex);
   stream->changed.wait(lock, [&] { return stream->tasks.empty() && !stream->running; });
   return cudaSuccess;

@@ -19,3 +19,6 @@ int EventsAlive();
 
 // How often a thread has made the device current.
 int TimesMadeCurrent(int device);
+
+// Calls of threads other than the first while the device was current.
+int CallsOfThreads(int device);
