@@ -52,7 +52,8 @@ class EngineCase:
         assert self.case.device_cache is not None and self.case.host_pool is not None
         self.cache, self.pool = self.case.device_cache, self.case.host_pool
         self.bytes = self.case.total_bytes
-        self.device = self.cache.device_id
+        assert self.cache.device_id is not None
+        self.device_id = self.cache.device_id
 
     def scheduler(self, engine: str) -> LayerwiseScheduler:
         import cupy
@@ -118,10 +119,10 @@ class EngineCase:
             count = max(2, round(2.5 * alone_ms * 55e6 / self.bytes))  # they outlast the load
             load.start()
             # The stream of the model waits for a layer now and then: so the library knows that it is busy.
-            transfer_queue.wait_stream(self.device, load.stream.ptr, past.ptr, None)
+            transfer_queue.wait_stream(self.device_id, load.stream.ptr, past.ptr, None)
             transfers = [self.submit(scheduler, way) for _ in range(count)]
             while not load.span[1].done:
-                transfer_queue.wait_stream(self.device, load.stream.ptr, past.ptr, None)
+                transfer_queue.wait_stream(self.device_id, load.stream.ptr, past.ptr, None)
                 time.sleep(0.002)
             load_ms = load.wait_ms()
             for transfer in transfers:
