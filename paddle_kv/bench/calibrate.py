@@ -13,7 +13,7 @@ from .load import LOADS, ComputeLoad
 SIZES_KIB = (4, 8, 16, 32, 64, 128)
 STAGED_KIB = (8, 16, 32, 64)
 REPEATS = 3
-NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 2 * 2 * 3)
+NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 3 * 2 * 3)
 # What a second of a transfer costs, beside what it takes from the model: a load that comes late makes a layer wait.
 LATENCY_SHARE = 0.1
 
@@ -21,22 +21,25 @@ LATENCY_SHARE = 0.1
 def measure() -> Iterator[Row]:
     """The rows that :func:`sizes_from` needs; about two minutes."""
     loads: dict[str, ComputeLoad] = {name: ComputeLoad(name) for name in LOADS if name != "none"}
+    engines_of_runs = ["copy_engine", "kernel", "staging"]
     yield from engines.rows(SIZES_KIB, ["scattered"], ["copy_engine", "kernel"], loads, repeats=REPEATS)
-    yield from engines.rows(STAGED_KIB, ["contiguous_host"], ["kernel", "staging"], loads, repeats=REPEATS)
+    yield from engines.rows(STAGED_KIB, ["contiguous_host"], engines_of_runs, loads, repeats=REPEATS)
 
 
 def sizes_from(rows: Iterable[Row], default: EngineSizes) -> EngineSizes:
     """The smallest sizes from which on an engine was the cheapest."""
     rows = list(rows)
 
-    def sizes(pattern: str, way: str, method: str) -> WaySizes:
+    def sizes(pattern: str, way: str, method: str, below: int = NEVER) -> WaySizes:
         some = [row for row in rows if row["way"] == way and row["pattern"] == pattern]
+        some = [row for row in some if row["piece_kib"] << 10 < below]
         return WaySizes(*(_first_best(some, method, loads) for loads in (["none"], ["gemm", "gemv"])))
 
     def staging(way: str, built_in: WaySizes) -> WaySizes:
         # A staged run is as long as the host's; what is compared by the size of a block is whether it pays at all, for
-        # pieces that the copy engine is not for.
-        pays = sizes("contiguous_host", way, "staging")
+        # pieces that are not large enough for the copy engine in any case.
+        large = max(astuple(sizes("scattered", way, "copy_engine")))
+        pays = sizes("contiguous_host", way, "staging", below=large)
         return WaySizes(
             *(size if from_ < NEVER else NEVER for size, from_ in zip(astuple(built_in), astuple(pays), strict=True))
         )

@@ -263,6 +263,11 @@ void AutoTakesTheEngineForTheSizes() {
   CHECK(chosen(49, 300, 49, kUp, true) == EngineKind::kStaging);
   CHECK(chosen(50, 300, 50, kUp, true) == EngineKind::kCopyEngine);
   CHECK(chosen(29, 100, 29, kUp, false) == EngineKind::kStaging);
+  constexpr std::int64_t kNever = std::int64_t{1} << 40;
+  thresholds.copy_engine[up][false] = kNever;  // as measured where another engine is better alone
+  CHECK(chosen(1000, 1000, 1000, kUp, true) == EngineKind::kCopyEngine);
+  CHECK(chosen(1000, 2000, 1000, kUp, true) == EngineKind::kStaging);
+  CHECK(chosen(1000, 1000, 1000, kUp, false) == EngineKind::kKernel);
 }
 
 void AllBytesArriveInBothDirections() {
@@ -481,6 +486,31 @@ void LargeLayersGoToTheCopyEngineInParts() {
     CHECK(log[i].records == (i % 3 == 2));
   }
   DestroyFakeStream(compute);
+}
+
+void NoCallOfTheCopyEngineIsLargerThanItsBound() {
+  const auto calls = [](std::int64_t layers, std::int64_t block_bytes, int blocks) {
+    Plan plan(layers, block_bytes, false);
+    OpenStream stream;
+    Submission load;
+    load.engine = EngineKind::kCopyEngine;
+    load.device_ids.clear(), load.host_ids.clear();
+    for (int i = 0; i < blocks; ++i) load.device_ids.push_back(i), load.host_ids.push_back(i);
+    ClearLog();
+    Transfer transfer(plan, stream.handle(), load);
+    CHECK(transfer.Wait() == 0);
+    std::vector<std::int64_t> bytes;
+    for (const auto& call : Log()) bytes.push_back(call.blocks * (call.end_layer - call.first_layer) * block_bytes);
+    return bytes;
+  };
+  constexpr std::int64_t kMiB = 1 << 20;
+  using Bytes = std::vector<std::int64_t>;
+  CHECK(calls(2, 15 * kMiB, 1) == Bytes({15 * kMiB, 15 * kMiB}));  // two would be too many
+  CHECK(calls(5, 8 * kMiB, 1) == Bytes({16 * kMiB, 16 * kMiB, 8 * kMiB}));
+  CHECK(calls(1, 10 * kMiB, 3) == Bytes({10 * kMiB, 10 * kMiB, 10 * kMiB}));
+  CHECK(calls(2, 20 * kMiB, 1) == Bytes({20 * kMiB, 20 * kMiB}));  // a block stays whole
+  CHECK(calls(2, 20 * kMiB, 2) == Bytes({20 * kMiB, 20 * kMiB, 20 * kMiB, 20 * kMiB}));
+  CHECK(calls(3, kMiB, 0) == Bytes({0}));
 }
 
 void APartThatFailsFailsItsLayer() {
@@ -847,6 +877,7 @@ const Test kTests[] = {
     {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
     {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},
     {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
+    {"no_call_of_the_copy_engine_is_larger_than_its_bound", NoCallOfTheCopyEngineIsLargerThanItsBound},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},
     {"an_urgent_transfer_is_submitted_next", AnUrgentTransferIsSubmittedNext},

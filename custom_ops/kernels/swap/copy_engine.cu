@@ -31,17 +31,23 @@ class CopyEngine : public Engine {
   }
 
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
-    is_aside_ = more_follows_ && !is_aside_;
+    // A full GPU has no memory for a second stream; then there is one.
+    is_aside_ = more_follows_ && !is_aside_ && ProvideStream().ok();
     more_follows_ = work.more_follows;
     if (!is_aside_) return CopyOn(work, where);
-    PADDLE_KV_RETURN_IF_ERROR(ProvideStream());
     PADDLE_KV_RETURN_IF_ERROR(PutBehind(aside_, StreamOf(where), turns_[0]));
     const Status status = CopyOn(work, {where.device, reinterpret_cast<std::int64_t>(aside_)});
     const Status back = PutBehind(StreamOf(where), aside_, turns_[1]);
     return status.ok() ? back : status;
   }
 
+  Status Join(const DeviceStream& where) override {
+    is_aside_ = more_follows_ = false;
+    return turns_[1] == nullptr ? Status{} : PutBehind(StreamOf(where), aside_, turns_[1]);
+  }
+
  private:
+  // The last event is made last: if there is one, there is all.
   Status ProvideStream() {
     if (aside_ == nullptr) PADDLE_KV_CUDA(cudaStreamCreateWithFlags(&aside_, cudaStreamNonBlocking));
     for (cudaEvent_t& turn : turns_) {

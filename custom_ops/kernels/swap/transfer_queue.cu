@@ -66,9 +66,10 @@ struct QueuedTransfer {
   std::int64_t layer_bytes = 0;
   std::int64_t block_count;
   std::int64_t next_group = 0;
-  std::size_t next_run = 0;      // of the next group, where a part of it has been submitted
-  std::int64_t next_in_run = 0;  // and the block of that run
-  bool more_follows = false;     // as the last step has told its engine
+  std::int64_t submitted_blocks = 0;  // of the next group
+  std::size_t next_run = 0;           // with the first block of it that is not
+  std::int64_t next_in_run = 0;
+  bool more_follows = false;  // as the last step has told its engine
   EngineKind last_engine{};
   Status failure;  // of a step: no later group is copied
 
@@ -80,19 +81,26 @@ struct QueuedTransfer {
     return (FirstLayer(group + 1) - FirstLayer(group)) * layer_bytes;
   }
 
-  // The next blocks of the next group, in about equal parts of at most `largest` bytes.
-  std::vector<Run> TakePart(std::int64_t largest) {
-    const std::int64_t parts = (GroupBytes(next_group) + largest - 1) / largest;
-    std::int64_t wanted = (block_count + parts - 1) / parts;
+  // How many blocks of a group are the next part of at most `largest` bytes (but one block at least); parts are about
+  // equal.
+  std::int64_t BlocksOfPart(std::int64_t largest) const {
+    const std::int64_t most = std::max<std::int64_t>(1, largest / (GroupBytes(next_group) / block_count));
+    const std::int64_t parts = (block_count + most - 1) / most;
+    return std::min((block_count + parts - 1) / parts, block_count - submitted_blocks);
+  }
+
+  // The next so many blocks of the next group.
+  std::vector<Run> TakePart(std::int64_t wanted) {
     std::vector<Run> part;
-    for (; wanted > 0 && next_run < runs.size(); next_in_run = 0, ++next_run) {
+    while (wanted > 0) {
       const Run& run = runs[next_run];
       const std::int64_t length = std::min(wanted, run.length - next_in_run);
       part.push_back({run.source + next_in_run, run.target + next_in_run, length});
       wanted -= length;
-      if (next_in_run + length < run.length) {
-        next_in_run += length;
-        break;
+      next_in_run += length;
+      if (next_in_run == run.length) {
+        next_in_run = 0;
+        next_run = (next_run + 1) % runs.size();  // the next group has the same blocks
       }
     }
     return part;
@@ -106,7 +114,7 @@ struct Step {
   std::int64_t end_group;
   std::int64_t bytes = 0;
   EngineKind engine;
-  std::vector<Run> part;      // of the blocks of the one group; empty: all of them
+  std::int64_t blocks = 0;    // of the one group: a part; 0: all of them
   bool begins = true;         // nothing of the groups has been submitted before
   bool ends = true;           // nothing of them is left: their events can be recorded
   bool more_follows = false;  // the next step on the stream is of the same transfer and engine, and waits for nothing
@@ -340,22 +348,24 @@ class TransferQueue {
       return next < transfer.group_count() && transfer.first_wait[next] == transfer.first_wait[next + 1];
     };
     if (step->engine == EngineKind::kCopyEngine && transfer.GroupBytes(group) > largest) {
-      step->begins = transfer.next_run == 0 && transfer.next_in_run == 0;
-      step->part = transfer.TakePart(largest);
-      step->ends = transfer.next_run == transfer.runs.size();
-      if (step->ends) transfer.next_run = 0;
-      std::int64_t blocks = 0;
-      for (const Run& run : step->part) blocks += run.length;
-      step->bytes = transfer.GroupBytes(group) / transfer.block_count * blocks;
+      step->blocks = transfer.BlocksOfPart(largest);
+      step->begins = transfer.submitted_blocks == 0;
+      step->ends = transfer.submitted_blocks + step->blocks == transfer.block_count;
+      step->bytes = transfer.GroupBytes(group) / transfer.block_count * step->blocks;
       step->end_group = group + 1;
       step->more_follows = !step->ends || follows_at_once(group + 1);
       return true;
     }
+    // Calls of kernels are worth more when they are long; what the copy engine is given has a bound.
+    const auto room = [&] {
+      return step->engine == EngineKind::kCopyEngine ? step->bytes + transfer.GroupBytes(group) <= largest
+                                                     : step->bytes < largest;
+    };
     do {
       step->bytes += transfer.GroupBytes(group);
       ++group;
       step->more_follows = follows_at_once(group);
-    } while (step->more_follows && step->bytes < largest);
+    } while (step->more_follows && room());
     step->end_group = group;
     return true;
   }
@@ -380,6 +390,7 @@ class TransferQueue {
     }
     transfer.failure = status;
     transfer.next_group = step.RecordedEnd();
+    transfer.submitted_blocks = step.ends ? 0 : transfer.submitted_blocks + step.blocks;
     transfer.more_follows = step.more_follows;
     transfer.last_engine = step.engine;
     if (transfer.next_group == transfer.group_count()) stream.transfers.pop_front();
@@ -425,10 +436,11 @@ class TransferQueue {
 
   // The step has the engine that was taken in the end.
   static Status Copy(Stream& stream, Step* step) {
-    const QueuedTransfer& transfer = *step->transfer;
+    QueuedTransfer& transfer = *step->transfer;
+    const std::vector<Run> part = transfer.TakePart(step->blocks);
     const EngineWork work = {transfer.plan.get(),
                              transfer.direction,
-                             step->part.empty() ? &transfer.runs : &step->part,
+                             step->blocks == 0 ? &transfer.runs : &part,
                              transfer.FirstLayer(step->first_group),
                              transfer.FirstLayer(step->end_group),
                              transfer.layers_per_event,
@@ -540,8 +552,8 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     transfer.end_layer = given->end_layer;
     const std::int64_t layers = given->end_layer - given->first_layer;
     if (layers <= 0) return 0;
-    // Whoever wants one event for all may name any number: arithmetic with that would overflow.
     transfer.block_count = given->block_count;
+    // Whoever wants one event for all may name any number: arithmetic with that would overflow.
     transfer.layers_per_event = std::clamp<std::int64_t>(given->layers_per_event, 1, layers);
     const std::int64_t groups = (layers + transfer.layers_per_event - 1) / transfer.layers_per_event;
     transfer.first_wait.assign(groups + 1, 0);

@@ -19,8 +19,9 @@ class PointerRanges {
  public:
   explicit PointerRanges(int device) : device_(device) {}
 
-  // What kind of memory [address, address + bytes) is, judged by its first and last byte. ValueError naming
-  // list[position] if it is on another GPU or runs past its end. Zero bytes are never looked at.
+  // What kind of memory [address, address + bytes) is, by all allocations that it touches (pageable memory: by
+  // its first and last byte). ValueError naming list[position] if it is on another GPU or runs past its end. Zero bytes
+  // are never looked at.
   MemoryKind KindOf(int64_t address, int64_t bytes, const char* list, std::size_t position);
 
   // The same, ValueError for pageable memory too.

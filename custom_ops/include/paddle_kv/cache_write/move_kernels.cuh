@@ -25,6 +25,16 @@ struct MoveTuning {
   static constexpr unsigned kWordsOfNeighbours = 64;  // of each of them in one CTA
 };
 
+// CTAs that a multiprocessor has threads for: more would be asked for in vain.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+constexpr int kMostGatherCtas = 1024 / MoveTuning::kThreads;
+#elif defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kMostGatherCtas = 1536 / MoveTuning::kThreads;
+#else
+constexpr int kMostGatherCtas = 2048 / MoveTuning::kThreads;
+#endif
+
 // Of one thread of MoveByRow.
 template <unsigned kWordBytes>
 constexpr unsigned kWordsInFlight = kWordBytes >= 16 ? 4 : 8;
@@ -158,7 +168,7 @@ struct MoveShape {
 };
 
 template <class Codec, bool kToCache>
-__global__ void __launch_bounds__(MoveTuning::kThreads, kToCache ? 1 : Codec::kGatherCtas)
+__global__ void __launch_bounds__(MoveTuning::kThreads, kToCache ? 1 : std::min(Codec::kGatherCtas, kMostGatherCtas))
     MoveByRow(const __grid_constant__ TokenMove move, const __grid_constant__ MoveShape shape,
               const __grid_constant__ Dequantization how) {
   using Stored = typename Codec::Stored;
@@ -329,7 +339,7 @@ struct ElementsDequantized {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(MoveTuning::kThreads, Codec::kGatherCtas)
+__global__ void __launch_bounds__(MoveTuning::kThreads, std::min(Codec::kGatherCtas, kMostGatherCtas))
     GatherTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape,
                 const __grid_constant__ Dequantization how) {
   constexpr int kElementBytes = Codec::kElementBytes;

@@ -5,8 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <map>
 #include <mutex>
-#include <vector>
 
 #include "paddle_kv/common/driver_entry.cuh"
 
@@ -16,18 +16,20 @@ namespace paddle_kv {
 inline cudaError_t PrimaryContext(int device, CUcontext* context) {
   using Retain = CUresult (*)(CUcontext*, CUdevice);
   static const auto retain = reinterpret_cast<Retain>(DriverEntry("cuDevicePrimaryCtxRetain", 7000));
-  static std::mutex mutex;
-  static std::vector<CUcontext> contexts;
-  if (device < 0) return cudaErrorInvalidDevice;
+  // Never destroyed: other threads may still come when the process ends.
+  static std::mutex& mutex = *new std::mutex;
+  static std::map<int, CUcontext>& contexts = *new std::map<int, CUcontext>;
   const std::lock_guard<std::mutex> lock(mutex);
-  if (contexts.size() <= static_cast<std::size_t>(device)) contexts.resize(device + 1);
-  if (contexts[device] == nullptr) {
+  const auto found = contexts.find(device);
+  if (found == contexts.end()) {
     if (retain == nullptr) return cudaErrorNotSupported;
     // The ordinals of the runtime are the devices of the driver, and its error codes are the driver's.
-    const CUresult result = retain(&contexts[device], device);
+    const CUresult result = retain(context, device);
     if (result != CUDA_SUCCESS) return static_cast<cudaError_t>(result);
+    contexts.emplace(device, *context);
+    return cudaSuccess;
   }
-  *context = contexts[device];
+  *context = found->second;
   return cudaSuccess;
 }
 

@@ -17,14 +17,14 @@ namespace paddle_kv {
 struct EngineWork {
   const TransferPlan* plan;
   Direction direction;
-  const std::vector<Run>* runs;  // sorted, neighbours merged; the same for all layers
+  const std::vector<Run>* runs;  // sorted, neighbours merged; for all of these layers
   std::int64_t first_layer;
   std::int64_t end_layer;
   std::int64_t layers_per_event;
   const std::int64_t* record_events;  // cudaEvent_t as integers, one a group; null: more blocks of the one group follow
-  // The next thing on the stream is another Copy of this engine, of other layers of the same transfer, with nothing in
-  // between but the recording of events. Then the stream need not come behind all of
-  // this copy, and the two can overlap; the events of their groups are as without.
+  // The next thing on the stream is another Copy of this engine, of other blocks or layers of the transfer, with
+  // nothing in between but the recording of events. Then the stream need not come behind all of this copy, and the two
+  // can overlap; the events of their groups are as without.
   bool more_follows = false;
 };
 

@@ -61,7 +61,10 @@ inline EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, boo
   const auto& copy_engine = thresholds.copy_engine[static_cast<int>(direction)];
   const auto& staging = thresholds.staging[static_cast<int>(direction)];
   if (sizes.both >= std::max(copy_engine[false], copy_engine[beside_compute])) return EngineKind::kCopyEngine;
-  if (sizes.host >= staging[beside_compute] && sizes.block >= thresholds.staging_block) return EngineKind::kStaging;
+  const bool longer = sizes.host > sizes.both;  // nothing is gained by staging what is contiguous on both sides
+  if (longer && sizes.host >= staging[beside_compute] && sizes.block >= thresholds.staging_block) {
+    return EngineKind::kStaging;
+  }
   // Not as fast, but the model hardly notices.
   if (beside_compute && sizes.both >= copy_engine[true]) return EngineKind::kCopyEngine;
   return EngineKind::kKernel;
