@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "paddle_kv/common/bulk_copy.h"
 #include "paddle_kv/common/parallel_for.h"
 
 namespace paddle_kv {
@@ -103,22 +104,22 @@ void ZeroRows(const RowPlace& place, const RunOfHead& rows, std::int64_t row_byt
 
 enum class Way { kGather, kScatter };
 
-// `bytes` from one side to the other.
-template <Way way>
-void CopyBytes(std::uint8_t* on_rows, std::uint8_t* in_cache, std::int64_t bytes) {
-  std::memcpy(way == Way::kGather ? on_rows : in_cache, way == Way::kGather ? in_cache : on_rows, bytes);
+// Copies `bytes` from one side to the other.
+template <Way way, class Copy>
+void CopyBytes(const Copy& copy, std::uint8_t* on_rows, std::uint8_t* in_cache, std::int64_t bytes) {
+  copy(way == Way::kGather ? on_rows : in_cache, way == Way::kGather ? in_cache : on_rows, bytes);
 }
 
 // Rows that are contiguous on both sides.
 template <Way way>
-void CopyRows(const RunOfHead& rows, std::int64_t row_bytes) {
+void CopyRows(const BulkCopy& copy, const RunOfHead& rows, std::int64_t row_bytes) {
   const Run& run = rows.run;
   if (run.rows_step == row_bytes && run.cache_step == row_bytes) {
-    CopyBytes<way>(rows.on_rows, rows.in_cache, run.count * row_bytes);
+    CopyBytes<way>(copy, rows.on_rows, rows.in_cache, run.count * row_bytes);
     return;
   }
   for (std::int64_t i = 0; i < run.count; ++i) {
-    CopyBytes<way>(rows.on_rows + i * run.rows_step, rows.in_cache + i * run.cache_step, row_bytes);
+    CopyBytes<way>(copy, rows.on_rows + i * run.rows_step, rows.in_cache + i * run.cache_step, row_bytes);
   }
 }
 
@@ -127,20 +128,23 @@ void CopyRows(const RunOfHead& rows, std::int64_t row_bytes) {
 template <Way way, int kBytes>
 void CopyPieces(const TokenMove& move, const RunOfHead& rows, std::int64_t row_bytes) {
   const Run run = rows.run;
+  const auto copy = [](std::uint8_t* to, const std::uint8_t* from, std::int64_t bytes) {
+    std::memcpy(to, from, bytes);
+  };
   for (std::int64_t piece = 0; piece < row_bytes; piece += kBytes) {
     std::uint8_t* const on_rows = rows.on_rows + OffsetInRow(move.rows, piece);
     std::uint8_t* const in_cache = rows.in_cache + OffsetInRow(move.cache, piece);
     for (std::int64_t i = 0; i < run.count; ++i) {
-      CopyBytes<way>(on_rows + i * run.rows_step, in_cache + i * run.cache_step, kBytes);
+      CopyBytes<way>(copy, on_rows + i * run.rows_step, in_cache + i * run.cache_step, kBytes);
     }
   }
 }
 
 template <Way way>
-void CopyRun(const TokenMove& move, const RunOfHead& rows, std::int64_t row_bytes) {
+void CopyRun(const TokenMove& move, const BulkCopy& copy, const RunOfHead& rows, std::int64_t row_bytes) {
   const std::int64_t piece = std::min(move.rows.group_bytes, move.cache.group_bytes);
   if (piece >= row_bytes) {
-    CopyRows<way>(rows, row_bytes);
+    CopyRows<way>(copy, rows, row_bytes);
   } else if (piece % 16 == 0) {
     CopyPieces<way, 16>(move, rows, row_bytes);
   } else if (piece % 8 == 0) {
@@ -211,11 +215,12 @@ void Dequantize(const TokenMove& move, const Dequantization& how) {
 void GatherTokensCpu(const TokenMove& given) {
   const TokenMove move = WithMergedHeads(given);
   const std::int64_t row_bytes = move.head_size * move.element_bytes;
+  const BulkCopy copy(move.tokens * move.heads * row_bytes);
   ForEachRun(move, 2 * row_bytes, [&](const RunOfHead& rows) {
     if (rows.in_cache == nullptr) {
       ZeroRows(move.rows, rows, row_bytes);
     } else {
-      CopyRun<Way::kGather>(move, rows, row_bytes);
+      CopyRun<Way::kGather>(move, copy, rows, row_bytes);
     }
   });
 }
@@ -223,8 +228,9 @@ void GatherTokensCpu(const TokenMove& given) {
 void ScatterTokensCpu(const TokenMove& given) {
   const TokenMove move = WithMergedHeads(given);
   const std::int64_t row_bytes = move.head_size * move.element_bytes;
+  const BulkCopy copy(move.tokens * move.heads * row_bytes);
   ForEachRun(move, 2 * row_bytes, [&](const RunOfHead& rows) {
-    if (rows.in_cache != nullptr) CopyRun<Way::kScatter>(move, rows, row_bytes);
+    if (rows.in_cache != nullptr) CopyRun<Way::kScatter>(move, copy, rows, row_bytes);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "paddle_kv/common/bulk_copy.h"
 #include "paddle_kv/common/parallel_for.h"
 
 namespace paddle_kv {
@@ -14,10 +15,12 @@ constexpr std::int64_t kTokensTogether = 64;
 // Calls row(source row, cache row, head) for each head of each token that has a slot.
 template <class Row>
 void ForEachRow(const TokenWrite& write, const TokenPart& part, std::int64_t row_bytes, const Row& row) {
+  const bool one_row = part.cache.group_bytes >= part.head_size * ElementBytes(write.stored);
+  const std::int64_t together = one_row ? 1 : kTokensTogether;
   ParallelFor(write.tokens, write.tokens * part.heads * row_bytes, [&](std::int64_t begin, std::int64_t end) {
     std::int64_t slots[kTokensTogether];
-    for (std::int64_t first = begin; first < end; first += kTokensTogether) {
-      const std::int64_t count = std::min(kTokensTogether, end - first);
+    for (std::int64_t first = begin; first < end; first += together) {
+      const std::int64_t count = std::min(together, end - first);
       for (std::int64_t i = 0; i < count; ++i) slots[i] = write.slots.Of(first + i);
       for (std::int64_t head = 0; head < part.heads; ++head) {
         for (std::int64_t i = 0; i < count; ++i) {
@@ -73,9 +76,10 @@ void Copy(const TokenWrite& write, const TokenPart& part) {
   const std::int64_t row_bytes = part.head_size * kBytes;
   const std::int64_t group_bytes = part.cache.group_bytes;
   const bool dense = part.source.element_stride == kBytes;
+  const BulkCopy copy(write.tokens * part.heads * row_bytes);
   const auto row = [&](const std::uint8_t* source, std::uint8_t* target, std::int64_t) {
     if (dense && group_bytes >= row_bytes) {
-      std::memcpy(target, source, row_bytes);
+      copy(target, source, row_bytes);
     } else if (group_bytes == kBytes) {
       CopyGroups<kBytes>(part, source, target, part.head_size, part.source.element_stride);
     } else if (dense && group_bytes == 16) {

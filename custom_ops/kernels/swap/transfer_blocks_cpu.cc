@@ -1,6 +1,6 @@
 #include <algorithm>
-#include <cstring>
 
+#include "paddle_kv/common/bulk_copy.h"
 #include "paddle_kv/common/parallel_for.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 
@@ -12,6 +12,7 @@ void TransferBlocksCpu(const BlockRows* tensors, std::int64_t tensor_count, cons
                        const std::int64_t* target_ids, std::int64_t block_count) {
   std::int64_t total_bytes = 0;
   for (std::int64_t t = 0; t < tensor_count; ++t) total_bytes += block_count * tensors[t].block_bytes;
+  const BulkCopy copy(total_bytes);
   ParallelFor(total_bytes, total_bytes, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = 0; t < tensor_count && end > 0; ++t) {
       const BlockRows& rows = tensors[t];
@@ -21,8 +22,8 @@ void TransferBlocksCpu(const BlockRows* tensors, std::int64_t tensor_count, cons
         const std::int64_t block = at / rows.block_bytes;
         const std::int64_t offset = at - block * rows.block_bytes;
         const std::int64_t bytes = std::min(rows.block_bytes - offset, stop - at);
-        std::memcpy(rows.target + target_ids[block] * rows.target_stride + offset,
-                    rows.source + source_ids[block] * rows.source_stride + offset, bytes);
+        copy(rows.target + target_ids[block] * rows.target_stride + offset,
+             rows.source + source_ids[block] * rows.source_stride + offset, bytes);
         at += bytes;
       }
       begin -= tensor_bytes;  // both count from the next tensor on

@@ -9,6 +9,8 @@
 #include <thread>
 #include <vector>
 
+#include "paddle_kv/common/bulk_copy.h"
+
 namespace paddle_kv {
 
 // Starting a thread costs about 50 us, in which one core copies roughly this much.
@@ -32,12 +34,14 @@ void ParallelFor(std::int64_t count, std::int64_t total_bytes, const Body& body)
   const std::int64_t threads = useful <= 1 ? 1 : std::min(useful, UsableCores());
   if (threads <= 1) {
     body(0, count);
+    BulkCopy::Publish();
     return;
   }
   std::vector<std::exception_ptr> failures(threads);
   const auto run = [&](std::int64_t t, std::int64_t end) {
     try {
       body(count * t / threads, count * end / threads);
+      BulkCopy::Publish();
     } catch (...) {
       failures[t] = std::current_exception();
     }
