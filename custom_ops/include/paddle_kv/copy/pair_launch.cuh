@@ -88,17 +88,6 @@ struct PairsOnDevice {
   }
 };
 
-// Kernels may have 32,764 bytes of parameters from the drivers of CUDA 12.1 on; a build of 12.1 runs with one of 12.0
-// too.
-inline bool DriverTakesLongParameters() {
-  static const bool takes = [] {
-    int driver = 0;
-    return PairTuning::kParameterBytes > 4096 && ToStatus(cudaDriverGetVersion(&driver), "cudaDriverGetVersion").ok() &&
-           driver >= 12010;
-  }();
-  return takes;
-}
-
 using FewPairs = HostPairs<std::uint32_t, PairTuning::kFewPairs>;
 using ManyPairs = HostPairs<std::uint32_t, PairTuning::kManyPairs>;
 using ManyNarrowPairs = HostPairs<std::uint16_t, PairTuning::kManyNarrowPairs>;
@@ -188,8 +177,8 @@ Status RunOnHostPairs(const CacheBlocks* caches, std::int64_t cache_count, const
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   using Tuning = PairTuning;
-  const bool few = cache_count <= Tuning::kFewCaches && pair_count <= Tuning::kFewPairs;
-  if (few || !DriverTakesLongParameters()) {
+  const bool few_pairs = pair_count <= Tuning::kFewPairs || Tuning::kManyPairs < Tuning::kFewPairs;
+  if (cache_count <= Tuning::kFewCaches && few_pairs) {
     return RunWithHostPairs<Action, CacheTable<Tuning::kFewCaches>, FewPairs>(caches, cache_count, source_ids,
                                                                               target_ids, pair_count, where);
   }
@@ -208,7 +197,7 @@ Status RunOnDevicePairs(const CacheBlocks* caches, std::int64_t cache_count, con
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   const PairsOnDevice ids{pairs, pairs.count};
   const auto launch = [&](const auto& table) { return LaunchOnPairs<Action>(table, ids, where); };
-  if (cache_count <= PairTuning::kFewCaches || !DriverTakesLongParameters()) {
+  if (cache_count <= PairTuning::kFewCaches) {
     return ForEachTable<CacheTable<PairTuning::kFewCaches>>(caches, cache_count, launch);
   }
   return ForEachTable<CacheTable<PairTuning::kManyCaches>>(caches, cache_count, launch);
