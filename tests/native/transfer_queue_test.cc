@@ -678,6 +678,7 @@ void StreamsThatAreEquallyUrgentTakeTurns() {
 
 void AnotherDeviceThanTheStreamsIsNeverMadeCurrent() {
   Plan plan(2, 100, true);
+  const int calls_before = CallsOfThreads(0);
   OpenStream stream(false, 1);
   const int before = TimesMadeCurrent(0);
   Transfer transfer(plan, stream.handle(), {});
@@ -691,7 +692,7 @@ void AnotherDeviceThanTheStreamsIsNeverMadeCurrent() {
   CHECK(cudaGetDevice(&device) == cudaSuccess && device == 0);
   CHECK(paddle_kv_queue_push_device(99) == -1);
   CHECK(TimesMadeCurrent(0) == before && TimesMadeCurrent(1) > 0);
-  CHECK(CallsOfThreads(0) == 0 && CallsOfThreads(1) > 0);
+  CHECK(CallsOfThreads(0) == calls_before && CallsOfThreads(1) > 0);
 }
 
 void TwoThreadsCloseAStream() {
