@@ -23,14 +23,19 @@ def cache(machine: Machine) -> GuardedCache:
     return GuardedCache(machine, random_bits(BLOCKS, BLOCK_BYTES, 1), (4, 1024), "uint8")
 
 
+def page_aligned_blocks() -> np.ndarray:
+    """BLOCKS blocks of zeros in ordinary memory."""
+    storage = np.zeros((BLOCKS + 1) * BLOCK_BYTES, np.uint8)
+    first = -storage.ctypes.data % PAGE
+    return storage[first : first + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+
+
 @pytest.fixture
 def half_pinned() -> Iterator[np.ndarray]:
     """BLOCKS blocks of ordinary memory, page aligned, of which the first half is registered with CUDA."""
     import cupy
 
-    storage = np.zeros((BLOCKS + 1) * BLOCK_BYTES, np.uint8)
-    first = -storage.ctypes.data % PAGE
-    blocks = storage[first : first + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    blocks = page_aligned_blocks()
     cupy.cuda.runtime.hostRegister(blocks.ctypes.data, BLOCKS // 2 * BLOCK_BYTES, 0)
     yield blocks
     cupy.cuda.runtime.hostUnregister(blocks.ctypes.data)
@@ -79,9 +84,7 @@ def pinned_at_both_ends() -> Iterator[np.ndarray]:
     """BLOCKS blocks of which the first and the last alone are registered, each for itself."""
     import cupy
 
-    storage = np.zeros((BLOCKS + 1) * BLOCK_BYTES, np.uint8)
-    first = -storage.ctypes.data % PAGE
-    blocks = storage[first : first + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    blocks = page_aligned_blocks()
     for block in (0, BLOCKS - 1):
         cupy.cuda.runtime.hostRegister(blocks[block].ctypes.data, BLOCK_BYTES, 0)
     yield blocks
@@ -108,9 +111,7 @@ def test_a_range_with_a_hole_is_refused(machine: Machine, cache: GuardedCache, p
 def test_neighbouring_registrations_are_one_range(machine: Machine, cache: GuardedCache) -> None:
     import cupy
 
-    storage = np.zeros((BLOCKS + 1) * BLOCK_BYTES, np.uint8)
-    first = -storage.ctypes.data % PAGE
-    blocks = storage[first : first + BLOCKS * BLOCK_BYTES].reshape(BLOCKS, BLOCK_BYTES)
+    blocks = page_aligned_blocks()
     cuts = [0, 3, 4, BLOCKS]
     for begin, end in itertools.pairwise(cuts):
         cupy.cuda.runtime.hostRegister(blocks[begin].ctypes.data, (end - begin) * BLOCK_BYTES, 0)

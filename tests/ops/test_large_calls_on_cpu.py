@@ -9,6 +9,10 @@ import pytest
 
 from paddle_kv import ops
 from tests.machine import GuardedCache, GuardedHost, cpu_machine, random_bits
+from tests.reference import cache_convert as reference
+from tests.reference.cache_convert import from_layout, to_layout
+from tests.reference.cache_insert import inserted
+from tests.reference.copy import copied
 from tests.reference.swap import TO_DEVICE, TO_HOST, swapped
 
 HEADS, HEAD_SIZE, BLOCK_SIZE = 3, 92, 5  # rows of 184 bytes
@@ -34,21 +38,21 @@ def cache(layout: str, seed: int) -> GuardedCache:
     return GuardedCache(cpu_machine(), random_bits(BLOCKS, BLOCK_BYTES, seed), SHAPES[layout], "float16")
 
 
-def by_slot(bits: np.ndarray, layout: str) -> np.ndarray:
-    """[slots, heads, bytes of a row], a copy."""
-    blocks = bits.reshape(len(bits), *SHAPES[layout][:2], ROW_BYTES)
-    blocks = blocks.swapaxes(1, 2) if layout == "HND" else blocks
-    return blocks.reshape(-1, HEADS, ROW_BYTES).copy()
+def hnd(bits: np.ndarray, layout: str) -> np.ndarray:
+    """The bytes of a cache as elements, in the layout of the references."""
+    return from_layout(bits.view(np.uint16).reshape(len(bits), *SHAPES[layout]), layout)
 
 
-def by_block(rows: np.ndarray, layout: str) -> np.ndarray:
-    blocks = rows.reshape(BLOCKS, BLOCK_SIZE, HEADS, ROW_BYTES)
-    blocks = blocks.swapaxes(1, 2) if layout == "HND" else blocks
-    return blocks.reshape(BLOCKS, BLOCK_BYTES)
+def check(guarded: GuardedCache, expected: np.ndarray, layout: str) -> None:
+    guarded.check(to_layout(expected, layout, "key").view(np.uint8).reshape(BLOCKS, BLOCK_BYTES))
+
+
+def random_rows(seed: int) -> np.ndarray:
+    return random_bits(TOKENS, HEADS * ROW_BYTES, seed).view(np.uint16).reshape(TOKENS, HEADS, HEAD_SIZE)
 
 
 def rows_tensor(rows: np.ndarray) -> paddle.Tensor:
-    return paddle.to_tensor(np.ascontiguousarray(rows).view(np.float16))
+    return paddle.to_tensor(rows.view(np.float16))
 
 
 def sequences() -> tuple[np.ndarray, np.ndarray]:
@@ -63,41 +67,28 @@ def sequences() -> tuple[np.ndarray, np.ndarray]:
     return table, lengths
 
 
-def slots_of(table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The slot of each token, -1 without one."""
-    sequence = np.repeat(np.arange(5), np.diff(lengths))
-    position = np.arange(TOKENS) - lengths[sequence]
-    block = table[sequence, position // BLOCK_SIZE]
-    return np.where(block < 0, -1, block * BLOCK_SIZE + position % BLOCK_SIZE)
-
-
 @layouts
 def test_reshape_and_cache(layout):
     assert TOKENS * HEADS * ROW_BYTES >= LEAST_BYTES
     keys, values = cache(layout, 1), cache(layout, 2)
     slots = np.random.default_rng(4).permutation(BLOCKS * BLOCK_SIZE)[:TOKENS]
     slots[::101] = -1
-    rows = [random_bits(TOKENS, HEADS * ROW_BYTES, seed).reshape(TOKENS, HEADS, ROW_BYTES) for seed in (5, 6)]
+    rows = [random_rows(seed) for seed in (5, 6)]
     key, value = (rows_tensor(each) for each in rows)
     ops.reshape_and_cache(key, value, keys.tensor, values.tensor, paddle.to_tensor(slots), layout=layout)
     for guarded, written in zip((keys, values), rows, strict=True):
-        expected = by_slot(guarded.bits, layout)
-        expected[slots[slots >= 0]] = written[slots >= 0]
-        guarded.check(by_block(expected, layout))
+        check(guarded, inserted(written, hnd(guarded.bits, layout), slots), layout)
 
 
 @layouts
 def test_gather_cache(layout):
     keys = cache(layout, 1)
     table, lengths = sequences()
-    slots = slots_of(table, lengths)
     gathered = ops.gather_cache(
         keys.tensor, paddle.to_tensor(table), paddle.to_tensor(lengths), total_tokens=TOKENS, layout=layout
     )
-    expected = by_slot(keys.bits, layout)[slots]
-    expected[slots < 0] = 0
-    got = np.ascontiguousarray(gathered.numpy()).view(np.uint8).reshape(TOKENS, HEADS, ROW_BYTES)
-    np.testing.assert_array_equal(got, expected)
+    rows = gathered.numpy().view(np.uint16)
+    np.testing.assert_array_equal(rows, reference.gathered(hnd(keys.bits, layout), table, lengths, TOKENS))
     keys.check(keys.bits)
 
 
@@ -105,12 +96,9 @@ def test_gather_cache(layout):
 def test_scatter_cache(layout):
     keys = cache(layout, 1)
     table, lengths = sequences()
-    slots = slots_of(table, lengths)
-    rows = random_bits(TOKENS, HEADS * ROW_BYTES, 7).reshape(TOKENS, HEADS, ROW_BYTES)
+    rows = random_rows(7)
     ops.scatter_cache(rows_tensor(rows), keys.tensor, paddle.to_tensor(table), paddle.to_tensor(lengths), layout=layout)
-    expected = by_slot(keys.bits, layout)
-    expected[slots[slots >= 0]] = rows[slots >= 0]
-    keys.check(by_block(expected, layout))
+    check(keys, reference.scattered(rows, hnd(keys.bits, layout), table, lengths), layout)
 
 
 def test_copy_blocks():
@@ -120,9 +108,7 @@ def test_copy_blocks():
     assert 2 * len(sources) * BLOCK_BYTES >= LEAST_BYTES
     ops.copy_blocks([keys.tensor], [values.tensor], np.stack([sources, targets], axis=1))
     for guarded in (keys, values):
-        expected = guarded.bits.copy()
-        expected[targets] = guarded.bits[sources]
-        guarded.check(expected)
+        guarded.check(copied(guarded.bits, zip(sources, targets, strict=True)))
 
 
 @pytest.mark.parametrize("mode", [TO_HOST, TO_DEVICE])

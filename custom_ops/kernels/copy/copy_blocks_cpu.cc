@@ -7,9 +7,7 @@ namespace paddle_kv {
 
 void CopyBlocksCpu(const CacheBlocks* caches, std::int64_t cache_count, const std::int64_t* source_ids,
                    const std::int64_t* target_ids, std::int64_t pair_count) {
-  std::int64_t bytes_per_pair = 0;
-  for (std::int64_t c = 0; c < cache_count; ++c) bytes_per_pair += caches[c].block_bytes;
-  const BulkCopy copy(pair_count * bytes_per_pair);
+  const BulkCopy copy(pair_count * BytesPerPair(caches, cache_count));
   ForEachPair(
       caches, cache_count, source_ids, target_ids, pair_count,
       [&](const std::uint8_t* source, std::uint8_t* target, std::int64_t bytes) { copy(target, source, bytes); });
