@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import resource
+import ctypes, resource
 import numpy as np, paddle
 from paddle_kv import ops
 
@@ -20,6 +20,18 @@ table, lengths = paddle.to_tensor(np.arange(blocks)[None]), paddle.to_tensor(np.
 
 def gather():
     return ops.gather_cache(cache, table, lengths, total_tokens=tokens, layout="NHD")
+
+def take_memory():
+    return [libc.malloc(100_000) for _ in range({blocks} * 2)]
+
+# A hole in the heap that the first result fits into, and that is filled again before the next one.
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+hole = take_memory()
+for piece in hole[:-1]:
+    libc.free(piece)
+gather()
+filled = take_memory()
 
 for _ in range(3):
     gather()
