@@ -36,9 +36,9 @@ filled = take_memory()
 for _ in range(3):
     gather()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
+for _ in range(40):
     gather()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 10)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 40)
 """
 
 

@@ -1,5 +1,6 @@
 #include "allocate.h"
 
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <atomic>
@@ -28,8 +29,8 @@ void LetMemoryBeKept(std::size_t bytes) {
   static std::atomic<std::size_t> learnt{kLeastBytes};
   if (bytes <= learnt.load(std::memory_order_relaxed) || bytes + kPaddingBytes > kMostBytes) return;
   void* volatile piece = std::malloc(bytes + kPaddingBytes);  // volatile: the compiler must not leave out the pair
-  // A piece of its own begins behind the two words that glibc keeps at the start of its pages.
-  if (reinterpret_cast<std::uintptr_t>(piece) % kPageBytes == 2 * sizeof(std::size_t)) {
+  // A piece that was taken from the kernel is made of whole pages, of which glibc keeps two words to itself.
+  if ((malloc_usable_size(piece) + 2 * sizeof(std::size_t)) % kPageBytes == 0) {
     learnt.store(bytes, std::memory_order_relaxed);
   }
   std::free(piece);
