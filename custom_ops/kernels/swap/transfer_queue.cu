@@ -186,6 +186,7 @@ class TransferQueue {
     }
     DeviceGuard guard(stream->where.device);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
+    const CaptureTolerance tolerance;  // CUDA would refuse to free memory, and end the capture
     const Status status = ToStatus(cudaStreamSynchronize(StreamOf(stream->where)), "cudaStreamSynchronize");
     for (const auto& flight : stream->flights) cudaEventDestroy(flight.end);
     for (const cudaEvent_t event : stream->idle_events) cudaEventDestroy(event);
@@ -474,6 +475,8 @@ class TransferQueue {
     if (step->begins && step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
     PADDLE_KV_RETURN_IF_ERROR(Copy(stream, step));
     if (stream.idle_events.empty()) {
+      // Room for all that there are: they come back under the lock, where an exception would end the process.
+      stream.idle_events.reserve(stream.flights.size() + 1);
       cudaEvent_t made = nullptr;
       PADDLE_KV_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
       stream.idle_events.push_back(made);
