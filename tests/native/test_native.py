@@ -12,6 +12,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SWAP = ROOT / "custom_ops/kernels/swap"
+COMMON = ROOT / "custom_ops/kernels/common"
 FAKE = HERE / "fake_cuda"
 SHARED = [SWAP / f"transfer_{name}.cc" for name in ("blocks_cpu", "layers_cpu", "plans")]
 SOURCES = {
@@ -24,6 +25,7 @@ SOURCES = {
         FAKE / "fake_cuda.cc",
         FAKE / "fake_kernels.cc",
     ],
+    "pointer_facts_test": [COMMON / "pointer_facts.cu", COMMON / "cuda_device.cu", FAKE / "fake_cuda.cc"],
 }
 
 
