@@ -110,15 +110,32 @@ struct Pools {
   };
   Memory Now() const { return {device, host}; }
   void Apply(const Submission& given, Memory* memory) const {
+    ForEachBlock(given, [&](std::int64_t on_device, std::int64_t on_host, std::int64_t bytes) {
+      std::uint8_t* const of_device = memory->device.data() + on_device;
+      std::uint8_t* const of_host = memory->host.data() + on_host;
+      const bool to_host = given.direction == Direction::kDeviceToHost;
+      std::memcpy(to_host ? of_host : of_device, to_host ? of_device : of_host, bytes);
+    });
+  }
+  // What the targets hold now, whatever happens to the rest.
+  void TakeTargets(const Submission& given, Memory* memory) const {
+    ForEachBlock(given, [&](std::int64_t on_device, std::int64_t on_host, std::int64_t bytes) {
+      if (given.direction == Direction::kDeviceToHost) {
+        std::memcpy(memory->host.data() + on_host, host.data() + on_host, bytes);
+      } else {
+        std::memcpy(memory->device.data() + on_device, device.data() + on_device, bytes);
+      }
+    });
+  }
+
+ private:
+  template <class Use>
+  void ForEachBlock(const Submission& given, Use use) const {
     const auto plan = FindTransferPlan(number);
     for (const LayerTensor& tensor : plan->tensors) {
       for (std::size_t i = 0; i < given.host_ids.size(); ++i) {
-        std::uint8_t* on_device =
-            memory->device.data() + (tensor.device - device.data()) + given.device_ids[i] * tensor.device_stride;
-        std::uint8_t* on_host =
-            memory->host.data() + (tensor.host - host.data()) + given.host_ids[i] * tensor.host_stride;
-        const bool to_host = given.direction == Direction::kDeviceToHost;
-        std::memcpy(to_host ? on_host : on_device, to_host ? on_device : on_host, tensor.block_bytes);
+        use(tensor.device - device.data() + given.device_ids[i] * tensor.device_stride,
+            tensor.host - host.data() + given.host_ids[i] * tensor.host_stride, tensor.block_bytes);
       }
     }
   }
@@ -246,7 +263,8 @@ void AFailureLeavesTheRestAlone(EngineKind engine, Direction direction, bool blo
         computing.Open();
         result = one.Wait();
         // Nothing of the first moves any more.
-        const Pools::Memory then = pools.Now();
+        Pools::Memory then = before;
+        pools.TakeTargets(first, &then);
         CHECK(two.Wait() == 0);
         Pools::Memory now = pools.Now();
         for (auto* memory : {&now.device, &now.host}) {
