@@ -22,13 +22,15 @@
 
 namespace {
 
-// The nth allocation of the library in threads other than the first throws; -1: none.
+// The nth allocation of the library in threads other than the first throws, or all from that one on; -1: none.
 std::atomic<int> failing_allocation{-1};
+std::atomic<bool> all_fail_then{false};
 std::atomic<int> allocations{0};
 const std::thread::id main_thread = std::this_thread::get_id();
 
-void FailAllocation(int nth) {
+void FailAllocation(int nth, bool and_all_others = false) {
   allocations = 0;
+  all_fail_then = and_all_others;
   failing_allocation = nth;
 }
 
@@ -36,9 +38,9 @@ void FailAllocation(int nth) {
 
 // Out of line: the compiler would miss the pair of malloc and free.
 __attribute__((noinline)) void* operator new(std::size_t bytes) {
-  if (failing_allocation >= 0 && InsideFakeCuda::depth == 0 && std::this_thread::get_id() != main_thread &&
-      allocations++ == failing_allocation) {
-    throw std::bad_alloc();
+  if (failing_allocation >= 0 && InsideFakeCuda::depth == 0 && std::this_thread::get_id() != main_thread) {
+    const int number = allocations++;
+    if (number == failing_allocation || (all_fail_then && number > failing_allocation)) throw std::bad_alloc();
   }
   if (void* memory = std::malloc(std::max<std::size_t>(bytes, 1))) return memory;
   throw std::bad_alloc();
@@ -311,12 +313,14 @@ void AnyCallMayFail() {
 
 void AnyAllocationMayFail() {
   ForEachKind([](EngineKind engine, Direction direction, bool block_first) {
-    bool failed = true;
-    for (int nth = 0; failed; ++nth) {
-      AFailureLeavesTheRestAlone(engine, direction, block_first, [&](bool begin) {
-        if (!begin) failed = allocations > nth;
-        FailAllocation(begin ? nth : -1);
-      });
+    for (const bool and_all_others : {false, true}) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        AFailureLeavesTheRestAlone(engine, direction, block_first, [&](bool begin) {
+          if (!begin) failed = allocations > nth;
+          FailAllocation(begin ? nth : -1, and_all_others);
+        });
+      }
     }
   });
 }

@@ -1,6 +1,8 @@
 // The queue that submits transfers, with a CUDA runtime of threads and engines that record what they are asked for.
 #include "paddle_kv/swap/transfer_queue.h"
 
+#include <sys/resource.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -139,6 +141,23 @@ struct Plan {
 };
 
 // ---- tests ----
+// Before all others, which start the thread. A process that may have no more threads is told so, and goes on.
+void WithoutAThreadThereIsNoQueue() {
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which would want memory themselves
+  rlimit before{};
+  CHECK(getrlimit(RLIMIT_AS, &before) == 0);
+  rlimit none = before;
+  none.rlim_cur = 1;  // no room for a stack
+  CHECK(setrlimit(RLIMIT_AS, &none) == 0);
+  const int opened = paddle_kv_queue_open(0, 5, 0);
+  const std::int64_t enqueued = paddle_kv_queue_enqueued(), submitted = paddle_kv_queue_submitted();
+  CHECK(setrlimit(RLIMIT_AS, &before) == 0);
+  CHECK(opened == -1 && enqueued == 0 && submitted == 0);
+#endif
+  OpenStream stream;
+  CHECK(paddle_kv_queue_flush(stream.handle(), 0) == 0);
+}
+
 void AutoTakesTheEngineForTheSizes() {
   EngineThresholds thresholds;
   const auto down = static_cast<int>(Direction::kDeviceToHost);
@@ -775,6 +794,7 @@ void SeveralThreads() {
 }
 
 const Test kTests[] = {
+    {"without_a_thread_there_is_no_queue", WithoutAThreadThereIsNoQueue},
     {"auto_takes_the_engine_for_the_sizes", AutoTakesTheEngineForTheSizes},
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
     {"one_event_for_all_layers", OneEventForAllLayers},

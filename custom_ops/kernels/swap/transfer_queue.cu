@@ -12,7 +12,6 @@
 #include <new>
 #include <numeric>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -195,7 +194,8 @@ class TransferQueue {
   }
 
   bool Submit(std::int64_t handle, QueuedTransfer transfer) {
-    std::multiset<std::int64_t> events(transfer.record_events.begin(), transfer.record_events.end());
+    std::multimap<std::int64_t, Status> events;
+    for (const std::int64_t event : transfer.record_events) events.emplace(event, Status{});
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = streams_.find(handle);
     if (found == streams_.end()) return false;
@@ -203,7 +203,7 @@ class TransferQueue {
     found->second->transfers.push_back(std::move(transfer));
     // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
     ++enqueued_;
-    for (const std::int64_t event : events) failed_.erase(event);  // of a transfer that had it before
+    for (const auto& event : events) failed_.erase(event.first);  // of a transfer that had it before
     pending_.merge(events);
     work_.notify_one();
     return true;
@@ -386,8 +386,10 @@ class TransferQueue {
     lock.lock();
     stream.submitting = false;
     for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
-      pending_.erase(pending_.find(transfer.record_events[g]));
-      if (!status.ok()) failed_[transfer.record_events[g]] = status;
+      auto recorded = pending_.extract(pending_.find(transfer.record_events[g]));
+      if (status.ok()) continue;
+      recorded.mapped() = status;
+      failed_.insert(std::move(recorded));
     }
     transfer.failure = status;
     transfer.next_group = step.RecordedEnd();
@@ -494,7 +496,9 @@ class TransferQueue {
   std::int64_t enqueued_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
   std::vector<std::shared_ptr<Stream>> order_;  // urgent ones first, the last served last
-  std::multiset<std::int64_t> pending_;         // events that are still to be recorded
+  // Events that are still to be recorded, and those that failed. An entry moves over: to note a failure takes no
+  // memory.
+  std::multimap<std::int64_t, Status> pending_;
   std::map<std::int64_t, Status> failed_;
   EngineThresholds thresholds_;
   int current_device_ = -1;                    // of the thread
@@ -509,6 +513,16 @@ int Guarded(Function function) {
     return function();
   } catch (const std::exception& error) {
     return Fail(error.what());
+  }
+}
+
+// The same for a number. A queue whose thread could not be started is none, and nothing is in it.
+template <class Function>
+std::int64_t Counted(Function function) {
+  try {
+    return function();
+  } catch (const std::exception&) {
+    return 0;
   }
 }
 
@@ -572,9 +586,13 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
   });
 }
 
-std::int64_t paddle_kv_queue_enqueued() { return TransferQueue::Get().Enqueued(); }
+std::int64_t paddle_kv_queue_enqueued() {
+  return Counted([] { return TransferQueue::Get().Enqueued(); });
+}
 
-std::int64_t paddle_kv_queue_submitted() { return TransferQueue::Get().Submitted(); }
+std::int64_t paddle_kv_queue_submitted() {
+  return Counted([] { return TransferQueue::Get().Submitted(); });
+}
 
 int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us) {
   return Guarded([&] { return TransferQueue::Get().Flush(stream, timeout_us) ? 0 : 1; });
