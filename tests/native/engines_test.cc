@@ -9,7 +9,6 @@
 #include <new>
 #include <numeric>
 #include <random>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -223,14 +222,41 @@ void LargeTransfersToo() {
   SetLongestDelay(0);
 }
 
-// Runs `transfers` transfers of five blocks, held up until all are submitted, of which the first has a failure in
-// wait. Who has seen its last event may use the blocks. Everything else is as without the first.
+// More than the smallest table holds, one after the other while none has been read.
+void LongLists() {
+  constexpr std::int64_t kBlocks = 9001;
+  for (const EngineKind engine : kEngines) {
+    for (const Direction direction : kDirections) {
+      Pools pools({16, 5}, 2, kBlocks, kBlocks, false);
+      Pools::Memory expected = pools.Now();
+      OpenStream stream;
+      Gate gate(stream.stream);
+      std::mt19937 random(3);
+      std::vector<std::unique_ptr<Transfer>> transfers;
+      for (const std::int64_t count : {kBlocks, kBlocks - 5000}) {
+        Submission given;
+        given.engine = engine;
+        given.direction = direction;
+        given.device_ids = SomeIds(kBlocks, count, &random);
+        given.host_ids = SomeIds(kBlocks, count, &random);
+        pools.Apply(given, &expected);
+        transfers.push_back(std::make_unique<Transfer>(pools, stream.handle(), given));
+      }
+      CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+      gate.Open();
+      for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+      CHECK(pools.Now() == expected);
+    }
+  }
+}
+
+// Two transfers of five blocks, held up until both are submitted, of which the first has a failure in wait. Who has
+// seen its last event may use its blocks. Everything else is as without it.
 template <class Fail>
 void AFailureLeavesTheRestAlone(EngineKind engine, Direction direction, bool block_first, Fail fail) {
   const int events_before = EventsAlive();
   {
     Pools pools({272, 48}, 4, 12, 12, block_first);
-    std::set<std::int64_t> own;
     Submission first, second;
     first.engine = second.engine = engine;
     first.direction = second.direction = direction;
@@ -467,6 +493,7 @@ void WhatHasLandedNeedsNoMemory() {
 const Test kTests[] = {
     {"any_sequence_ends_as_if_one_after_the_other", AnySequenceEndsAsIfOneAfterTheOther},
     {"large_transfers_too", LargeTransfersToo},
+    {"long_lists", LongLists},
     {"any_call_may_fail", AnyCallMayFail},
     {"any_allocation_may_fail", AnyAllocationMayFail},
     {"parts_come_behind_what_their_layer_waits_for_and_before_its_event",

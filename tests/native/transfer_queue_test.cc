@@ -411,6 +411,50 @@ void LargeLayersGoToTheCopyEngineInParts() {
   DestroyFakeStream(compute);
 }
 
+void ATransferBeginsWithItsFirstPart() {
+  LargeLayers large(EngineKind::kCopyEngine);
+  OpenStream stream;
+  std::unique_ptr<Gate> gate;
+  std::atomic<int> calls{0};
+  before_copy = [&](const EngineWork&, const DeviceStream&) {
+    if (calls++ == 0) gate = std::make_unique<Gate>(stream.stream);
+    return Status{};
+  };
+  Transfer transfer(large.plan, stream.handle(), large.load);
+  WaitUntil([&] { return calls == 3; });
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(cudaEventQuery(transfer.start.event) == cudaSuccess);
+  gate->Open();
+  CHECK(transfer.Wait() == 0);
+  before_copy = nullptr;
+}
+
+// It was told that more follows, and may not have put the stream behind all of its work.
+void WhatFollowsGoesToTheSameEngine() {
+  Plan plan(3, 30'000, false);  // of that size the kernel copies alone and the copy engine beside compute
+  Submission load;
+  load.device_ids.clear(), load.host_ids.clear();
+  for (int i = 0; i < 2300; ++i) load.device_ids.push_back(2 * i), load.host_ids.push_back(3 * i);
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event passed;
+  Gate busy(compute);
+  before_copy = [&](const EngineWork&, const DeviceStream&) {
+    CHECK(paddle_kv_queue_wait_stream(0, Handle(compute), passed.handle(), -1) == 0);  // compute is seen
+    return Status{};
+  };
+  std::this_thread::sleep_for(milliseconds(30));  // what was seen before is forgotten
+  ClearLog();
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.Wait() == 0);
+  before_copy = nullptr;
+  const auto log = Log();
+  CHECK(log.size() == 3);
+  for (const auto& call : log) CHECK(call.engine == EngineKind::kKernel);
+  busy.Open();
+  DestroyFakeStream(compute);
+}
+
 void NoCallOfTheCopyEngineIsLargerThanItsBound() {
   const auto calls = [](std::int64_t layers, std::int64_t block_bytes, int blocks) {
     Plan plan(layers, block_bytes, false);
@@ -802,6 +846,8 @@ const Test kTests[] = {
     {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
     {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},
     {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
+    {"a_transfer_begins_with_its_first_part", ATransferBeginsWithItsFirstPart},
+    {"what_follows_goes_to_the_same_engine", WhatFollowsGoesToTheSameEngine},
     {"no_call_of_the_copy_engine_is_larger_than_its_bound", NoCallOfTheCopyEngineIsLargerThanItsBound},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},
