@@ -708,6 +708,29 @@ void WithoutMemoryForAnotherEngineTheCopyEngineIsTaken() {
   DestroyFakeStream(compute);
 }
 
+// A layer of 64 MiB is one call of the kernel.
+void WithoutMemoryTheCopyEngineHasItsBoundToo() {
+  Plan plan(3, 32 << 10, false);
+  Submission load;
+  load.device_ids.clear(), load.host_ids.clear();
+  for (int i = 0; i < 2048; ++i) load.device_ids.push_back(2 * i), load.host_ids.push_back(3 * i);
+  OpenStream stream;
+  before_copy = [](const EngineWork& work, const DeviceStream&) {
+    if (work.first_layer > 0 || Log().back().engine == EngineKind::kCopyEngine) return Status{};
+    return Status{cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory", "cudaMalloc"};
+  };
+  ClearLog();
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.Wait() == 0);
+  before_copy = nullptr;
+  const auto log = Log();
+  CHECK(log.size() == 1 + 3 * 4 && log[0].engine == EngineKind::kKernel && log[0].blocks == 2048);
+  for (std::size_t i = 1; i < log.size(); ++i) {
+    CHECK(log[i].engine == EngineKind::kCopyEngine && log[i].blocks == 512);
+    CHECK(log[i].first_layer == static_cast<std::int64_t>(i - 1) / 4);
+  }
+}
+
 void AnEngineThatThrowsIsAFailure() {
   Plan plan(1, 100, true);
   OpenStream stream;
@@ -861,6 +884,7 @@ const Test kTests[] = {
     {"another_device_than_the_streams_is_never_made_current", AnotherDeviceThanTheStreamsIsNeverMadeCurrent},
     {"two_threads_close_a_stream", TwoThreadsCloseAStream},
     {"without_memory_for_another_engine_the_copy_engine_is_taken", WithoutMemoryForAnotherEngineTheCopyEngineIsTaken},
+    {"without_memory_the_copy_engine_has_its_bound_too", WithoutMemoryTheCopyEngineHasItsBoundToo},
     {"an_engine_that_throws_is_a_failure", AnEngineThatThrowsIsAFailure},
     {"work_behind_wait_stream_sees_the_group", WorkBehindWaitStreamSeesTheGroup},
     {"what_the_queue_does_not_know", WhatTheQueueDoesNotKnow},

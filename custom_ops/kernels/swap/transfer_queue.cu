@@ -70,7 +70,8 @@ struct QueuedTransfer {
   std::int64_t next_in_run = 0;
   bool more_follows = false;  // as the last step has told its engine
   EngineKind last_engine{};
-  Status failure;  // of a step: no later group is copied
+  std::int64_t end_without_memory = 0;  // of the groups for which another engine than the copy engine found no memory
+  Status failure;                       // of a step: no later group is copied
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const {
@@ -336,6 +337,8 @@ class TransferQueue {
     step->engine = transfer.engine;
     if (transfer.more_follows) {
       step->engine = transfer.last_engine;
+    } else if (group < transfer.end_without_memory) {
+      step->engine = EngineKind::kCopyEngine;
     } else if (step->engine == EngineKind::kAuto) {
       step->engine = ChooseEngine(transfer.sizes, transfer.direction, ComputeWasBusy(), thresholds_);
     }
@@ -437,7 +440,6 @@ class TransferQueue {
     return *engine;
   }
 
-  // The step has the engine that was taken in the end.
   static Status Copy(Stream& stream, Step* step) {
     QueuedTransfer& transfer = *step->transfer;
     const std::vector<Run> part = transfer.TakePart(step->blocks);
@@ -455,10 +457,13 @@ class TransferQueue {
         step->engine == EngineKind::kCopyEngine) {
       return status;
     }
-    // A server fills the memory of its GPU, and this engine needs none. What has been enqueued is copied once more.
+    // A server fills the memory of its GPU, and the copy engine needs none: it is given these groups, in calls of its
+    // own size. What has been enqueued is copied once more.
     PADDLE_KV_RETURN_IF_ERROR(engine.Join(stream.where));
-    step->engine = EngineKind::kCopyEngine;
-    return EngineOf(stream, step->engine).Copy(work, stream.where);
+    transfer.end_without_memory = step->end_group;
+    step->bytes = 0;
+    step->ends = step->more_follows = false;
+    return {};
   }
 
   Status Enqueue(Stream& stream, Step* step) {
