@@ -710,10 +710,10 @@ void WithoutMemoryForAnotherEngineTheCopyEngineIsTaken() {
 
 // A layer of 64 MiB is one call of the kernel.
 void WithoutMemoryTheCopyEngineHasItsBoundToo() {
-  Plan plan(3, 32 << 10, false);
+  Plan plan(3, 16 << 10, false);
   Submission load;
   load.device_ids.clear(), load.host_ids.clear();
-  for (int i = 0; i < 2048; ++i) load.device_ids.push_back(2 * i), load.host_ids.push_back(3 * i);
+  for (int i = 0; i < 4096; ++i) load.device_ids.push_back(2 * i), load.host_ids.push_back(3 * i);
   OpenStream stream;
   before_copy = [](const EngineWork& work, const DeviceStream&) {
     if (work.first_layer > 0 || Log().back().engine == EngineKind::kCopyEngine) return Status{};
@@ -724,9 +724,9 @@ void WithoutMemoryTheCopyEngineHasItsBoundToo() {
   CHECK(transfer.Wait() == 0);
   before_copy = nullptr;
   const auto log = Log();
-  CHECK(log.size() == 1 + 3 * 4 && log[0].engine == EngineKind::kKernel && log[0].blocks == 2048);
+  CHECK(log.size() == 1 + 3 * 4 && log[0].engine == EngineKind::kKernel && log[0].blocks == 4096);
   for (std::size_t i = 1; i < log.size(); ++i) {
-    CHECK(log[i].engine == EngineKind::kCopyEngine && log[i].blocks == 512);
+    CHECK(log[i].engine == EngineKind::kCopyEngine && log[i].blocks == 1024);
     CHECK(log[i].first_layer == static_cast<std::int64_t>(i - 1) / 4);
   }
 }
