@@ -199,6 +199,7 @@ void AnySequence(Pools* pools, std::int64_t device_blocks, std::int64_t host_blo
 void AnySequenceEndsAsIfOneAfterTheOther() {
   SetLongestDelay(200);
   for (int seed = 0; seed < 40; ++seed) {
+    SetCounterWaitsFail(seed % 4 == 3);
     std::mt19937 random(seed);
     std::vector<std::int64_t> sizes;
     const auto tensors = 1 + random() % 3;
@@ -208,6 +209,7 @@ void AnySequenceEndsAsIfOneAfterTheOther() {
     Pools pools(sizes, 1 + random() % 5, device_blocks, host_blocks, random() % 2 == 0);
     AnySequence(&pools, device_blocks, host_blocks, 10, &random);
   }
+  SetCounterWaitsFail(false);
   SetLongestDelay(0);
 }
 
@@ -248,6 +250,31 @@ void LongLists() {
       CHECK(pools.Now() == expected);
     }
   }
+}
+
+// The waits for the former counters are still to be met when there are more.
+void MoreLayersThanCounters() {
+  Pools pools({48}, 700, 6, 6, false);
+  Pools::Memory expected = pools.Now();
+  OpenStream stream;
+  auto gate = std::make_unique<Gate>(stream.stream);
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  Submission load;
+  load.engine = EngineKind::kKernel;
+  for (const std::int64_t layers_per_event : {3, 1, 50, 1}) {
+    load.device_ids = {2, 0, 5}, load.host_ids = {1, static_cast<std::int64_t>(transfers.size()), 4};
+    load.layers_per_event = layers_per_event;
+    pools.Apply(load, &expected);
+    transfers.push_back(std::make_unique<Transfer>(pools, stream.handle(), load));
+  }
+  std::this_thread::sleep_for(milliseconds(20));
+  gate->Open();
+  for (const auto& transfer : transfers) {
+    for (const auto& event : transfer->records) {
+      WaitUntil([&] { return paddle_kv_queue_query(0, event->handle()) == 0; });
+    }
+  }
+  CHECK(pools.Now() == expected);
 }
 
 // Two transfers of five blocks, held up until both are submitted, of which the first has a failure in wait. Who has
@@ -494,6 +521,7 @@ const Test kTests[] = {
     {"any_sequence_ends_as_if_one_after_the_other", AnySequenceEndsAsIfOneAfterTheOther},
     {"large_transfers_too", LargeTransfersToo},
     {"long_lists", LongLists},
+    {"more_layers_than_counters", MoreLayersThanCounters},
     {"any_call_may_fail", AnyCallMayFail},
     {"any_allocation_may_fail", AnyAllocationMayFail},
     {"parts_come_behind_what_their_layer_waits_for_and_before_its_event",

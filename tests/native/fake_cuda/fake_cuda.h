@@ -50,6 +50,8 @@ void FailCall(int nth, cudaError_t error);
 int CallsSinceFailCall();
 // All calls that make a stream fail.
 void SetStreamsFail(bool fail);
+// No stream can wait for a counter in memory.
+void SetCounterWaitsFail(bool fail);
 
 // While one lives, its thread is inside of the fake runtime: what that allocates is not the library's.
 struct InsideFakeCuda {

@@ -16,6 +16,8 @@ namespace {
 
 constexpr int kWarps = 3;
 
+std::atomic<bool> counter_waits_fail{false};
+
 std::atomic<std::uint32_t>& Counter(std::uint32_t* counter) {
   return *reinterpret_cast<std::atomic<std::uint32_t>*>(counter);
 }
@@ -65,6 +67,7 @@ Status LaunchCopySegments(const SegmentCopy& copy, bool, Direction, const Device
 }
 
 Status WaitUntilReached(const std::uint32_t* counter, std::uint32_t value, cudaStream_t stream) {
+  if (counter_waits_fail) return ToStatus(cudaErrorNotSupported, "cuStreamWaitValue32");
   const InsideFakeCuda inside;
   const auto wait = [counter, value] {
     while (static_cast<std::int32_t>(Counter(const_cast<std::uint32_t*>(counter)) - value) < 0) {
@@ -85,3 +88,5 @@ Status MemcpyBatchCuda(const CopyPair* pairs, std::int64_t pair_count, bool, con
 }
 
 }  // namespace paddle_kv
+
+void SetCounterWaitsFail(bool fail) { paddle_kv::counter_waits_fail = fail; }
