@@ -4,7 +4,8 @@
 #   tools/sanitize_threads.sh                    ThreadSanitizer
 #   SANITIZER=address tools/sanitize_threads.sh  AddressSanitizer and the undefined behaviour one
 #
-# The queue of transfers is compiled with a CUDA runtime of threads (tests/native/fake_cuda) in place of the real one.
+# The queue of transfers and its engines are compiled with a CUDA runtime of threads (tests/native/fake_cuda) in place of
+# the real one.
 # Python is left out: neither the interpreter nor Paddle is built for a sanitizer, and both would drown the report.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,10 +24,14 @@ swap=custom_ops/kernels/swap
 build host_threads tests/native/host_threads_test.cc "$swap"/transfer_{blocks_cpu,layers_cpu,plans}.cc
 build transfer_queue tests/native/transfer_queue_test.cc tests/native/fake_cuda/fake_cuda.cc \
   "$swap"/transfer_{blocks_cpu,layers_cpu,plans}.cc "$swap"/transfer_queue.cu
+build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_{cuda,kernels}.cc "$swap"/transfer_plans.cc \
+  "$swap"/transfer_queue.cu "$swap"/{copy,kernel,staging}_engine.cu
+build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
+  custom_ops/kernels/common/{pointer_facts,cuda_device}.cu
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
 run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)
-for program in host_threads transfer_queue; do
+for program in host_threads transfer_queue engines pointer_facts; do
   echo "== $program, -fsanitize=$sanitizer"
   TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" "${run[@]}" "$folder/$program"
 done

@@ -73,6 +73,15 @@ check([1, 4, 9], [3, 0, 10])
 in_a_thread(lambda: ops.copy_blocks(keys, values, [(3, 5), (0, 8)]))
 look("a thread has copied")
 check([3, 0], [5, 8])
+def copy_by_address():
+    block_bytes = before[0][0].nbytes
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    sources, targets = ([pointer + block * block_bytes for pointer in pointers] for block in (5, 6))
+    ops.vectorized_copy(sources, targets, block_bytes)
+
+in_a_thread(copy_by_address)
+look("a thread has copied by address")
+check([5], [6])
 in_a_thread(scheduler.close)
 look("a thread has closed the scheduler")
 if not contexts[0][1]:

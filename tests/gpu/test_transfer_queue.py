@@ -202,3 +202,26 @@ def test_capture_in_another_thread_is_not_broken(queue):
     assert (target.get() == 7).all()
     pools.check(TO_HOST, *ids)
     pools.close()
+
+
+@pytest.mark.parametrize("engine", ["copy_engine", "kernel", "staging"])
+def test_a_stream_is_closed_beside_a_capture(machine, paddle_stream, engine):
+    """What the engines hold is freed, which a capture in CUDA's strictest mode forbids to all threads."""
+    pools = Pools([65536], layers=4, device_blocks=20, host_blocks=20)
+    ids = pools.ids(20)
+    closed = Queue()
+    closed.submit(pools, TO_HOST, *ids, engine=engine)
+    closed.finish()
+    capturing = cupy.cuda.Stream(non_blocking=True)
+    target = cupy.zeros(256, np.uint8)
+    runtime.deviceSynchronize()
+    with capturing:
+        capturing.begin_capture(mode=runtime.streamCaptureModeGlobal)
+        closed.close()
+        runtime.memsetAsync(target.data.ptr, 7, 256, capturing.ptr)
+        graph = capturing.end_capture()
+    graph.launch(capturing)
+    capturing.synchronize()
+    assert (target.get() == 7).all()
+    pools.check(TO_HOST, *ids)
+    pools.close()

@@ -12,15 +12,25 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SWAP = ROOT / "custom_ops/kernels/swap"
+COMMON = ROOT / "custom_ops/kernels/common"
+FAKE = HERE / "fake_cuda"
 SHARED = [SWAP / f"transfer_{name}.cc" for name in ("blocks_cpu", "layers_cpu", "plans")]
 SOURCES = {
     "host_threads_test": SHARED,
-    "transfer_queue_test": [*SHARED, HERE / "fake_cuda/fake_cuda.cc", SWAP / "transfer_queue.cu"],
+    "transfer_queue_test": [*SHARED, FAKE / "fake_cuda.cc", SWAP / "transfer_queue.cu"],
+    "engines_test": [
+        SWAP / "transfer_plans.cc",
+        SWAP / "transfer_queue.cu",
+        *(SWAP / f"{name}_engine.cu" for name in ("copy", "kernel", "staging")),
+        FAKE / "fake_cuda.cc",
+        FAKE / "fake_kernels.cc",
+    ],
+    "pointer_facts_test": [COMMON / "pointer_facts.cu", COMMON / "cuda_device.cu", FAKE / "fake_cuda.cc"],
 }
 
 
 def names(program: str) -> list[str]:
-    listed = re.findall(r'^\s+\{"(\w+)", \w+\},$', (HERE / f"{program}.cc").read_text(), re.MULTILINE)
+    listed = re.findall(r'^\s+\{"(\w+)",\s+\w+\},$', (HERE / f"{program}.cc").read_text(), re.MULTILINE)
     assert listed, f"{program} has no tests"
     return listed
 
@@ -34,7 +44,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         for source in [HERE / f"{program}.cc", *sources]:
             objects.append(folder / f"{program}-{source.stem}.o")
             subprocess.run(
-                [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-pthread", f"-I{HERE}", f"-I{HERE}/fake_cuda",
+                [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-pthread", f"-I{HERE}", f"-I{FAKE}",
                  f"-I{ROOT}/custom_ops/include", "-c", "-x", "c++", str(source), "-o", str(objects[-1])],
                 check=True,
             )  # fmt: skip

@@ -1,6 +1,8 @@
 // The queue that submits transfers, with a CUDA runtime of threads and engines that record what they are asked for.
 #include "paddle_kv/swap/transfer_queue.h"
 
+#include <sys/resource.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -18,6 +20,7 @@
 #include "paddle_kv/swap/engine_choice.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 #include "paddle_kv/swap/transfer_plans.h"
+#include "queue_rig.h"
 
 namespace paddle_kv {
 namespace {
@@ -47,12 +50,6 @@ std::vector<Copied> Log() {
 void ClearLog() {
   const std::lock_guard<std::mutex> lock(log_mutex);
   copied.clear();
-}
-
-template <class Condition>
-void WaitUntil(Condition condition) {
-  for (int i = 0; i < 20000 && !condition(); ++i) std::this_thread::sleep_for(milliseconds(1));
-  CHECK(condition());
 }
 
 class RecordingEngine : public Engine {
@@ -110,44 +107,6 @@ std::unique_ptr<Engine> MakeStagingEngine(int) { return std::make_unique<Recordi
 namespace {
 
 // ---- what a test has ----
-std::int64_t Handle(const void* pointer) { return reinterpret_cast<std::int64_t>(pointer); }
-
-struct Event {
-  cudaEvent_t event = nullptr;
-  Event() { cudaEventCreateWithFlags(&event, 0); }
-  ~Event() { cudaEventDestroy(event); }
-  Event(const Event&) = delete;
-  std::int64_t handle() const { return Handle(event); }
-};
-
-struct OpenStream {
-  cudaStream_t stream = MakeFakeStream();
-  explicit OpenStream(bool urgent = false, int device = 0) {
-    CHECK(paddle_kv_queue_open(device, handle(), urgent) == 0);
-  }
-  ~OpenStream() {
-    CHECK(paddle_kv_queue_close(handle()) == 0);
-    DestroyFakeStream(stream);
-  }
-  OpenStream(const OpenStream&) = delete;
-  std::int64_t handle() const { return Handle(stream); }
-};
-
-// Holds a stream: what is enqueued behind it does not run before Open().
-class Gate {
- public:
-  explicit Gate(cudaStream_t stream) {
-    Enqueue(stream, [state = state_] {
-      while (!*state) std::this_thread::sleep_for(milliseconds(1));
-    });
-  }
-  void Open() { *state_ = true; }
-  ~Gate() { Open(); }
-
- private:
-  std::shared_ptr<std::atomic<bool>> state_ = std::make_shared<std::atomic<bool>>(false);
-};
-
 std::atomic<std::int64_t> next_plan{1};
 
 // Pools in RAM, or (block_bytes alone) sizes without memory.
@@ -181,60 +140,24 @@ struct Plan {
   Plan(const Plan&) = delete;
 };
 
-struct Submission {
-  Direction direction = Direction::kHostToDevice;
-  std::vector<std::int64_t> device_ids{0}, host_ids{0};
-  std::int64_t layers_per_event = 1;
-  EngineKind engine = EngineKind::kAuto;
-  std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
-};
-
-// The events of a transfer, one a group.
-struct Transfer {
-  Event start;
-  std::vector<std::unique_ptr<Event>> records;
-  int result;
-
-  Transfer(const Plan& plan, std::int64_t stream, const Submission& given) {
-    const std::int64_t groups = (plan.layers - 1) / given.layers_per_event + 1;
-    for (std::int64_t g = 0; g < groups; ++g) records.push_back(std::make_unique<Event>());
-    result = Submit(plan, stream, given);
-  }
-  // Once more, with the same events.
-  int Submit(const Plan& plan, std::int64_t stream, const Submission& given) {
-    std::vector<std::int64_t> handles, waits, counts(records.size(), 0);
-    for (std::size_t g = 0; g < records.size(); ++g) {
-      handles.push_back(records[g]->handle());
-      if (given.waits.empty()) continue;
-      waits.insert(waits.end(), given.waits[g].begin(), given.waits[g].end());
-      counts[g] = static_cast<std::int64_t>(given.waits[g].size());
-    }
-    const PaddleKvTransfer transfer = {plan.number,
-                                       static_cast<std::int64_t>(given.direction),
-                                       static_cast<std::int64_t>(given.engine),
-                                       given.device_ids.data(),
-                                       given.host_ids.data(),
-                                       static_cast<std::int64_t>(given.host_ids.size()),
-                                       0,
-                                       plan.layers,
-                                       given.layers_per_event,
-                                       waits.data(),
-                                       counts.data(),
-                                       start.handle(),
-                                       handles.data(),
-                                       stream};
-    return paddle_kv_queue_submit(&transfer);
-  }
-  std::int64_t last() const { return records.back()->handle(); }
-  // Blocks until the last group is copied; 0 or -1 as paddle_kv_queue_query.
-  int Wait() const {
-    int state = 1;
-    WaitUntil([&] { return (state = paddle_kv_queue_query(0, last())) != 1; });
-    return state;
-  }
-};
-
 // ---- tests ----
+// Before all others, which start the thread. A process that may have no more threads is told so, and goes on.
+void WithoutAThreadThereIsNoQueue() {
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)  // which would want memory themselves
+  rlimit before{};
+  CHECK(getrlimit(RLIMIT_AS, &before) == 0);
+  rlimit none = before;
+  none.rlim_cur = 1;  // no room for a stack
+  CHECK(setrlimit(RLIMIT_AS, &none) == 0);
+  const int opened = paddle_kv_queue_open(0, 5, 0);
+  const std::int64_t enqueued = paddle_kv_queue_enqueued(), submitted = paddle_kv_queue_submitted();
+  CHECK(setrlimit(RLIMIT_AS, &before) == 0);
+  CHECK(opened == -1 && enqueued == 0 && submitted == 0);
+#endif
+  OpenStream stream;
+  CHECK(paddle_kv_queue_flush(stream.handle(), 0) == 0);
+}
+
 void AutoTakesTheEngineForTheSizes() {
   EngineThresholds thresholds;
   const auto down = static_cast<int>(Direction::kDeviceToHost);
@@ -485,6 +408,50 @@ void LargeLayersGoToTheCopyEngineInParts() {
     CHECK(log[i].blocks == (i % 3 == 2 ? 3 : 4));
     CHECK(log[i].records == (i % 3 == 2));
   }
+  DestroyFakeStream(compute);
+}
+
+void ATransferBeginsWithItsFirstPart() {
+  LargeLayers large(EngineKind::kCopyEngine);
+  OpenStream stream;
+  std::unique_ptr<Gate> gate;
+  std::atomic<int> calls{0};
+  before_copy = [&](const EngineWork&, const DeviceStream&) {
+    if (calls++ == 0) gate = std::make_unique<Gate>(stream.stream);
+    return Status{};
+  };
+  Transfer transfer(large.plan, stream.handle(), large.load);
+  WaitUntil([&] { return calls == 3; });
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(cudaEventQuery(transfer.start.event) == cudaSuccess);
+  gate->Open();
+  CHECK(transfer.Wait() == 0);
+  before_copy = nullptr;
+}
+
+// It was told that more follows, and may not have put the stream behind all of its work.
+void WhatFollowsGoesToTheSameEngine() {
+  Plan plan(3, 30'000, false);  // of that size the kernel copies alone and the copy engine beside compute
+  Submission load;
+  load.device_ids.clear(), load.host_ids.clear();
+  for (int i = 0; i < 2300; ++i) load.device_ids.push_back(2 * i), load.host_ids.push_back(3 * i);
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event passed;
+  Gate busy(compute);
+  before_copy = [&](const EngineWork&, const DeviceStream&) {
+    CHECK(paddle_kv_queue_wait_stream(0, Handle(compute), passed.handle(), -1) == 0);  // compute is seen
+    return Status{};
+  };
+  std::this_thread::sleep_for(milliseconds(30));  // what was seen before is forgotten
+  ClearLog();
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.Wait() == 0);
+  before_copy = nullptr;
+  const auto log = Log();
+  CHECK(log.size() == 3);
+  for (const auto& call : log) CHECK(call.engine == EngineKind::kKernel);
+  busy.Open();
   DestroyFakeStream(compute);
 }
 
@@ -741,6 +708,29 @@ void WithoutMemoryForAnotherEngineTheCopyEngineIsTaken() {
   DestroyFakeStream(compute);
 }
 
+// A layer of 64 MiB is one call of the kernel.
+void WithoutMemoryTheCopyEngineHasItsBoundToo() {
+  Plan plan(3, 16 << 10, false);
+  Submission load;
+  load.device_ids.clear(), load.host_ids.clear();
+  for (int i = 0; i < 4096; ++i) load.device_ids.push_back(2 * i), load.host_ids.push_back(3 * i);
+  OpenStream stream;
+  before_copy = [](const EngineWork& work, const DeviceStream&) {
+    if (work.first_layer > 0 || Log().back().engine == EngineKind::kCopyEngine) return Status{};
+    return Status{cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory", "cudaMalloc"};
+  };
+  ClearLog();
+  Transfer transfer(plan, stream.handle(), load);
+  CHECK(transfer.Wait() == 0);
+  before_copy = nullptr;
+  const auto log = Log();
+  CHECK(log.size() == 1 + 3 * 4 && log[0].engine == EngineKind::kKernel && log[0].blocks == 4096);
+  for (std::size_t i = 1; i < log.size(); ++i) {
+    CHECK(log[i].engine == EngineKind::kCopyEngine && log[i].blocks == 1024);
+    CHECK(log[i].first_layer == static_cast<std::int64_t>(i - 1) / 4);
+  }
+}
+
 void AnEngineThatThrowsIsAFailure() {
   Plan plan(1, 100, true);
   OpenStream stream;
@@ -871,6 +861,7 @@ void SeveralThreads() {
 }
 
 const Test kTests[] = {
+    {"without_a_thread_there_is_no_queue", WithoutAThreadThereIsNoQueue},
     {"auto_takes_the_engine_for_the_sizes", AutoTakesTheEngineForTheSizes},
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
     {"one_event_for_all_layers", OneEventForAllLayers},
@@ -878,6 +869,8 @@ const Test kTests[] = {
     {"a_wait_of_a_later_group_splits_the_transfer", AWaitOfALaterGroupSplitsTheTransfer},
     {"bytes_in_flight_are_bounded", BytesInFlightAreBounded},
     {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
+    {"a_transfer_begins_with_its_first_part", ATransferBeginsWithItsFirstPart},
+    {"what_follows_goes_to_the_same_engine", WhatFollowsGoesToTheSameEngine},
     {"no_call_of_the_copy_engine_is_larger_than_its_bound", NoCallOfTheCopyEngineIsLargerThanItsBound},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},
@@ -891,6 +884,7 @@ const Test kTests[] = {
     {"another_device_than_the_streams_is_never_made_current", AnotherDeviceThanTheStreamsIsNeverMadeCurrent},
     {"two_threads_close_a_stream", TwoThreadsCloseAStream},
     {"without_memory_for_another_engine_the_copy_engine_is_taken", WithoutMemoryForAnotherEngineTheCopyEngineIsTaken},
+    {"without_memory_the_copy_engine_has_its_bound_too", WithoutMemoryTheCopyEngineHasItsBoundToo},
     {"an_engine_that_throws_is_a_failure", AnEngineThatThrowsIsAFailure},
     {"work_behind_wait_stream_sees_the_group", WorkBehindWaitStreamSeesTheGroup},
     {"what_the_queue_does_not_know", WhatTheQueueDoesNotKnow},

@@ -41,6 +41,7 @@ Status DescribePointer(std::uintptr_t address, PointerFacts* facts) {
   *facts = {};
   facts->range_begin = address;
   facts->range_end = address + 1;
+  const AnyContext context;
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, reinterpret_cast<const void*>(address));
   if (error == cudaErrorInvalidValue) {  // what old drivers say of memory they do not know

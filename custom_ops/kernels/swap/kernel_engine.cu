@@ -124,6 +124,7 @@ class KernelEngine : public Engine {
   Status ProvideCounters(std::int64_t count) {
     if (count <= static_cast<std::int64_t>(reached_.size())) return {};
     const std::size_t size = std::max<std::size_t>(kSmallestCounters, count);
+    all_counters_.reserve(all_counters_.size() + 1);  // or an exception would come between the memory and its owner
     void* counters = nullptr;
     PADDLE_KV_CUDA(cudaMalloc(&counters, size * sizeof(std::uint32_t)));
     all_counters_.push_back(static_cast<std::uint32_t*>(counters));

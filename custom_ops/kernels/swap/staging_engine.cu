@@ -269,6 +269,7 @@ class StagingEngine : public Engine {
       PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
       PADDLE_KV_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest));
     }
+    events_.reserve(2 * kSlots + 2);
     while (events_.size() < 2 * kSlots + 2) {
       cudaEvent_t event = nullptr;
       PADDLE_KV_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));

@@ -12,7 +12,6 @@
 #include <new>
 #include <numeric>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -71,7 +70,8 @@ struct QueuedTransfer {
   std::int64_t next_in_run = 0;
   bool more_follows = false;  // as the last step has told its engine
   EngineKind last_engine{};
-  Status failure;  // of a step: no later group is copied
+  std::int64_t end_without_memory = 0;  // of the groups for which another engine than the copy engine found no memory
+  Status failure;                       // of a step: no later group is copied
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const {
@@ -186,6 +186,7 @@ class TransferQueue {
     }
     DeviceGuard guard(stream->where.device);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
+    const CaptureTolerance tolerance;  // CUDA would refuse to free memory, and end the capture
     const Status status = ToStatus(cudaStreamSynchronize(StreamOf(stream->where)), "cudaStreamSynchronize");
     for (const auto& flight : stream->flights) cudaEventDestroy(flight.end);
     for (const cudaEvent_t event : stream->idle_events) cudaEventDestroy(event);
@@ -194,7 +195,8 @@ class TransferQueue {
   }
 
   bool Submit(std::int64_t handle, QueuedTransfer transfer) {
-    std::multiset<std::int64_t> events(transfer.record_events.begin(), transfer.record_events.end());
+    std::multimap<std::int64_t, Status> events;
+    for (const std::int64_t event : transfer.record_events) events.emplace(event, Status{});
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = streams_.find(handle);
     if (found == streams_.end()) return false;
@@ -202,7 +204,7 @@ class TransferQueue {
     found->second->transfers.push_back(std::move(transfer));
     // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
     ++enqueued_;
-    for (const std::int64_t event : events) failed_.erase(event);  // of a transfer that had it before
+    for (const auto& event : events) failed_.erase(event.first);  // of a transfer that had it before
     pending_.merge(events);
     work_.notify_one();
     return true;
@@ -335,6 +337,8 @@ class TransferQueue {
     step->engine = transfer.engine;
     if (transfer.more_follows) {
       step->engine = transfer.last_engine;
+    } else if (group < transfer.end_without_memory) {
+      step->engine = EngineKind::kCopyEngine;
     } else if (step->engine == EngineKind::kAuto) {
       step->engine = ChooseEngine(transfer.sizes, transfer.direction, ComputeWasBusy(), thresholds_);
     }
@@ -385,8 +389,10 @@ class TransferQueue {
     lock.lock();
     stream.submitting = false;
     for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
-      pending_.erase(pending_.find(transfer.record_events[g]));
-      if (!status.ok()) failed_[transfer.record_events[g]] = status;
+      auto recorded = pending_.extract(pending_.find(transfer.record_events[g]));
+      if (status.ok()) continue;
+      recorded.mapped() = status;
+      failed_.insert(std::move(recorded));
     }
     transfer.failure = status;
     transfer.next_group = step.RecordedEnd();
@@ -434,7 +440,6 @@ class TransferQueue {
     return *engine;
   }
 
-  // The step has the engine that was taken in the end.
   static Status Copy(Stream& stream, Step* step) {
     QueuedTransfer& transfer = *step->transfer;
     const std::vector<Run> part = transfer.TakePart(step->blocks);
@@ -452,10 +457,13 @@ class TransferQueue {
         step->engine == EngineKind::kCopyEngine) {
       return status;
     }
-    // A server fills the memory of its GPU, and this engine needs none. What has been enqueued is copied once more.
+    // A server fills the memory of its GPU, and the copy engine needs none: it is given these groups, in calls of its
+    // own size. What has been enqueued is copied once more.
     PADDLE_KV_RETURN_IF_ERROR(engine.Join(stream.where));
-    step->engine = EngineKind::kCopyEngine;
-    return EngineOf(stream, step->engine).Copy(work, stream.where);
+    transfer.end_without_memory = step->end_group;
+    step->bytes = 0;
+    step->ends = step->more_follows = false;
+    return {};
   }
 
   Status Enqueue(Stream& stream, Step* step) {
@@ -474,6 +482,8 @@ class TransferQueue {
     if (step->begins && step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
     PADDLE_KV_RETURN_IF_ERROR(Copy(stream, step));
     if (stream.idle_events.empty()) {
+      // Room for all that there are: they come back under the lock, where an exception would end the process.
+      stream.idle_events.reserve(stream.flights.size() + 1);
       cudaEvent_t made = nullptr;
       PADDLE_KV_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
       stream.idle_events.push_back(made);
@@ -491,7 +501,9 @@ class TransferQueue {
   std::int64_t enqueued_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
   std::vector<std::shared_ptr<Stream>> order_;  // urgent ones first, the last served last
-  std::multiset<std::int64_t> pending_;         // events that are still to be recorded
+  // Events that are still to be recorded, and those that failed. An entry moves over: to note a failure takes no
+  // memory.
+  std::multimap<std::int64_t, Status> pending_;
   std::map<std::int64_t, Status> failed_;
   EngineThresholds thresholds_;
   int current_device_ = -1;                    // of the thread
@@ -506,6 +518,16 @@ int Guarded(Function function) {
     return function();
   } catch (const std::exception& error) {
     return Fail(error.what());
+  }
+}
+
+// The same for a number. A queue whose thread could not be started is none, and nothing is in it.
+template <class Function>
+std::int64_t Counted(Function function) {
+  try {
+    return function();
+  } catch (const std::exception&) {
+    return 0;
   }
 }
 
@@ -569,9 +591,13 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
   });
 }
 
-std::int64_t paddle_kv_queue_enqueued() { return TransferQueue::Get().Enqueued(); }
+std::int64_t paddle_kv_queue_enqueued() {
+  return Counted([] { return TransferQueue::Get().Enqueued(); });
+}
 
-std::int64_t paddle_kv_queue_submitted() { return TransferQueue::Get().Submitted(); }
+std::int64_t paddle_kv_queue_submitted() {
+  return Counted([] { return TransferQueue::Get().Submitted(); });
+}
 
 int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us) {
   return Guarded([&] { return TransferQueue::Get().Flush(stream, timeout_us) ? 0 : 1; });

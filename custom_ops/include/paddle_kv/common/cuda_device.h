@@ -11,8 +11,8 @@ namespace paddle_kv {
 // Compute capability as one number: 90 for 9.0.
 Status ComputeCapability(int device, int* architecture);
 
-// Whether [first, first + bytes) is host memory that the GPU can reach at these addresses (page-locked or registered).
-// Looks at the first and at the last byte.
+// Whether [first, first + bytes) is host memory that the GPU can reach at these addresses (page-locked or registered),
+// in however many allocations. Where the driver does not tell their sizes, the first and the last byte are looked at.
 Status HostRangeIsReachable(const void* first, std::int64_t bytes, int device, bool* reachable);
 
 // Whether the stream is being captured into a CUDA graph: then nothing may wait for it.

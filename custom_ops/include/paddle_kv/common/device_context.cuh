@@ -50,4 +50,45 @@ inline void PopDevice() {
   if (pop != nullptr) pop(&popped);
 }
 
+// Whether the device has a context. Makes none.
+inline bool HasPrimaryContext(int device) {
+  using GetState = CUresult (*)(CUdevice, unsigned*, int*);
+  static const auto get_state = reinterpret_cast<GetState>(DriverEntry("cuDevicePrimaryCtxGetState", 7000));
+  unsigned flags = 0;
+  int active = 0;
+  return get_state != nullptr && get_state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
+}
+
+// For questions that need some context, of whichever GPU: that of the thread, else one that is there already. Only if
+// there is none, the question makes one. A thread that has none would make one on GPU 0, or, in some versions of CUDA,
+// be told that the memory of a GPU is nobody's.
+class AnyContext {
+ public:
+  AnyContext() {
+    using GetCurrent = CUresult (*)(CUcontext*);
+    static const auto get_current = reinterpret_cast<GetCurrent>(DriverEntry("cuCtxGetCurrent", 4000));
+    CUcontext current = nullptr;
+    if (get_current == nullptr || get_current(&current) != CUDA_SUCCESS || current != nullptr) return;
+    int own = 0;
+    int count = 0;
+    if (cudaGetDevice(&own) != cudaSuccess || cudaGetDeviceCount(&count) != cudaSuccess) {
+      cudaGetLastError();
+      return;
+    }
+    int device = own;
+    if (!HasPrimaryContext(own)) {
+      for (device = 0; device < count && !HasPrimaryContext(device);) ++device;
+    }
+    is_pushed_ = device < count && PushDevice(device) == cudaSuccess;
+  }
+  ~AnyContext() {
+    if (is_pushed_) PopDevice();
+  }
+  AnyContext(const AnyContext&) = delete;
+  AnyContext& operator=(const AnyContext&) = delete;
+
+ private:
+  bool is_pushed_ = false;
+};
+
 }  // namespace paddle_kv

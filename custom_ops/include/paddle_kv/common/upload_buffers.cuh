@@ -36,11 +36,14 @@ class UploadBuffer {
     return {};
   }
 
+  // One that was taken and never released stays in use: what was enqueued with it may still be to come.
   bool IsFree() const {
+    if (is_taken_) return false;
     const cudaError_t state = cudaEventQuery(released_);
     if (state != cudaSuccess) cudaGetLastError();
     return state == cudaSuccess;
   }
+  void Take() { is_taken_ = true; }
   std::size_t bytes() const { return bytes_; }
   std::uint8_t* host() const { return static_cast<std::uint8_t*>(host_); }
   std::uint8_t* device() const { return static_cast<std::uint8_t*>(device_); }
@@ -52,10 +55,12 @@ class UploadBuffer {
   // The work that is on the stream now is the last to use the buffer.
   Status ReleaseBehind(cudaStream_t stream) {
     PADDLE_KV_CUDA(cudaEventRecord(released_, stream));
+    is_taken_ = false;
     return {};
   }
 
  private:
+  bool is_taken_ = false;
   std::size_t bytes_ = 0;
   void* host_ = nullptr;
   void* device_ = nullptr;
@@ -68,6 +73,7 @@ class UploadBuffers {
   Status Take(std::size_t bytes, UploadBuffer** taken) {
     for (const auto& buffer : buffers_) {
       if (buffer->bytes() >= bytes && buffer->IsFree()) {
+        buffer->Take();
         *taken = buffer.get();
         return {};
       }
@@ -76,6 +82,7 @@ class UploadBuffers {
     while (size < bytes) size *= 2;
     auto made = std::make_unique<UploadBuffer>();
     PADDLE_KV_RETURN_IF_ERROR(made->Allocate(size));
+    made->Take();
     buffers_.push_back(std::move(made));
     *taken = buffers_.back().get();
     return {};

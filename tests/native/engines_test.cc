@@ -1,0 +1,538 @@
+// The queue with the engines themselves, on a CUDA runtime of threads (fake_cuda): every byte, in whatever order the
+// streams run, and what is left behind when any one call fails.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "fake_cuda.h"
+#include "paddle_kv/swap/transfer_layers.h"
+#include "paddle_kv/swap/transfer_plans.h"
+#include "queue_rig.h"
+
+namespace {
+
+// The nth allocation of the library in threads other than the first throws, or all from that one on; -1: none.
+std::atomic<int> failing_allocation{-1};
+std::atomic<bool> all_fail_then{false};
+std::atomic<int> allocations{0};
+const std::thread::id main_thread = std::this_thread::get_id();
+
+void FailAllocation(int nth, bool and_all_others = false) {
+  allocations = 0;
+  all_fail_then = and_all_others;
+  failing_allocation = nth;
+}
+
+}  // namespace
+
+// Out of line: the compiler would miss the pair of malloc and free.
+__attribute__((noinline)) void* operator new(std::size_t bytes) {
+  if (failing_allocation >= 0 && InsideFakeCuda::depth == 0 && std::this_thread::get_id() != main_thread) {
+    const int number = allocations++;
+    if (number == failing_allocation || (all_fail_then && number > failing_allocation)) throw std::bad_alloc();
+  }
+  if (void* memory = std::malloc(std::max<std::size_t>(bytes, 1))) return memory;
+  throw std::bad_alloc();
+}
+__attribute__((noinline)) void operator delete(void* memory) noexcept { std::free(memory); }
+__attribute__((noinline)) void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace paddle_kv {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr EngineKind kEngines[] = {EngineKind::kAuto, EngineKind::kCopyEngine, EngineKind::kKernel,
+                                   EngineKind::kStaging};
+constexpr Direction kDirections[] = {Direction::kDeviceToHost, Direction::kHostToDevice};
+
+std::int64_t next_number = 1000;
+
+// Memory of both sides, each byte other than its neighbours; some bytes belong to nobody.
+struct Pools {
+  std::int64_t number = next_number++;
+  std::int64_t layers;
+  std::vector<std::uint8_t> device, host;
+
+  Pools(const std::vector<std::int64_t>& sizes, std::int64_t layer_count, std::int64_t device_blocks,
+        std::int64_t host_blocks, bool block_first)
+      : layers(layer_count) {
+    constexpr std::int64_t kGap = 40;
+    auto plan = std::make_shared<TransferPlan>();
+    plan->device = 0;
+    plan->device_blocks = device_blocks;
+    plan->host_blocks = host_blocks;
+    plan->layer_count = layers;
+    plan->tensors_per_layer = static_cast<std::int64_t>(sizes.size());
+    const std::int64_t block = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+    const std::int64_t row = block * layers + kGap;
+    std::vector<std::pair<std::int64_t, std::int64_t>> places;  // device, host
+    std::int64_t on_device = kGap, on_host = kGap;
+    for (std::int64_t layer = 0; layer < layers; ++layer) {
+      for (const std::int64_t size : sizes) {
+        places.push_back({on_device, on_host});
+        on_device += size * device_blocks + kGap;
+        on_host += block_first ? size : size * host_blocks + kGap;
+      }
+    }
+    device.resize(on_device);
+    host.resize(block_first ? kGap + row * host_blocks : on_host);
+    std::mt19937_64 random(number);
+    for (auto* side : {&device, &host}) {
+      for (std::size_t i = 0; i + 8 <= side->size(); i += 8) {
+        const std::uint64_t bits = random();
+        std::memcpy(side->data() + i, &bits, 8);
+      }
+    }
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      const std::int64_t size = sizes[i % sizes.size()];
+      plan->tensors.push_back(
+          {device.data() + places[i].first, host.data() + places[i].second, size, block_first ? row : size, size});
+    }
+    CHECK(AddTransferPlan(number, plan));
+  }
+  ~Pools() { RemoveTransferPlan(number); }
+  Pools(const Pools&) = delete;
+
+  // Copies between the sides of `memory`, which lies as `device` and `host` do.
+  struct Memory {
+    std::vector<std::uint8_t> device, host;
+    bool operator==(const Memory& other) const { return device == other.device && host == other.host; }
+  };
+  Memory Now() const { return {device, host}; }
+  void Apply(const Submission& given, Memory* memory) const {
+    ForEachBlock(given, [&](std::int64_t on_device, std::int64_t on_host, std::int64_t bytes) {
+      std::uint8_t* const of_device = memory->device.data() + on_device;
+      std::uint8_t* const of_host = memory->host.data() + on_host;
+      const bool to_host = given.direction == Direction::kDeviceToHost;
+      std::memcpy(to_host ? of_host : of_device, to_host ? of_device : of_host, bytes);
+    });
+  }
+  // What the targets hold now, whatever happens to the rest.
+  void TakeTargets(const Submission& given, Memory* memory) const {
+    ForEachBlock(given, [&](std::int64_t on_device, std::int64_t on_host, std::int64_t bytes) {
+      if (given.direction == Direction::kDeviceToHost) {
+        std::memcpy(memory->host.data() + on_host, host.data() + on_host, bytes);
+      } else {
+        std::memcpy(memory->device.data() + on_device, device.data() + on_device, bytes);
+      }
+    });
+  }
+
+ private:
+  template <class Use>
+  void ForEachBlock(const Submission& given, Use use) const {
+    const auto plan = FindTransferPlan(number);
+    for (const LayerTensor& tensor : plan->tensors) {
+      for (std::size_t i = 0; i < given.host_ids.size(); ++i) {
+        use(tensor.device - device.data() + given.device_ids[i] * tensor.device_stride,
+            tensor.host - host.data() + given.host_ids[i] * tensor.host_stride, tensor.block_bytes);
+      }
+    }
+  }
+};
+
+// Some distinct ids below `end`; sometimes with neighbours.
+std::vector<std::int64_t> SomeIds(std::int64_t end, std::int64_t count, std::mt19937* random) {
+  std::vector<std::int64_t> ids(end);
+  std::iota(ids.begin(), ids.end(), 0);
+  if ((*random)() % 2 == 0) {
+    std::shuffle(ids.begin(), ids.end(), *random);
+  } else {
+    std::rotate(ids.begin(), ids.begin() + (*random)() % end, ids.end());
+  }
+  ids.resize(count);
+  return ids;
+}
+
+bool Meet(const std::vector<std::int64_t>& a, const std::vector<std::int64_t>& b) {
+  return std::any_of(a.begin(), a.end(), [&](auto id) { return std::find(b.begin(), b.end(), id) != b.end(); });
+}
+
+// Transfers of one grouping on several streams, each behind those before it that move one of its blocks.
+void AnySequence(Pools* pools, std::int64_t device_blocks, std::int64_t host_blocks, int count, std::mt19937* random) {
+  OpenStream loads, saves, urgent(true);
+  Pools::Memory expected = pools->Now();
+  std::vector<Submission> given;
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  std::vector<std::int64_t> streams;
+  const std::int64_t layers_per_event = 1 + (*random)() % pools->layers;
+  const std::int64_t groups = (pools->layers - 1) / layers_per_event + 1;
+  for (int i = 0; i < count; ++i) {
+    Submission submission;
+    submission.direction = kDirections[(*random)() % 2];
+    submission.engine = kEngines[(*random)() % 4];
+    submission.layers_per_event = layers_per_event;
+    const std::int64_t blocks = (*random)() % (std::min(device_blocks, host_blocks) + 1);
+    submission.device_ids = SomeIds(device_blocks, blocks, random);
+    submission.host_ids = SomeIds(host_blocks, blocks, random);
+    const bool to_host = submission.direction == Direction::kDeviceToHost;
+    streams.push_back((to_host ? saves : (*random)() % 3 == 0 ? urgent : loads).handle());
+    submission.waits.assign(groups, {});
+    for (std::size_t before = 0; before < given.size(); ++before) {
+      if (streams[before] == streams.back() || !(Meet(given[before].device_ids, submission.device_ids) ||
+                                                 Meet(given[before].host_ids, submission.host_ids))) {
+        continue;
+      }
+      for (std::int64_t g = 0; g < groups; ++g) {
+        submission.waits[g].push_back(transfers[before]->records[g]->handle());
+      }
+    }
+    pools->Apply(submission, &expected);
+    transfers.push_back(std::make_unique<Transfer>(*pools, streams.back(), submission));
+    given.push_back(submission);
+  }
+  for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+  CHECK(pools->Now() == expected);
+}
+
+void AnySequenceEndsAsIfOneAfterTheOther() {
+  SetLongestDelay(200);
+  for (int seed = 0; seed < 40; ++seed) {
+    SetCounterWaitsFail(seed % 4 == 3);
+    std::mt19937 random(seed);
+    std::vector<std::int64_t> sizes;
+    const auto tensors = 1 + random() % 3;
+    for (std::size_t t = 0; t < tensors; ++t)
+      sizes.push_back(random() % 4 == 0 ? 16 << random() % 8 : 1 + random() % 900);
+    const std::int64_t device_blocks = 1 + random() % 12, host_blocks = 1 + random() % 12;
+    Pools pools(sizes, 1 + random() % 5, device_blocks, host_blocks, random() % 2 == 0);
+    AnySequence(&pools, device_blocks, host_blocks, 10, &random);
+  }
+  SetCounterWaitsFail(false);
+  SetLongestDelay(0);
+}
+
+// Several calls of the copy engine for a layer, the ring of staging several times round.
+void LargeTransfersToo() {
+  SetLongestDelay(2000);
+  for (int seed = 0; seed < 4; ++seed) {
+    std::mt19937 random(seed);
+    Pools pools({(3 << 20) + 8, 1 << 20}, 3, 11, 9, seed % 2 == 1);
+    AnySequence(&pools, 11, 9, 6, &random);
+  }
+  SetLongestDelay(0);
+}
+
+// More than the smallest table holds, one after the other while none has been read.
+void LongLists() {
+  constexpr std::int64_t kBlocks = 9001;
+  for (const EngineKind engine : kEngines) {
+    for (const Direction direction : kDirections) {
+      Pools pools({16, 5}, 2, kBlocks, kBlocks, false);
+      Pools::Memory expected = pools.Now();
+      OpenStream stream;
+      Gate gate(stream.stream);
+      std::mt19937 random(3);
+      std::vector<std::unique_ptr<Transfer>> transfers;
+      for (const std::int64_t count : {kBlocks, kBlocks - 5000}) {
+        Submission given;
+        given.engine = engine;
+        given.direction = direction;
+        given.device_ids = SomeIds(kBlocks, count, &random);
+        given.host_ids = SomeIds(kBlocks, count, &random);
+        pools.Apply(given, &expected);
+        transfers.push_back(std::make_unique<Transfer>(pools, stream.handle(), given));
+      }
+      CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+      gate.Open();
+      for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+      CHECK(pools.Now() == expected);
+    }
+  }
+}
+
+// The waits for the former counters are still to be met when there are more.
+void MoreLayersThanCounters() {
+  Pools pools({48}, 700, 6, 6, false);
+  Pools::Memory expected = pools.Now();
+  OpenStream stream;
+  auto gate = std::make_unique<Gate>(stream.stream);
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  Submission load;
+  load.engine = EngineKind::kKernel;
+  for (const std::int64_t layers_per_event : {3, 1, 50, 1}) {
+    load.device_ids = {2, 0, 5}, load.host_ids = {1, static_cast<std::int64_t>(transfers.size()), 4};
+    load.layers_per_event = layers_per_event;
+    pools.Apply(load, &expected);
+    transfers.push_back(std::make_unique<Transfer>(pools, stream.handle(), load));
+  }
+  std::this_thread::sleep_for(milliseconds(20));
+  gate->Open();
+  for (const auto& transfer : transfers) {
+    for (const auto& event : transfer->records) {
+      WaitUntil([&] { return paddle_kv_queue_query(0, event->handle()) == 0; });
+    }
+  }
+  CHECK(pools.Now() == expected);
+}
+
+// Two transfers of five blocks, held up until both are submitted, of which the first has a failure in wait. Who has
+// seen its last event may use its blocks. Everything else is as without it.
+template <class Fail>
+void AFailureLeavesTheRestAlone(EngineKind engine, Direction direction, bool block_first, Fail fail) {
+  const int events_before = EventsAlive();
+  {
+    Pools pools({272, 48}, 4, 12, 12, block_first);
+    Submission first, second;
+    first.engine = second.engine = engine;
+    first.direction = second.direction = direction;
+    first.device_ids = {0, 1, 2, 3, 7}, first.host_ids = {4, 5, 6, 7, 2};
+    second.device_ids = {9, 4, 6, 5, 8}, second.host_ids = {0, 8, 1, 11, 9};
+    Event mark;
+    cudaStream_t compute = MakeFakeStream();
+    const Pools::Memory before = pools.Now();
+    Pools::Memory with_second = before, with_both = before;
+    pools.Apply(second, &with_second);
+    with_both = with_second;
+    pools.Apply(first, &with_both);
+    int result = 1;
+    {
+      OpenStream stream;
+      {
+        Gate computing(compute);
+        cudaEventRecord(mark.event, compute);
+        first.waits = {{}, {}, {mark.handle()}, {}};
+        Gate gate(stream.stream);
+        fail(true);
+        Transfer one(pools, stream.handle(), first);
+        CHECK(paddle_kv_queue_flush(stream.handle(), 20'000'000) == 0);
+        fail(false);
+        Transfer two(pools, stream.handle(), second);
+        CHECK(paddle_kv_queue_flush(stream.handle(), 20'000'000) == 0);
+        std::this_thread::sleep_for(milliseconds(1));
+        CHECK(paddle_kv_queue_query(0, one.last()) == 1);
+        gate.Open();
+        std::this_thread::sleep_for(milliseconds(1));
+        CHECK(paddle_kv_queue_query(0, one.last()) == 1);  // a failure or not: behind what it had to wait for
+        computing.Open();
+        result = one.Wait();
+        // Nothing of the first moves any more.
+        Pools::Memory then = before;
+        pools.TakeTargets(first, &then);
+        CHECK(two.Wait() == 0);
+        Pools::Memory now = pools.Now();
+        for (auto* memory : {&now.device, &now.host}) {
+          const bool on_host = memory == &now.host;
+          const auto& with = on_host ? with_second.host : with_second.device;
+          const auto& all = on_host ? with_both.host : with_both.device;
+          const auto& at_end_of_first = on_host ? then.host : then.device;
+          for (std::size_t i = 0; i < memory->size(); ++i) {
+            if (with[i] == all[i]) CHECK((*memory)[i] == with[i]);             // not of the first
+            if (with[i] != all[i]) CHECK((*memory)[i] == at_end_of_first[i]);  // of the first alone
+            CHECK((*memory)[i] == with[i] || (*memory)[i] == all[i]);
+          }
+        }
+        if (result == 0) CHECK(now == with_both);
+      }
+    }
+    DestroyFakeStream(compute);
+  }
+  CHECK(EventsAlive() == events_before && StreamsAlive() == 0 && BytesAlive() == 0);
+}
+
+template <class Test>
+void ForEachKind(Test test) {
+  for (const EngineKind engine : kEngines) {
+    for (const Direction direction : kDirections) {
+      for (const bool block_first : {false, true}) test(engine, direction, block_first);
+    }
+  }
+}
+
+void AnyCallMayFail() {
+  ForEachKind([](EngineKind engine, Direction direction, bool block_first) {
+    for (const cudaError_t error : {cudaErrorLaunchFailure, cudaErrorMemoryAllocation}) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        AFailureLeavesTheRestAlone(engine, direction, block_first, [&](bool begin) {
+          if (!begin) failed = CallsSinceFailCall() > nth;
+          FailCall(begin ? nth : -1, error);
+        });
+      }
+    }
+  });
+}
+
+void AnyAllocationMayFail() {
+  ForEachKind([](EngineKind engine, Direction direction, bool block_first) {
+    for (const bool and_all_others : {false, true}) {
+      bool failed = true;
+      for (int nth = 0; failed; ++nth) {
+        AFailureLeavesTheRestAlone(engine, direction, block_first, [&](bool begin) {
+          if (!begin) failed = allocations > nth;
+          FailAllocation(begin ? nth : -1, and_all_others);
+        });
+      }
+    }
+  });
+}
+
+// The three blocks of a layer are three calls of the copy engine, the second on another stream.
+constexpr std::int64_t kPartBytes = 9 << 20;
+
+Submission InParts(Direction direction) {
+  Submission given;
+  given.engine = EngineKind::kCopyEngine;
+  given.direction = direction;
+  given.device_ids = {2, 0, 1}, given.host_ids = {1, 2, 3};
+  return given;
+}
+
+void PartsComeBehindWhatTheirLayerWaitsForAndBeforeItsEvent() {
+  SetLongestDelay(5000);
+  cudaStream_t compute = MakeFakeStream();
+  for (const bool second_stream : {true, false}) {
+    SetStreamsFail(!second_stream);
+    Pools pools({kPartBytes}, 2, 3, 4, false);
+    OpenStream stream;
+    Submission load = InParts(Direction::kHostToDevice);
+    const Pools::Memory before = pools.Now();
+    Pools::Memory after = before;
+    pools.Apply(load, &after);
+    const auto gate = std::make_unique<Gate>(compute);
+    Event mark;
+    cudaEventRecord(mark.event, compute);
+    load.waits = {{mark.handle()}, {}};
+    Transfer transfer(pools, stream.handle(), load);
+    if (second_stream) WaitUntil([] { return StreamsAlive() == 1; });
+    std::this_thread::sleep_for(milliseconds(50));
+    CHECK(StreamsAlive() == (second_stream ? 1 : 0));
+    CHECK(pools.Now() == before);
+    gate->Open();
+    const std::int64_t layer_bytes = static_cast<std::int64_t>(after.device.size()) / pools.layers;
+    for (std::int64_t layer = 0; layer < pools.layers; ++layer) {
+      WaitUntil([&] { return paddle_kv_queue_query(0, transfer.records[layer]->handle()) == 0; });
+      CHECK(std::memcmp(pools.device.data() + layer * layer_bytes, after.device.data() + layer * layer_bytes,
+                        layer_bytes) == 0);
+    }
+    CHECK(pools.Now() == after);
+  }
+  CHECK(StreamsAlive() == 0);
+  SetStreamsFail(false);
+  SetLongestDelay(0);
+  DestroyFakeStream(compute);
+}
+
+void NothingOfAPartMovesBehindTheEventOfAFailure() {
+  const int events_before = EventsAlive();
+  SetLongestDelay(3000);
+  for (const Direction direction : kDirections) {
+    Pools pools({kPartBytes}, 1, 3, 4, false);
+    const bool to_host = direction == Direction::kDeviceToHost;
+    auto& target = to_host ? pools.host : pools.device;
+    bool failed = true;
+    for (int nth = 0; failed; ++nth) {
+      {
+        OpenStream stream;
+        FailCall(nth, cudaErrorLaunchFailure);
+        Transfer transfer(pools, stream.handle(), InParts(direction));
+        const int result = transfer.Wait();
+        failed = CallsSinceFailCall() > nth;
+        FailCall(-1, cudaSuccess);
+        CHECK(result == 0 || failed);
+        std::fill(target.begin(), target.end(), 0xAA);
+        cudaStreamSynchronize(stream.stream);
+      }
+      CHECK(StreamsAlive() == 0 && BytesAlive() == 0);
+      CHECK(std::all_of(target.begin(), target.end(), [](std::uint8_t byte) { return byte == 0xAA; }));
+    }
+  }
+  SetLongestDelay(0);
+  CHECK(EventsAlive() == events_before);
+}
+
+// What empties the slots is slow: the scatters of the engine's stream, or the copies out of them on the other one.
+void ASlotOfTheRingIsNotUsedAgainTooEarly() {
+  for (const Direction direction : kDirections) {
+    const bool to_host = direction == Direction::kDeviceToHost;
+    Pools pools({1 << 20}, 1, 60, 60, false);
+    Submission given;
+    given.engine = EngineKind::kStaging;
+    given.direction = direction;
+    for (std::int64_t i = 0; i < 56; ++i) given.device_ids.push_back(59 - i), given.host_ids.push_back(i + 1);
+    Pools::Memory expected = pools.Now();
+    pools.Apply(given, &expected);
+    SetDelayOfMade(to_host ? 0 : 10'000);
+    OpenStream stream;
+    SetDelay(stream.stream, to_host ? 10'000 : 0);
+    Transfer transfer(pools, stream.handle(), given);
+    CHECK(transfer.Wait() == 0);
+    CHECK(pools.Now() == expected);
+  }
+  SetDelayOfMade(0);
+}
+
+// In the strictest mode what one thread may not do breaks the capture of the other.
+void ACaptureInAnotherThreadIsNotBroken() {
+  for (const EngineKind engine : kEngines) {
+    Pools pools({4096, 300}, 5, 8, 8, false);
+    cudaStream_t compute = MakeFakeStream(), stream = MakeFakeStream();
+    BeginFakeCapture();
+    std::thread([&] {
+      CHECK(paddle_kv_queue_open(0, Handle(stream), 0) == 0);
+      Submission load;
+      load.engine = engine;
+      load.device_ids = {5, 0, 3}, load.host_ids = {1, 2, 7};
+      Transfer transfer(pools, Handle(stream), load);
+      for (const auto& event : transfer.records) {
+        CHECK(paddle_kv_queue_wait_stream(0, Handle(compute), event->handle(), -1) == 0);
+      }
+      CHECK(transfer.Wait() == 0);
+      CHECK(paddle_kv_queue_close(Handle(stream)) == 0);
+    }).join();
+    CHECK(EndFakeCapture());
+    CHECK(StreamsAlive() == 0 && BytesAlive() == 0);
+    DestroyFakeStream(stream);
+    DestroyFakeStream(compute);
+  }
+}
+
+// The thread looks at them under its lock, where nobody would catch what is thrown.
+void WhatHasLandedNeedsNoMemory() {
+  Pools pools({64}, 1, 4, 4, false);
+  OpenStream stream;
+  Submission load;
+  load.engine = EngineKind::kCopyEngine;
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  {
+    Gate gate(stream.stream);
+    for (int i = 0; i < 5; ++i) transfers.push_back(std::make_unique<Transfer>(pools, stream.handle(), load));
+    CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+  }
+  cudaStreamSynchronize(stream.stream);
+  FailAllocation(0);
+  Transfer next(pools, stream.handle(), load);
+  CHECK(next.Wait() == -1);
+  FailAllocation(-1);
+}
+
+const Test kTests[] = {
+    {"any_sequence_ends_as_if_one_after_the_other", AnySequenceEndsAsIfOneAfterTheOther},
+    {"large_transfers_too", LargeTransfersToo},
+    {"long_lists", LongLists},
+    {"more_layers_than_counters", MoreLayersThanCounters},
+    {"any_call_may_fail", AnyCallMayFail},
+    {"any_allocation_may_fail", AnyAllocationMayFail},
+    {"parts_come_behind_what_their_layer_waits_for_and_before_its_event",
+     PartsComeBehindWhatTheirLayerWaitsForAndBeforeItsEvent},
+    {"nothing_of_a_part_moves_behind_the_event_of_a_failure", NothingOfAPartMovesBehindTheEventOfAFailure},
+    {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
+    {"a_capture_in_another_thread_is_not_broken", ACaptureInAnotherThreadIsNotBroken},
+    {"what_has_landed_needs_no_memory", WhatHasLandedNeedsNoMemory},
+};
+
+}  // namespace
+}  // namespace paddle_kv
+
+int main(int argc, char** argv) { return RunTests(paddle_kv::kTests, argc, argv); }
