@@ -125,8 +125,12 @@ class StagingEngine : public Engine {
                                  Direction::kDeviceToDevice);
       }
     }
-    if (!open_) PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, side_));
-    Status status = table->Upload(table_bytes, side_);
+    // The table of a load goes in front of its blocks: on the side stream it would wait for the blocks of other calls
+    // that the copy engine is busy with, and the slots would stay full. The side stream waits for it in any case: there
+    // the table is released, also where an error comes before the first kernel.
+    if (!to_host) PADDLE_KV_RETURN_IF_ERROR(table->Upload(table_bytes, stream));
+    if (!to_host || !open_) PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, side_));
+    Status status = to_host ? table->Upload(table_bytes, side_) : Status{};
     if (status.ok()) status = EnqueueFills(work, fills, parts, pairs, table->device(), stream);
     const Status released = table->ReleaseBehind(side_);
     return status.ok() ? released : status;
