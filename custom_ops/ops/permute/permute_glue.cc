@@ -1,6 +1,7 @@
 #include "permute_glue.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "../common/host_range.h"
 #include "../memcpy/pointer_ranges.h"
@@ -148,8 +149,9 @@ void PermuteGivenChunks(const PermuteShape& shape, ChunkSide chunk_side, const D
     place.touches_host |= ranges.CheckReachable(dense_address, dense_bytes, dense_name.c_str(), 0) == MemoryKind::kHost;
   } else {
     for (std::size_t i = 0; i < bases.size(); ++i) {
-      if (bases[i] == 0 && chunk_bytes > 0)
-        ThrowValueError("chunks[" + std::to_string(i) + "] = 0; an address is expected");
+      if (chunk_bytes == 0 || (bases[i] > 0 && chunk_bytes <= std::numeric_limits<int64_t>::max() - bases[i])) continue;
+      ThrowValueError("chunks[" + std::to_string(i) + "] = " + std::to_string(bases[i]) +
+                      "; the address of a chunk, " + std::to_string(chunk_bytes) + " bytes, is expected");
     }
   }
   if (chunk_bytes == 0 || dense_bytes == 0) return;
