@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import paddle
 import pytest
 import toolchain
 
@@ -138,17 +140,53 @@ def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
     assert library.read_bytes() == before
 
 
-def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "paddle_kv", tmp_path / "paddle_kv", ignore=shutil.ignore_patterns("_lib", "__pycache__"))
-    done = subprocess.run(
-        [sys.executable, "-c", "import paddle_kv"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
+def run_without_library(
+    folder: Path, *arguments: str, library: bytes | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python with a copy of the package that has no operators, or a file that is none."""
+    shutil.copytree(ROOT / "paddle_kv", folder / "paddle_kv", ignore=shutil.ignore_patterns("_lib", "__pycache__"))
+    if library is not None:
+        (folder / "paddle_kv" / "_lib").mkdir()
+        (folder / "paddle_kv" / "_lib" / f"paddle_kv_ops-paddle{paddle.__version__}.so").write_bytes(library)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
+    done = run_without_library(tmp_path, "-c", "import paddle_kv")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: paddle_kv has no operators for Paddle ")
     assert "python setup_ops.py build" in last
+
+
+def test_import_of_a_broken_library_says_what_the_loader_said(tmp_path: Path) -> None:
+    done = run_without_library(tmp_path, "-c", "import paddle_kv", library=b"no library")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert re.search(r"cannot be loaded by Paddle \S+ \(file too short\); .*: python setup_ops.py build$", last)
+
+
+@pytest.mark.parametrize("command", ["-m paddle_kv doctor", "-m paddle_kv env --json", "./paddle-kv doctor"])
+def test_the_command_without_a_library_says_it_in_one_line(tmp_path: Path, command: str) -> None:
+    (tmp_path / "paddle-kv").write_text("from paddle_kv.cli.main import app\n\napp()\n")  # as pip makes it
+    done = run_without_library(tmp_path, *command.split())
+    assert done.returncode == 1 and done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if "Warning" not in line and "warnings.warn" not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("paddle-kv: paddle_kv has no operators for Paddle ")
+    assert lines[0].endswith("python setup_ops.py build")
+
+
+def test_another_program_that_is_run_as_a_module_gets_the_error(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "__init__.py").write_text("try:\n    import paddle_kv\nexcept ImportError:\n    pass\n")
+    (tmp_path / "server" / "__main__.py").write_text("print('serves without it')\n")
+    done = run_without_library(tmp_path, "-m", "server")
+    assert (done.returncode, done.stdout) == (0, "serves without it\n")
