@@ -20,7 +20,7 @@ except ImportError:
 from ..bench import methods, models
 from ..bench import report as reports
 from ..bench.load import LOADS
-from ..bench.run import Axes, sweep
+from ..bench.run import Axes, WrongBytes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..memory.host_memory import has_gpu
 from ..offload.live_replay import shrunk
@@ -68,8 +68,8 @@ def bench(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that share the KV heads.")] = 1,
     layers: Annotated[int, typer.Option(help="Fewer layers than the model has; 0 takes all.", min=0)] = 0,
     op: Annotated[Operation, typer.Option(help="What is done; all but swap work inside the device.")] = Operation.swap,
-    tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.")] = [16],  # noqa: B006
-    blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.")] = [256],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.", min=1)] = [16],  # noqa: B006
+    blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.", min=1)] = [256],  # noqa: B006
     direction: Annotated[
         list[Way], typer.Option(help="Which way; repeat to sweep. Default: h2d and d2h, or d2d where that is all.")
     ] = [],  # noqa: B006
@@ -107,6 +107,8 @@ def bench(
     if not set(alignment) <= set(ALIGNMENTS):
         choices = ", ".join(map(str, ALIGNMENTS))
         raise typer.BadParameter(f"{alignment} must be of {choices}", param_hint="--alignment")
+    if calibrate and (json_file or plot):
+        raise typer.BadParameter("--calibrate writes a --csv and no other file", param_hint="--json and --plot")
     axes = Axes(
         model=model.value,
         tp=tp,
@@ -141,6 +143,9 @@ def bench(
             result = sweep(axes, environment.summary(), show)
         except (ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None
+        except WrongBytes as error:
+            _line(f"[red]FAIL[/] {escape(str(error))}; please report this with the output of paddle-kv env --json")
+            raise typer.Exit(1) from None
     _show(reports.table(result))
     unfit = [one.value for one in backend if one.value not in {row.backend for row in result.rows}]
     if unfit:
@@ -167,7 +172,7 @@ def compare(before: Path, after: Path) -> None:
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, hash_ids (Mooncake's traces).")],
     policy: Annotated[list[PolicyName], typer.Option(help="Repeat to compare.")] = list(PolicyName),  # noqa: B006
-    capacity: Annotated[list[int], typer.Option(help="Blocks in host memory; repeat to sweep.")] = [],  # noqa: B006
+    capacity: Annotated[list[int], typer.Option(help="Blocks in host memory; repeat to sweep.", min=1)] = [],  # noqa: B006
     requests: Annotated[int | None, typer.Option(help="Only so many requests of the trace.", min=1)] = None,
     model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-70B"],
     tp: Annotated[int, typer.Option(help="Ranks; each has a link and its part of each block.")] = 8,
