@@ -136,7 +136,7 @@ def bench(
             if calibrate:
                 sizes, path, rows = calibration.run(show)
                 _show(calibration.table(sizes))
-                rich.print(f"stored in {path}")
+                _line(escape(f"stored in {path}"))
                 if csv:
                     calibration.write_csv(rows, csv)
                 return
@@ -149,7 +149,7 @@ def bench(
     _show(reports.table(result))
     unfit = [one.value for one in backend if one.value not in {row.backend for row in result.rows}]
     if unfit:
-        rich.print(f"not for this operation, pattern or machine: {', '.join(unfit)}")
+        _line(f"not for this operation, pattern or machine: {', '.join(unfit)}")
     if csv:
         reports.write_csv(result, csv)
     if json_file:
@@ -224,12 +224,12 @@ def replay(
     if csv:
         replays.write_csv(rows, csv)
     if json_file:
-        replays.write_json(rows, costs, json_file)
+        replays.write_json(rows, costs, json_file, time_scale=time_scale if device is Device.real else None)
     if waits:
         replays.write_waits(runs, all_requests, waits)
     if plot:
         for path in replays.plot(runs, all_requests, plot):
-            rich.print(path)
+            _line(escape(str(path)))
 
 
 @app.command()
