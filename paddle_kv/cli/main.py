@@ -237,9 +237,9 @@ def doctor() -> None:
     """Check the installation with real copies; exit code 1 if anything is wrong."""
     failed = 0
     for finding in checks.examine():
-        failed += not finding.passed
-        mark = "[green]ok[/]  " if finding.passed else "[red]FAIL[/]"
-        _line(f"{mark} {finding.name}: {escape(finding.text)}")
+        failed += finding.passed is False
+        mark = {True: "[green]ok[/]  ", False: "[red]FAIL[/]", None: "-   "}
+        _line(f"{mark[finding.passed]} {finding.name}: {escape(finding.text)}")
     raise typer.Exit(1 if failed else 0)
 
 

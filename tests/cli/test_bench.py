@@ -310,7 +310,9 @@ def test_the_table_says_what_was_measured():
 
 
 def test_doctor_finds_nothing_and_finds_a_broken_method(monkeypatch):
-    assert "FAIL" not in run("doctor")
+    report = run("doctor")
+    assert "FAIL" not in report and "ok   engine auto: " in report
+    assert ("ok   engine kernel: " if has_gpu() else "-    engine kernel: not on this machine") in report
     monkeypatch.setitem(methods.METHODS, "scheduler", lambda case, way, stream: lambda: None)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
