@@ -117,23 +117,56 @@ def test_paddle_with_cuda_but_no_nvcc_builds_for_the_cpu(
     assert "CPU tensors only" in said
 
 
-def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
-    """Paddle 3 prints the error, goes on, and would link what an earlier build has left."""
+NO_CUDA = {"CUDA_HOME": "/nowhere/cuda"}
+
+
+def tree_with_one_source(folder: Path) -> Path:
+    """A checkout that has a single function; returns its source."""
     for name in ("setup_ops.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
-            shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    (tmp_path / "paddle_kv").mkdir()
-    shutil.copy(ROOT / "paddle_kv" / "__init__.py", tmp_path / "paddle_kv")
-    source = tmp_path / "custom_ops" / "ops" / "swap" / "one.cc"
+            shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "tools", folder / "tools")
+    (folder / "paddle_kv").mkdir()
+    shutil.copy(ROOT / "paddle_kv" / "__init__.py", folder / "paddle_kv")
+    source = folder / "custom_ops" / "ops" / "swap" / "one.cc"
     source.parent.mkdir(parents=True)
-    no_cuda = {"CUDA_HOME": "/nowhere/cuda"}
     source.write_text("int One() { return 1; }\n")
-    assert build(tmp_path, **no_cuda).returncode == 0
+    return source
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_the_library_knows_its_commit_and_whether_that_is_all(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+        command = ["git", *who, *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    def built_from() -> str:
+        assert build(tmp_path, **NO_CUDA).returncode == 0
+        header = next(tmp_path.glob("build/*/paddle_kv_commit.h"))
+        return header.read_text().split('"')[1]
+
+    source = tree_with_one_source(tmp_path)
+    assert built_from() == ""
+    git("init", "--quiet")
+    git("add", "custom_ops")
+    git("commit", "--quiet", "-m", "one")
+    (tmp_path / "README.md").write_text("not of the operators")
+    assert built_from() == git("log", "-1", "--format=%h")
+    source.write_text("int One() { return 2; }\n")
+    assert built_from() == git("log", "-1", "--format=%h") + "-modified"
+    git("commit", "--quiet", "-a", "-m", "two")
+    assert built_from() == git("log", "-1", "--format=%h")
+
+
+def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
+    """Paddle 3 prints the error, goes on, and would link what an earlier build has left."""
+    source = tree_with_one_source(tmp_path)
+    assert build(tmp_path, **NO_CUDA).returncode == 0
     library = next((tmp_path / "paddle_kv" / "_lib").glob("*.so"))
     before = library.read_bytes()
     source.write_text("int One() { return undeclared; }\n")
-    failed = build(tmp_path, **no_cuda)
+    failed = build(tmp_path, **NO_CUDA)
     assert failed.returncode == 1
     assert "undeclared" in failed.stderr
     assert failed.stderr.strip().splitlines()[-1].startswith("paddle_kv: not compiled: custom_ops/ops/swap/one.cc")
