@@ -121,7 +121,7 @@ def bench(
         backends=[one.value for one in backend] or list(methods.METHODS),
         alignments=alignment,
         load=load.value,
-        pinned=not pageable,
+        pinned=not (pageable and has_gpu()),  # without a GPU all memory is pageable, and all methods take it
         warmups=warmups,
         repeats=repeats,
         seed=seed,
