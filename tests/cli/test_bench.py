@@ -275,6 +275,28 @@ def test_compare_tells_what_is_faster_what_is_left_out_and_where_it_ran(files, t
     assert "2.000" in output and "1.000 0.2 %" in output
 
 
+def test_nobody_knows_the_noise_of_one_run(tmp_path):
+    from paddle_kv.bench.clock import Timing
+    from paddle_kv.bench.run import Axes, _row
+    from paddle_kv.bench.setup import make_case
+    from paddle_kv.layout import KVCacheSpec
+
+    rows = []
+    for repeats in ("1", "2"):
+        path = tmp_path / f"{repeats}.json"
+        run("bench", "--layers=1", "--tokens=2", "--blocks=3", "--repeats", repeats, "--json", str(path))
+        rows.append(json.loads(path.read_text())["rows"])
+    assert {row["noise_percent"] for row in rows[0]} == {None}
+    assert all(row["noise_percent"] >= 0 for row in rows[1])
+    compared = plain(run("bench", "compare", str(tmp_path / "1.json"), str(tmp_path / "2.json")))
+    assert "faster" not in compared and "slower" not in compared
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=3, dtype="float16")
+    case = make_case(spec, "scattered", "h2d", 3, pinned=True, seed=0)
+    beside = _row(Axes(load="gemm"), [case], "h2d", "scheduler", Timing(2.0, 2.0, 2.0, 1.0, 1), 1.0, 3.0)
+    assert (beside.load, beside.noise_percent, beside.load_slowdown_percent) == ("gemm", None, 3.0)
+    case.close()
+
+
 def test_compare_shows_the_axes_that_differ(files, tmp_path):
     def aligned(data):
         data["rows"] = [dict(data["rows"][0], alignment=alignment) for alignment in (1, 16)]
