@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import subprocess
 import sys
@@ -27,3 +28,13 @@ def test_every_tool_that_imports_the_package_says_where_it_is() -> None:
     importing = {name: text for name, text in texts.items() if "from paddle_kv" in text}
     assert len(importing) > len(WITHOUT_CUPY)
     assert [name for name, text in importing.items() if "sys.path." not in text] == []
+
+
+def test_no_percentile_is_above_the_largest(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tools" / "bench_call_cost.py"), "--backend", "none"]
+    options = ["--blocks", "1", "--layers", "2", "--repeats", "3", "--out", str(tmp_path)]
+    subprocess.run([*command, *options], check=True, capture_output=True)
+    rows = list(csv.DictReader((tmp_path / "bench_call_cost.csv").open()))
+    assert len(rows) > 3
+    for row in rows:
+        assert float(row["median_us"]) <= float(row["p90_us"]) <= float(row["most_us"])
