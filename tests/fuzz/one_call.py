@@ -70,6 +70,8 @@ def _judge(call: Call, given: dict[str, Any], ground: Ground, sound: bool) -> Ve
             return wrong("moved before it was refused", error)
         if sound:
             return wrong("refused a sound call", error)
+        if not any(name in str(error) for name in given):
+            return wrong("refused without naming an argument", error)
         return Verdict(call.op, "refused", repr(error))
     except Exception as error:  # noqa: BLE001  what must not come out
         return wrong("untyped error", error)

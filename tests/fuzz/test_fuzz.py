@@ -62,6 +62,7 @@ def test_every_public_operator_is_called():
         (lambda op, given: None, "wrong memory"),
         (lambda op, given: (_ for _ in ()).throw(RuntimeError("x")), "untyped error"),
         (lambda op, given: (_ for _ in ()).throw(ValueError("x")), "refused a sound call"),
+        (lambda op, given: (_ for _ in ()).throw(ValueError("x")), "refused without naming an argument"),
         (lambda op, given: (op(*given), (_ for _ in ()).throw(IndexError("x"))), "moved before it was refused"),
     ],
 )
