@@ -53,32 +53,42 @@ def read_json(path: Path) -> Result:
         raise ValueError(f"{path} is not a file that paddle-kv bench --json wrote ({error})") from None
 
 
+# The axes of a table: a column where the rows differ, else in its title.
+_AXES: dict[str, Callable[[Row], str]] = {
+    "tokens": lambda row: str(row.tokens_per_block),
+    "blocks": lambda row: str(row.num_blocks),
+    "piece": lambda row: _bytes(row.copy_size),
+    "pattern": lambda row: row.pattern,
+    "way": lambda row: row.direction,
+    "align": lambda row: str(row.alignment),
+    "load": lambda row: row.load,
+}
+
+
 def table(result: Result) -> Any:
-    """A rich table."""
+    """A rich table. What is the same in all rows stands in the title, so that it fits into a terminal."""
     from rich.table import Table
 
     facts = {name: ", ".join(_values(result.rows, name)) for name in ("model", "tp", "op", "memory")}
+    values = {name: [of(row) for row in result.rows] for name, of in _AXES.items()}
+    facts |= {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1}
+    beside = any(row.load_slowdown_percent is not None for row in result.rows)
     made = Table(title="  ".join(f"{name}: {value}" for name, value in {**facts, **result.machine}.items()))
-    for column in ("tokens", "blocks", "piece", "pattern", "way", "align", "load", "method"):
-        made.add_column(column)
-    for column in ("ms", "noise", "GB/s", "of peak", "host us", "load slowed"):
-        made.add_column(column, justify="right")
-    for row in result.rows:
+    axes = [name for name in _AXES if name not in facts]
+    for column in (*axes, "method"):
+        made.add_column(column, no_wrap=True)
+    for column in ("ms", "noise", "GB/s", "of peak", "host us", *["load slowed"] * beside):
+        made.add_column(column, justify="right", no_wrap=True)
+    for number, row in enumerate(result.rows):
         made.add_row(
-            str(row.tokens_per_block),
-            str(row.num_blocks),
-            _bytes(row.copy_size),
-            row.pattern,
-            row.direction,
-            str(row.alignment),
-            row.load,
+            *(values[name][number] for name in axes),
             row.backend,
             f"{row.median_ms:.3f}",
             _percent(row.noise_percent),
             f"{row.bandwidth_gbps:.1f}",
             f"{row.percent_of_peak:.0f} %",
             f"{row.host_us:.0f}",
-            _percent(row.load_slowdown_percent),
+            *[_percent(row.load_slowdown_percent)] * beside,
         )
     return made
 
@@ -193,8 +203,8 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.0f} us"
 
 
-# What the columns of a comparison are called; these are always there, other axes where they differ.
-_COLUMNS = {"tokens_per_block": "tokens", "num_blocks": "blocks", "pattern": "pattern", "direction": "way"}
+# What the columns of a comparison are called; axes that do not differ stand in its title.
+_COLUMNS = {"tokens_per_block": "tokens", "num_blocks": "blocks", "direction": "way", "alignment": "align"}
 
 
 def compare(before: Result, after: Result) -> Any:
@@ -210,16 +220,16 @@ def compare(before: Result, after: Result) -> Any:
     if not pairs:
         raise ValueError("the two files have no measurement in common: no row has the same axes in both")
     both = [row for _, row in pairs]
-    axes = [name for name in _KEY if name in _COLUMNS or name == "backend" or len(_values(both, name)) > 1]
-    facts = {name: _values(both, name)[0] for name in _KEY if name not in axes}
+    axes = [name for name in _KEY if name == "backend" or len(_values(both, name)) > 1]
+    facts = {_COLUMNS.get(name, name): _values(both, name)[0] for name in _KEY if name not in axes}
     for name in dict.fromkeys([*before.machine, *after.machine]):
         was, now = (str(run.machine.get(name, "unknown")) for run in (before, after))
         facts[name] = was if was == now else f"{was}, then {now}"
     made = Table(title="  ".join(f"{name}: {value}" for name, value in facts.items()))
     for name in axes:
-        made.add_column("method" if name == "backend" else _COLUMNS.get(name, name))
+        made.add_column("method" if name == "backend" else _COLUMNS.get(name, name), no_wrap=True)
     for column in ("before GB/s", "after GB/s", "ratio", "noise", ""):
-        made.add_column(column, justify="right")
+        made.add_column(column, justify="right", no_wrap=True)
     for old, row in pairs:
         ratio, noise = row.bandwidth_gbps / old.bandwidth_gbps, _sum(old.noise_percent, row.noise_percent)
         verdict = "" if noise is None or abs(ratio - 1) * 100 <= noise else ("faster" if ratio > 1 else "slower")

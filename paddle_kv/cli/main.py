@@ -13,6 +13,7 @@ try:
     import rich.console
     import typer
     from rich.markup import escape
+    from rich.measure import Measurement
     from rich.progress import Progress
 except ImportError:
     sys.exit("paddle-kv needs typer and rich: pip install 'paddle_kv[cli]'")
@@ -38,8 +39,11 @@ TABLE_COLUMNS = 150  # where the output is a file or a pipe
 
 
 def _show(table: Any) -> None:
+    """A line may be longer than the terminal is wide: no figure is cut off."""
     console = rich.console.Console()
-    (console if console.is_terminal else rich.console.Console(width=TABLE_COLUMNS)).print(table)
+    width = console.width if console.is_terminal else TABLE_COLUMNS
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    rich.console.Console(width=max(width, needed)).print(table)
 
 
 def _line(text: str) -> None:

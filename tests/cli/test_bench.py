@@ -302,7 +302,8 @@ def test_compare_shows_the_axes_that_differ(files, tmp_path):
         data["rows"] = [dict(data["rows"][0], alignment=alignment) for alignment in (1, 16)]
 
     path = changed(files, tmp_path, aligned)
-    assert "alignment" in run("bench", "compare", path, path)
+    table = plain(run("bench", "compare", path, path))
+    assert "┃ align ┃ method ┃" in table and "tokens: 3" in table
 
 
 def test_compare_refuses_files_without_a_common_row(files, tmp_path):
@@ -331,6 +332,16 @@ def test_a_method_that_moves_wrong_bytes_is_found(monkeypatch):
 def test_the_table_says_what_was_measured():
     title = plain(run("bench", *SMALL, "--tp", "2", "--backend", "memcpy_loop")).split("┏")[0]
     assert "model: Llama-3.1-8B tp: 2 op: swap memory: " in title
+    assert "blocks: 7" in title and "tokens:" not in title
+
+
+def test_no_figure_is_cut_off_in_a_narrow_terminal(files, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("COLUMNS", "60")
+    sweep = ["--alignment=1", "--alignment=16", "--pattern=scattered", "--pattern=contiguous_host"]
+    for command in (["bench", *SMALL, *sweep], ["bench", "compare", str(files["json"]), str(files["json"])]):
+        output = run(*command)
+        assert "vectorized_copy" in output and "…" not in output
 
 
 def test_doctor_finds_nothing_and_finds_a_broken_method(monkeypatch):
