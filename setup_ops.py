@@ -50,10 +50,16 @@ def sources() -> list[str]:
 
 
 def commit() -> str:
-    """The last commit that changed the operators: any other would make the library look out of date."""
-    command = ["git", "log", "-1", "--format=%h", "--", "custom_ops"]
-    try:
+    """The last commit that changed the operators (any other would make the library look out of date), and whether what
+    is built is something else."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments, "--", "custom_ops"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        last = git("log", "-1", "--format=%h")
+        return f"{last}-modified" if last and git("status", "--porcelain") else last
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -1,7 +1,16 @@
 """KV-cache memory operations for PaddlePaddle: operators on paged caches, and a scheduler that overlaps their transfer
 to and from host memory with the model's computation."""
 
-from . import ops
+import sys as _sys
+
+try:
+    from . import ops
+except ImportError as _error:
+    # `paddle-kv doctor` is meant for such an installation: the command says in one line what is wrong.
+    _name = _sys.argv[0].rpartition("/")[2] if _sys.argv else ""
+    if _name == "paddle-kv" or (_name == "-m" and "paddle_kv" in _sys.orig_argv):
+        _sys.exit(f"paddle-kv: {_error}")
+    raise
 from .errors import CudaError, TransferError
 from .layout import KVCacheSpec
 from .memory import DeviceCache, HostPool

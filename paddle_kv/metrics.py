@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -36,6 +37,7 @@ def _one(name: str) -> dict[str, str]:
 
 
 _DIRECTIONS = ("onload", "offload")
+_LABEL = re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 METRICS = (
     Metric("paddle_kv_transfers_total", "counter", "transfers", "Transfers that were started", "scheduler",
@@ -92,8 +94,8 @@ class Collector:
     scheduler that is closed is still read.
 
     Raises:
-        TypeError: not a scheduler, or not a manager.
-        ValueError: a label that the metrics have themselves, such as ``direction``.
+        TypeError: not a scheduler, not a manager, or labels that are no mapping.
+        ValueError: a label that the metrics have themselves, such as ``direction``, or one that Prometheus cannot read.
 
     Example:
         >>> from prometheus_client import CollectorRegistry, generate_latest
@@ -118,6 +120,13 @@ class Collector:
             check_scheduler(self.scheduler)
         if self.manager is not None and not isinstance(self.manager, KVOffloadManager):
             raise TypeError(f"manager is {type(self.manager).__name__}; a KVOffloadManager is expected")
+        if not isinstance(self.labels, Mapping):
+            raise TypeError(f"labels is {type(self.labels).__name__}; a mapping name -> value is expected")
+        for name in self.labels:  # one that Prometheus cannot read costs it all metrics of the process
+            if not isinstance(name, str) or not _LABEL.fullmatch(name):
+                raise ValueError(
+                    f"labels names {name!r}; letters, digits and _ are expected, no digit and no __ at the beginning"
+                )
         own = {metric.label for metric in METRICS} - {""}
         if taken := sorted(own & set(self.labels)):
             raise ValueError(

@@ -123,6 +123,11 @@ def test_wrong_arguments_are_named() -> None:
             ValueError, match=r"labels names direction, which the metrics have themselves \(direction, "
         ):
             Collector(scheduler, labels={"rank": "0", "direction": "up"})
+        for name in ("", "tp-rank", "1st", "__name", "rank ", 3):
+            with pytest.raises(ValueError, match=f"labels names {name!r}; letters, digits and _"):
+                Collector(scheduler, labels={"rank": "0", name: "0"})  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match="labels is str; a mapping"):
+            Collector(scheduler, labels="rank")  # type: ignore[arg-type]
         registry = CollectorRegistry()
         registry.register(Collector(scheduler, labels={"rank": 3}))  # type: ignore[dict-item]
         assert registry.get_sample_value("paddle_kv_transfers_in_flight", {"rank": "3"}) == 0

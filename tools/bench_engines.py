@@ -6,9 +6,12 @@ python tools/bench_engines.py [--engines auto,kernel] [--sizes 4,16,32,128] [--l
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import cupy
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
 from paddle_kv.backend.protocol import ENGINES
 from paddle_kv.bench.engines import COLUMNS, both_ways, rows

@@ -15,11 +15,14 @@ import argparse
 import csv
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
 from paddle_kv.offload import POLICIES, BlockIndex, make_policy
 from paddle_kv.offload.trace import read_trace

@@ -4,8 +4,8 @@
     python tools/fuzz_ops.py --seed 0 --only 4711       # one call again, and what it was
 
 Each call has to end in a typed error with nothing moved, or in the exact result of the NumPy references in
-tests/reference. The calls run in a child process; where it dies, the report names the call, and the rest goes on in
-another child. Exit code 1 if anything was found.
+tests/reference. The calls run in a child process; where it dies, the report has the number of the call, and the rest
+goes on in another child; --only prints the call before it makes it. Exit code 1 if anything was found.
 """
 
 from __future__ import annotations
@@ -93,14 +93,16 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="run one call in this process")
     parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.count < 1:
+        parser.error(f"argument --count: {options.count} must be at least 1")
     if options.work:
         work(options.seed, *options.work)
         return 0
     if options.only is not None:
         from tests.fuzz.one_call import run
 
-        verdict = run(options.seed, options.only)
-        print(f"{verdict.kind}: {verdict.text}")
+        verdict = run(options.seed, options.only, lambda call: print(call, flush=True))
+        print(verdict.kind, verdict.text)
         return int(verdict.wrong)
     report = fuzz(options.seed, options.count)
     for finding in report["findings"][:SHOWN_FINDINGS]:

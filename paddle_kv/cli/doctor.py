@@ -25,11 +25,18 @@ ROUND_TRIP_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: its name, whether it passed, what was seen (and, if it failed, how to mend it)."""
+    """One check: its name, whether it passed, what was seen (and, if it failed, how to mend it).
+
+    ``passed`` is None where this machine has nothing to check.
+    """
 
     name: str
-    passed: bool
+    passed: bool | None
     text: str
+
+
+class NothingToCheck(Exception):
+    """What a check raises where the machine does not have what it is about."""
 
 
 def examine() -> Iterator[Finding]:
@@ -44,6 +51,8 @@ def examine() -> Iterator[Finding]:
     ):
         try:
             yield Finding(name, True, check())
+        except NothingToCheck as reason:
+            yield Finding(name, None, str(reason))
         except Exception as error:  # noqa: BLE001  what is wrong is the result
             yield Finding(name, False, f"{type(error).__name__}: {error}")
 
@@ -88,7 +97,7 @@ def _round_trip(engine: str) -> Callable[[], str]:
 def _moved_by(engine: str) -> str:
     """Host, device, host, with a checksum."""
     if not has_gpu() and engine != "auto":
-        return "not on this machine"
+        raise NothingToCheck("not on this machine")
     spec = _spec(64)
     blocks = ROUND_TRIP_BYTES // spec.block_bytes
     cache, pool = DeviceCache(spec, blocks), HostPool(spec, 2 * blocks)
@@ -110,7 +119,7 @@ def _moved_by(engine: str) -> str:
 
 def _engine_sizes() -> str:
     if not has_gpu():
-        return "of no use on the CPU"
+        raise NothingToCheck("of no use on the CPU")
     from ..backend.cupy_backend import device_name
 
     sizes = calibration.load(device_name(0))
@@ -144,7 +153,7 @@ def _method(name: str) -> Callable[[], str]:
             enqueue = methods.METHODS[name](case, way, clock.stream)
             if enqueue is None:
                 case.close()
-                return "not on this machine"
+                raise NothingToCheck("not on this machine")
             if not moves_the_bytes(case, way, enqueue, clock.stream):
                 raise RuntimeError(
                     f"moved wrong bytes ({way}); please report this with the output of paddle-kv env --json"

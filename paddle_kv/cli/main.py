@@ -13,6 +13,7 @@ try:
     import rich.console
     import typer
     from rich.markup import escape
+    from rich.measure import Measurement
     from rich.progress import Progress
 except ImportError:
     sys.exit("paddle-kv needs typer and rich: pip install 'paddle_kv[cli]'")
@@ -20,7 +21,7 @@ except ImportError:
 from ..bench import methods, models
 from ..bench import report as reports
 from ..bench.load import LOADS
-from ..bench.run import Axes, sweep
+from ..bench.run import Axes, WrongBytes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..memory.host_memory import has_gpu
 from ..offload.live_replay import shrunk
@@ -38,8 +39,11 @@ TABLE_COLUMNS = 150  # where the output is a file or a pipe
 
 
 def _show(table: Any) -> None:
+    """A line may be longer than the terminal is wide: no figure is cut off."""
     console = rich.console.Console()
-    (console if console.is_terminal else rich.console.Console(width=TABLE_COLUMNS)).print(table)
+    width = console.width if console.is_terminal else TABLE_COLUMNS
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+    rich.console.Console(width=max(width, needed)).print(table)
 
 
 def _line(text: str) -> None:
@@ -68,8 +72,8 @@ def bench(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks that share the KV heads.")] = 1,
     layers: Annotated[int, typer.Option(help="Fewer layers than the model has; 0 takes all.", min=0)] = 0,
     op: Annotated[Operation, typer.Option(help="What is done; all but swap work inside the device.")] = Operation.swap,
-    tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.")] = [16],  # noqa: B006
-    blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.")] = [256],  # noqa: B006
+    tokens: Annotated[list[int], typer.Option(help="Tokens per block; repeat to sweep.", min=1)] = [16],  # noqa: B006
+    blocks: Annotated[list[int], typer.Option(help="Blocks that move; repeat to sweep.", min=1)] = [256],  # noqa: B006
     direction: Annotated[
         list[Way], typer.Option(help="Which way; repeat to sweep. Default: h2d and d2h, or d2d where that is all.")
     ] = [],  # noqa: B006
@@ -107,6 +111,8 @@ def bench(
     if not set(alignment) <= set(ALIGNMENTS):
         choices = ", ".join(map(str, ALIGNMENTS))
         raise typer.BadParameter(f"{alignment} must be of {choices}", param_hint="--alignment")
+    if calibrate and (json_file or plot):
+        raise typer.BadParameter("--calibrate writes a --csv and no other file", param_hint="--json and --plot")
     axes = Axes(
         model=model.value,
         tp=tp,
@@ -119,7 +125,7 @@ def bench(
         backends=[one.value for one in backend] or list(methods.METHODS),
         alignments=alignment,
         load=load.value,
-        pinned=not pageable,
+        pinned=not (pageable and has_gpu()),  # without a GPU all memory is pageable, and all methods take it
         warmups=warmups,
         repeats=repeats,
         seed=seed,
@@ -134,17 +140,20 @@ def bench(
             if calibrate:
                 sizes, path, rows = calibration.run(show)
                 _show(calibration.table(sizes))
-                rich.print(f"stored in {path}")
+                _line(escape(f"stored in {path}"))
                 if csv:
                     calibration.write_csv(rows, csv)
                 return
             result = sweep(axes, environment.summary(), show)
         except (ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None
+        except WrongBytes as error:
+            _line(f"[red]FAIL[/] {escape(str(error))}; please report this with the output of paddle-kv env --json")
+            raise typer.Exit(1) from None
     _show(reports.table(result))
     unfit = [one.value for one in backend if one.value not in {row.backend for row in result.rows}]
     if unfit:
-        rich.print(f"not for this operation, pattern or machine: {', '.join(unfit)}")
+        _line(f"not for this operation, pattern or machine: {', '.join(unfit)}")
     if csv:
         reports.write_csv(result, csv)
     if json_file:
@@ -167,7 +176,7 @@ def compare(before: Path, after: Path) -> None:
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, hash_ids (Mooncake's traces).")],
     policy: Annotated[list[PolicyName], typer.Option(help="Repeat to compare.")] = list(PolicyName),  # noqa: B006
-    capacity: Annotated[list[int], typer.Option(help="Blocks in host memory; repeat to sweep.")] = [],  # noqa: B006
+    capacity: Annotated[list[int], typer.Option(help="Blocks in host memory; repeat to sweep.", min=1)] = [],  # noqa: B006
     requests: Annotated[int | None, typer.Option(help="Only so many requests of the trace.", min=1)] = None,
     model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-70B"],
     tp: Annotated[int, typer.Option(help="Ranks; each has a link and its part of each block.")] = 8,
@@ -219,12 +228,12 @@ def replay(
     if csv:
         replays.write_csv(rows, csv)
     if json_file:
-        replays.write_json(rows, costs, json_file)
+        replays.write_json(rows, costs, json_file, time_scale=time_scale if device is Device.real else None)
     if waits:
         replays.write_waits(runs, all_requests, waits)
     if plot:
         for path in replays.plot(runs, all_requests, plot):
-            rich.print(path)
+            _line(escape(str(path)))
 
 
 @app.command()
@@ -232,9 +241,9 @@ def doctor() -> None:
     """Check the installation with real copies; exit code 1 if anything is wrong."""
     failed = 0
     for finding in checks.examine():
-        failed += not finding.passed
-        mark = "[green]ok[/]  " if finding.passed else "[red]FAIL[/]"
-        _line(f"{mark} {finding.name}: {escape(finding.text)}")
+        failed += finding.passed is False
+        mark = {True: "[green]ok[/]  ", False: "[red]FAIL[/]", None: "-   "}
+        _line(f"{mark[finding.passed]} {finding.name}: {escape(finding.text)}")
     raise typer.Exit(1 if failed else 0)
 
 

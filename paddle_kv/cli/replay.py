@@ -223,8 +223,12 @@ def write_waits(runs: Sequence[Run], requests: Sequence[Request], path: Path) ->
                 writer.writerow([run.policy, run.capacity_blocks, number, *facts, *taken])
 
 
-def write_json(rows: Sequence[Row], costs: Costs, path: Path) -> None:
-    path.write_text(json.dumps({"costs": asdict(costs), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+def write_json(rows: Sequence[Row], costs: Costs, path: Path, *, time_scale: float | None) -> None:
+    """``time_scale``: of real transfers; their link is what each row has measured, loaded_bytes / transfer_s."""
+    facts = asdict(costs)
+    if time_scale is not None:
+        facts |= {"link_bytes_per_s": None, "time_scale": time_scale}
+    path.write_text(json.dumps({"costs": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
 def plot(runs: Sequence[Run], requests: Sequence[Request], directory: Path) -> list[Path]:
@@ -259,11 +263,16 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _draw_hit_rates(panel: Any, runs: Sequence[Run]) -> None:
+    from matplotlib.ticker import NullLocator
+
     for policy in dict.fromkeys(run.policy for run in runs):
         points = [(run.capacity_blocks, 100 * run.hit_rate) for run in runs if run.policy == policy]
         style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
         panel.plot(*zip(*sorted(points), strict=True), marker="o", label=policy, **style)
     panel.set_xscale("log")
+    capacities = sorted({run.capacity_blocks for run in runs})
+    panel.set_xticks(capacities, [f"{one:,}" for one in capacities])
+    panel.xaxis.set_minor_locator(NullLocator())
     panel.set_xlabel("capacity in blocks of 512 tokens")
     panel.set_ylabel("blocks found in %")
     panel.set_ylim(bottom=0)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import rich
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -70,7 +71,7 @@ def soak(
     if json_file:
         json_file.write_text(json.dumps({"environment": environment.summary(), **asdict(report)}, indent=1) + "\n")
     if report.failure:
-        rich.print(f"[red]FAIL[/] {report.failure}")
+        rich.print(f"[red]FAIL[/] {escape(report.failure)}")
         raise typer.Exit(1)
 
 

@@ -24,6 +24,8 @@ class ForwardPass:
 
     Raises:
         TypeError: ``loads`` or ``saves`` is not a list of transfers.
+        ValueError: among the loads a layerwise offload whose layers are not marked (the pass would wait for marks that
+            it makes later), or among the saves something else. The layerwise saves are cancelled.
 
     As a context manager it ends the saves: those that lack a layer, because the pass was left early or raised, are
     cancelled, or they would wait for that layer forever. The loads are the caller's: what was computed is valid only
@@ -57,6 +59,21 @@ class ForwardPass:
         self._marked: set[int] = set()
         self._stream = stream
         self._timeout_s = timeout_s
+        try:
+            self._check_kinds()
+        except ValueError:
+            self.__exit__(None, None, None)
+            raise
+
+    def _check_kinds(self) -> None:
+        for number, load in enumerate(self._loads):
+            if load.unmarked_layers:
+                raise ValueError(
+                    f"loads[{number}] is a layerwise offload whose layers are not marked: {load}; name it in saves"
+                )
+        for number, save in enumerate(self._unfinished):
+            if not save.layerwise:
+                raise ValueError(f"saves[{number}] is not a layerwise offload: {save}; layerwise=True is expected")
 
     def before(self, layer: int) -> None:
         """Work submitted to the stream from now on sees this layer of all loads. Call it before the layer's cache is
@@ -92,7 +109,7 @@ class ForwardPass:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for save in self._unfinished:
-            if len(self._marked) < save.num_layers:
+            if save.layerwise and len(self._marked) < save.num_layers:
                 save.cancel()
         self._unfinished = []
 
@@ -158,7 +175,7 @@ class LayerHooks:
         Raises:
             RuntimeError: another pass is running, or there are loads and the hooks are removed.
             TypeError: ``loads`` or ``saves`` is not a list of transfers.
-            ValueError: a transfer has another number of layers than there are hooks.
+            ValueError: as :class:`ForwardPass`, or a transfer has another number of layers than there are hooks.
         """
         with ForwardPass(loads, saves, stream=stream, timeout_s=timeout_s) as running:
             self._check_ready(running._loads, running._unfinished)

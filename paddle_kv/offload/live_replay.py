@@ -68,7 +68,7 @@ def live_replay(
         MemoryError: the pool or the cache does not fit.
     """
     if not 0 < time_scale < float("inf"):
-        raise ValueError(f"time_scale = {time_scale} must be above 0")
+        raise ValueError(f"time_scale = {time_scale} must be a finite number above 0")
     if capacity_blocks < 1:
         raise ValueError(f"capacity_blocks = {capacity_blocks} must be at least 1")
     run = Run(policy, capacity_blocks, sum(len(request.block_ids) for request in requests), [], 0, 0)

@@ -74,8 +74,10 @@ class Lease:
         """Releases all but the first so many, for a server that uses only those.
 
         Raises:
+            TypeError: not an integer.
             ValueError: it does not hold so many.
         """
+        num_blocks = arguments.integer(num_blocks, "num_blocks")
         if not 0 <= num_blocks <= len(self.hashes):
             raise ValueError(f"num_blocks = {num_blocks} must be in [0, {len(self.hashes)}]")
         self._manager._release_behind(self, num_blocks)

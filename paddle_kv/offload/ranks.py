@@ -22,6 +22,10 @@ def lookup_common(manager: KVOffloadManager, hashes: Sequence[bytes], all_reduce
         all_reduce_min: gives every rank the smallest of the numbers that they pass: :func:`paddle_all_reduce_min`, or
             what the server has. What it raises is raised, with nothing held.
 
+    Raises:
+        TypeError: ``all_reduce_min`` cannot be called, or gave no integer.
+        ValueError: it gave a number that is larger than the own one, or negative.
+
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
         >>> from paddle_kv.offload import KVOffloadManager, lookup_common
@@ -35,6 +39,8 @@ def lookup_common(manager: KVOffloadManager, hashes: Sequence[bytes], all_reduce
         2
         >>> manager.close(); scheduler.close()
     """
+    if not callable(all_reduce_min):
+        raise TypeError(f"all_reduce_min is {type(all_reduce_min).__name__}; a function of a number is expected")
     lease = manager.lookup(hashes)
     try:
         lease.keep_first(all_reduce_min(lease.num_blocks))

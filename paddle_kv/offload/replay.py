@@ -46,7 +46,7 @@ class Costs:
         for name in ("block_bytes", "num_layers", "link_bytes_per_s", "prefill_tokens_per_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
-                raise ValueError(f"{name} = {value} must be above 0")
+                raise ValueError(f"{name} = {value} must be a finite number above 0")
 
 
 @dataclass(slots=True)  # there are three of each request and run

@@ -154,7 +154,7 @@ def _integers(values: Any, name: str) -> np.ndarray:
         if isinstance(values, (list, tuple)) and _types(values) <= {int}:  # ints for which NumPy has no integer type
             raise _too_large(values, name)
         raise TypeError(f"{name} has dtype {found.dtype}; int32 or int64 is expected")
-    if found.dtype == np.uint64 and int(found.max()) > _LARGEST:
+    if found.dtype == np.uint64 and found.ndim in (1, 2) and int(found.max()) > _LARGEST:
         raise _too_large(found.tolist(), name)
     return found.astype(np.int64, copy=False)
 

@@ -17,6 +17,7 @@ from ..errors import CudaError
 DIRECTORY = Path(__file__).resolve().parent.parent / "_lib"
 LIBRARY = DIRECTORY / f"paddle_kv_ops-paddle{paddle.__version__}.so"
 PREFIX = "static_op_paddle_kv_"
+_LOADER_ERROR = re.compile(r"error code is (?:\S+\.so: )?([^\n]*?)\)?\.?\n")
 
 
 def _load() -> None:
@@ -27,7 +28,14 @@ def _load() -> None:
             f"paddle_kv has no operators for Paddle {paddle.__version__} ({have} in {DIRECTORY}); "
             "build them with this Paddle: python setup_ops.py build"
         )
-    load_op_meta_info_and_register_op(str(LIBRARY))
+    try:
+        load_op_meta_info_and_register_op(str(LIBRARY))
+    except RuntimeError as error:  # what the loader said stands in the midst of Paddle's own advice
+        reason = _LOADER_ERROR.search(str(error))
+        raise ImportError(
+            f"{LIBRARY} cannot be loaded by Paddle {paddle.__version__} ({reason[1] if reason else error}); "
+            "build it again on this machine: python setup_ops.py build"
+        ) from None
 
 
 _load()

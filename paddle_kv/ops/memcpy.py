@@ -131,9 +131,10 @@ def build_info() -> dict[str, Any]:
     Returns:
         ``paddle``: version of Paddle they were built for; ``cuda``: version of the toolkit, None without CUDA;
         ``architectures``: list of compute capabilities, ``["80", "90"]``; ``commit``: the last one that changed the
-        operators, "" if not built from a checkout; ``compiler``: version of the C++ compiler; ``features``: list of
-        ``"cpu"``, ``"cuda"``, ``"memcpy_batch_async"`` (without it pieces are copied one by one) and ``"bulk_copy"``
-        (code for ``cp.async.bulk`` is built in; without it, and on older GPUs, transfers use 16-byte words).
+        operators, with "-modified" if they differed from it, "" if not built from a checkout; ``compiler``: version of
+        the C++ compiler; ``features``: list of ``"cpu"``, ``"cuda"``, ``"memcpy_batch_async"`` (without it pieces are
+        copied one by one) and ``"bulk_copy"`` (code for ``cp.async.bulk`` is built in; without it, and on older GPUs,
+        transfers use 16-byte words).
 
     Example:
         >>> from paddle_kv import ops

@@ -254,6 +254,16 @@ class Transfer:
         return self._plan.num_layers
 
     @property
+    def layerwise(self) -> bool:
+        """Whether each of its layers starts at :meth:`mark_layer_written`: ``offload(..., layerwise=True)``."""
+        return self._marks is not None
+
+    @property
+    def unmarked_layers(self) -> list[int]:
+        """Those of a layerwise offload that still have to be marked."""
+        return [] if self._marks is None else [layer for layer, mark in enumerate(self._marks) if mark is None]
+
+    @property
     def plan(self) -> TransferPlan:
         """Which blocks it moves."""
         return self._plan

@@ -121,6 +121,8 @@ def test_alignments_and_pageable_memory(tmp_path):
     patterns_seen = ("scattered", "lw_to_fc", "fc_to_fc")
     assert seen == {(a, p, d) for a in (1, 2, 4, 8, 16) for p in patterns_seen for d in ("h2d", "d2d")}
     assert {row["memory"] for row in rows} == {"pageable"}
+    if not has_gpu():  # there all memory is, and every method takes it
+        assert {row["backend"] for row in rows} >= {"scheduler", "swap_cache_all_layers", "vectorized_copy"}
 
 
 def test_pieces_agree_modulo_the_alignment_and_no_more():
@@ -151,9 +153,40 @@ def test_the_plots_show_something(files):
         assert len(np.unique(pixels.reshape(-1, 3).round(1), axis=0)) > 5
 
 
+def test_a_line_of_a_plot_has_one_point_for_each_size(tmp_path, monkeypatch):
+    """Whatever else is swept is in a panel of its own, not a zigzag within one."""
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    axes = ["--blocks=3", "--blocks=9", "--alignment=1", "--alignment=16", "--pattern=scattered", "--pattern=lw_to_fc"]
+    backends = ["--backend=memcpy_loop", "--backend=vectorized_copy"]
+    sizes = ["--layers=2", "--tokens=2", "--tokens=5", "--repeats=1", "--warmups=0"]
+    run("bench", *sizes, *axes, *backends, "--plot", str(tmp_path / "run.png"))
+    bandwidth, roofline = figures
+    titles = [panel.get_title() for panel in bandwidth.axes]
+    assert len(set(titles)) == len(titles) == 2 * 2 * 2 * 2
+    assert "h2d, lw_to_fc, 9 blocks, aligned to 1" in titles
+    for panel in bandwidth.axes:
+        lines = {line.get_label(): line for line in panel.lines}
+        assert set(lines) == {"contiguous", "memcpy_loop", "vectorized_copy"}
+        for line in lines.values():
+            assert len(line.get_xdata()) == 2 and line.get_xdata()[0] < line.get_xdata()[1]
+            assert line.get_marker() != "None"  # a single point has to be seen too
+    assert len({panel.get_title() for panel in roofline.axes}) == len(roofline.axes) == 2 * 2 * 2
+    for panel in roofline.axes:
+        rates = [rate for line in panel.lines[:3] for rate in line.get_ydata()]
+        assert len(rates) == 3 * 2 * 2
+        assert f"roof: {max(rates):.3g} GB/s" in [text.get_text() for text in panel.get_legend().get_texts()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
+        (["--tokens", "0"], "'--tokens'"),
+        (["--blocks", "-1"], "'--blocks'"),
+        (["--calibrate", "--json", "rows.json"], "--calibrate writes a --csv and no other file"),
+        (["--calibrate", "--plot", "rows.png"], "--calibrate writes a --csv and no other file"),
         (["--tp", "3"], "must divide the 8 KV heads"),
         (["--pattern", "diagonal"], "diagonal"),
         (["--model", "nobody"], "nobody"),
@@ -177,11 +210,110 @@ def test_a_load_without_a_gpu_is_refused(monkeypatch):
     assert "a load needs a GPU" in result.output
 
 
-def test_compare_refuses_a_foreign_file(tmp_path):
-    foreign = tmp_path / "x.json"
-    foreign.write_text("{}")
-    result = CliRunner().invoke(app, ["bench", "compare", str(foreign), str(foreign)])
+def changed(files, tmp_path, change):
+    """A copy of the JSON file that ``change`` was applied to."""
+    data = json.loads(files["json"].read_text())
+    change(data)
+    path = tmp_path / "changed.json"
+    path.write_text(json.dumps(data))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict.clear,
+        lambda data: data.update(machine=3),
+        lambda data: data["rows"][0].pop("backend"),
+        lambda data: data["rows"][0].update(bandwidth_gbps="fast"),
+        lambda data: data["rows"][0].update(bandwidth_gbps=0),
+        lambda data: data["rows"][0].update(noise_percent=-1),
+        lambda data: data["rows"][0].update(model=[]),
+    ],
+)
+def test_compare_refuses_a_foreign_file(files, tmp_path, change):
+    path = changed(files, tmp_path, change)
+    for both in ((path, str(files["json"])), (str(files["json"]), path)):
+        result = CliRunner().invoke(app, ["bench", "compare", *both])
+        assert result.exit_code == 2
+        assert "changed.json is not a file that paddle-kv bench --json wrote" in plain(result.output)
+
+
+def test_compare_refuses_a_picture(files):
+    result = CliRunner().invoke(app, ["bench", "compare", str(files["png"]), str(files["json"])])
     assert result.exit_code == 2
+    assert "run.png is not a file that paddle-kv bench --json wrote" in plain(result.output)
+
+
+def plain(output):
+    return " ".join(output.replace("│", " ").split())
+
+
+def test_compare_tells_what_is_faster_what_is_left_out_and_where_it_ran(files, tmp_path):
+    def change(data):
+        del data["rows"][0]
+        data["machine"]["driver"] = "12.8"
+        for row in data["rows"]:
+            row["noise_percent"] = 0.1
+        for row, factor in zip(data["rows"][:3], (2.0, 0.5, 1.0001), strict=True):
+            row["bandwidth_gbps"] *= factor
+        data["rows"][0]["noise_percent"] = None  # beside a load it is not known
+
+    def quiet(data):
+        data["machine"]["driver"] = "12.4"
+        for row in data["rows"]:
+            row["noise_percent"] = 0.1
+
+    other = changed(files, tmp_path, change)
+    (tmp_path / "before").mkdir()
+    before = changed(files, tmp_path / "before", quiet)
+    output = plain(run("bench", "compare", before, other))
+    assert "model: Llama-3.1-8B" in output and "driver: 12.4, then 12.8" in output
+    assert "left out: 1 rows that are in the first file alone, 0 in the second" in output
+    assert output.count("slower") == 1 and "0.500 0.2 % slower" in output
+    assert "faster" not in output  # twice the rate, but nobody knows the noise
+    assert "2.000" in output and "1.000 0.2 %" in output
+
+
+def test_nobody_knows_the_noise_of_one_run(tmp_path):
+    from paddle_kv.bench.clock import Timing
+    from paddle_kv.bench.run import Axes, _row
+    from paddle_kv.bench.setup import make_case
+    from paddle_kv.layout import KVCacheSpec
+
+    rows = []
+    for repeats in ("1", "2"):
+        path = tmp_path / f"{repeats}.json"
+        run("bench", "--layers=1", "--tokens=2", "--blocks=3", "--repeats", repeats, "--json", str(path))
+        rows.append(json.loads(path.read_text())["rows"])
+    assert {row["noise_percent"] for row in rows[0]} == {None}
+    assert all(row["noise_percent"] >= 0 for row in rows[1])
+    compared = plain(run("bench", "compare", str(tmp_path / "1.json"), str(tmp_path / "2.json")))
+    assert "faster" not in compared and "slower" not in compared
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=3, dtype="float16")
+    case = make_case(spec, "scattered", "h2d", 3, pinned=True, seed=0)
+    beside = _row(Axes(load="gemm"), [case], "h2d", "scheduler", Timing(2.0, 2.0, 2.0, 1.0, 1), 1.0, 3.0)
+    assert (beside.load, beside.noise_percent, beside.load_slowdown_percent) == ("gemm", None, 3.0)
+    case.close()
+
+
+def test_compare_shows_the_axes_that_differ(files, tmp_path):
+    def aligned(data):
+        data["rows"] = [dict(data["rows"][0], alignment=alignment) for alignment in (1, 16)]
+
+    path = changed(files, tmp_path, aligned)
+    table = plain(run("bench", "compare", path, path))
+    assert "┃ align ┃ method ┃" in table and "tokens: 3" in table
+
+
+def test_compare_refuses_files_without_a_common_row(files, tmp_path):
+    def other_model(data):
+        for row in data["rows"]:
+            row["model"] = "Qwen3-32B"
+
+    result = CliRunner().invoke(app, ["bench", "compare", str(files["json"]), changed(files, tmp_path, other_model)])
+    assert result.exit_code == 2
+    assert "no measurement in common" in plain(result.output)
 
 
 def test_a_method_that_moves_wrong_bytes_is_found(monkeypatch):
@@ -191,10 +323,31 @@ def test_a_method_that_moves_wrong_bytes_is_found(monkeypatch):
     axes = Axes(num_layers=1, tokens_per_block=(2,), num_blocks=(3,), backends=("scheduler",), repeats=1, warmups=0)
     with pytest.raises(WrongBytes, match="scheduler"):
         sweep(axes, {}, lambda done, total, what: None)
+    result = CliRunner().invoke(app, ["bench", *SMALL, "--backend", "scheduler"])
+    assert result.exit_code == 1
+    assert "FAIL scheduler moved wrong bytes" in plain(result.output)
+    assert isinstance(result.exception, SystemExit)  # no traceback
+
+
+def test_the_table_says_what_was_measured():
+    title = plain(run("bench", *SMALL, "--tp", "2", "--backend", "memcpy_loop")).split("┏")[0]
+    assert "model: Llama-3.1-8B tp: 2 op: swap memory: " in title
+    assert "blocks: 7" in title and "tokens:" not in title
+
+
+def test_no_figure_is_cut_off_in_a_narrow_terminal(files, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a terminal
+    monkeypatch.setenv("COLUMNS", "60")
+    sweep = ["--alignment=1", "--alignment=16", "--pattern=scattered", "--pattern=contiguous_host"]
+    for command in (["bench", *SMALL, *sweep], ["bench", "compare", str(files["json"]), str(files["json"])]):
+        output = run(*command)
+        assert "vectorized_copy" in output and "…" not in output
 
 
 def test_doctor_finds_nothing_and_finds_a_broken_method(monkeypatch):
-    assert "FAIL" not in run("doctor")
+    report = run("doctor")
+    assert "FAIL" not in report and "ok   engine auto: " in report
+    assert ("ok   engine kernel: " if has_gpu() else "-    engine kernel: not on this machine") in report
     monkeypatch.setitem(methods.METHODS, "scheduler", lambda case, way, stream: lambda: None)
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1

@@ -73,6 +73,8 @@ def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert sorted(path.name for path in plots.iterdir()) == ["hit_rate.png", "timeline.png", "waiting_time.png"]
     assert "optimum" in found.output
+    for name in ("hit_rate", "waiting_time", "timeline"):
+        assert f"{plots / name}.png\n" in found.output  # a path is not broken into lines
 
 
 def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> None:
@@ -82,10 +84,18 @@ def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> No
         [
             *["replay", str(trace), "--device", "real", "--policy", "lru", "--capacity", "100", "--capacity", "30"],
             *["--real-layers", "2", "--real-block-bytes", "4096", "--time-scale", "0.001"],
-            *["--csv", str(rows_path), "--plot", str(plots)],
+            *["--csv", str(rows_path), "--plot", str(plots), "--json", str(tmp_path / "rows.json")],
         ],
     )
     assert found.exit_code == 0, found.output
+    costs = json.loads((tmp_path / "rows.json").read_text())["costs"]
+    assert costs == {
+        "block_bytes": 4096,
+        "num_layers": 2,
+        "link_bytes_per_s": None,  # of each row: loaded_bytes / transfer_s
+        "prefill_tokens_per_s": 60_000,
+        "time_scale": 0.001,
+    }
     rows = list(csv.DictReader(rows_path.open()))
     assert [(row["device"], row["capacity_blocks"]) for row in rows] == [
         (device, capacity) for capacity in ("30", "100") for device in ("real", "simulated")
@@ -107,6 +117,8 @@ def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> No
     [
         ["--capacity", "0"],
         ["--link-gbps", "0"],
+        ["--link-gbps", "inf"],
+        ["--prefill-tokens-per-s", "nan"],
         ["--tp", "3"],
         ["--policy", "mru"],
         ["--device", "real", "--real-block-bytes", "5"],
@@ -117,6 +129,8 @@ def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list
     found = RUNNER.invoke(app, ["replay", str(trace), *options])
     assert found.exit_code == 2
     assert isinstance(found.exception, SystemExit)
+    if options[1] in ("inf", "nan"):
+        assert f"{options[1]} must be a finite number above 0" in found.output
 
 
 @pytest.mark.parametrize(

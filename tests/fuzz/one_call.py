@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import reprlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ SOUND_SHARE = 0.4  # of the calls stay as they were made
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind``: "exact", "refused", "either", or what is wrong; ``text`` says what was called then."""
+    """``kind``: "exact", "refused" (``text`` is the error), "either", or what is wrong (``text`` has the call too)."""
 
     op: str
     kind: str
@@ -32,7 +33,8 @@ class Verdict:
         return self.kind not in ("exact", "refused", "either")
 
 
-def run(seed: int, index: int) -> Verdict:
+def run(seed: int, index: int, announce: Callable[[str], None] | None = None) -> Verdict:
+    """``announce`` is told the call before it is made, which may end the process."""
     random = np.random.default_rng([seed, index])
     ground = Ground(random)
     call = FAMILIES[int(random.integers(len(FAMILIES)))](ground)
@@ -42,14 +44,15 @@ def run(seed: int, index: int) -> Verdict:
         for position in random.permutation(len(given))[: int(random.integers(1, 3))]:
             name = list(given)[int(position)]
             given[name] = mutated(given[name], ground, name)
+    if announce is not None:
+        announce(_written(call, given))
     ground.snapshot()
     return _judge(call, given, ground, sound)
 
 
 def _judge(call: Call, given: dict[str, Any], ground: Ground, sound: bool) -> Verdict:
     def wrong(kind: str, error: object = "") -> Verdict:
-        text = ", ".join(f"{name}={_shown(value)}" for name, value in given.items())
-        return Verdict(call.op, kind, f"{call.op}({text}) {error!r}")
+        return Verdict(call.op, kind, f"{_written(call, given)} {error!r}")
 
     outcome: Any = None
     try:  # before the call: it may overwrite what it reads
@@ -67,7 +70,9 @@ def _judge(call: Call, given: dict[str, Any], ground: Ground, sound: bool) -> Ve
             return wrong("moved before it was refused", error)
         if sound:
             return wrong("refused a sound call", error)
-        return Verdict(call.op, "refused")
+        if not any(name in str(error) for name in given):
+            return wrong("refused without naming an argument", error)
+        return Verdict(call.op, "refused", repr(error))
     except Exception as error:  # noqa: BLE001  what must not come out
         return wrong("untyped error", error)
     if outcome == "either":
@@ -86,6 +91,10 @@ def _judge(call: Call, given: dict[str, Any], ground: Ground, sound: bool) -> Ve
         if not same:
             return wrong("wrong result")
     return Verdict(call.op, "exact")
+
+
+def _written(call: Call, given: dict[str, Any]) -> str:
+    return f"{call.op}({', '.join(f'{name}={_shown(value)}' for name, value in given.items())})"
 
 
 def _shown(value: Any) -> str:

@@ -62,6 +62,7 @@ def test_every_public_operator_is_called():
         (lambda op, given: None, "wrong memory"),
         (lambda op, given: (_ for _ in ()).throw(RuntimeError("x")), "untyped error"),
         (lambda op, given: (_ for _ in ()).throw(ValueError("x")), "refused a sound call"),
+        (lambda op, given: (_ for _ in ()).throw(ValueError("x")), "refused without naming an argument"),
         (lambda op, given: (op(*given), (_ for _ in ()).throw(IndexError("x"))), "moved before it was refused"),
     ],
 )
@@ -85,3 +86,27 @@ def test_a_crash_is_a_finding(tmp_path):
     assert [finding["index"] for finding in told["findings"]] == [7]
     assert "exit code -6" in told["findings"][0]["call"]
     assert sum(told["kinds"].values()) == 12
+
+
+def test_one_call_again_says_what_it_was_before_it_is_made(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nfrom paddle_kv import ops\n"
+        "for name in ops.__all__:\n    setattr(ops, name, lambda *given, **options: os.abort())\n"
+    )
+    outputs = []
+    for python_path in (str(ROOT), f"{tmp_path}:{ROOT}"):
+        ran = subprocess.run(
+            [sys.executable, "-W", "ignore", str(ROOT / "tools/fuzz_ops.py"), "--only", "4"],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=300,
+            env={**os.environ, "PYTHONPATH": python_path},
+        )
+        outputs.append((ran.returncode, ran.stdout.splitlines()))
+    (code, whole), (crashed, cut) = outputs
+    verdict = one_call.run(0, 4)
+    assert (code, crashed) == (0, -6)
+    assert whole == [cut[0], f"{verdict.kind} {verdict.text}"]
+    assert cut[0].startswith(f"{verdict.op}(")

@@ -219,3 +219,36 @@ def test_transfers_may_come_from_a_generator(scheduler: LayerwiseScheduler) -> N
     save.wait(WAIT_S)
     with pytest.raises(TypeError, match="loads is None"):
         ForwardPass(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["hooks", "by hand"])
+def test_a_pass_refuses_what_it_would_wait_for_forever(scheduler: LayerwiseScheduler, kind: str) -> None:
+    """Loads and saves in each other's place: the first layer would wait for the mark behind it."""
+    hooks = LayerHooks([paddle.nn.Linear(2, 2) for _ in range(LAYERS)])
+    begin = hooks.forward_pass if kind == "hooks" else ForwardPass
+    load, save = scheduler.onload([4], [3]), scheduler.offload([5], [2], layerwise=True)
+    other, plain = scheduler.offload([6], [1], layerwise=True), scheduler.offload([7], [0])
+    for loads, saves, message in (
+        ([load, save], [other], r"loads\[1\] is a layerwise offload whose layers are not marked: <Transfer: offload"),
+        ([save], [load], r"loads\[0\] is a layerwise offload"),
+        ([], [save, load], r"saves\[1\] is not a layerwise offload: <Transfer: onload of 1 blocks"),
+        ([], [plain], r"saves\[0\] is not a layerwise offload: <Transfer: offload of 1 blocks"),
+    ):
+        with pytest.raises(ValueError, match=message), begin(loads, saves):
+            raise AssertionError("the pass would have begun")
+    assert "cancelled" in str(other.error) and "cancelled" in str(save.error)
+    load.wait(WAIT_S)
+    plain.wait(WAIT_S)
+    with hooks.forward_pass():  # the hooks are free
+        pass
+
+
+def test_a_pass_waits_for_a_layerwise_save_that_is_marked(scheduler: LayerwiseScheduler) -> None:
+    save = scheduler.offload([5], [2], layerwise=True)
+    for layer in range(LAYERS):
+        assert save.unmarked_layers == list(range(layer, LAYERS))
+        save.mark_layer_written(layer)
+    with ForwardPass([save], timeout_s=WAIT_S) as layers:
+        for layer in range(LAYERS):
+            layers.before(layer)  # compute may overwrite block 5 behind it
+    assert save.layerwise and not scheduler.onload([2], [5]).layerwise

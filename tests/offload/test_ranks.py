@@ -118,6 +118,11 @@ def test_nothing_is_held_when_the_ranks_cannot_agree() -> None:
         lookup_common(manager, hashes, lost)
     with pytest.raises(ValueError, match=r"num_blocks = 7 must be in \[0, 2\]"):
         lookup_common(manager, hashes, lambda mine: 7)
+    for wrong in (1.5, "2", None):
+        with pytest.raises(TypeError, match=r"num_blocks is .*; an integer is expected"):
+            lookup_common(manager, hashes, lambda mine, wrong=wrong: wrong)
+    with pytest.raises(TypeError, match="all_reduce_min is int; a function of a number is expected"):
+        lookup_common(manager, hashes, 2)  # type: ignore[arg-type]
     assert manager.stats()["pinned_blocks"] == 0
     assert manager.evict(2) == 2
     manager.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import numpy as np
 import paddle
@@ -73,6 +74,13 @@ def test_integers_of_numpy_in_pairs() -> None:
 def test_pairs_beyond_64_bits_are_named(pairs: list[tuple[int, int]], wrong: int) -> None:
     with pytest.raises(IndexError, match=rf"pairs\[{len(pairs)}\]: {wrong} must be in"):
         arguments.block_pairs([*pairs, (wrong, 0), *pairs], "pairs")
+
+
+@pytest.mark.parametrize("wrong", [2**63, np.uint64(2**63), 2**70, np.array([[[2**63]]], np.uint64)])
+@pytest.mark.parametrize("form", [arguments.block_ids, arguments.id_array, arguments.pair_array])
+def test_a_number_beyond_64_bits_in_place_of_a_list(form: Callable[..., object], wrong: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^ids "):
+        form(wrong, "ids")
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64"])

@@ -153,7 +153,7 @@ def test_other_mistakes(machine: Machine) -> None:
     slots = some_slots(11, 20)
     with pytest.raises(ValueError, match="scale is given"):
         latent.insert(slots, scale=1.0)
-    with pytest.raises(ValueError, match="differ in dtype"):
+    with pytest.raises(ValueError, match=r"differ in dtype \(float16, float32\); both"):
         latent.insert(slots, tensors=(tensor(latent.kv_c, machine), tensor(np.zeros((11, 16), np.float32), machine)))
     with pytest.raises(ValueError, match="kv_c has dtype float32, kv_cache has float16"):
         latent.insert(slots, tensors=[tensor(np.zeros((11, n), np.float32), machine) for n in (32, 16)])

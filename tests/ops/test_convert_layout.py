@@ -104,6 +104,12 @@ def test_errors(machine: Machine) -> None:
     cache.check_untouched()
 
 
+def test_a_zero_byte_does_not_end_the_message() -> None:
+    cache = paddle.to_tensor(np.zeros((2, 1, 2, 4), np.float32), place=paddle.CPUPlace())
+    with pytest.raises(ValueError, match=r'^kind = "key\\0\\0s" must be "key" or "value"$'):
+        ops.convert_layout(cache, kind="key\0\0s", source_layout="HND", target_layout="NHD")  # type: ignore[arg-type]
+
+
 @every_pair
 @every_kind
 @pytest.mark.parametrize("full_graph", [True, False])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import paddle
 import pytest
 import toolchain
 
@@ -115,40 +117,109 @@ def test_paddle_with_cuda_but_no_nvcc_builds_for_the_cpu(
     assert "CPU tensors only" in said
 
 
-def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
-    """Paddle 3 prints the error, goes on, and would link what an earlier build has left."""
+NO_CUDA = {"CUDA_HOME": "/nowhere/cuda"}
+
+
+def tree_with_one_source(folder: Path) -> Path:
+    """A checkout that has a single function; returns its source."""
     for name in ("setup_ops.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
-            shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "tools", tmp_path / "tools")
-    (tmp_path / "paddle_kv").mkdir()
-    shutil.copy(ROOT / "paddle_kv" / "__init__.py", tmp_path / "paddle_kv")
-    source = tmp_path / "custom_ops" / "ops" / "swap" / "one.cc"
+            shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "tools", folder / "tools")
+    (folder / "paddle_kv").mkdir()
+    shutil.copy(ROOT / "paddle_kv" / "__init__.py", folder / "paddle_kv")
+    source = folder / "custom_ops" / "ops" / "swap" / "one.cc"
     source.parent.mkdir(parents=True)
-    no_cuda = {"CUDA_HOME": "/nowhere/cuda"}
     source.write_text("int One() { return 1; }\n")
-    assert build(tmp_path, **no_cuda).returncode == 0
+    return source
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_the_library_knows_its_commit_and_whether_that_is_all(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+        command = ["git", *who, *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    def built_from() -> str:
+        assert build(tmp_path, **NO_CUDA).returncode == 0
+        header = next(tmp_path.glob("build/*/paddle_kv_commit.h"))
+        return header.read_text().split('"')[1]
+
+    source = tree_with_one_source(tmp_path)
+    assert built_from() == ""
+    git("init", "--quiet")
+    git("add", "custom_ops")
+    git("commit", "--quiet", "-m", "one")
+    (tmp_path / "README.md").write_text("not of the operators")
+    assert built_from() == git("log", "-1", "--format=%h")
+    source.write_text("int One() { return 2; }\n")
+    assert built_from() == git("log", "-1", "--format=%h") + "-modified"
+    git("commit", "--quiet", "-a", "-m", "two")
+    assert built_from() == git("log", "-1", "--format=%h")
+
+
+def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
+    """Paddle 3 prints the error, goes on, and would link what an earlier build has left."""
+    source = tree_with_one_source(tmp_path)
+    assert build(tmp_path, **NO_CUDA).returncode == 0
     library = next((tmp_path / "paddle_kv" / "_lib").glob("*.so"))
     before = library.read_bytes()
     source.write_text("int One() { return undeclared; }\n")
-    failed = build(tmp_path, **no_cuda)
+    failed = build(tmp_path, **NO_CUDA)
     assert failed.returncode == 1
     assert "undeclared" in failed.stderr
     assert failed.stderr.strip().splitlines()[-1].startswith("paddle_kv: not compiled: custom_ops/ops/swap/one.cc")
     assert library.read_bytes() == before
 
 
-def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "paddle_kv", tmp_path / "paddle_kv", ignore=shutil.ignore_patterns("_lib", "__pycache__"))
-    done = subprocess.run(
-        [sys.executable, "-c", "import paddle_kv"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
+def run_without_library(
+    folder: Path, *arguments: str, library: bytes | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Python with a copy of the package that has no operators, or a file that is none."""
+    shutil.copytree(ROOT / "paddle_kv", folder / "paddle_kv", ignore=shutil.ignore_patterns("_lib", "__pycache__"))
+    if library is not None:
+        (folder / "paddle_kv" / "_lib").mkdir()
+        (folder / "paddle_kv" / "_lib" / f"paddle_kv_ops-paddle{paddle.__version__}.so").write_bytes(library)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
+    done = run_without_library(tmp_path, "-c", "import paddle_kv")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: paddle_kv has no operators for Paddle ")
     assert "python setup_ops.py build" in last
+
+
+def test_import_of_a_broken_library_says_what_the_loader_said(tmp_path: Path) -> None:
+    done = run_without_library(tmp_path, "-c", "import paddle_kv", library=b"no library")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert re.search(r"cannot be loaded by Paddle \S+ \(file too short\); .*: python setup_ops.py build$", last)
+
+
+@pytest.mark.parametrize("command", ["-m paddle_kv doctor", "-m paddle_kv env --json", "./paddle-kv doctor"])
+def test_the_command_without_a_library_says_it_in_one_line(tmp_path: Path, command: str) -> None:
+    (tmp_path / "paddle-kv").write_text("from paddle_kv.cli.main import app\n\napp()\n")  # as pip makes it
+    done = run_without_library(tmp_path, *command.split())
+    assert done.returncode == 1 and done.stdout == ""
+    lines = [line for line in done.stderr.splitlines() if "Warning" not in line and "warnings.warn" not in line]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("paddle-kv: paddle_kv has no operators for Paddle ")
+    assert lines[0].endswith("python setup_ops.py build")
+
+
+def test_another_program_that_is_run_as_a_module_gets_the_error(tmp_path: Path) -> None:
+    (tmp_path / "server").mkdir()
+    (tmp_path / "server" / "__init__.py").write_text("try:\n    import paddle_kv\nexcept ImportError:\n    pass\n")
+    (tmp_path / "server" / "__main__.py").write_text("print('serves without it')\n")
+    done = run_without_library(tmp_path, "-m", "server")
+    assert (done.returncode, done.stdout) == (0, "serves without it\n")

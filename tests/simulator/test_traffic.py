@@ -70,6 +70,40 @@ def test_failure_repeats_by_command(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.parametrize("faults", [True, False])
+def test_the_command_repeats_a_run_with_all_its_options(faults: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    repeated = 0
+    for seed in range(8):
+        try:
+            play(seed, num_steps=80, drop=["wait-layer"], faults=faults)
+        except OrderingError as error:
+            without_sites = [line for line in str(error).splitlines() if " at " not in line]
+            assert main(without_sites[-1].split()[4:]) == 1
+            assert [line for line in capsys.readouterr().out.splitlines() if " at " not in line] == without_sites
+            repeated += 1
+    assert repeated >= 3
+
+
+def test_the_whole_trace_of_a_run_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--seed", "1", "--drop", "wait-layer"]
+    assert main(options) == 1
+    short = capsys.readouterr().out.splitlines()
+    assert main([*options, "--trace"]) == 1
+    whole = capsys.readouterr().out.splitlines()
+    assert whole[0] == "  compute writes device 0"  # how each run begins
+    assert any("compute: compute, reads device-0[" in line for line in whole)
+    assert any(", writes host-0[" in line or ", writes device-0[" in line for line in whole)
+    assert whole[-1] == short[-1] and set(short) <= set(whole) and len(whole) > 100 > len(short)
+
+
+@pytest.mark.parametrize("options", [["--runs", "0"], ["--steps", "-3"], ["--runs", "many"]])
+def test_a_search_for_nothing_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(options)
+    assert ended.value.code == 2
+    assert f"argument {options[0]}: " in capsys.readouterr().err
+
+
 def test_command_in_another_process_says_the_same() -> None:
     command = [sys.executable, "-W", "ignore", "-m", "paddle_kv.backend.simulator", "--seed", "7", "--trace"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -194,6 +194,25 @@ def test_the_command_fails_with_the_first_mismatch(tmp_path, monkeypatch):
     assert report["failure"].startswith(f"device block {report['mismatch']['block']}, layer")
 
 
+def test_an_interrupted_run_has_a_report(tmp_path, monkeypatch):
+    real = Server.step
+
+    def interrupted(self):
+        if self.counts["steps"] == 1234:
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(Server, "step", interrupted)
+    path = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["soak", "--device", "cpu", "--json", str(path)])
+    assert result.exit_code == 1
+    message = "interrupted at step 1234; up to step 1000 all was compared"
+    assert f"FAIL {message}" in " ".join(result.output.split())
+    report = json.loads(path.read_text())
+    assert (report["failure"], report["mismatches"]) == (message, 0)
+    assert report["counts"]["steps"] == 1234 and report["counts"]["moves"] > 0
+
+
 def test_too_few_host_blocks():
     result = CliRunner().invoke(app, ["soak", "--device", "cpu", "--host-blocks", "100"])
     assert result.exit_code == 2

@@ -7,7 +7,21 @@
 
 namespace paddle_kv {
 
-void ThrowValueError(const std::string& message) { PADDLE_THROW(::common::errors::InvalidArgument("%s", message)); }
+namespace {
+
+// Text of the caller may hold a zero byte, at which the message would end.
+std::string Whole(std::string message) {
+  for (std::size_t at = message.find('\0'); at != std::string::npos; at = message.find('\0', at)) {
+    message.replace(at, 1, "\\0");
+  }
+  return message;
+}
+
+}  // namespace
+
+void ThrowValueError(const std::string& message) {
+  PADDLE_THROW(::common::errors::InvalidArgument("%s", Whole(message)));
+}
 void ThrowIndexError(const std::string& message) { PADDLE_THROW(::common::errors::OutOfRange("%s", message)); }
 void ThrowNotImplementedError(const std::string& message) {
   PADDLE_THROW(::common::errors::Unimplemented("%s", message));

@@ -1,7 +1,9 @@
 #include "permute_glue.h"
 
 #include <algorithm>
+#include <limits>
 
+#include "../common/element_type.h"
 #include "../common/host_range.h"
 #include "../memcpy/pointer_ranges.h"
 #include "paddle_kv/common/cuda_device.h"
@@ -26,7 +28,8 @@ void CheckHasMemory(const paddle::Tensor& tensor, const std::string& name) {
 void CheckDtype(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& like,
                 const std::string& like_name) {
   if (tensor.dtype() != like.dtype())
-    ThrowValueError(name + " and " + like_name + " differ in dtype; both must have the same");
+    ThrowValueError(name + " and " + like_name + " differ in dtype (" + DtypeName(tensor.dtype()) + ", " +
+                    DtypeName(like.dtype()) + "); both must have the same");
 }
 
 void CheckShape(const paddle::Tensor& tensor, const std::string& name, const std::vector<int64_t>& expected,
@@ -148,8 +151,9 @@ void PermuteGivenChunks(const PermuteShape& shape, ChunkSide chunk_side, const D
     place.touches_host |= ranges.CheckReachable(dense_address, dense_bytes, dense_name.c_str(), 0) == MemoryKind::kHost;
   } else {
     for (std::size_t i = 0; i < bases.size(); ++i) {
-      if (bases[i] == 0 && chunk_bytes > 0)
-        ThrowValueError("chunks[" + std::to_string(i) + "] = 0; an address is expected");
+      if (chunk_bytes == 0 || (bases[i] > 0 && chunk_bytes <= std::numeric_limits<int64_t>::max() - bases[i])) continue;
+      ThrowValueError("chunks[" + std::to_string(i) + "] = " + std::to_string(bases[i]) + "; the address of a chunk, " +
+                      std::to_string(chunk_bytes) + " bytes, is expected");
     }
   }
   if (chunk_bytes == 0 || dense_bytes == 0) return;

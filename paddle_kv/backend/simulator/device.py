@@ -192,7 +192,7 @@ class Device:
                 step.run()
             except Exception as error:  # noqa: BLE001  the device goes on; the events behind it carry the error
                 step.job.error = error
-        self.history.append(f"{self._time:5}  {stream.name}: {step.job.label} {' '.join(map(_show, step.writes))}")
+        self.history.append(f"{self._time:5}  {stream.name}: {step.job.label}{_accesses(step)}")
         stream.position += 1
         self._polls.clear()
         self._settle()
@@ -259,6 +259,13 @@ class Device:
             raise RuntimeError("the simulated copy engine failed")
         if not self.memory.copy_piece(source, target, piece):
             self.problems.append(f"{job.label} touches memory that was given back\n    at {job.site}")
+
+
+def _accesses(step: Step) -> str:
+    if step.job.error is not None:
+        return f", broken: {step.job.error}"
+    both = (("reads", step.reads), ("writes", step.writes))
+    return "".join(f", {verb} {' '.join(map(_show, cells))}" for verb, cells in both if cells)
 
 
 def _show(cell: Cell) -> str:

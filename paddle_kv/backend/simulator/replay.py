@@ -11,8 +11,17 @@ from .traffic import DEVICE_BLOCKS, Server
 TRACE_LINES = 25  # of what led to a failure
 
 
-def play(seed: int, *, num_steps: int = 60, drop: Collection[str] = (), faults: bool = True) -> Server:
+def play(
+    seed: int, *, num_steps: int = 60, drop: Collection[str] = (), faults: bool = True, whole_trace: bool = False
+) -> Server:
     """One random run.
+
+    Args:
+        seed: decides everything.
+        num_steps: actions of the server.
+        drop: what to leave out.
+        faults: whether copies and submissions break.
+        whole_trace: whether a failure shows all actions and each step of the device, or the last actions alone.
 
     Raises:
         OrderingError: with the trace of the run, and the command that repeats it.
@@ -23,14 +32,19 @@ def play(seed: int, *, num_steps: int = 60, drop: Collection[str] = (), faults: 
         for _ in range(num_steps):
             _act(server, chance, faults)
         server.finish()
+    except KeyboardInterrupt:
+        server.abandon()
+        raise
     except BaseException as error:
         findings = [] if isinstance(error, OrderingError) else map(str, server.simulation.findings()[:3])
         server.abandon()
         options = f" --steps {num_steps}" + "".join(f" --drop {name}" for name in sorted(drop))
+        options += "" if faults else " --no-faults"  # the actions are drawn from other ones then
+        lines = [*server.trace, *server.simulation.device.history] if whole_trace else server.trace[-TRACE_LINES:]
         raise OrderingError(
             "\n".join(
                 [
-                    *(f"  {line}" for line in server.trace[-TRACE_LINES:]),
+                    *(f"  {line}" for line in lines),
                     f"{type(error).__name__}: {error}",
                     *findings,
                     f"repeat: python -m paddle_kv.backend.simulator --seed {seed}{options}",
