@@ -15,6 +15,15 @@ namespace {
 
 constexpr std::uintptr_t kPageBytes = 4096;
 
+// Whether malloc has taken the piece from the kernel for itself: it begins behind two words at the start of a page, and
+// the second of them says so. A piece of the heap may lie at such an address by chance. The words of no other piece are
+// looked at: under an allocator that is not glibc's they may not be there.
+bool HasPagesOfItsOwn(const void* piece) {
+  constexpr std::size_t kMapped = 2;
+  const bool behind_two_words = reinterpret_cast<std::uintptr_t>(piece) % kPageBytes == 2 * sizeof(std::size_t);
+  return behind_two_words && (static_cast<const std::size_t*>(piece)[-1] & kMapped) != 0;
+}
+
 // Paddle's allocator asks for aligned memory, and glibc takes large pieces of that from the kernel anew each time: the
 // size up to which it keeps memory for the next request is what it has learnt from the releases of large pieces, and
 // the padding that aligned ones are asked for with always makes them a little larger than that. One release of a piece
@@ -28,10 +37,7 @@ void LetMemoryBeKept(std::size_t bytes) {
   static std::atomic<std::size_t> learnt{kLeastBytes};
   if (bytes <= learnt.load(std::memory_order_relaxed) || bytes + kPaddingBytes > kMostBytes) return;
   void* volatile piece = std::malloc(bytes + kPaddingBytes);  // volatile: the compiler must not leave out the pair
-  // A piece of its own begins behind the two words that glibc keeps at the start of its pages.
-  if (reinterpret_cast<std::uintptr_t>(piece) % kPageBytes == 2 * sizeof(std::size_t)) {
-    learnt.store(bytes, std::memory_order_relaxed);
-  }
+  if (HasPagesOfItsOwn(piece)) learnt.store(bytes, std::memory_order_relaxed);
   std::free(piece);
 }
 
