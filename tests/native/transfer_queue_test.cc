@@ -400,11 +400,14 @@ void BytesInFlightAreBounded() {
 
 void AnUrgentTransferIsSubmittedNext() {
   Plan bulk(1, 1000, false), load(1, 1000, false);
-  OpenStream slow, urgent(true);
+  OpenStream slow, slow_too, urgent(true);  // if they took turns, the other slow one would be next
   ClearLog();
   BusyEngine busy;
   std::vector<std::unique_ptr<Transfer>> transfers;
-  for (int i = 0; i < 20; ++i) transfers.push_back(std::make_unique<Transfer>(bulk, slow.handle(), Submission{}));
+  for (int i = 0; i < 20; ++i) {
+    const std::int64_t stream = (i % 2 == 0 ? slow : slow_too).handle();
+    transfers.push_back(std::make_unique<Transfer>(bulk, stream, Submission{}));
+  }
   WaitUntil([] { return !Log().empty(); });
   Transfer now(load, urgent.handle(), {});
   CHECK(Log().size() == 1);
