@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
 from collections.abc import Iterator
@@ -15,6 +16,11 @@ with warnings.catch_warnings():
     import paddle
 
 from tests.machine import Machine, cpu_machine
+
+# What commands print is compared as it is without colours, in lines of 80: typer looks when it is imported.
+for name in ("GITHUB_ACTIONS", "FORCE_COLOR", "PY_COLORS", "TERMINAL_WIDTH"):
+    os.environ.pop(name, None)
+os.environ["COLUMNS"] = "80"
 
 GPU_TESTS = Path(__file__).resolve().parent / "gpu"
 

@@ -1,7 +1,9 @@
 """The demo on small sizes: what it prints and writes, and that it sees what goes wrong."""
 
+import collections
 import csv
 import json
+import threading
 import time
 
 import demo
@@ -14,6 +16,7 @@ from paddle_kv.schedule.trace import read_trace
 
 SMALL = ["--layers=2", "--conversations=3", "--turns=3", "--first-prompt=37", "--next-prompts=9", "--answer=4"]
 LAYER_DELAY_S = 0.05
+WAIT_S = 20.0
 
 
 def run(tmp_path, *more):
@@ -80,26 +83,44 @@ def test_debug_mode_has_nothing_to_report(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def late_layers(monkeypatch):
-    """Each copy of the CPU backend starts late."""
-    original = cpu_backend._copy
+def late_loads(monkeypatch):
+    """The copies of a load start late: some time after somebody has begun to wait for it. Those that have started."""
+    asked, started = collections.defaultdict(threading.Event), set()
+    copy = cpu_backend._copy
 
-    def copy(*arguments):
-        time.sleep(LAYER_DELAY_S)
-        original(*arguments)
+    def note_who_is_asked(name):
+        original = getattr(Transfer, name)
 
-    monkeypatch.setattr(cpu_backend, "_copy", copy)
+        def noted(transfer, *arguments, **named):
+            asked[transfer.plan].set()
+            return original(transfer, *arguments, **named)
+
+        monkeypatch.setattr(Transfer, name, noted)
+
+    def late_copy(binding, work):
+        if work.plan.direction == "onload" and work.plan not in started:
+            assert asked[work.plan].wait(WAIT_S)
+            time.sleep(LAYER_DELAY_S)
+            started.add(work.plan)
+        copy(binding, work)
+
+    monkeypatch.setattr(cpu_backend, "_copy", late_copy)
+    note_who_is_asked("wait")
+    note_who_is_asked("wait_layer")
+    return started
 
 
-def test_late_layers_are_waited_for(tmp_path, late_layers):
+def test_late_layers_are_waited_for(tmp_path, late_loads):
     assert run(tmp_path) == 0
     turns = json.loads((tmp_path / "turns.json").read_text())["turns"]
-    assert sum(row["waited_ms"] for row in turns) > 1000 * LAYER_DELAY_S
+    assert len(late_loads) == 6 + 3  # of the second and third turns, and for the comparison
+    assert sum(row["waited_ms"] for row in turns) > 6 * 1000 * LAYER_DELAY_S
 
 
-def test_a_forgotten_wait_is_found(tmp_path, late_layers, monkeypatch):
+def test_a_forgotten_wait_is_found(tmp_path, late_loads, monkeypatch):
     monkeypatch.setattr(Transfer, "wait_layer", lambda transfer, layer, **_: None)
     assert run(tmp_path) == 1
+    assert len(late_loads) == 6 + 3
 
 
 class Offload:

@@ -153,10 +153,10 @@ def test_a_pool_that_does_not_fit_is_refused_whole(monkeypatch):
 
 
 def test_a_number_of_blocks_that_no_machine_has():
-    started = time.monotonic()
+    started_s = time.thread_time()
     with pytest.raises(MemoryError, match=r"bytes are available"):
         HostPool(make_spec(), 10**13)
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started_s < 5
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 1.0, "3", True, None])

@@ -52,6 +52,23 @@ void ClearLog() {
   copied.clear();
 }
 
+// Holds the thread of the queue in the first copy until Open(): what is submitted meanwhile finds it busy. Made and
+// ended while nothing runs.
+class BusyEngine {
+ public:
+  BusyEngine() {
+    before_copy = [this](const EngineWork&, const DeviceStream&) {
+      WaitUntil([this] { return open_.load(); });
+      return Status{};
+    };
+  }
+  void Open() { open_ = true; }
+  ~BusyEngine() { before_copy = nullptr; }
+
+ private:
+  std::atomic<bool> open_{false};
+};
+
 class RecordingEngine : public Engine {
  public:
   explicit RecordingEngine(EngineKind kind) : kind_(kind) {}
@@ -250,7 +267,8 @@ void AGroupIsHeldBackUntilWhatItWaitsForIsRecorded() {
   behind.waits = {{held.last()}};
   Transfer waiting(second, two.handle(), behind);
   Transfer free(third, other.handle(), {});
-  CHECK(free.Wait() == 0);  // one that waits holds no other stream
+  CHECK(free.Wait() == 0);                      // one that waits holds no other stream
+  WaitUntil([] { return Log().size() >= 3; });  // the streams take turns: b may come later
   CHECK(paddle_kv_queue_query(0, waiting.last()) == 1);
   CHECK(paddle_kv_queue_flush(two.handle(), 1000) == 1);
   CHECK(Log().size() == 3);
@@ -305,25 +323,22 @@ void BytesInFlightAreBounded() {
 
 void AnUrgentTransferIsSubmittedNext() {
   Plan bulk(1, 1000, false), load(1, 1000, false);
-  OpenStream slow, urgent(true);
-  before_copy = [](const EngineWork&, const DeviceStream&) {
-    std::this_thread::sleep_for(milliseconds(10));
-    return Status{};
-  };
+  OpenStream slow, slow_too, urgent(true);  // if they took turns, the other slow one would be next
   ClearLog();
+  BusyEngine busy;
   std::vector<std::unique_ptr<Transfer>> transfers;
-  for (int i = 0; i < 20; ++i) transfers.push_back(std::make_unique<Transfer>(bulk, slow.handle(), Submission{}));
+  for (int i = 0; i < 20; ++i) {
+    const std::int64_t stream = (i % 2 == 0 ? slow : slow_too).handle();
+    transfers.push_back(std::make_unique<Transfer>(bulk, stream, Submission{}));
+  }
   WaitUntil([] { return !Log().empty(); });
-  const std::size_t before = Log().size();
   Transfer now(load, urgent.handle(), {});
+  CHECK(Log().size() == 1);
+  busy.Open();
   CHECK(now.Wait() == 0);
-  const auto log = Log();
-  std::size_t position = 0;
-  while (log[position].plan_blocks != load.blocks) ++position;
-  CHECK(position <= before + 1);
   for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
-  CHECK(Log().size() == 21);
-  before_copy = nullptr;
+  const auto log = Log();
+  CHECK(log.size() == 21 && log[1].plan_blocks == load.blocks);
 }
 
 void AFailureIsToldByTheEventsBehindIt() {
@@ -620,25 +635,20 @@ void StreamsThatAreEquallyUrgentTakeTurns() {
     Plan many(1, 1000, false), one(1, 1000, false);
     OpenStream first(are_urgent), second(are_urgent);
     // Neither order of the two handles may make a difference.
-    for (OpenStream* busy : {&first, &second}) {
-      OpenStream* const other = busy == &first ? &second : &first;
-      before_copy = [](const EngineWork&, const DeviceStream&) {
-        std::this_thread::sleep_for(milliseconds(5));
-        return Status{};
-      };
+    for (OpenStream* full : {&first, &second}) {
+      OpenStream* const other = full == &first ? &second : &first;
       ClearLog();
+      BusyEngine busy;
       std::vector<std::unique_ptr<Transfer>> transfers;
-      for (int i = 0; i < 20; ++i) transfers.push_back(std::make_unique<Transfer>(many, busy->handle(), Submission{}));
+      for (int i = 0; i < 20; ++i) transfers.push_back(std::make_unique<Transfer>(many, full->handle(), Submission{}));
       WaitUntil([] { return !Log().empty(); });
-      const std::size_t before = Log().size();
       Transfer single(one, other->handle(), {});
+      CHECK(Log().size() == 1);
+      busy.Open();
       CHECK(single.Wait() == 0);
-      const auto log = Log();
-      std::size_t position = 0;
-      while (log[position].plan_blocks != one.blocks) ++position;
-      CHECK(position <= before + 2);
       for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
-      before_copy = nullptr;
+      const auto log = Log();
+      CHECK(log.size() == 21 && log[1].plan_blocks == one.blocks);
     }
   }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -24,29 +25,38 @@ def gather():
 def take_memory():
     return [libc.malloc(100_000) for _ in range({blocks} * 2)]
 
-# A hole in the heap that the first result fits into, and that is filled again before the next one.
+# A hole in the heap that the first result fits into, and that is filled again before the next one. It lies where a
+# piece with pages of its own would: 16 bytes behind the start of a page.
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-hole = take_memory()
+while (first := libc.malloc(100_000)) % 4096 != 16:
+    end = first + 100_016 + 100_016
+    libc.malloc(100_000 + (16 - end) % 4096)
+hole = [first, *take_memory()]
 for piece in hole[:-1]:
     libc.free(piece)
 gather()
 filled = take_memory()
 
-for _ in range(3):
+def faults_of_a_call():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     gather()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(40):
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for _ in range(10):
     gather()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 40)
+print([faults_of_a_call() for _ in range({calls})])
 """
+CALLS = 40
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="how glibc keeps memory")
 @pytest.mark.parametrize("mib", [1, 2, 8, 24])
 def test_a_result_costs_no_page_faults(mib):
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(blocks=mib * 32)], check=True, capture_output=True, text=True
-    )
-    faults = float(ran.stdout.split()[-1])
-    assert faults < mib * 256 / 8  # of 256 pages a MiB
+    program = PROGRAM.format(blocks=mib * 32, calls=CALLS)
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    faults = json.loads(ran.stdout.splitlines()[-1])
+    # Now and then anything small that stays gets memory right behind a result: the next result does not fit between it
+    # and what lies before, and begins behind it.
+    dear = sum(each > mib * 256 / 8 for each in faults)  # of 256 pages a MiB
+    assert dear <= CALLS / 2, faults

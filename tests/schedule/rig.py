@@ -175,5 +175,10 @@ class Copies:
             self.done.append((plan.direction, tuple(plan.device_ids), layer))
 
 
+def threads_since(before: set[threading.Thread]) -> set[threading.Thread]:
+    """Those that run now and did not then; threads of other tests may end meanwhile."""
+    return set(threading.enumerate()) - before
+
+
 def cpu_tensor(array: np.ndarray) -> paddle.Tensor:
     return paddle.to_tensor(array, place=paddle.CPUPlace())

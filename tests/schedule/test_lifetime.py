@@ -17,7 +17,7 @@ import pytest
 
 from paddle_kv import HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec
+from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec, threads_since
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
 
@@ -29,6 +29,7 @@ def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
     load = scheduler.onload([4], [1])
     save = scheduler.offload([2], [5], layerwise=True)
     save.mark_layer_written(0)
+    save.wait_layer(0, timeout_s=WAIT_S)  # or it would be one of those that are not over
     rig.expect_offload([2], [5], layers=[0])
     with pytest.raises(TimeoutError, match=r"1 transfers were not over after timeout_s"):
         scheduler.close(SHORT_S)
@@ -49,11 +50,11 @@ def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
 
 
 def test_streams_end_with_the_scheduler(rig):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
-    assert threading.active_count() == before + 2
+    assert len(threads_since(before)) == 2
     scheduler.close()
-    assert threading.active_count() == before
+    assert threads_since(before) == set()
 
 
 def test_a_with_block_that_raises_still_closes(rig, copies):
@@ -245,7 +246,7 @@ class Counting(CpuBackend):
 
 
 def test_what_a_dropped_scheduler_held_is_given_back(rig):
-    backend, threads = Counting(), threading.active_count()
+    backend, before = Counting(), set(threading.enumerate())
     scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
     scheduler.onload([4], [1]).wait(WAIT_S)
     dropped = weakref.ref(scheduler)
@@ -254,11 +255,11 @@ def test_what_a_dropped_scheduler_held_is_given_back(rig):
     assert dropped() is None
     with LayerwiseScheduler(rig.cache, rig.pool) as other:
         assert backend.held == [0, 0, 0]
-        assert threading.active_count() == threads + 2
+        assert len(threads_since(before)) == 2
         rig.expect_onload([4], [1])
         other.offload([1], [3]).wait(WAIT_S)
         rig.expect_offload([1], [3])
-    assert threading.active_count() == threads
+    assert threads_since(before) == set()
     rig.check()
 
 

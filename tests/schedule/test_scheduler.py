@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
+from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, Transfer
 from paddle_kv.backend.cpu_backend import CpuBackend
 from tests.schedule.rig import (
     POISON,
@@ -164,27 +164,31 @@ def test_what_is_ready_goes_by_one_call(rig, monkeypatch):
 @pytest.mark.parametrize("call", ["wait", "wait_layer", "wait_on"])
 def test_a_time_out_is_that_of_the_whole_call(rig, copies, monkeypatch, call):
     """What it has taken until the layer was marked is gone."""
-    left_s = []
+    left_s, begun = [], threading.Event()
     backend = CpuBackend()
     inner = backend.wait
     monkeypatch.setattr(backend, "wait", lambda event, timeout_s: left_s.append(timeout_s) or inner(event, timeout_s))
+    sleep = Transfer._sleep_until_changed
+    monkeypatch.setattr(Transfer, "_sleep_until_changed", lambda *arguments: begun.set() or sleep(*arguments))
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
         left_s.clear()
         copies.hold("offload", 0)
         save = scheduler.offload([1], [4], layerwise=True)
 
         def mark() -> None:
+            assert begun.wait(WAIT_S)
+            time.sleep(SHORT_S)
             for layer in range(5):
                 save.mark_layer_written(layer)
             while not left_s:
                 time.sleep(0.001)
             copies.go_on()
 
-        marks = threading.Timer(SHORT_S, mark)
+        marks = threading.Thread(target=mark, daemon=True)
         marks.start()
         getattr(save, call)(*([0] if call == "wait_layer" else []), timeout_s=WAIT_S)
-        marks.join()
-        assert all(0 < left < WAIT_S - SHORT_S / 2 for left in left_s)
+        marks.join(WAIT_S)
+        assert left_s and all(0 < left <= WAIT_S - SHORT_S for left in left_s)
 
 
 def test_where_it_runs(rig, copies):
@@ -553,6 +557,7 @@ def test_drain_waits_for_all_and_only_its_own(rig, copies):
         loads = [scheduler.onload([1], [1]), scheduler.onload([2], [2])]
         save = scheduler.offload([3], [3])
         second.drain(0)
+        assert scheduler.record_event("offload").wait(WAIT_S)  # the save is over, and nobody has asked it
         with pytest.raises(TimeoutError, match=r"2 transfers were not over after timeout_s = 0.05"):
             scheduler.drain(SHORT_S)
         assert save.done()

@@ -12,6 +12,7 @@ from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.backend.protocol import LayerWork
 from paddle_kv.backend.simulator import Location, Log, RecordingBackend, check
+from tests.schedule.rig import WAIT_S
 
 from .scenarios import LAYERS, SPEC
 
@@ -23,7 +24,7 @@ class Gated(CpuBackend):
         self.gate = threading.Event()
 
     def _pass(self) -> None:
-        assert self.gate.wait(10.0)
+        assert self.gate.wait(WAIT_S)
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
         stream.submit(self._pass)
