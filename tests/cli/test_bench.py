@@ -157,8 +157,8 @@ def test_a_line_of_a_plot_has_one_point_for_each_size(tmp_path, monkeypatch):
     """Whatever else is swept is in a panel of its own, not a zigzag within one."""
     from matplotlib import pyplot
 
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure) or close(figure))
     axes = ["--blocks=3", "--blocks=9", "--alignment=1", "--alignment=16", "--pattern=scattered", "--pattern=lw_to_fc"]
     backends = ["--backend=memcpy_loop", "--backend=vectorized_copy"]
     sizes = ["--layers=2", "--tokens=2", "--tokens=5", "--repeats=1", "--warmups=0"]
