@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -184,44 +185,43 @@ def test_what_the_queue_does_not_know(queue):
     pools.close()
 
 
-def test_capture_in_another_thread_is_not_broken(queue):
-    """A capture in CUDA's strictest mode forbids most calls of all other threads; the queue goes on nevertheless."""
-    pools = Pools([65536], layers=4, device_blocks=20, host_blocks=20)
-    ids = pools.ids(20)
+@contextmanager
+def capture():
+    """A capture in CUDA's strictest mode, which forbids most calls of all other threads; checked to be whole."""
     capturing = cupy.cuda.Stream(non_blocking=True)
     target = cupy.zeros(256, np.uint8)
+    runtime.deviceSynchronize()
     with capturing:
-        capturing.begin_capture(mode=cupy.cuda.runtime.streamCaptureModeGlobal)
-        events = queue.submit(pools, TO_HOST, *ids)
-        while not transfer_queue.query(0, events[-1].ptr):
-            pass
-        cupy.cuda.runtime.memsetAsync(target.data.ptr, 7, 256, capturing.ptr)
+        capturing.begin_capture(mode=runtime.streamCaptureModeGlobal)
+        yield
+        runtime.memsetAsync(target.data.ptr, 7, 256, capturing.ptr)
         graph = capturing.end_capture()
     graph.launch(capturing)
     capturing.synchronize()
     assert (target.get() == 7).all()
+
+
+def test_capture_in_another_thread_is_not_broken(queue):
+    """The queue goes on beside it."""
+    pools = Pools([65536], layers=4, device_blocks=20, host_blocks=20)
+    ids = pools.ids(20)
+    with capture():
+        events = queue.submit(pools, TO_HOST, *ids)
+        while not transfer_queue.query(0, events[-1].ptr):
+            pass
     pools.check(TO_HOST, *ids)
     pools.close()
 
 
 @pytest.mark.parametrize("engine", ["copy_engine", "kernel", "staging"])
 def test_a_stream_is_closed_beside_a_capture(machine, paddle_stream, engine):
-    """What the engines hold is freed, which a capture in CUDA's strictest mode forbids to all threads."""
+    """What the engines hold is freed, which a capture forbids."""
     pools = Pools([65536], layers=4, device_blocks=20, host_blocks=20)
     ids = pools.ids(20)
     closed = Queue()
     closed.submit(pools, TO_HOST, *ids, engine=engine)
     closed.finish()
-    capturing = cupy.cuda.Stream(non_blocking=True)
-    target = cupy.zeros(256, np.uint8)
-    runtime.deviceSynchronize()
-    with capturing:
-        capturing.begin_capture(mode=runtime.streamCaptureModeGlobal)
+    with capture():
         closed.close()
-        runtime.memsetAsync(target.data.ptr, 7, 256, capturing.ptr)
-        graph = capturing.end_capture()
-    graph.launch(capturing)
-    capturing.synchronize()
-    assert (target.get() == 7).all()
     pools.check(TO_HOST, *ids)
     pools.close()
