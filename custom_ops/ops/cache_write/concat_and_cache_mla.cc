@@ -30,10 +30,7 @@ void Write(const StridedInput& kv_c, const StridedInput& k_pe, const paddle::Ten
     ThrowValueError("kv_c has " + std::to_string(kv_c.shape[0]) + " tokens, k_pe has " + std::to_string(k_pe.shape[0]) +
                     "; both must have the same number");
   }
-  if (kv_c.dtype != k_pe.dtype) {
-    ThrowValueError("kv_c and k_pe differ in dtype (" + DtypeName(kv_c.dtype) + ", " + DtypeName(k_pe.dtype) +
-                    "); both must have the same");
-  }
+  if (kv_c.dtype != k_pe.dtype) ThrowDtypesDiffer("kv_c", kv_c.dtype, "k_pe", k_pe.dtype);
   CheckBeside(kv_c, "kv_c", kv_cache, "kv_cache");
   CheckBeside(k_pe, "k_pe", kv_cache, "kv_cache");
 

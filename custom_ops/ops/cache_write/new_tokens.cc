@@ -56,8 +56,7 @@ TokenWrite CheckKeyValueWrite(const KeyValueWrite& given, const paddle::Tensor& 
   write.plain = PlainTypeOf(given.key.dtype, "key");
   write.stored = CacheTypeOf(key_cache, "key_cache", given.kv_cache_dtype);
   if (CacheTypeOf(value_cache, "value_cache", given.kv_cache_dtype) != write.stored) {
-    ThrowValueError("key_cache and value_cache differ in dtype (" + DtypeName(key_cache.dtype()) + ", " +
-                    DtypeName(value_cache.dtype()) + "); both must have the same");
+    ThrowDtypesDiffer("key_cache", key_cache.dtype(), "value_cache", value_cache.dtype());
   }
   if (given.kv_cache_dtype == "auto" && write.stored != write.plain) {
     ThrowValueError("key has dtype " + DtypeName(given.key.dtype) + ", key_cache has " + DtypeName(key_cache.dtype()) +

@@ -46,6 +46,12 @@ std::string DtypeName(paddle::DataType dtype) {
   }
 }
 
+void ThrowDtypesDiffer(const std::string& name, paddle::DataType dtype, const std::string& other_name,
+                       paddle::DataType other_dtype) {
+  ThrowValueError(name + " and " + other_name + " differ in dtype (" + DtypeName(dtype) + ", " +
+                  DtypeName(other_dtype) + "); both must have the same");
+}
+
 ElementType PlainTypeOf(const paddle::Tensor& tensor, const std::string& name) {
   return PlainTypeOf(tensor.dtype(), name);
 }

@@ -11,6 +11,10 @@ namespace paddle_kv {
 // "float16", "float8_e4m3fn", ... for messages.
 std::string DtypeName(paddle::DataType dtype);
 
+// ValueError for two tensors that should have the same dtype.
+[[noreturn]] void ThrowDtypesDiffer(const std::string& name, paddle::DataType dtype, const std::string& other_name,
+                                    paddle::DataType other_dtype);
+
 // float32, float16 or bfloat16; ValueError naming the tensor for anything else.
 ElementType PlainTypeOf(paddle::DataType dtype, const std::string& name);
 ElementType PlainTypeOf(const paddle::Tensor& tensor, const std::string& name);

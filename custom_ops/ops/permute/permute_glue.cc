@@ -27,9 +27,7 @@ void CheckHasMemory(const paddle::Tensor& tensor, const std::string& name) {
 
 void CheckDtype(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& like,
                 const std::string& like_name) {
-  if (tensor.dtype() != like.dtype())
-    ThrowValueError(name + " and " + like_name + " differ in dtype (" + DtypeName(tensor.dtype()) + ", " +
-                    DtypeName(like.dtype()) + "); both must have the same");
+  if (tensor.dtype() != like.dtype()) ThrowDtypesDiffer(name, tensor.dtype(), like_name, like.dtype());
 }
 
 void CheckShape(const paddle::Tensor& tensor, const std::string& name, const std::vector<int64_t>& expected,
