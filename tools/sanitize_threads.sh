@@ -27,7 +27,7 @@ build transfer_queue tests/native/transfer_queue_test.cc tests/native/fake_cuda/
 build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_{cuda,kernels}.cc "$swap"/transfer_plans.cc \
   "$swap"/transfer_queue.cu "$swap"/{copy,kernel,staging}_engine.cu
 build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
-  custom_ops/kernels/common/{pointer_facts,cuda_device}.cu
+  custom_ops/kernels/common/{pointer_facts,cuda_device,page_locked}.cu
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
 run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)

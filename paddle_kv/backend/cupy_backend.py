@@ -79,8 +79,12 @@ class CupyBackend:
         transfer_queue.open_stream(self._device_id, stream.ptr, urgent=urgent)
         return stream
 
+    @_on_device
     def destroy_stream(self, stream: Any) -> None:
         transfer_queue.close_stream(stream.ptr)
+        # CuPy would destroy it where the last reference goes: in a thread on another GPU that makes a context there.
+        handle, stream.ptr = stream.ptr, 0
+        runtime.streamDestroy(handle)
 
     def create_event(self) -> int:
         # Creating an event costs more than recording it.

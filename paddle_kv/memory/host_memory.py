@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-_PORTABLE = 1  # cudaHostAllocPortable: page-locked for every GPU of the process
+from ..ops import _library
 
 
 class HostMemory:
@@ -26,9 +27,9 @@ class HostMemory:
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.size_bytes = size_bytes
-        owner: Any = _pinned(size_bytes) if pinned else _pageable(size_bytes)
+        owner: Any = _PageLocked(size_bytes) if pinned else _pageable(size_bytes)
         self._owner = owner
-        self.address: int = owner.ptr if pinned else ctypes.addressof(ctypes.c_char.from_buffer(owner))
+        self.address: int = owner.address if pinned else ctypes.addressof(ctypes.c_char.from_buffer(owner))
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -64,14 +65,31 @@ def has_gpu() -> bool:
     return bool(paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0)
 
 
-def _pinned(size_bytes: int) -> Any:
-    # CuPy's pinned pool rounds up to a power of two; this class does not use it.
-    import cupy
+@functools.cache
+def _page_locked_functions() -> tuple[Any, Any]:
+    library = ctypes.CDLL(str(_library.LIBRARY))  # loaded already: the same one
+    allocate, free = library.paddle_kv_page_locked_allocate, library.paddle_kv_page_locked_free
+    allocate.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    free.argtypes = [ctypes.c_void_p]
+    return allocate, free
 
-    try:
-        return cupy.cuda.PinnedMemory(size_bytes, _PORTABLE)
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise MemoryError(str(error)) from None
+
+class _PageLocked:
+    # CuPy's pool rounds up to powers of two, and its memory, given back in a thread that never chose a GPU, makes a
+    # context on GPU 0.
+    def __init__(self, size_bytes: int) -> None:
+        address = ctypes.c_void_p()
+        allocate, self._free = _page_locked_functions()
+        code = allocate(size_bytes, ctypes.byref(address))
+        self.address = address.value or 0
+        if code:
+            from cupy.cuda.runtime import CUDARuntimeError
+
+            raise MemoryError(str(CUDARuntimeError(code)))
+
+    def __del__(self) -> None:
+        if self.address:
+            self._free(self.address)
 
 
 def _pageable(size_bytes: int) -> mmap.mmap:

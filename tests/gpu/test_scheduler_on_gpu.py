@@ -18,6 +18,7 @@ from cupy.cuda import runtime  # noqa: E402
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, streams  # noqa: E402
 from paddle_kv.backend.cupy_backend import CupyBackend  # noqa: E402
 from tests.gpu import delay  # noqa: E402
+from tests.gpu.capture import capture  # noqa: E402
 from tests.gpu.scheduler_rig import (  # noqa: E402
     DELAY_MS,
     OFFLOAD,
@@ -413,3 +414,36 @@ def test_every_engine_through_the_scheduler(engine):
             load.wait(WAIT_S)
             rig.device = moved(rig.host, rig.device, host_ids, device_ids)
         rig.check()
+
+
+@pytest.mark.parametrize("engine", ["auto", "copy_engine", "kernel", "staging"])
+def test_all_calls_work_beside_a_capture(rig, engine):
+    """Of another stream; nothing of the engines has been made before."""
+    scheduler = rig.scheduler(engine=engine, record_layer_times=True)
+    with capture():
+        save = scheduler.offload([1, 4], [3, 8])
+        save.wait(WAIT_S)
+        rig.host = moved(rig.device, rig.host, [1, 4], [3, 8])
+        load = scheduler.onload([3, 6], [5, 2])
+        for layer in range(rig.spec.num_layers):
+            load.wait_layer(layer)
+        load.wait_on()
+        while not load.done():
+            pass
+        rig.device = moved(rig.host, rig.device, [3, 6], [5, 2])
+        assert save.elapsed_ms >= 0
+        assert load.elapsed_ms >= 0
+        assert len(load.layer_times_ms) == rig.spec.num_layers
+        save = scheduler.offload([7], [9], layerwise=True)
+        for layer in range(rig.spec.num_layers):
+            save.mark_layer_written(layer)
+        urgent = scheduler.onload([1], [0], urgent=True)
+        scheduler.drain(WAIT_S)
+        rig.host = moved(rig.device, rig.host, [7], [9])
+        rig.device = moved(rig.host, rig.device, [1], [0])
+        assert save.done()
+        assert urgent.done()
+        assert scheduler.stats()["in_flight"] == 0
+        rig.pool.free(rig.pool.allocate(2))
+        scheduler.close()
+    rig.check()

@@ -84,6 +84,8 @@ look("a thread has copied by address")
 check([5], [6])
 in_a_thread(scheduler.close)
 look("a thread has closed the scheduler")
+in_a_thread(pool.close)
+look("a thread has closed the pool")
 if not contexts[0][1]:
     assert not any(active for _, active in contexts)
 """

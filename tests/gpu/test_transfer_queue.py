@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from cupy.cuda import runtime  # noqa: E402
 
 from paddle_kv.backend import transfer_queue  # noqa: E402
 from paddle_kv.errors import CudaError  # noqa: E402
+from tests.gpu.capture import capture  # noqa: E402
 from tests.gpu.delay import busy  # noqa: E402
 from tests.gpu.engine_rig import TO_DEVICE, TO_HOST, Pools, Queue  # noqa: E402
 
@@ -183,22 +183,6 @@ def test_what_the_queue_does_not_know(queue):
         closed.submit(pools, TO_HOST, [1], [1])
     pools.check(TO_HOST, [], [])
     pools.close()
-
-
-@contextmanager
-def capture():
-    """A capture in CUDA's strictest mode, which forbids most calls of all other threads; checked to be whole."""
-    capturing = cupy.cuda.Stream(non_blocking=True)
-    target = cupy.zeros(256, np.uint8)
-    runtime.deviceSynchronize()
-    with capturing:
-        capturing.begin_capture(mode=runtime.streamCaptureModeGlobal)
-        yield
-        runtime.memsetAsync(target.data.ptr, 7, 256, capturing.ptr)
-        graph = capturing.end_capture()
-    graph.launch(capturing)
-    capturing.synchronize()
-    assert (target.get() == 7).all()
 
 
 def test_capture_in_another_thread_is_not_broken(queue):

@@ -252,6 +252,17 @@ void LongLists() {
   }
 }
 
+// So many pieces that the copy engine submits them in halves, by two threads.
+void ManyPieces() {
+  SetLongestDelay(300);
+  for (int seed = 0; seed < 12; ++seed) {
+    std::mt19937 random(seed);
+    Pools pools({48, 130}, 3, 400, 390, seed % 2 == 1);
+    AnySequence(&pools, 400, 390, 6, &random);
+  }
+  SetLongestDelay(0);
+}
+
 // The waits for the former counters are still to be met when there are more.
 void MoreLayersThanCounters() {
   Pools pools({48}, 700, 6, 6, false);
@@ -424,32 +435,92 @@ void PartsComeBehindWhatTheirLayerWaitsForAndBeforeItsEvent() {
   DestroyFakeStream(compute);
 }
 
-void NothingOfAPartMovesBehindTheEventOfAFailure() {
+// Two tensors of 300 blocks that lie apart: more pieces than one thread submits.
+Submission InHalves(Direction direction) {
+  Submission given;
+  given.engine = EngineKind::kCopyEngine;
+  given.direction = direction;
+  std::mt19937 random(7);
+  given.device_ids.resize(300);
+  std::iota(given.device_ids.begin(), given.device_ids.end(), 0);
+  given.host_ids = given.device_ids;
+  std::shuffle(given.device_ids.begin(), given.device_ids.end(), random);
+  std::shuffle(given.host_ids.begin(), given.host_ids.end(), random);
+  return given;
+}
+
+// One of the two streams is slow, and what follows is too short for a second one.
+void BothHalvesComeBeforeWhatFollowsOnTheStream() {
+  for (const bool second_is_slow : {true, false}) {
+    Pools pools({80, 48}, 1, 300, 400, false);
+    Pools::Memory expected = pools.Now();
+    SetDelayOfMade(second_is_slow ? 500 : 0);
+    OpenStream stream;
+    SetDelay(stream.stream, second_is_slow ? 0 : 500);
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    for (int round = 0; round < 4; ++round) {
+      Submission given = InHalves(round % 2 == 0 ? Direction::kHostToDevice : Direction::kDeviceToHost);
+      if (round % 2 == 1) given.device_ids.resize(100), given.host_ids.resize(100);
+      for (auto& id : given.host_ids) id += round % 2 == 1 ? 100 : 0;
+      pools.Apply(given, &expected);
+      transfers.push_back(std::make_unique<Transfer>(pools, stream.handle(), given));
+    }
+    for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+    CHECK(pools.Now() == expected);
+  }
+  SetDelayOfMade(0);
+}
+
+// fail(n) lets the nth of them fail, -1 none, and returns how many there were before.
+template <class Fail>
+void NothingMovesBehindTheEventOfAFailure(Fail fail) {
   const int events_before = EventsAlive();
-  SetLongestDelay(3000);
-  for (const Direction direction : kDirections) {
-    Pools pools({kPartBytes}, 1, 3, 4, false);
-    const bool to_host = direction == Direction::kDeviceToHost;
-    auto& target = to_host ? pools.host : pools.device;
-    bool failed = true;
-    for (int nth = 0; failed; ++nth) {
-      {
-        OpenStream stream;
-        FailCall(nth, cudaErrorLaunchFailure);
-        Transfer transfer(pools, stream.handle(), InParts(direction));
-        const int result = transfer.Wait();
-        failed = CallsSinceFailCall() > nth;
-        FailCall(-1, cudaSuccess);
-        CHECK(result == 0 || failed);
-        std::fill(target.begin(), target.end(), 0xAA);
-        cudaStreamSynchronize(stream.stream);
+  for (const bool in_halves : {false, true}) {
+    SetLongestDelay(in_halves ? 50 : 3000);
+    for (const Direction direction : kDirections) {
+      Pools pools(in_halves ? std::vector<std::int64_t>{80, 48} : std::vector<std::int64_t>{kPartBytes}, 1,
+                  in_halves ? 300 : 3, in_halves ? 300 : 4, false);
+      const bool to_host = direction == Direction::kDeviceToHost;
+      auto& target = to_host ? pools.host : pools.device;
+      bool failed = true;
+      for (int nth = 0; failed; nth += in_halves && nth > 9 ? 149 : 1) {  // most of its calls are copies
+        {
+          const Submission given = in_halves ? InHalves(direction) : InParts(direction);
+          Pools::Memory expected = pools.Now();
+          pools.Apply(given, &expected);
+          OpenStream stream;
+          fail(nth);
+          Transfer transfer(pools, stream.handle(), given);
+          const int result = transfer.Wait();
+          failed = fail(-1) > nth;
+          CHECK(result == 0 || failed);
+          if (result == 0) CHECK(pools.Now() == expected);
+          std::fill(target.begin(), target.end(), 0xAA);
+          cudaStreamSynchronize(stream.stream);
+        }
+        CHECK(StreamsAlive() == 0 && BytesAlive() == 0);
+        CHECK(std::all_of(target.begin(), target.end(), [](std::uint8_t byte) { return byte == 0xAA; }));
       }
-      CHECK(StreamsAlive() == 0 && BytesAlive() == 0);
-      CHECK(std::all_of(target.begin(), target.end(), [](std::uint8_t byte) { return byte == 0xAA; }));
     }
   }
   SetLongestDelay(0);
   CHECK(EventsAlive() == events_before);
+}
+
+void NothingMovesBehindTheEventOfAFailedCall() {
+  NothingMovesBehindTheEventOfAFailure([](int nth) {
+    const int calls = CallsSinceFailCall();
+    FailCall(nth, cudaErrorLaunchFailure);
+    return calls;
+  });
+}
+
+void NothingMovesBehindTheEventOfAFailedAllocation() {
+  NothingMovesBehindTheEventOfAFailure([](int nth) {
+    const int made = allocations;
+    FailAllocation(nth);
+    return made;
+  });
 }
 
 // What empties the slots is slow: the scatters of the engine's stream, or the copies out of them on the other one.
@@ -521,12 +592,15 @@ const Test kTests[] = {
     {"any_sequence_ends_as_if_one_after_the_other", AnySequenceEndsAsIfOneAfterTheOther},
     {"large_transfers_too", LargeTransfersToo},
     {"long_lists", LongLists},
+    {"many_pieces", ManyPieces},
     {"more_layers_than_counters", MoreLayersThanCounters},
     {"any_call_may_fail", AnyCallMayFail},
     {"any_allocation_may_fail", AnyAllocationMayFail},
     {"parts_come_behind_what_their_layer_waits_for_and_before_its_event",
      PartsComeBehindWhatTheirLayerWaitsForAndBeforeItsEvent},
-    {"nothing_of_a_part_moves_behind_the_event_of_a_failure", NothingOfAPartMovesBehindTheEventOfAFailure},
+    {"both_halves_come_before_what_follows_on_the_stream", BothHalvesComeBeforeWhatFollowsOnTheStream},
+    {"nothing_moves_behind_the_event_of_a_failed_call", NothingMovesBehindTheEventOfAFailedCall},
+    {"nothing_moves_behind_the_event_of_a_failed_allocation", NothingMovesBehindTheEventOfAFailedAllocation},
     {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
     {"a_capture_in_another_thread_is_not_broken", ACaptureInAnotherThreadIsNotBroken},
     {"what_has_landed_needs_no_memory", WhatHasLandedNeedsNoMemory},

@@ -1,4 +1,4 @@
-// What is asked about addresses, and which GPU gets a context by that, on a CUDA runtime of threads (fake_cuda).
+// What is asked about addresses, page-locked memory, and which GPU gets a context by either, on a CUDA runtime of threads (fake_cuda).
 #include "paddle_kv/common/pointer_facts.h"
 
 #include <string>
@@ -9,6 +9,7 @@
 #include "fake_cuda.h"
 #include "paddle_kv/common/cuda_device.h"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/page_locked.h"
 
 namespace paddle_kv {
 namespace {
@@ -89,6 +90,31 @@ void AHostRangeIsAskedForFromEndToEnd() {
   CHECK(!HasContext(0));
 }
 
+// Also beside a capture, which forbids to free memory.
+void PageLockedMemoryMakesNoContextOnAnotherGpu() {
+  CHECK(cudaSetDevice(1) == cudaSuccess);
+  BeginFakeCapture();
+  InAThread([] {
+    void* address = &address;
+    CHECK(paddle_kv_page_locked_allocate(1000, &address) == 0 && address != nullptr && BytesAlive() == 1000);
+    CHECK(paddle_kv_page_locked_free(address) == 0 && BytesAlive() == 0);
+  });
+  CHECK(EndFakeCapture());
+  InAThread([] {
+    void* address = &address;
+    int code = 0;
+    for (int nth = 0; code == 0; ++nth) {
+      FailCall(nth, cudaErrorMemoryAllocation);
+      code = paddle_kv_page_locked_allocate(1000, &address);
+      CHECK(CallsSinceFailCall() > nth);
+      FailCall(-1, cudaSuccess);
+      if (code == 0) CHECK(paddle_kv_page_locked_free(address) == 0);
+    }
+    CHECK(code == cudaErrorMemoryAllocation && address == nullptr && cudaGetLastError() == cudaSuccess);
+  });
+  CHECK(!HasContext(0) && HasContext(1));
+}
+
 void DevicesArePushedAndPopped() {
   CHECK(cudaSetDevice(1) == cudaSuccess);
   const int retained = TimesRetained(3);
@@ -125,6 +151,7 @@ void WithoutAnyContextTheCurrentDeviceGetsOne() {
 const Test kTests[] = {
     {"a_question_makes_no_context_on_another_gpu", AQuestionMakesNoContextOnAnotherGpu},
     {"a_host_range_is_asked_for_from_end_to_end", AHostRangeIsAskedForFromEndToEnd},
+    {"page_locked_memory_makes_no_context_on_another_gpu", PageLockedMemoryMakesNoContextOnAnotherGpu},
     {"devices_are_pushed_and_popped", DevicesArePushedAndPopped},
     {"without_any_context_the_current_device_gets_one", WithoutAnyContextTheCurrentDeviceGetsOne},
 };

@@ -25,7 +25,10 @@ SOURCES = {
         FAKE / "fake_cuda.cc",
         FAKE / "fake_kernels.cc",
     ],
-    "pointer_facts_test": [COMMON / "pointer_facts.cu", COMMON / "cuda_device.cu", FAKE / "fake_cuda.cc"],
+    "pointer_facts_test": [
+        *(COMMON / f"{name}.cu" for name in ("pointer_facts", "cuda_device", "page_locked")),
+        FAKE / "fake_cuda.cc",
+    ],
 }
 
 

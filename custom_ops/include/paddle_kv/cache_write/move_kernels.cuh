@@ -240,6 +240,7 @@ struct MoveTileShape {
   Blocks blocks;
   unsigned tiles_of_row;
   unsigned tiles_of_tokens;  // all tiles of the same tokens
+  unsigned words_of_column;  // of a block, behind which the next column follows: 1, 2, 4, or 8 for all else
   bool aligned_columns;      // columns of the cache start at multiples of 16 bytes
   bool aligned_rows;         // rows consist of aligned 16-byte words
 };
@@ -269,7 +270,6 @@ __global__ void __launch_bounds__(MoveTuning::kThreads)
   constexpr unsigned kTokensAbreast = MoveTuning::kThreads / kWords;
   __shared__ __align__(16) std::uint8_t memory[kTileBytes<kElementBytes>];
   __shared__ TileSlots<kElementBytes> slots;
-  __shared__ std::int64_t rows_offsets[kTokens];
   const TransposingTile<kElementBytes, kLineBytes, kTokensOfWord<kElementBytes>> tile{memory};
 
   const unsigned tile_index = blockIdx.x % shape.tiles_of_tokens;
@@ -278,28 +278,27 @@ __global__ void __launch_bounds__(MoveTuning::kThreads)
   const unsigned elements = min(kTileElements, static_cast<unsigned>(move.head_size) - first_element);
   const TokenSpan span = SpanOfTokens(move, shape.blocks.spans, blockIdx.x / shape.tiles_of_tokens);
   if (span.count == 0) return;  // all threads alike
-  if (threadIdx.x < kTokens) {
-    const std::int64_t token = span.first + threadIdx.x;
-    const bool exists = threadIdx.x < span.count;
-    slots.Set(threadIdx.x, exists ? CacheOffsetOf(move, shape.blocks.of_cache, span, token) : -1,
-              shape.aligned_columns);
-    rows_offsets[threadIdx.x] = exists ? shape.blocks.of_rows.OffsetOf(move.rows, token) : 0;
-  }
-  __syncthreads();
   const std::int64_t element_stride = move.rows.group_bytes == kElementBytes ? move.rows.group_stride : kElementBytes;
   const unsigned word = threadIdx.x % kWords;
   const unsigned abreast = threadIdx.x / kWords;
   const unsigned in_word = word * kElementsOfWord < elements ? elements - word * kElementsOfWord : 0;
   const std::uint8_t* const source =
       move.rows.data + head * move.rows.head_stride + (first_element + word * kElementsOfWord) * element_stride;
+  uint4 held[kTokens / kTokensAbreast];
   if (in_word > 0) {
-    uint4 held[kTokens / kTokensAbreast];
 #pragma unroll
     for (unsigned k = 0; k < kTokens / kTokensAbreast; ++k) {
       const unsigned token = min(abreast + k * kTokensAbreast, span.count - 1);
-      const std::uint8_t* const from = source + rows_offsets[token];
+      const std::uint8_t* const from = source + shape.blocks.of_rows.OffsetOf(move.rows, span.first + token);
       held[k] = shape.aligned_rows ? Load<uint4>(from) : LoadElements<uint4, Element>(from, element_stride, in_word);
     }
+  }
+  if (threadIdx.x < kTokens) {  // the block table is read while the rows are
+    const std::int64_t offset =
+        threadIdx.x < span.count ? CacheOffsetOf(move, shape.blocks.of_cache, span, span.first + threadIdx.x) : -1;
+    slots.Set(threadIdx.x, offset, shape.aligned_columns);
+  }
+  if (in_word > 0) {
 #pragma unroll
     for (unsigned k = 0; k < kTokens / kTokensAbreast; ++k) {
       *reinterpret_cast<uint4*>(tile.At(abreast + k * kTokensAbreast, word * 16)) = held[k];
@@ -370,16 +369,20 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, std::min(Codec::kGatherC
   __syncthreads();
   const std::uint8_t* const columns =
       move.cache.data + head * move.cache.head_stride + first_element * move.cache.group_stride;
-  const unsigned chunk = threadIdx.x % 8;  // of the tokens of an element
+  // Neighbouring threads take the words that lie side by side in a block.
   constexpr unsigned kElementsAbreast = MoveTuning::kThreads / 8;
+  const unsigned column = threadIdx.x / shape.words_of_column;
+  const unsigned first_line = column % kElementsAbreast;
+  const unsigned chunk =  // of the tokens of an element
+      column / kElementsAbreast * shape.words_of_column + threadIdx.x % shape.words_of_column;
   const std::int64_t joined = slots.joined[chunk];
   const std::int64_t* const offsets = slots.offsets + chunk * kInWord;
   constexpr unsigned kRounds = kTileElements / kElementsAbreast;
   const auto column_of = [&](unsigned k) {  // behind the end the last one again
-    return columns + min(threadIdx.x / 8 + k * kElementsAbreast, elements - 1) * move.cache.group_stride;
+    return columns + min(first_line + k * kElementsAbreast, elements - 1) * move.cache.group_stride;
   };
   const auto place_of = [&](unsigned k) {
-    return reinterpret_cast<uint4*>(tile.At(threadIdx.x / 8 + k * kElementsAbreast, chunk * 16));
+    return reinterpret_cast<uint4*>(tile.At(first_line + k * kElementsAbreast, chunk * 16));
   };
   if (joined >= 0) {
     uint4 held[kRounds];
@@ -512,6 +515,8 @@ Status LaunchByTile(const TokenMove& move, std::int64_t plain_bytes, const Launc
   const std::int64_t tiles_of_row = (move.head_size + kTileElements - 1) / kTileElements;
   shape.tiles_of_row = static_cast<unsigned>(tiles_of_row);
   shape.tiles_of_tokens = static_cast<unsigned>(tiles_of_row * move.heads);
+  const std::int64_t words = move.cache.group_stride / 16;
+  shape.words_of_column = words == 1 || words == 2 || words == 4 ? static_cast<unsigned>(words) : 8;
   const std::uint64_t columns = reinterpret_cast<std::uintptr_t>(move.cache.data) |
                                 static_cast<std::uint64_t>(move.cache.head_stride | move.cache.group_stride);
   shape.aligned_columns = columns % 16 == 0;

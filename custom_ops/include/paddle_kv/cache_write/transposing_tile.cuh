@@ -47,7 +47,8 @@ __device__ inline void Transpose(const std::uint32_t (&lines)[kLines],
 }
 
 // Lines of kLineBytes, of which kLines at a time are read across. The 16-byte chunks of a line are permuted, so that
-// the eight groups of lines that a warp reads lie in different banks.
+// those which eight lanes access at once lie in different banks: the same chunk of eight groups of lines where they are
+// read across; where they are filled, eight chunks of a line, or 1, 2 or 4 of neighbouring lines.
 template <int kElementBytes, int kLineBytes, int kLines>
 struct TransposingTile {
   static_assert(kLineBytes % 128 == 0, "eight chunks are permuted among each other");
@@ -58,15 +59,22 @@ struct TransposingTile {
 
   // `byte` is a multiple of the word that is stored there.
   __device__ std::uint8_t* At(unsigned line, unsigned byte) const {
-    return bytes + line * kLineBytes + ((byte / 16 ^ line / kLines % 8) * 16 | byte % 16);
+    return bytes + line * kLineBytes + ((byte / 16 ^ line / kLines % 8 ^ Turn(line)) * 16 | byte % 16);
+  }
+  // Of a line among its kLines: three bits of its number, the lowest first.
+  static __device__ constexpr unsigned Turn(unsigned line) {
+    const unsigned number = line % (kLines < 8 ? kLines : 8);
+    return (number & 1) << 2 | (number & 2) | (number & 4) >> 2;
   }
 
   // Elements column * kElements and on of the lines group * kLines and on.
   __device__ void Across(unsigned group, unsigned column, std::uint32_t (&across)[kElements][kPieces]) const {
-    const std::uint8_t* const first = At(group * kLines, column * 4);
+    const auto first = static_cast<unsigned>(At(group * kLines, column * 4) - bytes);
     std::uint32_t lines[kLines];
 #pragma unroll
-    for (int k = 0; k < kLines; ++k) lines[k] = *reinterpret_cast<const std::uint32_t*>(first + k * kLineBytes);
+    for (int k = 0; k < kLines; ++k) {
+      lines[k] = *reinterpret_cast<const std::uint32_t*>(bytes + (first ^ Turn(k) * 16) + k * kLineBytes);
+    }
     Transpose<kElementBytes, kLines>(lines, across);
   }
 };

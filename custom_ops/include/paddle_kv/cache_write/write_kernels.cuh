@@ -24,6 +24,7 @@ struct WriteTuning {
   static constexpr int kThreads = 256;
   static constexpr int kManyRounds = 4;    // words in flight of one thread of WriteRows, where there are many
   static constexpr int kPackedRounds = 2;  // beside tiles
+  static constexpr unsigned kMostTokensAbreast = 32;
   static constexpr int kTileWordsInFlight = 4;
   static constexpr int kCtasPerMultiprocessor = 4;      // fewer than twice that, and a thread takes one word
   static constexpr unsigned kNeighbours = 4;            // tokens of a warp where groups lie apart
@@ -111,11 +112,14 @@ __device__ void StoreElements(std::uint8_t* row, const RowPlace& place, unsigned
   }
 }
 
-// kRounds: tokens of one thread.
+// kRounds: tokens of one thread. Called by the whole CTA.
 template <class Codec, int kElementBytes, int kRounds>
 __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const BlockDivider& blocks, unsigned cta) {
   using Plain = typename Codec::Plain;
   using Word = typename WordOf<sizeof(Plain)>::Type;
+  // With several rounds the threads would find the places of the same few tokens, each again.
+  constexpr bool kShared = kRounds > 1;
+  __shared__ std::int64_t offsets[kMostParts][kShared ? WriteTuning::kMostTokensAbreast * kRounds : 1];
   unsigned abreast = threadIdx.x / shape.words_of_cta;
   unsigned word = threadIdx.x % shape.words_of_cta;
   if (shape.neighbours > 1) {
@@ -127,7 +131,12 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
     abreast = group / groups * shape.neighbours + neighbour;
   }
   word += cta % shape.ctas_of_token * shape.words_of_cta;
-  if (abreast >= shape.tokens_abreast || word >= shape.words_of_token) return;
+  const std::int64_t first_of_cta =
+      static_cast<std::int64_t>(cta / shape.ctas_of_token) * shape.tokens_abreast * kRounds;
+  const std::int64_t first = first_of_cta + abreast;
+  const std::int64_t last = write.tokens - 1 - first;
+  const bool used = abreast < shape.tokens_abreast && word < shape.words_of_token && last >= 0;
+  if (!kShared && !used) return;
   const bool second = word >= shape.words_of_first_part;
   if (second) word -= shape.words_of_first_part;
   const TokenPart& part = write.parts[second];
@@ -135,41 +144,55 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
   const unsigned head = word / words_of_row;
   word -= head * words_of_row;
 
-  const std::int64_t first =
-      static_cast<std::int64_t>(cta / shape.ctas_of_token) * shape.tokens_abreast * kRounds + abreast;
-  const std::uint8_t* source = part.source.data + first * part.source.token_stride + head * part.source.head_stride +
-                               word * shape.source_word_stride[second];
-  std::uint8_t* const target = part.cache.data + head * part.cache.head_stride;
-  const std::int64_t last = write.tokens - 1 - first;
-  if (last < 0) return;
   Word held[kRounds];
-  std::int64_t slots[kRounds];
+  std::int64_t slot = -1;
+  if (used) {
+    const std::uint8_t* const source = part.source.data + first * part.source.token_stride +
+                                       head * part.source.head_stride + word * shape.source_word_stride[second];
+    if constexpr (!kShared) slot = write.slots.Of(first);
 #pragma unroll
-  for (int k = 0; k < kRounds; ++k) {
-    // Behind the end the last token once more: a branch here would make each load wait for the one before.
-    const std::int64_t step = min(static_cast<std::int64_t>(k * shape.tokens_abreast), last);
-    slots[k] = write.slots.Of(first + step);
-    held[k] = Load<Word>(source + step * part.source.token_stride);
+    for (int k = 0; k < kRounds; ++k) {
+      // Behind the end the last token once more: a branch here would make each load wait for the one before.
+      const std::int64_t step = min(static_cast<std::int64_t>(k * shape.tokens_abreast), last);
+      held[k] = Load<Word>(source + step * part.source.token_stride);
+    }
+  }
+  if constexpr (kShared) {
+    const std::int64_t left = write.tokens - first_of_cta;
+    for (unsigned t = threadIdx.x; t < shape.tokens_abreast * kRounds; t += blockDim.x) {
+      const std::int64_t of_token = t < left ? write.slots.Of(first_of_cta + t) : -1;
+      for (int p = 0; p < write.part_count; ++p) {
+        offsets[p][t] = of_token < 0 ? -1 : blocks.OffsetOf(write.parts[p].cache, of_token);
+      }
+    }
+    __syncthreads();
+    if (!used) return;
   }
   const Codec codec(write, part.scale.Of(head));
   const unsigned byte = word * Codec::kStoredBytes;
   const std::int64_t word_offset = OffsetInRow(part.cache, byte);
   const bool whole_words = shape.whole_words[second];
+  std::uint8_t* const target = part.cache.data + head * part.cache.head_stride;
 #pragma unroll
   for (int k = 0; k < kRounds; ++k) {
-    if (slots[k] < 0 || k * shape.tokens_abreast > last) continue;
-    std::uint8_t* const row = target + blocks.OffsetOf(part.cache, slots[k]);
+    std::int64_t offset;
+    if constexpr (kShared) {
+      offset = offsets[second][abreast + k * shape.tokens_abreast];
+    } else {
+      offset = slot < 0 ? -1 : blocks.OffsetOf(part.cache, slot);
+    }
+    if (offset < 0) continue;
     const typename Codec::Stored stored = codec(FromWord<Plain>(held[k]));
     if (whole_words) {
-      Store(row + word_offset, stored);
+      Store(target + offset + word_offset, stored);
     } else {
-      StoreElements<kElementBytes>(row, part.cache, byte, word_offset, stored);
+      StoreElements<kElementBytes>(target + offset, part.cache, byte, word_offset, stored);
     }
   }
 }
 
 template <class Codec, int kElementBytes, int kRounds>
-__global__ void __launch_bounds__(WriteTuning::kThreads)
+__global__ void __launch_bounds__(WriteTuning::kThreads, WriteTuning::kCtasPerMultiprocessor)
     WriteRows(const __grid_constant__ TokenWrite write, const __grid_constant__ RowShape shape, BlockDivider blocks) {
   WriteByRow<Codec, kElementBytes, kRounds>(write, shape, blocks, blockIdx.x);
 }
@@ -242,7 +265,7 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
 
 // Tiles, and behind them the parts that are written by row.
 template <class Codec, int kElementBytes>
-__global__ void __launch_bounds__(WriteTuning::kThreads)
+__global__ void __launch_bounds__(WriteTuning::kThreads, WriteTuning::kCtasPerMultiprocessor)
     WritePacked(const __grid_constant__ TokenWrite write, const __grid_constant__ TileShape tiles,
                 const __grid_constant__ RowShape rows, BlockDivider blocks) {
   __shared__ __align__(16) std::uint8_t memory[kTileBytes<kElementBytes>];
@@ -311,7 +334,7 @@ Status RowShapeOf(const TokenWrite& write, bool skip_packed_values, int multipro
       shape->neighbours > 1 ? most_words : (shape->words_of_token + shape->ctas_of_token - 1) / shape->ctas_of_token;
   // As many tokens abreast as fill the CTA, but not so many that multiprocessors stay idle.
   const std::int64_t per_multiprocessor = (write.tokens * shape->ctas_of_token + multiprocessors - 1) / multiprocessors;
-  const std::int64_t fitting = Tuning::kThreads / shape->words_of_cta;
+  const std::int64_t fitting = std::min(Tuning::kThreads / shape->words_of_cta, Tuning::kMostTokensAbreast);
   shape->tokens_abreast =
       static_cast<unsigned>(shape->neighbours > 1 ? fitting : std::min<std::int64_t>(fitting, per_multiprocessor));
   return {};
