@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("cupy")
 
 from paddle_kv import CudaError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+from paddle_kv.memory import host_memory
 from tests.gpu.scheduler_rig import WAIT_S, GpuRig
 from tests.schedule.rig import make_spec, moved
 
@@ -57,30 +58,36 @@ def test_each_pinned_allocation_that_fails(rig, monkeypatch):
     import cupy
 
     owned = []
-    real = cupy.cuda.PinnedMemory
+    allocate, free = host_memory._page_locked_functions()
+    asked_for = 0
 
-    def counted(*arguments):
-        memory = real(*arguments)
-        owned.append(memory.ptr)
-        return memory
+    def counted(size_bytes, address):
+        nonlocal asked_for
+        asked_for += 1
+        if asked_for == nth:
+            return OUT_OF_MEMORY
+        code = allocate(size_bytes, address)
+        owned.append(address._obj.value)
+        return code
 
     spec = make_spec(num_layers=3)
     for nth in itertools.count(1):
         owned.clear()
+        asked_for = 0
         with monkeypatch.context() as patch:
-            patch.setattr(cupy.cuda, "PinnedMemory", counted)
-            calls = refuse(patch, cupy.cuda, "PinnedMemory", nth)
+            patch.setattr(host_memory, "_page_locked_functions", lambda: (counted, free))
             try:
                 pool = HostPool(spec, 7)
             except MemoryError as error:
                 asked = 7 * 3 * spec.block_bytes
                 assert f"{asked} bytes of page-locked host memory were asked for" in str(error)
+                assert "cudaErrorMemoryAllocation" in str(error)
                 assert len(owned) == nth - 1
                 for address in owned:
                     attributes = cupy.cuda.runtime.pointerGetAttributes(address)
                     assert attributes.type != cupy.cuda.runtime.memoryTypeHost, "a piece was kept"
                 continue
-        assert calls[0] == nth - 1
+        assert asked_for == nth - 1
         pool.close()
         break
     assert nth == 4

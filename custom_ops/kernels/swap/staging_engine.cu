@@ -67,9 +67,10 @@ class StagingEngine : public Engine {
   explicit StagingEngine(int device) : device_(device) {}
   ~StagingEngine() override {
     const DeviceGuard guard(device_);
-    if (side_ != nullptr) {
-      cudaStreamSynchronize(side_);
-      cudaStreamDestroy(side_);
+    for (cudaStream_t stream : {aside_, side_}) {
+      if (stream == nullptr) continue;
+      cudaStreamSynchronize(stream);
+      cudaStreamDestroy(stream);
     }
     for (cudaEvent_t event : events_) {
       cudaEventSynchronize(event);
@@ -126,9 +127,15 @@ class StagingEngine : public Engine {
       }
     }
     // The table of a load goes in front of its blocks: on the side stream it would wait for the blocks of other calls
-    // that the copy engine is busy with, and the slots would stay full. The side stream waits for it in any case: there
-    // the table is released, also where an error comes before the first kernel.
-    if (!to_host) PADDLE_KV_RETURN_IF_ERROR(table->Upload(table_bytes, stream));
+    // that the copy engine is busy with, and the slots would stay full. It takes a stream of its own, for which the
+    // blocks wait: the copy engine stays with a stream as long as that has copies, and an urgent load is let in here
+    // alone. The side stream waits for it in any case: there the table is released, also where an error comes before
+    // the first kernel.
+    if (!to_host) {
+      PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, aside_));
+      PADDLE_KV_RETURN_IF_ERROR(table->Upload(table_bytes, aside_));
+      PADDLE_KV_RETURN_IF_ERROR(Order(aside_, uploaded_, stream));
+    }
     if (!to_host || !open_) PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, side_));
     Status status = to_host ? table->Upload(table_bytes, side_) : Status{};
     if (status.ok()) status = EnqueueFills(work, fills, parts, pairs, table->device(), stream);
@@ -273,16 +280,18 @@ class StagingEngine : public Engine {
       PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
       PADDLE_KV_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest));
     }
-    events_.reserve(2 * kSlots + 2);
-    while (events_.size() < 2 * kSlots + 2) {
+    if (aside_ == nullptr) PADDLE_KV_CUDA(cudaStreamCreateWithFlags(&aside_, cudaStreamNonBlocking));
+    events_.reserve(2 * kSlots + 3);
+    while (events_.size() < 2 * kSlots + 3) {
       cudaEvent_t event = nullptr;
       PADDLE_KV_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
       events_.push_back(event);
     }
     start_ = events_[0];
     end_ = events_[1];
-    filled_ = &events_[2];
-    emptied_ = &events_[2 + kSlots];
+    uploaded_ = events_[2];
+    filled_ = &events_[3];
+    emptied_ = &events_[3 + kSlots];
     void* ring = nullptr;
     PADDLE_KV_CUDA(cudaMalloc(&ring, kSlots * kSlotBytes));
     ring_ = static_cast<std::uint8_t*>(ring);
@@ -292,10 +301,12 @@ class StagingEngine : public Engine {
   int device_;
   bool has_bulk_copies_ = false;
   int largest_pitch_ = 0;
-  cudaStream_t side_ = nullptr;  // scatters and gathers, before other kernels that wait
+  cudaStream_t side_ = nullptr;   // scatters and gathers, before other kernels that wait
+  cudaStream_t aside_ = nullptr;  // tables of loads
   std::vector<cudaEvent_t> events_;
   cudaEvent_t start_ = nullptr;
   cudaEvent_t end_ = nullptr;
+  cudaEvent_t uploaded_ = nullptr;
   cudaEvent_t* filled_ = nullptr;   // one a slot
   cudaEvent_t* emptied_ = nullptr;  // one a slot
   std::uint8_t* ring_ = nullptr;

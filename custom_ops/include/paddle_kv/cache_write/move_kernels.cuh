@@ -13,6 +13,7 @@
 #include "paddle_kv/cache_write/move_tokens.h"
 #include "paddle_kv/cache_write/transposing_tile.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/launch_bounds.cuh"
 #include "paddle_kv/common/quantize.cuh"
 #include "paddle_kv/common/word_access.cuh"
 
@@ -24,16 +25,6 @@ struct MoveTuning {
   static constexpr unsigned kNeighbours = 4;          // tokens of a warp where groups lie apart
   static constexpr unsigned kWordsOfNeighbours = 64;  // of each of them in one CTA
 };
-
-// CTAs that a multiprocessor has threads for: more would be asked for in vain.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
-constexpr int kMostGatherCtas = 1024 / MoveTuning::kThreads;
-#elif defined(__CUDA_ARCH__) && \
-    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 870 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr int kMostGatherCtas = 1536 / MoveTuning::kThreads;
-#else
-constexpr int kMostGatherCtas = 2048 / MoveTuning::kThreads;
-#endif
 
 // Of one thread of MoveByRow.
 template <unsigned kWordBytes>
@@ -168,7 +159,8 @@ struct MoveShape {
 };
 
 template <class Codec, bool kToCache>
-__global__ void __launch_bounds__(MoveTuning::kThreads, kToCache ? 1 : std::min(Codec::kGatherCtas, kMostGatherCtas))
+__global__ void __launch_bounds__(MoveTuning::kThreads,
+                                  kToCache ? 1 : ResidentCtas(Codec::kGatherCtas, MoveTuning::kThreads))
     MoveByRow(const __grid_constant__ TokenMove move, const __grid_constant__ MoveShape shape,
               const __grid_constant__ Dequantization how) {
   using Stored = typename Codec::Stored;
@@ -260,7 +252,7 @@ __device__ Value LoadElements(const std::uint8_t* address, std::int64_t stride, 
 }
 
 template <int kElementBytes>
-__global__ void __launch_bounds__(MoveTuning::kThreads)
+__global__ void __launch_bounds__(MoveTuning::kThreads, ResidentCtas(5, MoveTuning::kThreads))
     ScatterTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape) {
   using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTileTokens<kElementBytes>;
@@ -338,7 +330,7 @@ struct ElementsDequantized {
 };
 
 template <class Codec>
-__global__ void __launch_bounds__(MoveTuning::kThreads, std::min(Codec::kGatherCtas, kMostGatherCtas))
+__global__ void __launch_bounds__(MoveTuning::kThreads, ResidentCtas(Codec::kGatherCtas, MoveTuning::kThreads))
     GatherTiles(const __grid_constant__ TokenMove move, const __grid_constant__ MoveTileShape shape,
                 const __grid_constant__ Dequantization how) {
   constexpr int kElementBytes = Codec::kElementBytes;

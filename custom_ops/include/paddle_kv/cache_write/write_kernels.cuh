@@ -15,6 +15,7 @@
 #include "paddle_kv/cache_write/transposing_tile.cuh"
 #include "paddle_kv/cache_write/write_tokens.h"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/launch_bounds.cuh"
 #include "paddle_kv/common/quantize.cuh"
 #include "paddle_kv/common/word_access.cuh"
 
@@ -35,10 +36,12 @@ struct WriteTuning {
   static constexpr int kTileCtasPerMultiprocessor = 2;  // as long as there are fewer than that
 };
 
-// ---- what becomes of a word on its way. Plain: the word in the source, Stored: in the cache ----
+// ---- what becomes of a word on its way. Plain: the word in the source, Stored: in the cache. kPackedCtas: so many
+// CTAs of WritePacked on a multiprocessor may take all registers ----
 
 template <int kBytes>
 struct Copied {
+  static constexpr int kPackedCtas = 6;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = Plain;
   static constexpr int kStoredBytes = kBytes;
@@ -48,6 +51,7 @@ struct Copied {
 
 template <class Source, class Format>
 struct Quantized {
+  static constexpr int kPackedCtas = 5;
   using Plain = PlainWord<Source>;
   using Stored = CodeWord<Source>;
   static constexpr int kStoredBytes = PlainWord<Source>::kElements;
@@ -58,6 +62,7 @@ struct Quantized {
 
 template <int kBytes>
 struct QuantizedSingly {
+  static constexpr int kPackedCtas = 6;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = std::uint8_t;
   static constexpr int kStoredBytes = 1;
@@ -117,8 +122,8 @@ template <class Codec, int kElementBytes, int kRounds>
 __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const BlockDivider& blocks, unsigned cta) {
   using Plain = typename Codec::Plain;
   using Word = typename WordOf<sizeof(Plain)>::Type;
-  // With several rounds the threads would find the places of the same few tokens, each again.
-  constexpr bool kShared = kRounds > 1;
+  // With many rounds the threads would find the places of the same few tokens, each again.
+  constexpr bool kShared = kRounds == WriteTuning::kManyRounds;
   __shared__ std::int64_t offsets[kMostParts][kShared ? WriteTuning::kMostTokensAbreast * kRounds : 1];
   unsigned abreast = threadIdx.x / shape.words_of_cta;
   unsigned word = threadIdx.x % shape.words_of_cta;
@@ -145,15 +150,15 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
   word -= head * words_of_row;
 
   Word held[kRounds];
-  std::int64_t slot = -1;
+  std::int64_t slots[kShared ? 1 : kRounds];
   if (used) {
     const std::uint8_t* const source = part.source.data + first * part.source.token_stride +
                                        head * part.source.head_stride + word * shape.source_word_stride[second];
-    if constexpr (!kShared) slot = write.slots.Of(first);
 #pragma unroll
     for (int k = 0; k < kRounds; ++k) {
       // Behind the end the last token once more: a branch here would make each load wait for the one before.
       const std::int64_t step = min(static_cast<std::int64_t>(k * shape.tokens_abreast), last);
+      if constexpr (!kShared) slots[k] = write.slots.Of(first + step);
       held[k] = Load<Word>(source + step * part.source.token_stride);
     }
   }
@@ -178,10 +183,11 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
     std::int64_t offset;
     if constexpr (kShared) {
       offset = offsets[second][abreast + k * shape.tokens_abreast];
+      if (offset < 0) continue;
     } else {
-      offset = slot < 0 ? -1 : blocks.OffsetOf(part.cache, slot);
+      if (slots[k] < 0 || k * shape.tokens_abreast > last) continue;
+      offset = blocks.OffsetOf(part.cache, slots[k]);
     }
-    if (offset < 0) continue;
     const typename Codec::Stored stored = codec(FromWord<Plain>(held[k]));
     if (whole_words) {
       Store(target + offset + word_offset, stored);
@@ -192,7 +198,7 @@ __device__ void WriteByRow(const TokenWrite& write, const RowShape& shape, const
 }
 
 template <class Codec, int kElementBytes, int kRounds>
-__global__ void __launch_bounds__(WriteTuning::kThreads, WriteTuning::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(WriteTuning::kThreads, ResidentCtas(5, WriteTuning::kThreads))
     WriteRows(const __grid_constant__ TokenWrite write, const __grid_constant__ RowShape shape, BlockDivider blocks) {
   WriteByRow<Codec, kElementBytes, kRounds>(write, shape, blocks, blockIdx.x);
 }
@@ -265,7 +271,7 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
 
 // Tiles, and behind them the parts that are written by row.
 template <class Codec, int kElementBytes>
-__global__ void __launch_bounds__(WriteTuning::kThreads, WriteTuning::kCtasPerMultiprocessor)
+__global__ void __launch_bounds__(WriteTuning::kThreads, ResidentCtas(Codec::kPackedCtas, WriteTuning::kThreads))
     WritePacked(const __grid_constant__ TokenWrite write, const __grid_constant__ TileShape tiles,
                 const __grid_constant__ RowShape rows, BlockDivider blocks) {
   __shared__ __align__(16) std::uint8_t memory[kTileBytes<kElementBytes>];
