@@ -89,11 +89,11 @@ def test_all_or_none(monkeypatch, pinned):
 
     def init_without_address(self, size_bytes, *, pinned):
         self.size_bytes = size_bytes
-        self._owner = (host_memory._pinned if pinned else host_memory._pageable)(size_bytes)
+        self._owner = (host_memory._PageLocked if pinned else host_memory._pageable)(size_bytes)
         pieces.append(weakref.ref(self))
 
     memory_of = host_memory._pageable
-    monkeypatch.setattr(host_memory, "_pinned" if pinned else "_pageable", scarce)
+    monkeypatch.setattr(host_memory, "_PageLocked" if pinned else "_pageable", scarce)
     monkeypatch.setattr(host_memory.HostMemory, "__init__", init_without_address)
     try:
         allocate([100, 200, 300, 400, 500], pinned=pinned)
