@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 
 from ..ops import _library
+from ..ops.memcpy import is_stub_build
 
 
 class HostMemory:
@@ -23,6 +24,7 @@ class HostMemory:
 
     Raises:
         MemoryError: there is not so much.
+        NotImplementedError: page-locked, by operators that were built without CUDA.
     """
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
@@ -65,10 +67,20 @@ def has_gpu() -> bool:
     return bool(paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0)
 
 
+def can_page_lock() -> bool:
+    """Whether there is a GPU, and operators that were built for it."""
+    return has_gpu() and not is_stub_build()
+
+
 @functools.cache
 def _page_locked_functions() -> tuple[Any, Any]:
     library = ctypes.CDLL(str(_library.LIBRARY))  # loaded already: the same one
-    allocate, free = library.paddle_kv_page_locked_allocate, library.paddle_kv_page_locked_free
+    try:
+        allocate, free = library.paddle_kv_page_locked_allocate, library.paddle_kv_page_locked_free
+    except AttributeError:
+        raise NotImplementedError(
+            "page-locked memory was asked for, but these operators were built without CUDA"
+        ) from None
     allocate.argtypes = [ctypes.c_int64, ctypes.c_void_p]
     free.argtypes = [ctypes.c_void_p]
     return allocate, free
@@ -78,8 +90,9 @@ class _PageLocked:
     # CuPy's pool rounds up to powers of two, and its memory, given back in a thread that never chose a GPU, makes a
     # context on GPU 0.
     def __init__(self, size_bytes: int) -> None:
-        address = ctypes.c_void_p()
+        self.address = 0
         allocate, self._free = _page_locked_functions()
+        address = ctypes.c_void_p()
         code = allocate(size_bytes, ctypes.byref(address))
         self.address = address.value or 0
         if code:

@@ -14,7 +14,7 @@ from ..ops import _arguments as arguments
 from ..schedule import checksum, hazards
 from ..schedule.plan import check_distinct, check_ids, check_timeout
 from .free_extents import FreeExtents
-from .host_memory import HostMemory, allocate, has_gpu
+from .host_memory import HostMemory, allocate, can_page_lock
 
 POLL_S = 0.001
 
@@ -54,7 +54,7 @@ class HostPool:
         self._set_up(spec, num_blocks)
         layer_bytes = self.num_blocks * spec.block_bytes
         sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
-        self._memory += allocate(sizes, pinned=has_gpu())
+        self._memory += allocate(sizes, pinned=can_page_lock())
         block_first_stride = spec.num_layers * spec.block_bytes
         for name in spec.tensor_names:
             offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
 from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes
 
@@ -105,3 +106,17 @@ def test_all_or_none(monkeypatch, pinned):
     else:
         pytest.fail("no MemoryError")
     assert taken == [100, 200, 300]
+
+
+def test_a_gpu_and_operators_without_cuda(monkeypatch):
+    """They move nothing to the GPU, and cannot lock pages."""
+    monkeypatch.setattr(host_memory, "has_gpu", lambda: True)
+    monkeypatch.setattr(host_memory, "is_stub_build", lambda: True)
+    pool = HostPool(KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=3, block_size=5, dtype="float16"), 7)
+    pool.view("key", 1, 6)[...] = 9
+    pool.close()
+    monkeypatch.setattr(host_memory._library, "LIBRARY", "libc.so.6")
+    host_memory._page_locked_functions.cache_clear()
+    with pytest.raises(NotImplementedError, match=r"page-locked memory was asked for, but .* built without CUDA"):
+        HostMemory(100, pinned=True)
+    host_memory._page_locked_functions.cache_clear()
