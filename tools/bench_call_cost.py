@@ -75,7 +75,7 @@ class NoBackend:
     def compute_stream(self, stream: Any) -> str:
         return "compute"
 
-    def is_complete(self, event: int) -> bool:
+    def is_complete(self, *events: int) -> bool:
         return True
 
     def wait(self, event: int, timeout_s: float | None) -> bool:

@@ -113,10 +113,13 @@ class CpuBackend:
     def copy_layers(self, binding: int, work: LayerWork, stream: CpuStream) -> None:
         stream.submit(lambda: _copy(binding, work))
 
-    def is_complete(self, event: CpuEvent) -> bool:
-        if event.done() and event.error is not None:
-            raise event.error
-        return event.done()
+    def is_complete(self, *events: CpuEvent) -> bool:
+        for event in events:
+            if not event.done():
+                return False
+            if event.error is not None:
+                raise event.error
+        return True
 
     def wait(self, event: CpuEvent, timeout_s: float | None) -> bool:
         return event.wait(timeout_s) and self.is_complete(event)

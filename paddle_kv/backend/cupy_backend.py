@@ -22,7 +22,7 @@ SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6
 HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
 
-_left_over: list[tuple[int, int]] = []  # events of closed backends that another one's transfers still wait for
+_left_over: list[tuple[int, list[int]]] = []  # events of closed backends that another one's transfers still wait for
 _left_over_lock = threading.Lock()  # or two that close at once would both destroy them
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -59,7 +59,9 @@ class CupyBackend:
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
         self._idle_events: list[int] = []
-        self._resting_events: deque[tuple[int, int]] = deque()  # transfers enqueued when it was given back, event
+        self._given_back: list[int] = []
+        # Transfers that were enqueued at some time after they were given back, events.
+        self._resting_events: deque[tuple[int, list[int]]] = deque()
         self._saw_failure = False
         sizes = calibration.load(device_name(device_id)) or calibration.EngineSizes()
         transfer_queue.set_thresholds(sizes.in_order())
@@ -99,14 +101,17 @@ class CupyBackend:
     def destroy_event(self, event: int) -> None:
         if self._saw_failure:
             transfer_queue.forget(event)
-        # A transfer that is enqueued, not submitted, may still have to wait for it: recorded anew it would mean another
-        # point of another stream, perhaps one that waits for that very transfer.
-        self._resting_events.append((transfer_queue.enqueued(), event))
+        self._given_back.append(event)
 
     def _wake_events(self) -> None:
+        # A transfer that is enqueued, not submitted, may still have to wait for an event that was given back: recorded
+        # anew it would mean another point of another stream, perhaps one that waits for that very transfer.
+        if self._given_back:
+            self._resting_events.append((transfer_queue.enqueued(), self._given_back))
+            self._given_back = []
         submitted = transfer_queue.submitted()
         while self._resting_events and self._resting_events[0][0] <= submitted:
-            self._idle_events.append(self._resting_events.popleft()[1])
+            self._idle_events.extend(self._resting_events.popleft()[1])
 
     @_on_device
     def close(self) -> None:
@@ -152,9 +157,9 @@ class CupyBackend:
             stream=stream.ptr,
         )
 
-    def is_complete(self, event: int) -> bool:
+    def is_complete(self, *events: int) -> bool:
         try:
-            return transfer_queue.query(self._device_id, event)
+            return transfer_queue.query(self._device_id, *events)
         except CudaError:
             self._saw_failure = True
             raise

@@ -71,8 +71,9 @@ class Backend(Protocol):
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
 
-    def is_complete(self, event: Event) -> bool:
-        """Whether the event was passed. Raises what went wrong before it."""
+    def is_complete(self, *events: Event) -> bool:
+        """Whether all of the events were passed. Asked in this order: raises what went wrong before the first that has
+        something to report, unless one in front of it was not passed."""
 
     def wait(self, event: Event, timeout_s: float | None) -> bool:
         """Blocks the host until the event was passed (True) or the time is over (False). Raises as ``is_complete``."""

@@ -49,7 +49,7 @@ def _functions() -> Any:
         "submit": [ctypes.c_void_p],
         "flush": [ctypes.c_int64, ctypes.c_int64],
         "wait_stream": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64],
-        "query": [ctypes.c_int, ctypes.c_int64],
+        "query": [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64],
         "push_device": [ctypes.c_int],
         "forget": [ctypes.c_int64],
         "set_thresholds": [ctypes.c_void_p],
@@ -141,9 +141,11 @@ def wait_stream(device_id: int, stream: int, event: int, timeout_s: float | None
     return _checked(_functions().paddle_kv_queue_wait_stream(device_id, stream, event, _microseconds(timeout_s))) == 0
 
 
-def query(device_id: int, event: int) -> bool:
-    """Whether the event was passed. Raises what went wrong in the submission before it, once it was passed."""
-    return _checked(_functions().paddle_kv_queue_query(device_id, event)) == 0
+def query(device_id: int, *events: int) -> bool:
+    """Whether all of the events were passed; asks up to the first that was not. Raises what went wrong in the submission
+    before one of them, once it was passed."""
+    handles = (ctypes.c_int64 * len(events))(*events)
+    return _checked(_functions().paddle_kv_queue_query(device_id, handles, len(events))) == 0
 
 
 def push_device(device_id: int) -> None:

@@ -489,17 +489,12 @@ class Transfer:
     def _look_at_device(self) -> None:
         backend = self._scheduler._backend
         try:
-            if self._last_event is not None and not backend.is_complete(self._last_event):
-                return
-            for _, groups in self._starts:  # a failure is reported by all events behind it of its submission
-                event = self._events[groups[-1]]
-                if event is not self._last_event:
-                    backend.is_complete(event)
-            # Events of earlier layers may lie on another stream than the last one and pass a moment later; until then a
-            # GPU tells no times.
-            if self._scheduler._record_layer_times:
-                recorded = [event for event in self._events if event is not None]
-                if not all(map(backend.is_complete, recorded)):
+            if self._last_event is not None:
+                # A failure is reported by all events behind it of its submission. Those of earlier layers may lie on
+                # another stream than the last one and pass a moment later; until then a GPU tells no times.
+                ends = [self._events[groups[-1]] for _, groups in self._starts]
+                asked = self._events if self._scheduler._record_layer_times else ends
+                if not backend.is_complete(self._last_event, *(event for event in asked if event is not None)):
                     return
         except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
             layer = self._first_failed_layer()

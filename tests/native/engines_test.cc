@@ -282,7 +282,7 @@ void MoreLayersThanCounters() {
   gate->Open();
   for (const auto& transfer : transfers) {
     for (const auto& event : transfer->records) {
-      WaitUntil([&] { return paddle_kv_queue_query(0, event->handle()) == 0; });
+      WaitUntil([&] { return Query(event->handle()) == 0; });
     }
   }
   CHECK(pools.Now() == expected);
@@ -322,10 +322,10 @@ void AFailureLeavesTheRestAlone(EngineKind engine, Direction direction, bool blo
         Transfer two(pools, stream.handle(), second);
         CHECK(paddle_kv_queue_flush(stream.handle(), 20'000'000) == 0);
         std::this_thread::sleep_for(milliseconds(1));
-        CHECK(paddle_kv_queue_query(0, one.last()) == 1);
+        CHECK(Query(one.last()) == 1);
         gate.Open();
         std::this_thread::sleep_for(milliseconds(1));
-        CHECK(paddle_kv_queue_query(0, one.last()) == 1);  // a failure or not: behind what it had to wait for
+        CHECK(Query(one.last()) == 1);  // a failure or not: behind what it had to wait for
         computing.Open();
         result = one.Wait();
         // Nothing of the first moves any more.
@@ -423,7 +423,7 @@ void PartsComeBehindWhatTheirLayerWaitsForAndBeforeItsEvent() {
     gate->Open();
     const std::int64_t layer_bytes = static_cast<std::int64_t>(after.device.size()) / pools.layers;
     for (std::int64_t layer = 0; layer < pools.layers; ++layer) {
-      WaitUntil([&] { return paddle_kv_queue_query(0, transfer.records[layer]->handle()) == 0; });
+      WaitUntil([&] { return Query(transfer.records[layer]->handle()) == 0; });
       CHECK(std::memcmp(pools.device.data() + layer * layer_bytes, after.device.data() + layer * layer_bytes,
                         layer_bytes) == 0);
     }

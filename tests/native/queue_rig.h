@@ -32,6 +32,13 @@ struct Event {
   std::int64_t handle() const { return Handle(event); }
 };
 
+// 0 or -1 as paddle_kv_queue_query, 1: one of them was not passed.
+template <class... Events>
+int Query(Events... events) {
+  const std::int64_t all[] = {events...};
+  return paddle_kv_queue_query(0, all, sizeof...(events));
+}
+
 struct OpenStream {
   cudaStream_t stream = MakeFakeStream();
   explicit OpenStream(bool urgent = false, int device = 0) {
@@ -107,10 +114,10 @@ struct Transfer {
     return paddle_kv_queue_submit(&transfer);
   }
   std::int64_t last() const { return records.back()->handle(); }
-  // Blocks until the last group is copied; 0 or -1 as paddle_kv_queue_query.
+  // Blocks until the last group is copied; 0 or -1 as Query.
   int Wait() const {
     int state = 1;
-    WaitUntil([&] { return (state = paddle_kv_queue_query(0, last())) != 1; });
+    WaitUntil([&] { return (state = Query(last())) != 1; });
     return state;
   }
 };

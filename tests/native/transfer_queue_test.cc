@@ -269,7 +269,7 @@ void AGroupIsHeldBackUntilWhatItWaitsForIsRecorded() {
   Transfer free(third, other.handle(), {});
   CHECK(free.Wait() == 0);                      // one that waits holds no other stream
   WaitUntil([] { return Log().size() >= 3; });  // the streams take turns: b may come later
-  CHECK(paddle_kv_queue_query(0, waiting.last()) == 1);
+  CHECK(Query(waiting.last()) == 1);
   CHECK(paddle_kv_queue_flush(two.handle(), 1000) == 1);
   CHECK(Log().size() == 3);
   gate.Open();
@@ -296,7 +296,7 @@ void AWaitOfALaterGroupSplitsTheTransfer() {
     CHECK(log.size() == 2 && log[0].end_layer == 2 && log[1].first_layer == 2 && log[1].end_layer == 4);
     WaitFor(transfer.records[1]->event);
     std::this_thread::sleep_for(milliseconds(20));
-    CHECK(paddle_kv_queue_query(0, transfer.records[2]->handle()) == 1);
+    CHECK(Query(transfer.records[2]->handle()) == 1);
     gate.Open();
     CHECK(transfer.Wait() == 0);
   }
@@ -313,7 +313,7 @@ void BytesInFlightAreBounded() {
     WaitUntil([] { return Log().size() >= 2; });
     std::this_thread::sleep_for(milliseconds(50));
     CHECK(Log().size() == 2);  // 32 MiB
-    CHECK(paddle_kv_queue_query(0, transfer.records[3]->handle()) == 1);
+    CHECK(Query(transfer.records[3]->handle()) == 1);
     CHECK(paddle_kv_queue_wait_stream(0, stream.handle(), transfer.last(), 20000) == 1);
     gate.Open();
     CHECK(transfer.Wait() == 0);
@@ -360,8 +360,10 @@ void AFailureIsToldByTheEventsBehindIt() {
   const std::string text = paddle_kv_queue_error(&code, &name);
   CHECK(code == cudaErrorLaunchFailure && std::string(name) == "cudaErrorLaunchFailure");
   CHECK(text.find("it broke") != std::string::npos && text.find("a launch") != std::string::npos);
-  CHECK(paddle_kv_queue_query(0, transfer.records[0]->handle()) == 0);
-  CHECK(paddle_kv_queue_query(0, transfer.records[1]->handle()) == -1);
+  CHECK(Query(transfer.records[0]->handle()) == 0);
+  CHECK(Query(transfer.records[1]->handle()) == -1);
+  CHECK(Query(mark.handle(), transfer.records[0]->handle()) == 0);
+  CHECK(Query(transfer.records[0]->handle(), transfer.records[1]->handle(), mark.handle()) == -1);
   Submission behind;
   behind.waits = {{transfer.last()}, {}};
   behind.device_ids = {1};
@@ -369,7 +371,7 @@ void AFailureIsToldByTheEventsBehindIt() {
   CHECK(next.Wait() == 0 && follower.Wait() == 0);
   CHECK(paddle_kv_queue_forget(transfer.last()) == 1);
   CHECK(paddle_kv_queue_forget(transfer.last()) == 0);
-  CHECK(paddle_kv_queue_query(0, transfer.last()) == 0);
+  CHECK(Query(transfer.last()) == 0);
   CHECK(paddle_kv_queue_forget(transfer.records[1]->handle()) == 1);
   before_copy = nullptr;
   DestroyFakeStream(compute);
@@ -409,9 +411,9 @@ void LargeLayersGoToTheCopyEngineInParts() {
   Submission& load = large.load;
   load.waits = {{}, {mark.handle()}, {}};  // also in front of a layer that is cut
   Transfer transfer(large.plan, stream.handle(), load);
-  WaitUntil([&] { return paddle_kv_queue_query(0, transfer.records[0]->handle()) == 0; });
+  WaitUntil([&] { return Query(transfer.records[0]->handle()) == 0; });
   std::this_thread::sleep_for(milliseconds(20));
-  CHECK(paddle_kv_queue_query(0, transfer.records[1]->handle()) == 1);
+  CHECK(Query(transfer.records[1]->handle()) == 1);
   CHECK(large.plan.device[0] == expected[0] && large.plan.device[1] != expected[1]);
   gate.Open();
   CHECK(transfer.Wait() == 0);
@@ -507,7 +509,7 @@ void APartThatFailsFailsItsLayer() {
     Transfer transfer(large.plan, stream.handle(), large.load);
     CHECK(transfer.Wait() == -1);
     for (int layer = 0; layer < 3; ++layer) {
-      CHECK(paddle_kv_queue_query(0, transfer.records[layer]->handle()) == (layer < failing / 3 ? 0 : -1));
+      CHECK(Query(transfer.records[layer]->handle()) == (layer < failing / 3 ? 0 : -1));
     }
     CHECK(calls == failing + 1);
     before_copy = nullptr;
@@ -555,22 +557,23 @@ void AFailedTransferKeepsItsPlaceInTheOrder() {
     Submission behind;
     behind.waits = {{}, {recorded.handle()}};
     Transfer first(plan, stream.handle(), behind);
-    WaitUntil([&] { return paddle_kv_queue_query(0, first.records[0]->handle()) == -1; });
+    WaitUntil([&] { return Query(first.records[0]->handle()) == -1; });
     CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
     std::this_thread::sleep_for(milliseconds(20));
-    CHECK(paddle_kv_queue_query(0, first.last()) == 1);
+    CHECK(Query(first.last()) == 1);
+    CHECK(Query(first.last(), first.records[0]->handle()) == 1 && Query(first.records[0]->handle(), first.last()) == -1);
     reading.Open();
     CHECK(first.Wait() == -1);
 
     behind.waits = {{}, {pending.last()}};
     Transfer second(plan, stream.handle(), behind);
-    WaitUntil([&] { return paddle_kv_queue_query(0, second.records[0]->handle()) == -1; });
+    WaitUntil([&] { return Query(second.records[0]->handle()) == -1; });
     std::this_thread::sleep_for(milliseconds(20));
-    CHECK(paddle_kv_queue_query(0, second.last()) == 1);
+    CHECK(Query(second.last()) == 1);
     CHECK(paddle_kv_queue_flush(stream.handle(), 1000) == 1);
     held_up.Open();
     CHECK(second.Wait() == -1);
-    CHECK(paddle_kv_queue_query(0, pending.last()) == 0);
+    CHECK(Query(pending.last()) == 0);
   }
   CHECK(plan.device == before);
   before_copy = nullptr;
@@ -660,8 +663,9 @@ void AnotherDeviceThanTheStreamsIsNeverMadeCurrent() {
   const int before = TimesMadeCurrent(0);
   Transfer transfer(plan, stream.handle(), {});
   CHECK(transfer.Wait() == 0);
-  CHECK(paddle_kv_queue_query(1, transfer.last()) == 0);
-  CHECK(paddle_kv_queue_query(99, transfer.last()) == -1);
+  const std::int64_t last = transfer.last();
+  CHECK(paddle_kv_queue_query(1, &last, 1) == 0);
+  CHECK(paddle_kv_queue_query(99, &last, 1) == -1);
   CHECK(paddle_kv_queue_push_device(1) == 0);
   int device = -1;
   CHECK(cudaGetDevice(&device) == cudaSuccess && device == 1);
@@ -806,7 +810,7 @@ void CloseWaitsForAllAndGivesBack() {
       gate->Open();
     });
     CHECK(paddle_kv_queue_close(stream.handle()) == 0);
-    for (const auto& transfer : transfers) CHECK(paddle_kv_queue_query(0, transfer->last()) == 0);
+    for (const auto& transfer : transfers) CHECK(Query(transfer->last()) == 0);
     opener.join();
   }
   CHECK(EventsAlive() == before);
@@ -852,7 +856,7 @@ void SeveralThreads() {
             CHECK(transfer->Wait() == 0);
             break;
           default:
-            CHECK(paddle_kv_queue_query(0, transfer->last()) >= 0);
+            CHECK(Query(transfer->last()) >= 0);
         }
         const std::lock_guard<std::mutex> lock(mutex);
         kept.push_back(std::move(transfer));

@@ -40,9 +40,9 @@ class LostDevice(CpuBackend):
         self._check()
         return super().wait(event, timeout_s)
 
-    def is_complete(self, event):
+    def is_complete(self, *events):
         self._check()
-        return super().is_complete(event)
+        return super().is_complete(*events)
 
     def destroy_stream(self, stream):
         super().destroy_stream(stream)
@@ -176,11 +176,11 @@ def test_a_failure_that_no_event_tells_is_at_the_first_layer_that_is_not_there(r
     class Once(CpuBackend):
         error = None
 
-        def is_complete(self, event):
+        def is_complete(self, *events):
             error, self.error = self.error, None
             if error is not None:
                 raise error
-            return super().is_complete(event)
+            return super().is_complete(*events)
 
     backend = Once()
     copies.hold("onload", 2)

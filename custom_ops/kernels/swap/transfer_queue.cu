@@ -617,18 +617,21 @@ int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t ev
   });
 }
 
-int paddle_kv_queue_query(int device, std::int64_t event) {
+int paddle_kv_queue_query(int device, const std::int64_t* events, std::int64_t event_count) {
   return Guarded([&] {
     TransferQueue& queue = TransferQueue::Get();
-    if (queue.IsPending(event)) return 1;
     DeviceGuard guard(device);
     if (!guard.status().ok()) return Fail(guard.status());
     const CaptureTolerance tolerance;
-    const cudaError_t result = cudaEventQuery(EventOf(event));
-    if (IsNotReady(result)) return 1;
-    if (result != cudaSuccess) return Fail(ToStatus(result, "cudaEventQuery"));
-    Status failure;
-    return queue.Failure(event, &failure) ? Fail(failure) : 0;
+    for (const std::int64_t* event = events; event != events + event_count; ++event) {
+      if (queue.IsPending(*event)) return 1;
+      const cudaError_t result = cudaEventQuery(EventOf(*event));
+      if (IsNotReady(result)) return 1;
+      if (result != cudaSuccess) return Fail(ToStatus(result, "cudaEventQuery"));
+      Status failure;
+      if (queue.Failure(*event, &failure)) return Fail(failure);
+    }
+    return 0;
   });
 }
 

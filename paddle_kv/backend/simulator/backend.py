@@ -137,8 +137,8 @@ class SimulatedBackend:
                 raise RuntimeError("the simulated submission failed half way")
             work.records[group - work.first_group].mark = device.record(stream, job)
 
-    def is_complete(self, event: SimulatedEvent) -> bool:
-        return self._look(event, 0.0)
+    def is_complete(self, *events: SimulatedEvent) -> bool:
+        return all(self._look(event, 0.0) for event in events)
 
     def wait(self, event: SimulatedEvent, timeout_s: float | None) -> bool:
         return self._look(event, timeout_s)

@@ -130,10 +130,10 @@ class MutatedBackend:
             for event in work.records:
                 self.inner.record(event, stream)
 
-    def is_complete(self, event: Event) -> bool:
+    def is_complete(self, *events: Event) -> bool:
         if "completion" in self._drop or "completion-report" in self._drop:
             return "completion" in self._drop
-        return self._without_error(lambda: self.inner.is_complete(event))
+        return all(self._without_error(lambda event=event: self.inner.is_complete(event)) for event in events)
 
     def wait(self, event: Event, timeout_s: float | None) -> bool:
         if "completion" in self._drop:

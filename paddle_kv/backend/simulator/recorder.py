@@ -112,7 +112,10 @@ class RecordingBackend:
         self.inner.copy_layers(binding, work, stream)
         self.log.event_marks.update(marks)
 
-    def is_complete(self, event: Event) -> bool:
+    def is_complete(self, *events: Event) -> bool:
+        return all(map(self._is_complete, events))
+
+    def _is_complete(self, event: Event) -> bool:
         self._check_recorded(event, HOST, "query")
         try:
             passed = self.inner.is_complete(event)
