@@ -12,6 +12,7 @@ pytest.importorskip("cupy")
 from paddle_kv.soak.mismatch import SoakFailure
 from paddle_kv.soak.run import Setup, Soak, run
 from paddle_kv.soak.traffic import Traffic
+from tests.gpu import delay
 from tests.gpu.scheduler_rig import Watched, WithoutComputeEvent, WithoutDependency, WithoutLayerWait, WithoutLook
 
 SETUP = Setup(
@@ -78,5 +79,14 @@ def test_a_wait_that_is_left_out(backend_type):
 
 
 def _failure_of(backend_type) -> str:
-    with Soak(dataclasses.replace(SETUP, block_bytes=32_752), backend_type) as soak:
+    class Late(backend_type):
+        """Every second transfer comes late, so that nothing is right by luck; the others are early."""
+
+        def copy_layers(self, binding, work, stream):
+            late = self.late = not getattr(self, "late", False)
+            if late:
+                delay.busy(stream, 2.0)
+            super().copy_layers(binding, work, stream)
+
+    with Soak(dataclasses.replace(SETUP, block_bytes=32_752), Late) as soak:
         return soak.run(minutes=0.5, max_moves=100_000).failure
