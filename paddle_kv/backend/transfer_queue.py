@@ -142,8 +142,10 @@ def wait_stream(device_id: int, stream: int, event: int, timeout_s: float | None
 
 
 def query(device_id: int, *events: int) -> bool:
-    """Whether all of the events were passed; asks up to the first that was not. Raises what went wrong in the submission
-    before one of them, once it was passed."""
+    """Whether all of the events were passed; asks up to the first that was not.
+
+    Raises what went wrong in the submission before one of them, once it was passed.
+    """
     handles = (ctypes.c_int64 * len(events))(*events)
     return _checked(_functions().paddle_kv_queue_query(device_id, handles, len(events))) == 0
 

@@ -4,9 +4,11 @@
 from tests.ops.test_reshape_and_cache import (  # noqa: F401
     TestCheckMode,
     TestPadding,
+    TestPrompts,
     TestScales,
     TestStrides,
     TestWrongArguments,
+    test_blocks_that_a_transfer_is_moving_are_reported,
     test_caches_of_an_fp8_dtype,
     test_consecutive_slots,
     test_every_bit_pattern,

@@ -9,6 +9,9 @@ from tests.ops.test_swap_cache_all_layers import (  # noqa: F401
     test_one_cache_may_be_saved_to_two_places,
     test_one_host_pool_may_be_loaded_into_two_caches,
 )
+from tests.ops.test_swap_cache_all_layers import (  # noqa: F401
+    test_one_source_many_targets as test_one_source_many_targets_in_all_layers,
+)
 from tests.ops.test_swap_cache_per_layer import (  # noqa: F401
     test_a_cache_that_requires_a_gradient,
     test_a_pool_of_no_blocks,

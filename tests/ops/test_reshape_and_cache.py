@@ -203,6 +203,16 @@ class TestPrompts:
         case, _ = self.prompts(machine, 16, head_size=80, kv_cache_dtype=kv_cache_dtype)
         case.check_insert(case.random_slots())
 
+    @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+    @pytest.mark.parametrize("tokens", [2101, 8250])
+    def test_many_tokens_in_random_slots(self, machine: Machine, tokens: int, kv_cache_dtype: str) -> None:
+        """So many that a GPU writes them in another order; the values of a head are more than a tile."""
+        case = Case(
+            machine, tokens=tokens, heads=3, head_size=16, value_head_size=136, blocks=tokens // 16 + 2, block_size=16,
+            layout="packed", kv_cache_dtype=kv_cache_dtype,
+        )  # fmt: skip
+        case.check_insert(case.random_slots())
+
     def test_a_cache_at_an_odd_address(self, machine: Machine) -> None:
         """The guard block in front of the values has 3 x 7 x 5 elements."""
         case, slots = self.prompts(machine, 5, head_size=16, value_head_size=7)

@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(MoveTuning::kThreads, ResidentCtas(5, MoveTuni
   }
   __syncthreads();
   StoreColumns(tile, slots, move.cache.data + head * move.cache.head_stride + first_element * move.cache.group_stride,
-               move.cache.group_stride, elements, false);
+               move.cache.group_stride, elements);
 }
 
 // The elements of a packed cache as they are.

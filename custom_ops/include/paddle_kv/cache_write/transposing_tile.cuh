@@ -115,18 +115,17 @@ struct TileSlots {
 };
 
 // Stores a tile whose lines are tokens into the columns of the cache, `elements` of them from `columns` on. Slots that
-// make no word are stored one by one: for a warp several tokens and few columns, or (`by_token`) many columns of one
-// token, which lie nearer to each other: that is for tokens which are strewn over more memory than the caches hold.
+// make no word are stored one by one.
 template <int kElementBytes, class Tile>
 __device__ void StoreColumns(const Tile& tile, const TileSlots<kElementBytes>& slots, std::uint8_t* columns,
-                             std::int64_t column_stride, unsigned elements, bool by_token) {
+                             std::int64_t column_stride, unsigned elements) {
   using Element = typename WordOf<kElementBytes>::Type;
   constexpr unsigned kTokens = kTokensOfWord<kElementBytes>;
   for (unsigned read = threadIdx.x / 32; read < Tile::kColumns / 4; read += blockDim.x / 32) {
     const WarpRead place(read, Tile::kColumns);
     const unsigned first_element = place.column * Tile::kElements;
     const std::int64_t joined = slots.joined[place.group];
-    if (first_element >= elements || (joined < 0 && by_token)) continue;
+    if (first_element >= elements) continue;
     std::uint32_t across[Tile::kElements][Tile::kPieces];
     tile.Across(place.group, place.column, across);
 #pragma unroll
@@ -143,18 +142,6 @@ __device__ void StoreColumns(const Tile& tile, const TileSlots<kElementBytes>& s
         if (offset < 0) continue;
         *reinterpret_cast<Element*>(column + offset) =
             static_cast<Element>(across[e][k * kElementBytes / 4] >> (k * kElementBytes % 4 * 8));
-      }
-    }
-  }
-  if (!by_token) return;
-  for (unsigned group = threadIdx.x / 32; group < slots.kGroups; group += blockDim.x / 32) {
-    if (slots.joined[group] >= 0) continue;
-    for (unsigned token = group * kTokens; token < (group + 1) * kTokens; ++token) {
-      const std::int64_t offset = slots.offsets[token];
-      if (offset < 0) continue;
-      for (unsigned e = threadIdx.x % 32; e < elements; e += 32) {
-        *reinterpret_cast<Element*>(columns + e * column_stride + offset) =
-            *reinterpret_cast<const Element*>(tile.At(token, e * kElementBytes));
       }
     }
   }

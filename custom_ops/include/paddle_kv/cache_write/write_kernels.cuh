@@ -31,17 +31,19 @@ struct WriteTuning {
   static constexpr unsigned kNeighbours = 4;            // tokens of a warp where groups lie apart
   static constexpr unsigned kWordsOfNeighbours = 64;    // of each of them in one CTA
   static constexpr std::int64_t kFewTokens = 32;        // up to which packed values are written by row
-  static constexpr std::int64_t kManyTokens = 8192;     // from which on packed values may be strewn over much memory
   static constexpr unsigned kFewestTileElements = 16;   // a tile is narrow
   static constexpr int kTileCtasPerMultiprocessor = 2;  // as long as there are fewer than that
+  static constexpr std::int64_t kSomeTokens = 2048;     // from which on rows are better kept behind the tiles
+  static constexpr std::int64_t kManyTokens = 8192;     // from which on packed values may not fit into the L2 cache
 };
 
 // ---- what becomes of a word on its way. Plain: the word in the source, Stored: in the cache. kPackedCtas: so many
-// CTAs of WritePacked on a multiprocessor may take all registers ----
+// CTAs of WritePacked on a multiprocessor may take all registers. kTileCtas: so many tiles of kSomeTokens and more ----
 
 template <int kBytes>
 struct Copied {
   static constexpr int kPackedCtas = 6;
+  static constexpr int kTileCtas = 4;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = Plain;
   static constexpr int kStoredBytes = kBytes;
@@ -52,6 +54,7 @@ struct Copied {
 template <class Source, class Format>
 struct Quantized {
   static constexpr int kPackedCtas = 5;
+  static constexpr int kTileCtas = WriteTuning::kTileCtasPerMultiprocessor;  // narrower ones cost more than they give
   using Plain = PlainWord<Source>;
   using Stored = CodeWord<Source>;
   static constexpr int kStoredBytes = PlainWord<Source>::kElements;
@@ -63,6 +66,7 @@ struct Quantized {
 template <int kBytes>
 struct QuantizedSingly {
   static constexpr int kPackedCtas = 6;
+  static constexpr int kTileCtas = WriteTuning::kTileCtasPerMultiprocessor;
   using Plain = typename WordOf<kBytes>::Type;
   using Stored = std::uint8_t;
   static constexpr int kStoredBytes = 1;
@@ -212,6 +216,8 @@ struct TileShape {
   unsigned elements_of_tile;  // fewer than a tile holds where there are too few tiles
   unsigned tiles_of_first_part;
   unsigned tiles_of_tokens;  // all tiles of the same tokens
+  unsigned tiles_of_column;  // all tiles of the same elements
+  bool by_column;            // these come one after the other
   unsigned ctas;
 };
 
@@ -227,14 +233,17 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
   constexpr unsigned kTokensAbreast = WriteTuning::kThreads / kWords;
   const TransposingTile<kElementBytes, kLineBytes, kTokensOfWord<kElementBytes>> tile{memory};
 
-  unsigned tile_index = cta % shape.tiles_of_tokens;
+  // An element that is stored to a scattered slot fills a part of a sector. The other parts follow while the sector is
+  // in the L2 cache: also in a large cache, if all tokens of a few columns are written before those of others.
+  unsigned tile_index = shape.by_column ? cta / shape.tiles_of_column : cta % shape.tiles_of_tokens;
+  const unsigned tile_of_column = shape.by_column ? cta % shape.tiles_of_column : cta / shape.tiles_of_tokens;
   const bool second = tile_index >= shape.tiles_of_first_part;
   if (second) tile_index -= shape.tiles_of_first_part;
   const TokenPart& part = write.parts[second];
   const unsigned head = tile_index / shape.tiles_of_row[second];
   const unsigned first_element = tile_index % shape.tiles_of_row[second] * shape.elements_of_tile;
   const unsigned elements = min(shape.elements_of_tile, static_cast<unsigned>(part.head_size) - first_element);
-  const std::int64_t first = static_cast<std::int64_t>(cta / shape.tiles_of_tokens) * kTokens;
+  const std::int64_t first = static_cast<std::int64_t>(tile_of_column) * kTokens;
   const std::int64_t left = write.tokens - first;
   const unsigned tokens = left < kTokens ? static_cast<unsigned>(left) : kTokens;
 
@@ -266,7 +275,7 @@ __device__ void WriteTile(const TokenWrite& write, const TileShape& shape, const
   }
   __syncthreads();
   StoreColumns(tile, *slots, part.cache.data + head * part.cache.head_stride + first_element * part.cache.group_stride,
-               part.cache.group_stride, elements, write.tokens >= WriteTuning::kManyTokens);
+               part.cache.group_stride, elements);
 }
 
 // Tiles, and behind them the parts that are written by row.
@@ -389,11 +398,14 @@ Status LaunchPacked(const TokenWrite& write, const DeviceStream& where) {
     const TokenPart& part = write.parts[p];
     if (IsPackedValue(write, part)) row_elements += part.heads * part.head_size;
   }
+  // Elements and pieces of rows that are stored to scattered slots at the same time hinder each other. Tiles come
+  // first; where there are enough of them to take most places, rows come behind them.
+  const std::int64_t tiles_of_multiprocessor =
+      write.tokens < Tuning::kSomeTokens ? Tuning::kTileCtasPerMultiprocessor : Codec::kTileCtas;
   TileShape tiles{};
   tiles.elements_of_tile = kTileElements;
   while (tiles.elements_of_tile > Tuning::kFewestTileElements &&
-         tiles_of_column * row_elements / tiles.elements_of_tile <
-             std::int64_t{Tuning::kTileCtasPerMultiprocessor} * multiprocessors) {
+         tiles_of_column * row_elements / tiles.elements_of_tile < tiles_of_multiprocessor * multiprocessors) {
     tiles.elements_of_tile /= 2;
   }
   for (int p = 0; p < write.part_count; ++p) {
@@ -415,6 +427,8 @@ Status LaunchPacked(const TokenWrite& write, const DeviceStream& where) {
   const std::int64_t ctas = tile_ctas + RowCtas(write, rows, Tuning::kPackedRounds);
   if (ctas > kLargestGrid) return ToStatus(cudaErrorInvalidConfiguration, "WritePacked");
   if (ctas == 0) return {};
+  tiles.tiles_of_column = static_cast<unsigned>(tiles_of_column);
+  tiles.by_column = write.tokens >= Tuning::kManyTokens;
   tiles.ctas = static_cast<unsigned>(tile_ctas);
   WritePacked<Codec, kElementBytes><<<static_cast<unsigned>(ctas), Tuning::kThreads, 0, StreamOf(where)>>>(
       write, tiles, rows, BlockDividerOf(write.parts[0].cache.block_size, write.slots.limit));

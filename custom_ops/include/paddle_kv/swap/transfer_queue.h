@@ -55,8 +55,8 @@ int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
 // Work submitted to `stream` from now on comes behind the event; blocks while it is pending; 1: it still is.
 int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us);
 
-// Asks for one event after the other. 0: all were passed, 1: the next one was not yet, -1: it was, and what was submitted
-// before it has failed. Breaks no capture of other threads.
+// Asks for one event after the other. 0: all were passed, 1: the next one was not yet, -1: it was, and what was
+// submitted before it has failed. Breaks no capture of other threads.
 int paddle_kv_queue_query(int device, const std::int64_t* events, std::int64_t event_count);
 
 // Makes a device current for this thread, and what was current before. No context is made on the latter.
