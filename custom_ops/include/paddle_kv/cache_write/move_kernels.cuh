@@ -44,7 +44,7 @@ struct Moved {
 
 template <class Format, class Target>
 struct Dequantized {
-  static constexpr int kGatherCtas = 1;
+  static constexpr int kGatherCtas = 5;
   using Stored = CodeWord<Target>;
   using Plain = PlainWord<Target>;
   static constexpr int kStoredBytes = PlainWord<Target>::kElements;
