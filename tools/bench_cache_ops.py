@@ -358,7 +358,7 @@ def bench_all(clock: Clock, only: str | None) -> None:
                 bench_copy_blocks(clock, block_bytes, layers, max(256 << 20, 2 * layers * block_bytes * 4))
     if only in (None, "reshape_and_cache"):
         for layout in ("HND", "NHD", "packed"):
-            for tokens in (1, 4, 16, 64, 256, 1024, 4096, 8192, 16384, 65536):
+            for tokens in (1, 4, 16, 64, 256, 1024, 2048, 4096, 8192, 16384, 65536):
                 for order in ("consecutive", "random"):
                     bench_reshape_and_cache(clock, tokens, layout, order, False)
             for tokens in (1, 64, 8192, 65536):

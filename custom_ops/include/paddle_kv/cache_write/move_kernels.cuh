@@ -22,8 +22,13 @@ namespace paddle_kv {
 struct MoveTuning {
   static constexpr int kThreads = 256;
   static constexpr unsigned kMostTokensPerCta = 128;  // of MoveByRow
-  static constexpr unsigned kNeighbours = 4;          // tokens of a warp where groups lie apart
-  static constexpr unsigned kWordsOfNeighbours = 64;  // of each of them in one CTA
+};
+
+// Where groups lie apart.
+template <bool kToCache>
+struct Neighbours {
+  static constexpr unsigned kTokens = kToCache ? 4 : 8;   // of a warp
+  static constexpr unsigned kWords = kToCache ? 64 : 16;  // of each of them in one CTA
 };
 
 // Of one thread of MoveByRow.
@@ -481,14 +486,14 @@ Status LaunchByRow(const TokenMove& move, const Dequantization& how, cudaStream_
   const std::int64_t words_of_row = row_bytes / Codec::kStoredBytes;
   const std::int64_t words_of_token = words_of_row * move.heads;
   const std::int64_t words_of_group = move.cache.group_bytes / Codec::kStoredBytes;
-  const bool apart = move.cache.group_bytes < row_bytes && Tuning::kWordsOfNeighbours % words_of_group == 0;
-  const std::int64_t most_words = apart ? Tuning::kWordsOfNeighbours : Tuning::kThreads;
+  const bool apart = move.cache.group_bytes < row_bytes && Neighbours<kToCache>::kWords % words_of_group == 0;
+  const std::int64_t most_words = apart ? Neighbours<kToCache>::kWords : Tuning::kThreads;
   const std::int64_t ctas_of_token = (words_of_token + most_words - 1) / most_words;
   shape.words_of_row = static_cast<unsigned>(words_of_row);
   shape.words_of_token = static_cast<unsigned>(words_of_token);
   shape.words_of_cta = static_cast<unsigned>(apart ? most_words : (words_of_token + ctas_of_token - 1) / ctas_of_token);
   shape.ctas_of_token = static_cast<unsigned>(ctas_of_token);
-  shape.neighbours = apart ? Tuning::kNeighbours : 1;
+  shape.neighbours = apart ? Neighbours<kToCache>::kTokens : 1;
   shape.words_of_group = static_cast<unsigned>(apart ? words_of_group : 1);
   shape.tokens_abreast = std::min(Tuning::kThreads / shape.words_of_cta, Tuning::kMostTokensPerCta);
   shape.tokens_of_cta = std::min(shape.tokens_abreast * kWordsInFlight<sizeof(Held)>, Tuning::kMostTokensPerCta);
