@@ -13,20 +13,31 @@ OPS = Path(__file__).resolve().parent
 GPU = OPS.parent / "gpu"
 
 # tests/gpu traces programs of its own: a GPU needs other tensors for them.
-TRACED = {"TestPrograms", "test_in_a_program", "test_in_a_static_graph"}
+TRACED = {
+    "TestPrograms",
+    "test_in_a_program",
+    "test_in_a_static_graph",
+    "test_where_the_tracer_can_let_go_it_runs",
+}
 ON_THE_CPU = {"test_the_cpu_ignores_the_stream"}
 
 
 def names_for_any_device(path: Path) -> Iterator[str]:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            functions = [node]
-        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
-            functions = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
-        else:
-            continue
-        if any(argument.arg == "machine" for function in functions for argument in function.args.args):
+    nodes = ast.parse(path.read_text()).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    machines = {"machine"} | {node.name for node in functions if takes(node, {"machine"})}  # fixtures among them
+    for node in functions:
+        if node.name.startswith("test") and takes(node, machines):
             yield node.name
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            methods = [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
+            if any(takes(method, machines) for method in methods):
+                yield node.name
+
+
+def takes(function: ast.FunctionDef, names: set[str]) -> bool:
+    return any(argument.arg in names for argument in function.args.args)
 
 
 def imported_on_a_gpu() -> dict[str, set[str]]:
