@@ -16,6 +16,7 @@ REPEATS = 3
 NUM_ROWS = len(SIZES_KIB) * (2 + 2 * 2 * 3) + len(STAGED_KIB) * (2 + 3 * 2 * 3)
 # What a second of a transfer costs, beside what it takes from the model: a load that comes late makes a layer wait.
 LATENCY_SHARE = 0.1
+ALL = WaySizes(NEVER, NEVER)  # below these lie all pieces
 
 
 def measure() -> Iterator[Row]:
@@ -30,16 +31,19 @@ def sizes_from(rows: Iterable[Row], default: EngineSizes) -> EngineSizes:
     """The smallest sizes from which on an engine was the cheapest."""
     rows = list(rows)
 
-    def sizes(pattern: str, way: str, method: str, below: int = NEVER) -> WaySizes:
+    def sizes(pattern: str, way: str, method: str, below: WaySizes = ALL) -> WaySizes:
         some = [row for row in rows if row["way"] == way and row["pattern"] == pattern]
-        some = [row for row in some if row["piece_kib"] << 10 < below]
-        return WaySizes(*(_first_best(some, method, loads) for loads in (["none"], ["gemm", "gemv"])))
+        return WaySizes(
+            *(
+                _first_best([row for row in some if row["piece_kib"] << 10 < large], method, loads)
+                for large, loads in zip(astuple(below), (["none"], ["gemm", "gemv"]), strict=True)
+            )
+        )
 
     def staging(way: str, built_in: WaySizes) -> WaySizes:
         # A staged run is as long as the host's; what is compared by the size of a block is whether it pays at all, for
-        # pieces that are not large enough for the copy engine in any case.
-        large = max(astuple(sizes("scattered", way, "copy_engine")))
-        pays = sizes("contiguous_host", way, "staging", below=large)
+        # pieces that are too small for the copy engine. From there on the two may be level.
+        pays = sizes("contiguous_host", way, "staging", below=sizes("scattered", way, "copy_engine"))
         return WaySizes(
             *(size if from_ < NEVER else NEVER for size, from_ in zip(astuple(built_in), astuple(pays), strict=True))
         )

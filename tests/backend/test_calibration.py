@@ -78,6 +78,28 @@ def test_the_cheapest_engine_from_each_size_on():
     assert sizes.staging_d2h == WaySizes(EngineSizes().staging_d2h.alone, NEVER)
 
 
+def test_staging_that_is_level_with_the_copy_engine_pays_for_smaller_pieces():
+    """Beside compute the copy engine takes pieces of 32 KiB; what decides there says nothing of those of 8."""
+    alone = {"kernel": {8: 50, 32: 51, 64: 50}, "copy_engine": {8: 12, 32: 46, 64: 53}}
+    beside = {"kernel": {8: 38, 32: 37, 64: 38}, "copy_engine": {8: 14, 32: 51, 64: 53}}
+    slowed = {"kernel": 9.0, "copy_engine": 0.5, "staging": 1.2}
+    staged = {"kernel": {8: 50, 32: 50}, "copy_engine": {8: 12, 32: 46}, "staging": {8: 53, 32: 53}}
+    staged_beside = {"kernel": {8: 38, 32: 37}, "copy_engine": {8: 14, 32: 51}, "staging": {8: 52, 32: 52}}
+    measured = [
+        row
+        for pattern, by_load in (
+            ("scattered", {"none": alone, "gemm": beside, "gemv": beside}),
+            ("contiguous_host", {"none": staged, "gemm": staged_beside, "gemv": staged_beside}),
+        )
+        for load, rates in by_load.items()
+        for row in rows(pattern, rates, load, slowed)
+    ]
+    sizes = sizes_from(measured, EngineSizes())
+    assert sizes.copy_engine_d2h == WaySizes(64 << 10, 32 << 10)
+    assert sizes.staging_d2h == EngineSizes().staging_d2h
+    assert sizes.staging_h2d == EngineSizes().staging_h2d
+
+
 def test_an_engine_that_is_never_the_cheapest():
     rates = {"kernel": {4: 45, 128: 50}, "copy_engine": {4: 3, 128: 30}}
     sizes = sizes_from(rows("scattered", rates, "none", {}), EngineSizes())
