@@ -34,10 +34,7 @@ def sizes_from(rows: Iterable[Row], default: EngineSizes) -> EngineSizes:
     def sizes(pattern: str, way: str, method: str, below: WaySizes = ALL) -> WaySizes:
         some = [row for row in rows if row["way"] == way and row["pattern"] == pattern]
         return WaySizes(
-            *(
-                _first_best([row for row in some if row["piece_kib"] << 10 < large], method, loads)
-                for large, loads in zip(astuple(below), (["none"], ["gemm", "gemv"]), strict=True)
-            )
+            _first_best(some, method, ["none"], below.alone), _first_best(some, method, ["gemm", "gemv"], below.beside)
         )
 
     def staging(way: str, built_in: WaySizes) -> WaySizes:
@@ -68,9 +65,10 @@ def _cost(rows: Sequence[Row], method: str, piece_kib: int, loads: Sequence[str]
     return total
 
 
-def _first_best(rows: Sequence[Row], method: str, loads: Sequence[str]) -> int:
-    """Bytes of the smallest piece from which on the method is the cheapest of all measured; NEVER if there is none."""
+def _first_best(rows: Sequence[Row], method: str, loads: Sequence[str], below: int) -> int:
+    """Bytes of the smallest piece below ``below`` from which on the method is the cheapest; NEVER if none is."""
     measured = [row for row in rows if row["load"] in loads and row["method"] != "contiguous"]
+    measured = [row for row in measured if row["piece_kib"] << 10 < below]
     methods = {row["method"] for row in measured}
     first = NEVER
     for piece_kib in sorted({row["piece_kib"] for row in measured}, reverse=True):

@@ -16,7 +16,7 @@ from ..bench import methods
 from ..bench.check import moves_the_bytes
 from ..bench.clock import CudaClock, HostClock
 from ..bench.setup import OPERATIONS, Way, make_case
-from ..memory.host_memory import available_bytes, has_gpu
+from ..memory.host_memory import available_bytes, can_page_lock, has_gpu
 from .calibrate import text
 
 PINNED_TRIAL_BYTES = 64 << 20
@@ -78,7 +78,7 @@ def _gpu() -> str:
 
 
 def _host_memory() -> str:
-    kind = "page-locked" if has_gpu() else "pageable"
+    kind = "page-locked" if can_page_lock() else "pageable"
     pool = HostPool(_spec(64), PINNED_TRIAL_BYTES // (64 * 1024))
     held = pool.pinned_bytes
     pool.close()

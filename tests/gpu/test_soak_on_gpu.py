@@ -82,9 +82,11 @@ def _failure_of(backend_type) -> str:
     class Late(backend_type):
         """Every second transfer comes late, so that nothing is right by luck; the others are early."""
 
+        late = False
+
         def copy_layers(self, binding, work, stream):
-            late = self.late = not getattr(self, "late", False)
-            if late:
+            self.late = not self.late
+            if self.late:
                 delay.busy(stream, 2.0)
             super().copy_layers(binding, work, stream)
 

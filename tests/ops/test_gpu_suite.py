@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def takes(function: ast.FunctionDef, names: set[str]) -> bool:
     return any(argument.arg in names for argument in function.args.args)
 
 
+@functools.cache
 def imported_on_a_gpu() -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for path in GPU.glob("test_*.py"):

@@ -28,7 +28,7 @@ class InjectedError(RuntimeError):
 class FaultyBackend:
     """Passes each call on to ``inner``, but the ``number``-th call of ``call`` raises :class:`InjectedError` instead.
 
-    ``is_complete`` reports the failure of what is behind the event, so it fails only where the event was passed.
+    ``is_complete`` reports the failure of what is behind the events, so it fails only where all of them were passed.
 
     Args:
         inner: a backend.
