@@ -16,8 +16,8 @@ from rich.table import Table
 
 from ..backend.protocol import ENGINES
 from ..memory.host_memory import has_gpu
-from ..soak.run import Report, Setup, Soak
-from ..soak.traffic import Traffic
+from ..testing.soak.run import Report, Setup, Soak
+from ..testing.soak.traffic import Traffic
 from . import environment
 from .files import output_file
 

@@ -11,8 +11,8 @@ import paddle
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
-from ..schedule import hazards
 from ..schedule.plan import check_ids
+from ..tracking import hazards
 from .host_memory import has_gpu
 
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
-from ..schedule import checksum, hazards
+from ..schedule import checksum
 from ..schedule.plan import check_distinct, check_ids, check_timeout
+from ..tracking import hazards
 from .free_extents import FreeExtents
 from .host_memory import HostMemory, allocate, can_page_lock
 

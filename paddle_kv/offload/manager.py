@@ -10,10 +10,10 @@ from typing import Any
 
 from ..memory import HostPool
 from ..ops import _arguments as arguments
-from ..schedule import hazards
 from ..schedule.plan import check_ids
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
+from ..tracking import hazards
 from .hashing import BlockHasher, spec_salt
 from .index import BlockIndex
 from .policies import make_policy

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..testing.optimum import optimal_hits
 from .index import BlockIndex
-from .optimum import optimal_hits
 from .policies import make_policy
 from .trace import TOKENS_PER_BLOCK, Request
 

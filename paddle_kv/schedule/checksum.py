@@ -26,7 +26,7 @@ from ..memory.host_rows import host_rows
 
 if TYPE_CHECKING:
     from ..memory import HostPool
-    from .hazards import BlockDomain
+    from ..tracking.hazards import BlockDomain
     from .transfer import Transfer
 
 KEPT_TRANSFERS = 256

@@ -15,7 +15,8 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from . import checksum, hazards
+from ..tracking import hazards
+from . import checksum
 from .plan import Direction, check_timeout, make_plan
 from .resources import DeviceResources, abandoned, release_abandoned
 from .transfer import Transfer, depend

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..backend.protocol import Event, LayerWork, Stream
 from ..errors import TransferError
-from . import hazards
+from ..tracking import hazards
 from .plan import TransferPlan, check_timeout
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ pytest.importorskip("cupy")
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, streams
 from paddle_kv.backend.cupy_backend import CupyBackend
-from paddle_kv.backend.simulator import Log, RecordingBackend, check
+from paddle_kv.testing.simulator import Log, RecordingBackend, check
 from tests.gpu.delay import busy, cupy_stream
 
 LAYERS = 3

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from paddle_kv.soak.mismatch import SoakFailure
-from paddle_kv.soak.run import Setup, Soak, run
-from paddle_kv.soak.traffic import Traffic
+from paddle_kv.testing.soak.mismatch import SoakFailure
+from paddle_kv.testing.soak.run import Setup, Soak, run
+from paddle_kv.testing.soak.traffic import Traffic
 from tests.gpu import delay
 from tests.gpu.scheduler_rig import Watched, WithoutComputeEvent, WithoutDependency, WithoutLayerWait, WithoutLook
 

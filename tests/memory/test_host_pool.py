@@ -11,7 +11,7 @@ import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
-from paddle_kv.schedule import hazards
+from paddle_kv.tracking import hazards
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
 LAYOUTS = ["layer_first", "block_first"]

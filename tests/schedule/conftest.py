@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from paddle_kv.backend import binding
-from paddle_kv.schedule import hazards
+from paddle_kv.tracking import hazards
 from tests.schedule.rig import Copies, Rig
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paddle_kv import LayerwiseScheduler
-from paddle_kv.backend.simulator import Simulation
 from paddle_kv.ops import copy_blocks
-from paddle_kv.schedule import hazards
+from paddle_kv.testing.simulator import Simulation
+from paddle_kv.tracking import hazards
 from tests.schedule.rig import WAIT_S, Rig
 
 LAYERS = 5

@@ -218,8 +218,8 @@ def test_a_save_that_was_cancelled_leaves_no_stamp(rig):
 
 
 def test_random_traffic_raises_no_false_alarm():
-    from paddle_kv.soak.run import Setup, run
-    from paddle_kv.soak.traffic import Traffic
+    from paddle_kv.testing.soak.run import Setup, run
+    from paddle_kv.testing.soak.traffic import Traffic
 
     setup = Setup(
         layers=3,

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.schedule import hazards
+from paddle_kv.tracking import hazards
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
 
 

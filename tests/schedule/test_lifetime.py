@@ -374,7 +374,7 @@ def _child(rig, scheduler, load, save):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_while_another_thread_holds_the_lock(rig):
-    from paddle_kv.schedule import hazards
+    from paddle_kv.tracking import hazards
 
     held, end = threading.Event(), threading.Event()
 

@@ -17,7 +17,8 @@ from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, Transfer, Trans
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.memory import free_extents
 from paddle_kv.offload import KVOffloadManager, index
-from paddle_kv.schedule import checksum, hazards
+from paddle_kv.schedule import checksum
+from paddle_kv.tracking import hazards
 from tests.schedule.rig import WAIT_S, Rig
 
 SHARED = {

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from paddle_kv.schedule import hazards
+from paddle_kv.tracking import hazards
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ordering.md").read_text()

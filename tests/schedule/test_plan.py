@@ -85,7 +85,7 @@ import importlib.util, pathlib, sys, types
 for name in ("paddle_kv", "paddle_kv.schedule"):
     package = types.ModuleType(name); package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split(".")))]
     sys.modules[name] = package
-import paddle_kv.schedule.plan, paddle_kv.schedule.hazards
+import paddle_kv.schedule.plan, paddle_kv.tracking.hazards
 sys.exit(any(name.split(".")[0] in ("paddle", "cupy") for name in sys.modules))
 """
     root = __file__.rsplit("/tests/", 1)[0]

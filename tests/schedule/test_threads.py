@@ -14,8 +14,8 @@ import pytest
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.memory import host_pool as host_pool_module
-from paddle_kv.schedule import hazards
 from paddle_kv.schedule import transfer as transfer_module
+from paddle_kv.tracking import hazards
 from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory, pool_memory
 
 THREADS = 4

@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, TransferError
-from paddle_kv.backend.simulator import LateChooser, OrderingError, Simulation
-from paddle_kv.backend.simulator.chooser import Chooser
 from paddle_kv.offload import KVOffloadManager
-from paddle_kv.schedule import hazards
+from paddle_kv.testing.simulator import LateChooser, OrderingError, Simulation
+from paddle_kv.testing.simulator.chooser import Chooser
+from paddle_kv.tracking import hazards
 
 LAYERS = 2
 SPEC = KVCacheSpec(num_layers=LAYERS, num_kv_heads=1, head_dim=3, block_size=1, dtype="float32", latent=True)

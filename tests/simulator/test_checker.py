@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv.backend.simulator import HOST, Location, Log, check
+from paddle_kv.testing.simulator import HOST, Location, Log, check
 
 BLOCK = Location("device", 3, 1)
 OTHER = Location("device", 3, 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv.backend.simulator import Exploration, LateChooser, RandomChooser, explore
-from paddle_kv.backend.simulator.chooser import Chooser
-from paddle_kv.backend.simulator.device import PATIENCE, Deadlock, Device, Job, SimulatedStream, Step
-from paddle_kv.backend.simulator.memory import Cell
+from paddle_kv.testing.simulator import Exploration, LateChooser, RandomChooser, explore
+from paddle_kv.testing.simulator.chooser import Chooser
+from paddle_kv.testing.simulator.device import PATIENCE, Deadlock, Device, Job, SimulatedStream, Step
+from paddle_kv.testing.simulator.memory import Cell
 
 
 def cell(number: int) -> Cell:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paddle_kv import HostPool, LayerwiseScheduler, Transfer, TransferError
-from paddle_kv.backend.simulator.faults import CALLS, FaultyBackend, InjectedError
 from paddle_kv.memory import host_memory
-from paddle_kv.schedule import hazards
+from paddle_kv.testing.simulator.faults import CALLS, FaultyBackend, InjectedError
+from paddle_kv.tracking import hazards
 
 from .scenarios import LAYERS, SPEC, Setting, fresh
 

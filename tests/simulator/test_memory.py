@@ -7,9 +7,9 @@ import paddle
 import pytest
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
-from paddle_kv.backend.simulator import POISON, LateChooser, RandomChooser, Simulation
-from paddle_kv.backend.simulator.chooser import Chooser
-from paddle_kv.backend.simulator.memory import POISON_BYTE
+from paddle_kv.testing.simulator import POISON, LateChooser, RandomChooser, Simulation
+from paddle_kv.testing.simulator.chooser import Chooser
+from paddle_kv.testing.simulator.memory import POISON_BYTE
 
 LAYERS = 3
 SPEC = KVCacheSpec(num_layers=LAYERS, num_kv_heads=3, head_dim=5, block_size=7, dtype="float16", v_head_dim=2)

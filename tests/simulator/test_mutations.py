@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_kv.backend.simulator import REMOVALS, OrderingError, explore
+from paddle_kv.testing.simulator import REMOVALS, OrderingError, explore
 
 from .scenarios import SCENARIOS, play
 

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from paddle_kv.backend.simulator.traffic import DEVICE_BLOCKS, LAYERS, Server
+from paddle_kv.testing.simulator.traffic import DEVICE_BLOCKS, LAYERS, Server
 
 device_blocks = st.lists(st.integers(0, DEVICE_BLOCKS - 1), min_size=1, max_size=3, unique=True)
 picks = st.integers(0, 11)

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from paddle_kv.backend.simulator import OrderingError
-from paddle_kv.backend.simulator.__main__ import main
-from paddle_kv.backend.simulator.replay import play
+from paddle_kv.testing.simulator import OrderingError
+from paddle_kv.testing.simulator.__main__ import main
+from paddle_kv.testing.simulator.replay import play
 
 SEEDS_A_TEST = 12
 TRIES = 40  # seeds until what was left out must have shown
@@ -61,7 +61,7 @@ def test_failure_repeats_by_command(capsys: pytest.CaptureFixture[str]) -> None:
         for seed in range(TRIES):
             play(seed, drop=["wait-layer"])
     command = str(caught.value).splitlines()[-1]
-    assert command.startswith("repeat: python -m paddle_kv.backend.simulator --seed")
+    assert command.startswith("repeat: python -m paddle_kv.testing.simulator --seed")
     assert main(command.split()[4:]) == 1
     repeated = capsys.readouterr().out
     assert "without an edge between them" in repeated
@@ -105,7 +105,7 @@ def test_a_search_for_nothing_is_refused(options: list[str], capsys: pytest.Capt
 
 
 def test_command_in_another_process_says_the_same() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "paddle_kv.backend.simulator", "--seed", "7", "--trace"]
+    command = [sys.executable, "-W", "ignore", "-m", "paddle_kv.testing.simulator", "--seed", "7", "--trace"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     here = play(7)
     lines = result.stdout.splitlines()

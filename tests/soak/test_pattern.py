@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_kv.soak.pattern import expected_bytes
+from paddle_kv.testing.soak.pattern import expected_bytes
 
 
 @pytest.mark.parametrize("block_bytes", [1, 7, 8, 9, 64, 1000])

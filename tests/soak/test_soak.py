@@ -15,10 +15,10 @@ from paddle_kv import Transfer
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.cli.main import app
 from paddle_kv.schedule.resources import release_abandoned
-from paddle_kv.soak import meters
-from paddle_kv.soak.mismatch import SoakFailure
-from paddle_kv.soak.run import Setup, Soak, run
-from paddle_kv.soak.traffic import Server, Traffic
+from paddle_kv.testing.soak import meters
+from paddle_kv.testing.soak.mismatch import SoakFailure
+from paddle_kv.testing.soak.run import Setup, Soak, run
+from paddle_kv.testing.soak.traffic import Server, Traffic
 
 LONGEST_MINUTES = 30  # the moves end a run; a loaded machine may take its time
 SMALL = Setup(

@@ -47,7 +47,7 @@ def play(
                     *(f"  {line}" for line in lines),
                     f"{type(error).__name__}: {error}",
                     *findings,
-                    f"repeat: python -m paddle_kv.backend.simulator --seed {seed}{options}",
+                    f"repeat: python -m paddle_kv.testing.simulator --seed {seed}{options}",
                 ]
             )
         ) from error

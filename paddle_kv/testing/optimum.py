@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from .trace import Request
+from ..offload.trace import Request
 
 NEVER = 1 << 62
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..layout import KVCacheSpec
-from ..memory import DeviceCache, HostPool
-from ..memory.host_rows import Rows, host_rows
+from ...layout import KVCacheSpec
+from ...memory import DeviceCache, HostPool
+from ...memory.host_rows import Rows, host_rows
 from .mismatch import Mismatch, SoakFailure
 from .pattern import expected_bytes
 

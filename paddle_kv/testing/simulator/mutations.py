@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any
 
-from ..protocol import Backend, Event, LayerWork, Stream
+from ...backend.protocol import Backend, Event, LayerWork, Stream
 
 REMOVALS = {
     "wait-compute-before-offload": "an offload does not wait for the compute stream (the call, or the mark of a layer)",

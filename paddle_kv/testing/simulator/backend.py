@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..protocol import LayerWork
+from ...backend.protocol import LayerWork
 from .device import Device, Job, Mark, SimulatedStream
 from .log import Log, call_site
 from .memory import Cell, PoolMemory

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..layout import KVCacheSpec
-from ..memory import DeviceCache, HostPool
-from ..schedule.scheduler import LayerwiseScheduler
+from ...layout import KVCacheSpec
+from ...memory import DeviceCache, HostPool
+from ...schedule.scheduler import LayerwiseScheduler
 from . import meters
 from .compute import Compute, CpuCompute
 from .mismatch import SoakFailure

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import TransferError
-from ..memory import DeviceCache, HostPool
-from ..schedule.scheduler import LayerwiseScheduler
+from ...errors import TransferError
+from ...memory import DeviceCache, HostPool
+from ...schedule.scheduler import LayerwiseScheduler
 from .compute import Compute, host_blocks
 from .contents import PENDING, UNKNOWN, Blocks, Flight
 from .mismatch import SoakFailure

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..schedule.transfer import Transfer
+from ...schedule.transfer import Transfer
 
 UNKNOWN = 0  # nobody may rely on it
 PENDING = -1  # known when the layer of a save is marked

@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from ..memory import DeviceCache, HostPool
+from ...memory import DeviceCache, HostPool
 from . import pattern
 from .compute import Writers
 from .mismatch import Mismatch, SoakFailure
@@ -82,7 +82,7 @@ extern "C" __global__ void delay(word_t nanoseconds) {{
 
 
 class GpuCompute:
-    """See :class:`~paddle_kv.soak.compute.Compute`. Differences are found by the device and raised by ``flush``."""
+    """As :class:`~paddle_kv.testing.soak.compute.Compute`; the device finds differences, ``flush`` raises them."""
 
     def __init__(self, cache: DeviceCache, pool: HostPool, describe: Callable[[int], str]) -> None:
         self._spec = spec = cache.spec

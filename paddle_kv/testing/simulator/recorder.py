@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..protocol import Backend, Event, LayerWork, Stream
+from ...backend.protocol import Backend, Event, LayerWork, Stream
 from .log import ALL_LAYERS, HOST, Location, Log, call_site
 
 
@@ -17,7 +17,7 @@ class RecordingBackend:
 
     Example:
         >>> from paddle_kv.backend.cpu_backend import CpuBackend
-        >>> from paddle_kv.backend.simulator import Log, RecordingBackend, check
+        >>> from paddle_kv.testing.simulator import Log, RecordingBackend, check
         >>> log = Log()
         >>> backend = RecordingBackend(CpuBackend(), log)  # LayerwiseScheduler(..., backend=backend), then traffic
         >>> check(log.entries)

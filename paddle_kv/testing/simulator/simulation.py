@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
-from ..protocol import Backend
+from ...backend.protocol import Backend
 from .backend import SimulatedBackend
 from .checker import Finding, check
 from .chooser import Chooser, LateChooser
@@ -41,12 +41,12 @@ class Simulation:
 
     Args:
         chooser: decides what runs next.
-        drop: names from :data:`~paddle_kv.backend.simulator.mutations.REMOVALS`: what the backend leaves out.
+        drop: names from :data:`~paddle_kv.testing.simulator.mutations.REMOVALS`: what the backend leaves out.
         pieces: into how many pieces a block of a tensor is torn.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
-        >>> from paddle_kv.backend.simulator import Simulation
+        >>> from paddle_kv.testing.simulator import Simulation
         >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
         >>> cache, pool = DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)
         >>> simulation = Simulation()

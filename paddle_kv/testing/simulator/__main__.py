@@ -1,4 +1,4 @@
-"""``python -m paddle_kv.backend.simulator --seed N``: plays random traffic on the simulator, or repeats a run."""
+"""``python -m paddle_kv.testing.simulator --seed N``: plays random traffic on the simulator, or repeats a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def count(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """0 if all runs were right, 1 after the first that was not."""
-    parser = argparse.ArgumentParser(prog="python -m paddle_kv.backend.simulator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m paddle_kv.testing.simulator", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--runs", type=count, default=1, help="runs with consecutive seeds")
     parser.add_argument("--steps", type=count, default=60, help="actions of the server in each run")

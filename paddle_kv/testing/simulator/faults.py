@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..protocol import Backend
+from ...backend.protocol import Backend
 
 CALLS = (
     "bind",

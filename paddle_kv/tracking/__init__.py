@@ -1,0 +1,1 @@
+"""Which block is in use by what. Imports no Paddle, knows no scheduler."""
