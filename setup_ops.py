@@ -44,8 +44,10 @@ WORK = ROOT / "build" / f"{NAME}-paddle{TOOLS.paddle}-{'cuda' if WITH_CUDA else 
 
 
 def sources() -> list[str]:
-    suffixes = (".cc", ".cu") if WITH_CUDA else (".cc",)
-    found = [path for path in (ROOT / "custom_ops").rglob("*") if path.suffix in suffixes]
+    """C++ of folders called "cuda" calls CUDA; only files with code for a GPU are left to nvcc."""
+    found = [path for path in (ROOT / "custom_ops").rglob("*") if path.suffix in (".cc", ".cu")]
+    if not WITH_CUDA:
+        found = [path for path in found if path.suffix == ".cc" and path.parent.name != "cuda"]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
 

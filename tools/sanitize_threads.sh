@@ -20,14 +20,16 @@ build() {  # name, sources
   ${CXX:-g++} -std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread \
     -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include -x c++ "$@" -o "$folder/$name"
 }
-swap=custom_ops/kernels/swap
-build host_threads tests/native/host_threads_test.cc "$swap"/transfer_{blocks_cpu,layers_cpu,plans}.cc
-build transfer_queue tests/native/transfer_queue_test.cc tests/native/fake_cuda/fake_cuda.cc \
-  "$swap"/transfer_{blocks_cpu,layers_cpu,plans}.cc "$swap"/transfer_queue.cu
-build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_{cuda,kernels}.cc "$swap"/transfer_plans.cc \
-  "$swap"/transfer_queue.cu "$swap"/{copy,kernel,staging}_engine.cu
+transfer=custom_ops/transfer
+cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
+queue=(tests/native/fake_cuda/fake_cuda.cc
+  "$transfer"/cuda/{event_states,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
+build host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
+build transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
+build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
+  "${queue[@]}" "$transfer"/cuda/{copy,kernel,staging}_engine.cc
 build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
-  custom_ops/kernels/common/{pointer_facts,cuda_device,page_locked}.cu
+  custom_ops/kernels/common/cuda/{pointer_facts,cuda_device,page_locked}.cc
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
 run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)

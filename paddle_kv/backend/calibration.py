@@ -1,7 +1,7 @@
 """From which sizes on engine "auto" takes which engine: built in, or measured on this machine.
 
 ``paddle-kv bench --calibrate`` measures, and stores a file per kind of GPU in the user's cache directory; schedulers
-read it when they are made. The rule itself is in ``custom_ops/include/paddle_kv/swap/engine_choice.h``.
+read it when they are made. The rule itself is in ``custom_ops/include/paddle_kv/transfer/engine_choice.h``.
 """
 
 from __future__ import annotations

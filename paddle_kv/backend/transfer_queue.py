@@ -2,7 +2,7 @@
 
 Called through ctypes: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called for every layer of a
 model. ctypes gives up the GIL for the time of a call. Streams and events are handles. The C side is
-``custom_ops/include/paddle_kv/swap/transfer_queue.h``.
+``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def forget(event: int) -> bool:
 
 
 def set_thresholds(sizes: Sequence[int]) -> None:
-    """From which average sizes in bytes on engine "auto" takes which engine; see ``swap/engine_choice.h``."""
+    """From which average sizes in bytes on engine "auto" takes which engine; see ``transfer/engine_choice.h``."""
     nine = np.array(sizes, np.int64)
     if nine.shape != (9,):
         raise ValueError(f"sizes has {nine.size} entries; 9 are expected")

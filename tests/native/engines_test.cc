@@ -16,7 +16,7 @@
 #include "check.h"
 #include "fake_cuda.h"
 #include "paddle_kv/swap/transfer_layers.h"
-#include "paddle_kv/swap/transfer_plans.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 #include "queue_rig.h"
 
 namespace {

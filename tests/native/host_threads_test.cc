@@ -16,7 +16,7 @@
 #include "paddle_kv/common/parallel_for.h"
 #include "paddle_kv/swap/transfer_blocks.h"
 #include "paddle_kv/swap/transfer_layers.h"
-#include "paddle_kv/swap/transfer_plans.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 
 namespace paddle_kv {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "check.h"
 #include "fake_cuda.h"
-#include "paddle_kv/swap/engine_choice.h"
-#include "paddle_kv/swap/transfer_queue.h"
+#include "paddle_kv/transfer/engine_choice.h"
+#include "paddle_kv/transfer/queue_api.h"
 
 namespace paddle_kv {
 

@@ -12,21 +12,27 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 SWAP = ROOT / "custom_ops/kernels/swap"
-COMMON = ROOT / "custom_ops/kernels/common"
+COMMON = ROOT / "custom_ops/kernels/common/cuda"
+TRANSFER = ROOT / "custom_ops/transfer"
 FAKE = HERE / "fake_cuda"
-SHARED = [SWAP / f"transfer_{name}.cc" for name in ("blocks_cpu", "layers_cpu", "plans")]
+PLAN = TRANSFER / "transfer_plan.cc"
+CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu.cc"]
+QUEUE = [
+    FAKE / "fake_cuda.cc",
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("event_states", "queue_api", "queued_transfer")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "transfer_queue")),
+]
 SOURCES = {
-    "host_threads_test": SHARED,
-    "transfer_queue_test": [*SHARED, FAKE / "fake_cuda.cc", SWAP / "transfer_queue.cu"],
+    "host_threads_test": CPU_COPIES,
+    "transfer_queue_test": [*CPU_COPIES, *QUEUE],
     "engines_test": [
-        SWAP / "transfer_plans.cc",
-        SWAP / "transfer_queue.cu",
-        *(SWAP / f"{name}_engine.cu" for name in ("copy", "kernel", "staging")),
-        FAKE / "fake_cuda.cc",
+        PLAN,
+        *QUEUE,
+        *(TRANSFER / f"cuda/{name}_engine.cc" for name in ("copy", "kernel", "staging")),
         FAKE / "fake_kernels.cc",
     ],
     "pointer_facts_test": [
-        *(COMMON / f"{name}.cu" for name in ("pointer_facts", "cuda_device", "page_locked")),
+        *(COMMON / f"{name}.cc" for name in ("pointer_facts", "cuda_device", "page_locked")),
         FAKE / "fake_cuda.cc",
     ],
 }

@@ -1,5 +1,5 @@
 // The queue that submits transfers, with a CUDA runtime of threads and engines that record what they are asked for.
-#include "paddle_kv/swap/transfer_queue.h"
+#include "paddle_kv/transfer/queue_api.h"
 
 #include <sys/resource.h>
 
@@ -16,10 +16,10 @@
 
 #include "check.h"
 #include "fake_cuda.h"
-#include "paddle_kv/swap/engine.h"
-#include "paddle_kv/swap/engine_choice.h"
+#include "paddle_kv/transfer/engine.h"
+#include "paddle_kv/transfer/engine_choice.h"
 #include "paddle_kv/swap/transfer_blocks.h"
-#include "paddle_kv/swap/transfer_plans.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 #include "queue_rig.h"
 
 namespace paddle_kv {

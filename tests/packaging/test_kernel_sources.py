@@ -29,3 +29,12 @@ def test_no_load_takes_the_read_only_path(path):
 def test_no_check_of_a_kernel_vanishes_in_a_release(path):
     """An assert is compiled out, or ends the process: ids are skipped or reported instead."""
     assert not re.search(r"\bassert\s*\(", code_of(path))
+
+
+@pytest.mark.parametrize("path", [path for path in KERNELS if path.suffix == ".cu"], ids=lambda path: path.name)
+def test_nvcc_compiles_only_what_has_code_for_a_gpu(path):
+    """The copy engine's batches alone keep the suffix: Paddle 2.6 puts all object files into one folder, and the glue
+    has the name."""
+    included = re.findall(r'#include "(paddle_kv/.+\.cuh)"', path.read_text())
+    texts = [path.read_text(), *((CUSTOM_OPS / "include" / header).read_text() for header in included)]
+    assert path.name == "memcpy_batch.cu" or any("__global__" in text for text in texts)

@@ -1,5 +1,9 @@
 #include "paddle_kv/swap/transfer_layers.h"
 
+#include <vector>
+
+#include "paddle_kv/swap/transfer_blocks.h"
+
 namespace paddle_kv {
 
 void TransferLayersCpu(const TransferPlan& plan, Direction direction, const std::int64_t* device_ids,

@@ -1,5 +1,5 @@
 // register_transfer_plan, release_transfer_plan, transfer_layers: what the scheduler calls. On a GPU it submits by
-// swap/transfer_queue.h; transfer_layers is for a device cache in RAM.
+// transfer/queue_api.h; transfer_layers is for a device cache in RAM.
 #include "paddle_kv/swap/transfer_layers.h"
 
 #include <memory>
@@ -7,7 +7,7 @@
 #include "../common/guarded_kernel.h"
 #include "../common/host_range.h"
 #include "../common/validate.h"
-#include "paddle_kv/swap/transfer_plans.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 
 namespace paddle_kv {
 

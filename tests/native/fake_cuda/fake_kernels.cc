@@ -9,7 +9,7 @@
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/stream_waits.cuh"
 #include "paddle_kv/memcpy/memcpy_batch.h"
-#include "paddle_kv/swap/copy_segments.h"
+#include "paddle_kv/transfer/copy_segments.h"
 
 namespace paddle_kv {
 namespace {

@@ -25,6 +25,12 @@ inline Status ToStatus(cudaError_t error, const char* call) {
 
 #define PADDLE_KV_CUDA(call) PADDLE_KV_RETURN_IF_ERROR(::paddle_kv::ToStatus((call), #call))
 
+// Asked in vain: the runtime would report that as the error of the next launch.
+inline bool IsNotReady(cudaError_t result) {
+  if (result != cudaSuccess) cudaGetLastError();
+  return result == cudaErrorNotReady;
+}
+
 // Reads and clears the launch error: to be returned right after <<<>>>.
 inline Status LaunchStatus(const char* kernel) { return ToStatus(cudaGetLastError(), kernel); }
 

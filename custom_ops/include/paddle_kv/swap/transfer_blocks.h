@@ -7,20 +7,10 @@
 
 #include "paddle_kv/common/device_stream.h"
 #include "paddle_kv/common/status.h"
-#include "paddle_kv/swap/runs.h"
+#include "paddle_kv/transfer/block_rows.h"
+#include "paddle_kv/transfer/runs.h"
 
 namespace paddle_kv {
-
-// One tensor seen as rows of bytes: block i starts at base + i * stride.
-struct BlockRows {
-  const std::uint8_t* source;
-  std::uint8_t* target;
-  std::int64_t source_stride;
-  std::int64_t target_stride;
-  std::int64_t block_bytes;
-};
-
-enum class Direction { kDeviceToHost = 0, kHostToDevice = 1, kDeviceToDevice = 2 };
 
 // Block source_ids[i] of each tensor is copied to target_ids[i], for i in [0, block_count). Targets are distinct and
 // no target is a source; ids lie inside both memories (the caller has checked). Zero blocks is success.

@@ -11,8 +11,8 @@
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/stream_waits.cuh"
 #include "paddle_kv/common/upload_buffers.cuh"
-#include "paddle_kv/swap/copy_segments.h"
-#include "paddle_kv/swap/engine.h"
+#include "paddle_kv/transfer/copy_segments.h"
+#include "paddle_kv/transfer/engine.h"
 
 namespace paddle_kv {
 namespace {

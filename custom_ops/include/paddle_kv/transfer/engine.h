@@ -8,8 +8,8 @@
 
 #include "paddle_kv/common/device_stream.h"
 #include "paddle_kv/common/status.h"
-#include "paddle_kv/swap/runs.h"
-#include "paddle_kv/swap/transfer_layers.h"
+#include "paddle_kv/transfer/runs.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 
 namespace paddle_kv {
 

@@ -5,7 +5,7 @@
 
 #include "paddle_kv/common/device_stream.h"
 #include "paddle_kv/common/status.h"
-#include "paddle_kv/swap/transfer_blocks.h"
+#include "paddle_kv/transfer/block_rows.h"
 
 namespace paddle_kv {
 

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "paddle_kv/swap/runs.h"
-#include "paddle_kv/swap/transfer_layers.h"
+#include "paddle_kv/transfer/runs.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 
 namespace paddle_kv {
 

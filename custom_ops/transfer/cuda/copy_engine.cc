@@ -19,7 +19,7 @@
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/helper_thread.h"
 #include "paddle_kv/memcpy/memcpy_batch.h"
-#include "paddle_kv/swap/engine.h"
+#include "paddle_kv/transfer/engine.h"
 
 namespace paddle_kv {
 namespace {

@@ -1,4 +1,4 @@
-#include "paddle_kv/swap/transfer_plans.h"
+#include "paddle_kv/transfer/transfer_plan.h"
 
 #include <map>
 #include <mutex>
@@ -30,6 +30,20 @@ std::shared_ptr<const TransferPlan> FindTransferPlan(std::int64_t number) {
 void RemoveTransferPlan(std::int64_t number) {
   const std::lock_guard<std::mutex> lock(plans_mutex);
   plans.erase(number);
+}
+
+std::vector<BlockRows> RowsOfLayer(const TransferPlan& plan, std::int64_t layer, Direction direction) {
+  std::vector<BlockRows> rows;
+  rows.reserve(plan.tensors_per_layer);
+  for (std::int64_t t = 0; t < plan.tensors_per_layer; ++t) {
+    const LayerTensor& tensor = plan.tensors[layer * plan.tensors_per_layer + t];
+    if (direction == Direction::kDeviceToHost) {
+      rows.push_back({tensor.device, tensor.host, tensor.device_stride, tensor.host_stride, tensor.block_bytes});
+    } else {
+      rows.push_back({tensor.host, tensor.device, tensor.host_stride, tensor.device_stride, tensor.block_bytes});
+    }
+  }
+  return rows;
 }
 
 }  // namespace paddle_kv

@@ -5,7 +5,7 @@
 // threads cover the latency of the link.
 //
 // Words: any address and size, any GPU.
-#include "paddle_kv/swap/copy_segments.h"
+#include "paddle_kv/transfer/copy_segments.h"
 
 #include <algorithm>
 

@@ -1,0 +1,82 @@
+// A transfer in the queue: how far it is, and what of it goes to an engine next.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "paddle_kv/common/status.h"
+#include "paddle_kv/transfer/engine.h"
+#include "paddle_kv/transfer/engine_choice.h"
+#include "paddle_kv/transfer/queue_api.h"
+#include "paddle_kv/transfer/transfer_plan.h"
+
+namespace paddle_kv {
+
+// Groups of a transfer that go to an engine in one call, or a part of one group.
+struct Step {
+  std::int64_t first_group = 0;
+  std::int64_t end_group = 0;
+  std::int64_t bytes = 0;
+  EngineKind engine{};
+  std::int64_t blocks = 0;    // of the one group: a part; 0: all of them
+  bool begins = true;         // nothing of the groups has been submitted before
+  bool ends = true;           // nothing of them is left: their events can be recorded
+  bool more_follows = false;  // the next step on the stream is of the same transfer and engine, and waits for nothing
+
+  // The end of the groups whose events are recorded behind this step.
+  std::int64_t RecordedEnd() const { return ends ? end_group : first_group; }
+};
+
+class QueuedTransfer {
+ public:
+  QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered);
+
+  std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
+  std::int64_t FirstLayer(std::int64_t group) const;
+
+  // What is next, for the engine that NextEngine has named.
+  EngineKind NextEngine(bool beside_compute, const EngineThresholds& thresholds) const;
+  Step NextStep(EngineKind engine) const;
+  // The next group alone, of which nothing is copied.
+  Step PassedOverStep() const;
+  // The next `wanted` blocks of the next group.
+  std::vector<Run> TakePart(std::int64_t wanted);
+  // The step was submitted, or passed over.
+  void Advance(const Step& step);
+
+  // How many bytes an engine is given in one call.
+  static std::int64_t LargestBytes(EngineKind engine);
+
+  std::int64_t number = 0;  // in the order of the calls
+  std::shared_ptr<const TransferPlan> plan;
+  Direction direction;
+  EngineKind engine;
+  std::vector<Run> runs;  // sorted by host block
+  std::int64_t layers_per_event;
+  std::vector<std::int64_t> wait_events;
+  std::vector<std::int64_t> first_wait;  // of each group, and the end
+  std::int64_t start_event;
+  std::vector<std::int64_t> record_events;
+  std::int64_t next_group = 0;
+  std::int64_t end_without_memory = 0;  // of the groups for which another engine than the copy engine found no memory
+  Status failure;                       // of a step: no later group is copied
+
+ private:
+  std::int64_t GroupBytes(std::int64_t group) const;
+  std::int64_t BlocksOfPart(std::int64_t largest_bytes) const;
+  bool FollowsAtOnce(std::int64_t group) const;
+
+  PieceSizes sizes_;
+  std::int64_t first_layer_;
+  std::int64_t end_layer_;
+  std::int64_t layer_bytes_ = 0;
+  std::int64_t block_count_;
+  std::int64_t submitted_blocks_ = 0;  // of the next group
+  std::size_t next_run_ = 0;           // with the first block of it that is not
+  std::int64_t next_in_run_ = 0;
+  bool more_follows_ = false;  // as the last step has told its engine
+  EngineKind last_engine_{};
+};
+
+}  // namespace paddle_kv

@@ -1,0 +1,85 @@
+// The queue of transfers and its one thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "paddle_kv/common/capture_tolerance.cuh"
+#include "paddle_kv/common/status.h"
+#include "paddle_kv/transfer/engine_choice.h"
+#include "paddle_kv/transfer/event_states.h"
+#include "paddle_kv/transfer/queued_transfer.h"
+#include "paddle_kv/transfer/stream_feeder.h"
+
+namespace paddle_kv {
+
+// What the functions of queue_api.h do. The lock is never held across a call of CUDA, which may take as long as another
+// thread's does.
+class TransferQueue {
+ public:
+  // Lives to the end of the process, as its thread does.
+  static TransferQueue& Get();
+
+  void Open(const DeviceStream& where, bool urgent);
+  Status Close(std::int64_t handle);
+  // False: the stream is not open.
+  bool Submit(std::int64_t handle, QueuedTransfer transfer);
+  std::int64_t Enqueued();
+  std::int64_t Submitted();
+  bool Flush(std::int64_t handle, std::int64_t timeout_us);
+  bool WaitRecorded(std::int64_t event, std::int64_t timeout_us);
+  bool IsPending(std::int64_t event);
+  bool Failure(std::int64_t event, Status* status);
+  bool Forget(std::int64_t event);
+  void SetThresholds(const EngineThresholds& thresholds);
+  void ComputeIsBusy() { compute_seen_ = Clock::now().time_since_epoch().count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Lock = std::unique_lock<std::mutex>;
+
+  struct Stream {
+    Stream(const DeviceStream& where, bool is_urgent) : feeder(where), urgent(is_urgent) {}
+    StreamFeeder feeder;  // the thread's, until the stream is closed
+    const bool urgent;
+    std::deque<QueuedTransfer> transfers;  // others append, the thread alone removes
+    std::int64_t turn = 0;                 // of all that the streams had
+    std::int64_t pass = 0;                 // of the thread: looked at in this one
+  };
+
+  enum class Fed { kNothing, kHeldBack, kStep };
+
+  TransferQueue();
+  template <class Condition>
+  bool WaitFor(Lock& lock, std::int64_t timeout_us, Condition condition);
+
+  // Of the thread; they give up the lock where they call CUDA.
+  void SubmitForever();
+  std::shared_ptr<Stream> NextInPass() const;
+  Fed Feed(Lock& lock, Stream& stream);
+  void SubmitStep(Lock& lock, Stream& stream, Step step);
+  Status MakeCurrent(int device);
+  bool ComputeWasBusy() const;
+
+  std::mutex mutex_;
+  std::condition_variable work_;     // for the thread: there is more to submit
+  std::condition_variable changed_;  // for callers: something was submitted
+  std::int64_t enqueued_ = 0;
+  std::int64_t turns_ = 0;
+  std::int64_t pass_ = 0;
+  std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
+  EventStates events_;
+  EngineThresholds thresholds_;
+  int current_device_ = -1;                    // of the thread
+  std::optional<CaptureTolerance> tolerance_;  // of the thread
+  std::atomic<Clock::rep> compute_seen_{Clock::duration::min().count() / 2};
+};
+
+}  // namespace paddle_kv

@@ -1,0 +1,158 @@
+// The C interface of the queue: checks what it is given, and keeps exceptions from the caller's C.
+#include "paddle_kv/transfer/queue_api.h"
+
+#include <string>
+#include <utility>
+
+#include "paddle_kv/common/capture_tolerance.cuh"
+#include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/nvtx_range.h"
+#include "paddle_kv/transfer/transfer_plan.h"
+#include "paddle_kv/transfer/transfer_queue.h"
+
+namespace paddle_kv {
+namespace {
+
+thread_local Status last_error;
+thread_local std::string last_error_text;
+
+int Fail(const Status& status) {
+  last_error = status;
+  last_error_text = std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) + ") in " +
+                    status.call + ": " + status.text;
+  return -1;
+}
+
+int Fail(const std::string& text) {
+  last_error = {};
+  last_error_text = text;
+  return -1;
+}
+
+cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
+
+// A C++ exception must not reach the caller's C.
+template <class Function>
+int Guarded(Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    return Fail(error.what());
+  }
+}
+
+// The same for a number. A queue whose thread could not be started is none, and nothing is in it.
+template <class Function>
+std::int64_t Counted(Function function) {
+  try {
+    return function();
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
+}  // namespace
+}  // namespace paddle_kv
+
+using namespace paddle_kv;
+
+const char* paddle_kv_queue_error(int* code, const char** name) {
+  *code = last_error.code;
+  *name = last_error.ok() ? "" : last_error.name;
+  return last_error_text.c_str();
+}
+
+int paddle_kv_queue_open(int device, std::int64_t stream, int urgent) {
+  return Guarded([&] {
+    TransferQueue::Get().Open({device, stream}, urgent != 0);
+    return 0;
+  });
+}
+
+int paddle_kv_queue_close(std::int64_t stream) {
+  return Guarded([&] {
+    const Status status = TransferQueue::Get().Close(stream);
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
+int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
+  return Guarded([&] {
+    static const NvtxName name("enqueue a transfer, blocks");
+    const NvtxRange range(name, given->block_count);
+    const std::shared_ptr<const TransferPlan> plan = FindTransferPlan(given->plan);
+    if (plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
+    if (given->end_layer <= given->first_layer) return 0;
+    QueuedTransfer transfer(*given, plan);
+    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) return Fail("the stream is not open");
+    return 0;
+  });
+}
+
+std::int64_t paddle_kv_queue_enqueued() {
+  return Counted([] { return TransferQueue::Get().Enqueued(); });
+}
+
+std::int64_t paddle_kv_queue_submitted() {
+  return Counted([] { return TransferQueue::Get().Submitted(); });
+}
+
+int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us) {
+  return Guarded([&] { return TransferQueue::Get().Flush(stream, timeout_us) ? 0 : 1; });
+}
+
+int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us) {
+  return Guarded([&] {
+    TransferQueue& queue = TransferQueue::Get();
+    if (!queue.WaitRecorded(event, timeout_us)) return 1;
+    DeviceGuard guard(device);
+    if (!guard.status().ok()) return Fail(guard.status());
+    const auto handle = reinterpret_cast<cudaStream_t>(stream);
+    const CaptureTolerance tolerance;
+    if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy();
+    const Status status = ToStatus(cudaStreamWaitEvent(handle, EventOf(event), 0), "cudaStreamWaitEvent");
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
+int paddle_kv_queue_query(int device, const std::int64_t* events, std::int64_t event_count) {
+  return Guarded([&] {
+    TransferQueue& queue = TransferQueue::Get();
+    DeviceGuard guard(device);
+    if (!guard.status().ok()) return Fail(guard.status());
+    const CaptureTolerance tolerance;
+    for (const std::int64_t* event = events; event != events + event_count; ++event) {
+      if (queue.IsPending(*event)) return 1;
+      const cudaError_t result = cudaEventQuery(EventOf(*event));
+      if (IsNotReady(result)) return 1;
+      if (result != cudaSuccess) return Fail(ToStatus(result, "cudaEventQuery"));
+      Status failure;
+      if (queue.Failure(*event, &failure)) return Fail(failure);
+    }
+    return 0;
+  });
+}
+
+int paddle_kv_queue_push_device(int device) {
+  return Guarded([&] {
+    const Status status = ToStatus(PushDevice(device), "cuCtxPushCurrent");
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
+void paddle_kv_queue_pop_device() { PopDevice(); }
+
+int paddle_kv_queue_forget(std::int64_t event) {
+  return Guarded([&] { return TransferQueue::Get().Forget(event) ? 1 : 0; });
+}
+
+int paddle_kv_queue_set_thresholds(const std::int64_t* nine) {
+  return Guarded([&] {
+    EngineThresholds thresholds;
+    for (int i = 0; i < 4; ++i) thresholds.copy_engine[i / 2][i % 2] = nine[i];
+    for (int i = 0; i < 4; ++i) thresholds.staging[i / 2][i % 2] = nine[4 + i];
+    thresholds.staging_block = nine[8];
+    TransferQueue::Get().SetThresholds(thresholds);
+    return 0;
+  });
+}

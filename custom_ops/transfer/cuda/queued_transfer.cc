@@ -1,0 +1,131 @@
+#include "paddle_kv/transfer/queued_transfer.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace paddle_kv {
+namespace {
+
+// What an urgent transfer may find before it is what the copy engine has been given: 0.3 ms of the link a call. The
+// others are kernels, which run beside each other, and their calls are worth more when they are long.
+constexpr std::int64_t kCopyEngineBytes = 16 << 20;
+constexpr std::int64_t kKernelBytes = 64 << 20;
+
+}  // namespace
+
+QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered)
+    : plan(std::move(registered)),
+      direction(static_cast<Direction>(given.direction)),
+      engine(static_cast<EngineKind>(given.engine)),
+      runs(MergeRuns(given.host_ids, given.device_ids, given.block_count)),
+      start_event(given.start_event),
+      first_layer_(given.first_layer),
+      end_layer_(given.end_layer),
+      block_count_(given.block_count) {
+  if (direction == Direction::kDeviceToHost) {
+    for (Run& run : runs) std::swap(run.source, run.target);
+  }
+  sizes_ = SizesOfPieces(*plan, direction, runs);
+  const std::int64_t layers = end_layer_ - first_layer_;
+  // Whoever wants one event for all may name any number: arithmetic with that would overflow.
+  layers_per_event = std::clamp<std::int64_t>(given.layers_per_event, 1, layers);
+  const std::int64_t groups = (layers + layers_per_event - 1) / layers_per_event;
+  first_wait.assign(groups + 1, 0);
+  std::partial_sum(given.waits_per_group, given.waits_per_group + groups, first_wait.begin() + 1);
+  wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
+  record_events.assign(given.record_events, given.record_events + groups);
+  for (std::int64_t t = 0; t < plan->tensors_per_layer; ++t) {
+    layer_bytes_ += plan->tensors[t].block_bytes * block_count_;
+  }
+}
+
+std::int64_t QueuedTransfer::FirstLayer(std::int64_t group) const {
+  return std::min(first_layer_ + group * layers_per_event, end_layer_);
+}
+
+std::int64_t QueuedTransfer::GroupBytes(std::int64_t group) const {
+  return (FirstLayer(group + 1) - FirstLayer(group)) * layer_bytes_;
+}
+
+// How many blocks of a group are the next part (one block at least); parts are about equal.
+std::int64_t QueuedTransfer::BlocksOfPart(std::int64_t largest_bytes) const {
+  const std::int64_t most = std::max<std::int64_t>(1, largest_bytes / (GroupBytes(next_group) / block_count_));
+  const std::int64_t parts = (block_count_ + most - 1) / most;
+  return std::min((block_count_ + parts - 1) / parts, block_count_ - submitted_blocks_);
+}
+
+bool QueuedTransfer::FollowsAtOnce(std::int64_t group) const {
+  return group < group_count() && first_wait[group] == first_wait[group + 1];
+}
+
+std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) {
+  return engine == EngineKind::kCopyEngine ? kCopyEngineBytes : kKernelBytes;
+}
+
+EngineKind QueuedTransfer::NextEngine(bool beside_compute, const EngineThresholds& thresholds) const {
+  if (more_follows_) return last_engine_;
+  if (next_group < end_without_memory) return EngineKind::kCopyEngine;
+  return engine == EngineKind::kAuto ? ChooseEngine(sizes_, direction, beside_compute, thresholds) : engine;
+}
+
+Step QueuedTransfer::NextStep(EngineKind by) const {
+  const std::int64_t largest = LargestBytes(by);
+  std::int64_t group = next_group;
+  Step step;
+  step.first_group = group;
+  step.engine = by;
+  if (by == EngineKind::kCopyEngine && GroupBytes(group) > largest) {
+    step.blocks = BlocksOfPart(largest);
+    step.begins = submitted_blocks_ == 0;
+    step.ends = submitted_blocks_ + step.blocks == block_count_;
+    step.bytes = GroupBytes(group) / block_count_ * step.blocks;
+    step.end_group = group + 1;
+    step.more_follows = !step.ends || FollowsAtOnce(group + 1);
+    return step;
+  }
+  // Calls of kernels are worth more when they are long; what the copy engine is given has a bound.
+  const auto has_room = [&] {
+    return by == EngineKind::kCopyEngine ? step.bytes + GroupBytes(group) <= largest : step.bytes < largest;
+  };
+  do {
+    step.bytes += GroupBytes(group);
+    ++group;
+    step.more_follows = FollowsAtOnce(group);
+  } while (step.more_follows && has_room());
+  step.end_group = group;
+  return step;
+}
+
+Step QueuedTransfer::PassedOverStep() const {
+  Step step;
+  step.first_group = next_group;
+  step.end_group = next_group + 1;
+  step.engine = last_engine_;
+  return step;
+}
+
+std::vector<Run> QueuedTransfer::TakePart(std::int64_t wanted) {
+  std::vector<Run> part;
+  while (wanted > 0) {
+    const Run& run = runs[next_run_];
+    const std::int64_t length = std::min(wanted, run.length - next_in_run_);
+    part.push_back({run.source + next_in_run_, run.target + next_in_run_, length});
+    wanted -= length;
+    next_in_run_ += length;
+    if (next_in_run_ == run.length) {
+      next_in_run_ = 0;
+      next_run_ = (next_run_ + 1) % runs.size();  // the next group has the same blocks
+    }
+  }
+  return part;
+}
+
+void QueuedTransfer::Advance(const Step& step) {
+  next_group = step.RecordedEnd();
+  submitted_blocks_ = step.ends ? 0 : submitted_blocks_ + step.blocks;
+  more_follows_ = step.more_follows;
+  last_engine_ = step.engine;
+}
+
+}  // namespace paddle_kv

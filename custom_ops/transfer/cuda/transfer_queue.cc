@@ -1,0 +1,217 @@
+#include "paddle_kv/transfer/transfer_queue.h"
+
+#include <algorithm>
+#include <new>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "paddle_kv/common/cuda_status.cuh"
+
+namespace paddle_kv {
+namespace {
+
+constexpr std::chrono::microseconds kPoll{50};                // for the end of what is in flight
+constexpr std::chrono::milliseconds kComputeSeen{20};         // how long a busy compute stream counts as busy
+constexpr std::chrono::microseconds kLongestWait{1LL << 45};  // a year; more would overflow the clock
+
+}  // namespace
+
+TransferQueue& TransferQueue::Get() {
+  static TransferQueue* const queue = new TransferQueue;
+  return *queue;
+}
+
+TransferQueue::TransferQueue() { std::thread(&TransferQueue::SubmitForever, this).detach(); }
+
+void TransferQueue::Open(const DeviceStream& where, bool urgent) {
+  auto stream = std::make_shared<Stream>(where, urgent);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stream->turn = ++turns_;
+  streams_[where.stream] = std::move(stream);
+}
+
+Status TransferQueue::Close(std::int64_t handle) {
+  std::shared_ptr<Stream> stream;
+  {
+    Lock lock(mutex_);
+    const auto found = streams_.find(handle);
+    if (found == streams_.end()) return {};
+    stream = found->second;
+    changed_.wait(lock, [&] { return stream->transfers.empty(); });
+    const auto left = streams_.find(handle);
+    if (left == streams_.end() || left->second != stream) return {};  // another thread has closed it meanwhile
+    streams_.erase(left);
+  }
+  return stream->feeder.Close();
+}
+
+bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer) {
+  EventStates::Entries entries = EventStates::EntriesOf(transfer.record_events);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = streams_.find(handle);
+  if (found == streams_.end()) return false;
+  transfer.number = enqueued_;
+  found->second->transfers.push_back(std::move(transfer));
+  // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
+  ++enqueued_;
+  events_.Add(std::move(entries));
+  work_.notify_one();
+  return true;
+}
+
+std::int64_t TransferQueue::Enqueued() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return enqueued_;
+}
+
+std::int64_t TransferQueue::Submitted() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::int64_t submitted = enqueued_;
+  for (const auto& entry : streams_) {
+    const auto& transfers = entry.second->transfers;
+    if (!transfers.empty()) submitted = std::min(submitted, transfers.front().number);
+  }
+  return submitted;
+}
+
+bool TransferQueue::Flush(std::int64_t handle, std::int64_t timeout_us) {
+  Lock lock(mutex_);
+  const auto found = streams_.find(handle);
+  if (found == streams_.end()) return true;
+  const std::shared_ptr<Stream> stream = found->second;
+  const std::int64_t end = enqueued_;  // others may go on enqueuing
+  return WaitFor(lock, timeout_us,
+                 [&] { return stream->transfers.empty() || stream->transfers.front().number >= end; });
+}
+
+bool TransferQueue::WaitRecorded(std::int64_t event, std::int64_t timeout_us) {
+  Lock lock(mutex_);
+  return WaitFor(lock, timeout_us, [&] { return !events_.IsPending(event); });
+}
+
+bool TransferQueue::IsPending(std::int64_t event) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return events_.IsPending(event);
+}
+
+bool TransferQueue::Failure(std::int64_t event, Status* status) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Status* const failure = events_.Failure(event);
+  if (failure != nullptr) *status = *failure;
+  return failure != nullptr;
+}
+
+bool TransferQueue::Forget(std::int64_t event) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return events_.Forget(event);
+}
+
+void TransferQueue::SetThresholds(const EngineThresholds& thresholds) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  thresholds_ = thresholds;
+}
+
+template <class Condition>
+bool TransferQueue::WaitFor(Lock& lock, std::int64_t timeout_us, Condition condition) {
+  if (timeout_us < 0) {
+    changed_.wait(lock, condition);
+    return true;
+  }
+  return changed_.wait_for(lock, std::min(std::chrono::microseconds(timeout_us), kLongestWait), condition);
+}
+
+void TransferQueue::SubmitForever() {
+  Lock lock(mutex_);
+  for (;;) {
+    ++pass_;
+    bool is_held_back = false;  // by what is in flight: nobody tells when that ends
+    Fed fed = Fed::kNothing;
+    while (const std::shared_ptr<Stream> stream = NextInPass()) {
+      stream->pass = pass_;
+      fed = Feed(lock, *stream);
+      if (fed == Fed::kStep) break;  // an urgent one may have come meanwhile
+      is_held_back |= fed == Fed::kHeldBack;
+    }
+    if (fed == Fed::kStep) continue;
+    if (is_held_back) {
+      work_.wait_for(lock, kPoll);
+    } else {
+      work_.wait(lock);
+    }
+  }
+}
+
+// Urgent ones first, then the one that was served longest ago: small transfers that come as fast as they are submitted
+// must not hold up the others for ever.
+std::shared_ptr<TransferQueue::Stream> TransferQueue::NextInPass() const {
+  std::shared_ptr<Stream> next;
+  for (const auto& entry : streams_) {
+    const Stream& stream = *entry.second;
+    if (stream.pass == pass_ || stream.transfers.empty()) continue;
+    if (next == nullptr || std::make_tuple(!stream.urgent, stream.turn) < std::make_tuple(!next->urgent, next->turn)) {
+      next = entry.second;
+    }
+  }
+  return next;
+}
+
+TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
+  QueuedTransfer& transfer = stream.transfers.front();
+  for (std::int64_t w = transfer.first_wait[transfer.next_group]; w < transfer.first_wait[transfer.next_group + 1];
+       ++w) {
+    if (events_.IsPending(transfer.wait_events[w])) return Fed::kNothing;
+  }
+  if (!transfer.failure.ok()) {
+    SubmitStep(lock, stream, transfer.PassedOverStep());
+    return Fed::kStep;
+  }
+  lock.unlock();
+  stream.feeder.UpdateFlights();
+  lock.lock();
+  const EngineKind engine = transfer.NextEngine(ComputeWasBusy(), thresholds_);
+  if (!stream.feeder.HasRoom(engine)) return Fed::kHeldBack;
+  SubmitStep(lock, stream, transfer.NextStep(engine));
+  return Fed::kStep;
+}
+
+void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
+  QueuedTransfer& transfer = stream.transfers.front();
+  stream.turn = ++turns_;
+  lock.unlock();
+  Status status = transfer.failure;
+  if (status.ok()) status = MakeCurrent(stream.feeder.where().device);
+  bool was_compute_busy = false;
+  try {
+    if (status.ok()) status = stream.feeder.Submit(transfer, &step, &was_compute_busy);
+  } catch (const std::bad_alloc&) {
+    status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
+  }
+  if (!status.ok()) stream.feeder.PassOver(transfer, step);
+  if (was_compute_busy) ComputeIsBusy();
+  lock.lock();
+  for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
+    events_.Record(transfer.record_events[g], status);
+  }
+  transfer.failure = status;
+  transfer.Advance(step);
+  if (transfer.next_group == transfer.group_count()) stream.transfers.pop_front();
+  changed_.notify_all();
+}
+
+// The thread's device is never put back, and nothing is asked of CUDA before the first one is made current: a thread
+// begins on device 0, and any call there would make a context, half a gigabyte that a process which works on another
+// GPU has no use for.
+Status TransferQueue::MakeCurrent(int device) {
+  if (device == current_device_) return {};
+  PADDLE_KV_CUDA(cudaSetDevice(device));
+  current_device_ = device;
+  if (!tolerance_) tolerance_.emplace();
+  return {};
+}
+
+bool TransferQueue::ComputeWasBusy() const {
+  return Clock::now().time_since_epoch() - Clock::duration(compute_seen_.load()) < kComputeSeen;
+}
+
+}  // namespace paddle_kv
