@@ -29,6 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddle.uint8}
 _LARGEST = 2**63 - 1
+_UNREAL = tuple("bcmMSU")  # NumPy's kinds of scalars that are no real number: bool, complex, dates, text
 _TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
@@ -135,7 +136,8 @@ def _integers(values: Any, name: str) -> np.ndarray:
             f"{name} is {reprlib.repr(values)}; integers are expected (list, tuple, range, array or tensor)"
         )
     if isinstance(values, Tensor):
-        if values.dtype not in _INTEGER_TENSORS and values.size:
+        check_dense(values, name)
+        if not holds_integers(values) and values.size:
             raise TypeError(f"{name} has dtype {values.dtype}; int32 or int64 is expected")
         return values.numpy().astype(np.int64)  # type: ignore[no-any-return]
     try:
@@ -159,6 +161,10 @@ def _integers(values: Any, name: str) -> np.ndarray:
     return found.astype(np.int64, copy=False)
 
 
+def holds_integers(tensor: Tensor) -> bool:
+    return tensor.dtype in _INTEGER_TENSORS
+
+
 def _types(values: Any) -> set[type]:
     """The types of the elements of a list of integers or of a list of pairs."""
     kinds = set(map(type, values))
@@ -172,7 +178,7 @@ def _too_large(values: Any, name: str) -> IndexError:
     for position, value in enumerate(values):
         for inner in value if isinstance(value, (list, tuple)) else [value]:
             if not -_LARGEST - 1 <= inner <= _LARGEST:
-                return IndexError(f"{name}[{position}]: {inner} must be in [0, {_LARGEST}]")
+                return IndexError(f"{name}[{position}]: {shown(inner)} must be in [0, {_LARGEST}]")
     raise AssertionError(f"{name} holds no value beyond 64 bits")
 
 
@@ -184,8 +190,13 @@ def integer(value: Any, name: str) -> int:
         raise TypeError(f"{name} is {reprlib.repr(value)} ({type(value).__name__}); an integer is expected")
     number = int(value)
     if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} = {number} does not fit in 64 bits")
+        raise ValueError(f"{name} = {shown(number)} does not fit in 64 bits")
     return number
+
+
+def shown(value: Any) -> str:
+    """A value for a message; Python refuses to write integers of thousands of digits."""
+    return f"an integer of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 256 else str(value)
 
 
 def cache(tensor: Any, name: str) -> Tensor:
@@ -193,17 +204,39 @@ def cache(tensor: Any, name: str) -> Tensor:
 
     Raises:
         TypeError: not a Paddle tensor.
-        ValueError: not contiguous (Paddle would silently write to a copy), or without memory.
+        ValueError: not contiguous (Paddle would silently write to a copy), not dense, or without memory.
     """
     if tracing() and is_variable(tensor):
         return tensor  # type: ignore[no-any-return]
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    check_dense(tensor, name)
     if not tensor._is_initialized():
-        raise ValueError(f"{name} holds no memory; an allocated tensor is expected")
+        raise ValueError(_without_memory(name))
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a cache must be contiguous")
-    return tensor
+    return tensor  # type: ignore[no-any-return]
+
+
+def cache_in_place(tensor: Any, name: str) -> Tensor:
+    """:func:`cache` for an operator of which Paddle knows that it writes in place. What Paddle says against that it
+    says when the operator has written.
+
+    Raises:
+        ValueError: a leaf that needs a gradient.
+    """
+    cache(tensor, name)
+    check_in_place([tensor], lambda i: name)
+    return tensor  # type: ignore[no-any-return]
+
+
+def check_in_place(tensors: Sequence[Tensor], name_of: Callable[[int], str]) -> None:
+    """ValueError for a leaf that needs a gradient, as for :func:`cache_in_place`."""
+    if tracing():
+        return
+    for i, tensor in enumerate(tensors):
+        if not tensor.stop_gradient and tensor.is_leaf:
+            raise ValueError(
+                f"{name_of(i)} is a leaf that needs a gradient; a tensor with stop_gradient=True is expected"
+            )
 
 
 def readable(tensor: Any, name: str) -> Tensor:
@@ -211,17 +244,33 @@ def readable(tensor: Any, name: str) -> Tensor:
 
     Raises:
         TypeError: not a Paddle tensor.
-        ValueError: not contiguous (Paddle would read it into a copy, on its own stream), or without memory.
+        ValueError: not contiguous (Paddle would read it into a copy, on its own stream), not dense, or without memory.
     """
     if tracing() and is_variable(tensor):
         return tensor  # type: ignore[no-any-return]
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    check_dense(tensor, name)
     if 0 in tensor.shape:
         place_of(tensor, name)
     elif not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected")
-    return tensor
+    return tensor  # type: ignore[no-any-return]
+
+
+def check_dense(tensor: Any, name: str) -> None:
+    """TypeError unless it is a tensor; ValueError for one that has elements but no memory in which they are in order.
+
+    Asked before anything else: a sparse tensor has neither an address nor strides, and Paddle dies of being asked.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    if not tensor._is_initialized() and 0 not in tensor.shape:  # its memory was released
+        raise ValueError(_without_memory(name))
+    if not tensor.is_dense():
+        raise ValueError(f"{name} is not a dense tensor; a dense one is expected")
+
+
+def _without_memory(name: str) -> str:
+    return f"{name} holds no memory; an allocated tensor is expected"
 
 
 def place_of(tensor: Tensor, name: str) -> Any:
@@ -233,7 +282,7 @@ def place_of(tensor: Tensor, name: str) -> Any:
     try:
         return tensor.place
     except RuntimeError:
-        raise ValueError(f"{name} holds no memory; an allocated tensor is expected") from None
+        raise ValueError(_without_memory(name)) from None
 
 
 # Numbers of Paddle's dtypes in C++, the same in all versions. 2.6 has no fp8.
@@ -266,10 +315,9 @@ def strided(tensor: Any, name: str) -> list[int]:
 
     Raises:
         TypeError: not a Paddle tensor, or of a dtype that no operator takes.
-        ValueError: a tensor without memory.
+        ValueError: a tensor without memory, or not dense.
     """
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    check_dense(tensor, name)
     number = _DTYPE_NUMBERS.get(tensor.dtype)
     if number is None:
         raise TypeError(f"{name} has dtype {tensor.dtype}, which no operator takes")
@@ -293,12 +341,17 @@ def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
         if 0 in value.shape:  # Paddle takes it for an absent input
             raise ValueError(f"{name} has shape {list(value.shape)}; one value or one for each head is expected")
         return readable(value, name), 1.0
-    if isinstance(value, (bool, str)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    unreal = isinstance(value, (bool, str)) or kind in _UNREAL
+    if unreal or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
         raise TypeError(f"{name} is {type(value).__name__}; a number or a float32 tensor is expected")
-    with np.errstate(over="ignore", under="ignore"):
-        number = float(np.float32(float(value)))
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            number = float(np.float32(float(value)))
+    except (OverflowError, ValueError):  # an integer beyond float64, a decimal that is a signalling NaN
+        number = float("nan")
     if not 0.0 < number < float("inf"):
-        raise ValueError(f"{name} = {value} must be positive and finite in float32")
+        raise ValueError(f"{name} = {shown(value)} must be positive and finite in float32")
     return None, number
 
 
@@ -306,7 +359,9 @@ def caches(tensors: Any, name: str) -> list[Tensor]:
     """A non-empty list of caches: an empty one kills the process inside Paddle."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{name} is {type(tensors).__name__}; a list of paddle.Tensor is expected")
-    if not tracing() and all(type(t) is Tensor and t._is_initialized() and t.is_contiguous() for t in tensors):
+    if not tracing() and all(
+        type(t) is Tensor and t.is_dense() and t._is_initialized() and t.is_contiguous() for t in tensors
+    ):
         return list(tensors)  # names are made only where one is needed: there may be thousands of tensors
     return [cache(tensor, f"{name}[{i}]") for i, tensor in enumerate(tensors)]
 
@@ -315,7 +370,7 @@ def known_on_device_only(ids: Any) -> bool:
     """Whether ids can be read only when the operator runs: a GPU tensor, or a variable of a program."""
     if tracing():
         return is_variable(ids)
-    return isinstance(ids, Tensor) and ids.place.is_gpu_place()
+    return isinstance(ids, Tensor) and ids.is_dense() and ids._is_initialized() and ids.place.is_gpu_place()
 
 
 def device_ids(ids: Any, name: str) -> Any:

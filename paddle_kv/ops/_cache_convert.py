@@ -99,7 +99,10 @@ def gather_cache(
     # Paddle 2.6 takes no result without elements from an operator.
     empty = total_tokens == 0 and not tracing()
     options = (1 if empty else total_tokens, layout, dtype or "", kv_cache_dtype, number)
-    rows = _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)
+    try:
+        rows = _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)
+    except MemoryError as error:
+        raise MemoryError(f"total_tokens = {total_tokens}: {error}") from None
     return rows[:0] if empty else rows
 
 
@@ -155,14 +158,13 @@ def scatter_cache(
         >>> ops.scatter_cache(tokens, cache, table, lengths).numpy().ravel().tolist()
         [3.0, 0.0, 0.0, 0.0, 1.0, 2.0]
     """
-    arguments.cache(cache, "cache")
+    arguments.cache_in_place(cache, "cache")
     arguments.readable(block_table, "block_table")
     arguments.readable(cu_seq_lens, "cu_seq_lens")
     _text(layout, "layout")
     if tracing():
         return _call("scatter_cache", stream, cache, (tokens, cache, block_table, cu_seq_lens), ([], layout))
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"tokens is {type(tokens).__name__}; a paddle.Tensor is expected")
+    arguments.check_dense(tokens, "tokens")
     view: list[int] = []
     given: Tensor | None = tokens
     if tokens.ndim == 3 and tokens.shape[0] == 0:  # Paddle 2.6 takes no input without elements

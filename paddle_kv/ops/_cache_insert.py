@@ -83,8 +83,8 @@ def reshape_and_cache(
         >>> key_cache.numpy().reshape(-1, 2).tolist()
         [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 2.0]]
     """
-    arguments.cache(key_cache, "key_cache")
-    arguments.cache(value_cache, "value_cache")
+    arguments.cache_in_place(key_cache, "key_cache")
+    arguments.cache_in_place(value_cache, "value_cache")
     k_tensor, k_number = _scale(k_scale, "k_scale", kv_cache_dtype)
     v_tensor, v_number = _scale(v_scale, "v_scale", kv_cache_dtype)
     options = (k_number, v_number, _text(layout, "layout"), _text(kv_cache_dtype, "kv_cache_dtype"), bool(padded))
@@ -142,7 +142,7 @@ def reshape_and_cache_dynamic(
     """
     caches = (key_cache, value_cache, k_scale_cache, v_scale_cache)
     for cache, name in zip(caches, ("key_cache", "value_cache", "k_scale_cache", "v_scale_cache"), strict=True):
-        arguments.cache(cache, name)
+        arguments.cache_in_place(cache, name)
     options = (_text(layout, "layout"), _text(kv_cache_dtype, "kv_cache_dtype"))
     op = "reshape_and_cache_dynamic"
     result: tuple[Tensor, Tensor, Tensor, Tensor] = _write(
@@ -186,7 +186,7 @@ def concat_and_cache_mla(
         >>> ops.concat_and_cache_mla(latent, rope, cache, paddle.to_tensor(np.array([1]), **on_cpu)).numpy()[0].tolist()
         [[0.0, 0.0, 0.0], [2.0, 2.0, 1.0]]
     """
-    arguments.cache(kv_cache, "kv_cache")
+    arguments.cache_in_place(kv_cache, "kv_cache")
     tensor, number = _scale(scale, "scale", kv_cache_dtype)
     options = (number, _text(kv_cache_dtype, "kv_cache_dtype"))
     op = "concat_and_cache_mla"
@@ -213,12 +213,19 @@ def _write(
     slots = arguments.strided(slot_mapping, "slot_mapping")
     handle = streams.resolve(stream, caches[0])
     if _check.enabled() and _check.access_checks:
-        block_size = caches[0].shape[1 if layout == "NHD" else -2 if layout == "HND" else 3]
-        written = sorted({slot // block_size for slot in slot_mapping.tolist() if slot >= 0})
+        written = _blocks_written(caches[0], slot_mapping, layout)
         for cache in caches:
             _check.block_access(cache, written, writing=True, stream=handle)
     call(op, *caches, *scales, None, None, None, *numbers, slots, *options, handle)
     return caches
+
+
+def _blocks_written(cache: Tensor, slot_mapping: Tensor, layout: str) -> list[int]:
+    """Nothing where the shapes or the dtype are such that the operator will refuse the call."""
+    axis = {"HND": -2, "NHD": 1}.get(layout, 3)
+    if not axis < cache.ndim or slot_mapping.ndim != 1 or not arguments.holds_integers(slot_mapping):
+        return []
+    return sorted({slot // cache.shape[axis] for slot in slot_mapping.tolist() if slot >= 0})
 
 
 def _scale(value: Any, name: str, kv_cache_dtype: Any) -> tuple[Tensor | None, float]:

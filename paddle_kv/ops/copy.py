@@ -77,7 +77,7 @@ def copy_single_block(
         >>> ops.copy_single_block(latent, None, 2, 0)[0].numpy().ravel().tolist()
         [2.0, 1.0, 2.0]
     """
-    caches, key_count = _flat(key_cache, value_cache)
+    caches, key_count = _flat(key_cache, value_cache, in_place=True)
     source = arguments.integer(source_block_id, "source_block_id")
     target = arguments.integer(target_block_id, "target_block_id")
     pair = np.array([[source, target]])
@@ -103,8 +103,8 @@ def swap_blocks(
 
 
 def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) -> tuple[Any, Any]:
-    caches, key_count = _flat(keys, values)
     by_address = op == "copy_blocks" and not tracing()
+    caches, key_count = _flat(keys, values, in_place=not by_address)
     if arguments.known_on_device_only(block_mapping):
         pairs = arguments.device_ids(block_mapping, "block_mapping")
         ids = (pairs, 0, 0) if by_address else (pairs, [], [])
@@ -115,8 +115,8 @@ def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) 
     return _run(op, keys, values, caches, ids, pairs, key_count, stream)
 
 
-def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:
-    """All caches as one list, and how many of them hold keys."""
+def _flat(keys: Any, values: Any, *, in_place: bool) -> tuple[list[Any], int]:
+    """All caches as one list, and how many of them hold keys. ``in_place``: Paddle knows that they are written."""
     if isinstance(keys, (list, tuple)):
         flat_keys = arguments.caches(keys, "key_caches")
         flat_values = [] if values is None else arguments.caches(values, "value_caches")
@@ -128,6 +128,10 @@ def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:
             f"key_caches has {len(flat_keys)} tensors, value_caches has {len(flat_values)}; "
             "both must have the same number"
         )
+    if in_place:
+        position = "[{}]" if isinstance(keys, (list, tuple)) else ""
+        for name, caches in (("key_caches", flat_keys), ("value_caches", flat_values)):
+            arguments.check_in_place(caches, (name + position).format)
     return flat_keys + flat_values, len(flat_keys)
 
 
@@ -153,6 +157,8 @@ def _report_accesses(op: str, caches: list[Tensor], pairs: Any, handle: int) -> 
     if not (_check.enabled() and _check.access_checks):
         return
     on_host = pairs if isinstance(pairs, np.ndarray) else pairs.numpy()
+    if on_host.ndim != 2 or on_host.shape[1] != 2:
+        return  # the operator will refuse it
     sources, targets = ([i for i in column.tolist() if i >= 0] for column in on_host.T)
     for cache in caches:
         _check.block_access(cache, sources, writing=op == "swap_blocks", stream=handle)

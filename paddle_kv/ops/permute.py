@@ -126,7 +126,7 @@ def block_from_universal(
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
     heads_first = _heads_first(inner_layout, "inner_layout")
-    num_layers, num_outer = _sizes(universal, "universal", 6)[2:4]
+    num_layers, num_outer = _layers_and_outer(_sizes(universal, "universal", 6), 2, "universal")
     stack = _Stack("block_from_universal", chunks, num_layers, num_outer)
     return stack.from_dense(universal, "universal", [heads_first], stream)
 
@@ -167,7 +167,7 @@ def block_from_operational(operational: Tensor, chunks: Any, *, stream: Any = No
         >>> [chunk.numpy().tolist() for chunk in ops.block_from_operational(operational, chunks)]
         [[0, 1], [2, 3]]
     """
-    num_layers, num_outer = _sizes(operational, "operational", 4)[1:3]
+    num_layers, num_outer = _layers_and_outer(_sizes(operational, "operational", 4), 1, "operational")
     stack = _Stack("block_from_operational", chunks, num_layers, num_outer)
     return stack.from_dense(operational, "operational", [], stream)
 
@@ -425,14 +425,21 @@ def _heads_first(layout: Any, name: str) -> bool:
 
 
 def _sizes(tensor: Any, name: str, *ranks: int) -> list[int]:
-    if not (isinstance(tensor, Tensor) or is_variable(tensor)):
-        raise TypeError(f"{name} is {type(tensor).__name__}; a paddle.Tensor is expected")
+    if not is_variable(tensor):
+        arguments.check_dense(tensor, name)
     shape = [int(size) for size in tensor.shape]
     if len(shape) not in ranks:
         raise ValueError(f"{name} has shape {shape}; rank {' or '.join(map(str, ranks))} is expected")
     if min(shape, default=0) < 0:
         raise ValueError(f"{name} has shape {shape}, not all of it known while the program is traced; give out")
     return shape
+
+
+def _layers_and_outer(shape: list[int], first: int, name: str) -> list[int]:
+    counts = shape[first : first + 2]
+    if 0 in counts:
+        raise ValueError(f"{name} has shape {shape}; at least one layer, and one outer of each, are expected")
+    return counts
 
 
 def _is_empty(tensor: Any) -> bool:

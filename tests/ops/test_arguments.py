@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import paddle
@@ -165,3 +168,40 @@ def test_a_number_is_no_list_of_addresses() -> None:
 def test_a_tensor_is_no_integer() -> None:
     with pytest.raises(TypeError, match=r"total_tokens is a tensor; an integer is expected: int\(tensor\)"):
         arguments.integer(paddle.to_tensor(9), "total_tokens")
+
+
+@pytest.mark.parametrize("value", [1, 0.5, np.float16(2), np.int8(3), np.array(4.0), Fraction(1, 3), Decimal("0.25")])
+def test_numbers_that_scale(value: Any) -> None:
+    assert arguments.scale(value, "x") == (None, float(np.float32(float(value))))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(True, np.True_, np.array(True), 1j, np.complex64(1), np.array(1 + 0j), "1", b"1", None, [1.0], np.ones(1)),
+        *(np.datetime64("2020-01-01"), np.timedelta64(1, "s"), np.array("2020", "datetime64[Y]"), np.str_("1")),
+    ],
+)
+def test_what_is_no_scale(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"^x is \w+; a number or a float32 tensor is expected"):
+        arguments.scale(value, "x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(0, -1, 1e39, 1e-60, 10**400, -(10**400), float("nan"), float("inf"), np.float64(1e300), Fraction(10**400, 3)),
+        *(Decimal("1e400"), Decimal("sNaN"), Decimal("NaN")),
+    ],
+)
+def test_scales_beyond_float32(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"^x = .{1,500} must be positive and finite in float32$"):
+        arguments.scale(value, "x")
+
+
+def test_integers_too_long_to_be_written() -> None:
+    for call in (arguments.integer, arguments.scale):
+        with pytest.raises(ValueError, match=r"^x = an integer of 16610 bits (does not fit|must be)"):
+            call(10**5000, "x")
+    with pytest.raises(IndexError, match=r"^x\[1\]: an integer of 16610 bits must be in"):
+        arguments.block_ids([1, 10**5000], "x")
