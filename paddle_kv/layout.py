@@ -117,6 +117,14 @@ class KVCacheSpec:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return _rebuild, ({**values, "extra": dict(self.extra)},)
 
+    def __eq__(self, other: object) -> bool:
+        return self._compared() == other._compared() if isinstance(other, KVCacheSpec) else NotImplemented
+
+    def _compared(self) -> dict[str, Any]:
+        """What says how the cache lies in memory: the head size of values by its number, and none in a latent cache."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return {**values, "v_head_dim": None if self.latent else self.v_head_dim or self.head_dim}
+
     def __hash__(self) -> int:
         return hash((self.num_layers, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.layout))
 
@@ -203,13 +211,14 @@ def check_spec(spec: Any) -> None:
 
 def differences(spec: KVCacheSpec, other: KVCacheSpec) -> tuple[str, str]:
     """What two specs do not have in common, each as ``num_layers = 3, dtype = 'int8'``."""
-    names = [entry.name for entry in fields(spec) if getattr(spec, entry.name) != getattr(other, entry.name)]
+    ours, theirs = spec._compared(), other._compared()
+    names = [name for name in ours if ours[name] != theirs[name]]
 
-    def text(one: KVCacheSpec) -> str:
-        values = {name: getattr(one, name) for name in names}
+    def text(one: dict[str, Any]) -> str:
+        values = {name: one[name] for name in names}
         return ", ".join(f"{name} = {dict(v) if isinstance(v, Mapping) else v!r}" for name, v in values.items())
 
-    return text(spec), text(other)
+    return text(ours), text(theirs)
 
 
 def _rebuild(values: dict[str, Any]) -> KVCacheSpec:

@@ -9,6 +9,7 @@ import paddle
 import pytest
 
 from paddle_kv import KVCacheSpec
+from paddle_kv.layout import differences
 
 SIZES = {"num_layers": 3, "num_kv_heads": 5, "head_dim": 16, "block_size": 7, "dtype": "bfloat16"}
 
@@ -161,3 +162,17 @@ def test_integers_may_be_those_of_numpy():
     assert {type(size) for size in spec.block_shape("value")} == {int}
     with pytest.raises(ValueError, match="num_layers = True"):
         KVCacheSpec(**{**SIZES, "num_layers": True})
+
+
+def test_a_head_size_of_values_that_is_said_twice() -> None:
+    """Whoever says that values are as wide as keys means the same cache as who says nothing."""
+    spec, said = KVCacheSpec(**SIZES), KVCacheSpec(**SIZES, v_head_dim=SIZES["head_dim"])
+    assert spec == said
+    assert len({spec, said, pickle.loads(pickle.dumps(said))}) == 1
+    assert spec != KVCacheSpec(**SIZES, v_head_dim=SIZES["head_dim"] + 1)
+    assert KVCacheSpec(**SIZES, latent=True) == KVCacheSpec(**SIZES, latent=True, v_head_dim=3)
+    assert spec != "spec"
+    wider = dataclasses.replace(spec, head_dim=48)
+    assert wider.block_shape("value")[-1] == 48
+    assert differences(wider, said) == ("head_dim = 48, v_head_dim = 48", "head_dim = 16, v_head_dim = 16")
+    assert differences(dataclasses.replace(said, dtype="int8"), spec) == ("dtype = 'int8'", "dtype = 'bfloat16'")

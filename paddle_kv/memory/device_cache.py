@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import paddle
@@ -108,6 +108,10 @@ class DeviceCache:
                 start = tensor.data_ptr()
                 extents.append(hazards.Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
         self.domain, _ = hazards.attach(self, extents)
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would have tensors of its own, of which the tracking of blocks knows nothing.
+        raise TypeError("a DeviceCache cannot be pickled or copied; send its spec, and make or adopt one there")
 
     def tensor(self, name: str, layer: int) -> Tensor:
         """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``.

@@ -13,6 +13,7 @@ import paddle
 
 from ..ops import _library
 from ..ops.memcpy import is_stub_build
+from .cgroups import headroom_bytes
 
 
 class HostMemory:
@@ -114,11 +115,13 @@ def _pageable(size_bytes: int) -> mmap.mmap:
 
 
 def available_bytes() -> int:
-    """Memory that the host can still give to this process."""
+    """Memory that the host, and the control groups of a container, can still give to this process."""
+    headroom = headroom_bytes()
     with open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                available = int(line.split()[1]) * 1024
+                return available if headroom is None else min(available, headroom)
     return 0
 
 

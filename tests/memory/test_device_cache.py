@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 
 import numpy as np
 import paddle
@@ -91,6 +93,11 @@ def transposed(given):
             lambda t: t["key"].__setitem__(2, cpu_tensor(np.zeros((5, 2, 7, 3), np.float16))),
             ValueError,
             r"tensors\['key'\]\[2\] has 5 blocks, the first tensor 6",
+        ),
+        (
+            lambda t: t["scale"].__setitem__(2, cpu_tensor(np.zeros((7, *t["scale"][2].shape[1:]), np.float32))),
+            ValueError,
+            r"tensors\['scale'\]\[2\] has 7 blocks, the first tensor 6",
         ),
         (
             lambda t: t["key"].__setitem__(2, cpu_tensor(np.zeros((6, 2, 7, 3), np.int16))),
@@ -207,3 +214,10 @@ def test_caches_on_some_of_the_same_tensors_are_refused():
     del first
     gc.collect()
     DeviceCache.adopt(make_spec(num_layers=3), part)
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_an_idle_cache_cannot_be_sent_or_copied(copied) -> None:
+    """Nothing has been moved, and so nothing in it stands in the way of that. Of a copy the tracking would not know."""
+    with pytest.raises(TypeError, match="a DeviceCache cannot be pickled or copied; send its spec"):
+        copied(DeviceCache(make_spec(), 3, "cpu"))
