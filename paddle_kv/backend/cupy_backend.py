@@ -64,7 +64,7 @@ class CupyBackend:
         self._resting_events: deque[tuple[int, list[int]]] = deque()
         self._saw_failure = False
         sizes = calibration.load(device_name(device_id)) or calibration.EngineSizes()
-        transfer_queue.set_thresholds(sizes.in_order())
+        transfer_queue.set_thresholds(device_id, sizes.in_order())
 
     def bind(self, device_cache: Any, host_pool: Any) -> int:
         if device_cache.device_id != self._device_id:
@@ -160,7 +160,7 @@ class CupyBackend:
     def is_complete(self, *events: int) -> bool:
         try:
             return transfer_queue.query(self._device_id, *events)
-        except CudaError:
+        except (CudaError, MemoryError, transfer_queue.Cancelled):
             self._saw_failure = True
             raise
 

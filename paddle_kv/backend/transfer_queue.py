@@ -36,7 +36,12 @@ class _Transfer(ctypes.Structure):
         ("start_event", ctypes.c_int64),
         ("record_events", ctypes.c_void_p),
         ("stream", ctypes.c_int64),
+        ("token", ctypes.c_int64),
     )
+
+
+class Cancelled(Exception):
+    """What was dropped by :func:`cancel`: its events report this."""
 
 
 @functools.cache
@@ -52,13 +57,18 @@ def _functions() -> Any:
         "query": [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64],
         "push_device": [ctypes.c_int],
         "forget": [ctypes.c_int64],
-        "set_thresholds": [ctypes.c_void_p],
+        "set_thresholds": [ctypes.c_int, ctypes.c_void_p],
+        "cancel": [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p],
+        "watch": [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
     }
     for name, types in arguments.items():
         getattr(library, f"paddle_kv_queue_{name}").argtypes = types
     for name in ("enqueued", "submitted"):
         getattr(library, f"paddle_kv_queue_{name}").restype = ctypes.c_int64
     library.paddle_kv_queue_pop_device.restype = None
+    library.paddle_kv_completions_take.restype = ctypes.c_int64
+    library.paddle_kv_completions_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    library.paddle_kv_completions_counter.restype = ctypes.c_void_p
     return library
 
 
@@ -69,7 +79,7 @@ def _checked(result: int) -> int:
     text = _functions().paddle_kv_queue_error(ctypes.byref(code), ctypes.byref(name)).decode()
     if code.value:
         raise CudaError((name.value or b"").decode(), code.value, text)
-    raise RuntimeError(text)
+    raise {b"cancelled": Cancelled, b"out of host memory": MemoryError}.get(name.value or b"", RuntimeError)(text)
 
 
 def open_stream(device_id: int, stream: int, *, urgent: bool) -> None:
@@ -95,9 +105,13 @@ def submit(
     start_event: int,
     record_events: Sequence[int],
     stream: int,
+    token: int = 0,
 ) -> None:
     """Enqueues groups of layers. The record events are pending from here on; the start event is recorded behind the
-    waits of the first group. Ids are contiguous int64 arrays, which may go away on return."""
+    waits of the first group. Ids are contiguous int64 arrays, which may go away on return. The token is what
+    :func:`cancel` knows the transfer by; several submissions of one have the same.
+
+    Raises RuntimeError if something of this cannot be right; then nothing is enqueued."""
     wait_events = np.array([event for events in waits for event in events], np.int64)
     waits_per_group = np.array([len(events) for events in waits], np.int64)
     records = np.array(record_events, np.int64)
@@ -116,8 +130,54 @@ def submit(
         start_event,
         records.ctypes.data,
         stream,
+        token,
     )
     _checked(_functions().paddle_kv_queue_submit(ctypes.byref(transfer)))
+
+
+def cancel(stream: int, token: int) -> int | None:
+    """Whatever of the transfer is queued and no engine was given is not copied any more; its events are recorded
+    all the same, behind what they had to wait for, and report :class:`Cancelled`.
+
+    Returns the first layer of which not everything was given to an engine, None if nothing was dropped.
+    """
+    layer = ctypes.c_int64()
+    _checked(_functions().paddle_kv_queue_cancel(stream, token, ctypes.byref(layer)))
+    return None if layer.value < 0 else layer.value
+
+
+def watch(device_id: int, token: int, events: Sequence[int]) -> None:
+    """The token is reported once all of the events are recorded and passed, with or without a failure (:func:`query`
+    tells), or the device is lost. The events must live until then."""
+    handles = (ctypes.c_int64 * len(events))(*events)
+    _checked(_functions().paddle_kv_queue_watch(device_id, token, handles, len(events)))
+
+
+def completions_fd() -> int:
+    """A descriptor, one a process, that is readable when tokens were reported; :func:`take_completions` reads it."""
+    return _checked(_functions().paddle_kv_completions_open())
+
+
+def take_completions() -> list[int]:
+    """The tokens reported since the last call, the oldest first; perhaps none although the descriptor was readable."""
+    taken: list[int] = []
+    tokens = (ctypes.c_int64 * 256)()
+    while count := _functions().paddle_kv_completions_take(tokens, len(tokens)):
+        taken += tokens[:count]
+    return taken
+
+
+@functools.cache
+def _completions_counter() -> ctypes.c_int64:
+    address = _functions().paddle_kv_completions_counter()
+    if address is None:
+        raise RuntimeError("the thread that submits transfers could not be started")
+    return ctypes.c_int64.from_address(address)
+
+
+def completions_count() -> int:
+    """How many tokens were ever reported. No call of the library: it may be asked for at any time."""
+    return _completions_counter().value
 
 
 def enqueued() -> int:
@@ -165,12 +225,12 @@ def forget(event: int) -> bool:
     return _checked(_functions().paddle_kv_queue_forget(event)) == 1
 
 
-def set_thresholds(sizes: Sequence[int]) -> None:
-    """From which average sizes in bytes on engine "auto" takes which engine; see ``transfer/engine_choice.h``."""
+def set_thresholds(device_id: int, sizes: Sequence[int]) -> None:
+    """From which sizes in bytes on engine "auto" takes which engine on this GPU: ``transfer/engine_choice.h``."""
     nine = np.array(sizes, np.int64)
     if nine.shape != (9,):
         raise ValueError(f"sizes has {nine.size} entries; 9 are expected")
-    _checked(_functions().paddle_kv_queue_set_thresholds(nine.ctypes.data))
+    _checked(_functions().paddle_kv_queue_set_thresholds(device_id, nine.ctypes.data))
 
 
 def _microseconds(timeout_s: float | None) -> int:

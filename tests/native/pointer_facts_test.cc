@@ -1,4 +1,5 @@
-// What is asked about addresses, page-locked memory, and which GPU gets a context by either, on a CUDA runtime of threads (fake_cuda).
+// What is asked about addresses, page-locked memory, and which GPU gets a context by either, on a CUDA runtime of
+// threads (fake_cuda).
 #include "paddle_kv/common/pointer_facts.h"
 
 #include <string>

@@ -27,7 +27,10 @@ inline std::int64_t Handle(const void* pointer) { return reinterpret_cast<std::i
 struct Event {
   cudaEvent_t event = nullptr;
   Event() { cudaEventCreateWithFlags(&event, 0); }
-  ~Event() { cudaEventDestroy(event); }
+  ~Event() {
+    paddle_kv_queue_forget(handle());
+    cudaEventDestroy(event);
+  }
   Event(const Event&) = delete;
   std::int64_t handle() const { return Handle(event); }
 };
@@ -73,6 +76,7 @@ struct Submission {
   std::int64_t layers_per_event = 1;
   EngineKind engine = EngineKind::kAuto;
   std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
+  std::int64_t token = 0;
 };
 
 // The events of a transfer, one a group.
@@ -110,7 +114,8 @@ struct Transfer {
                                        counts.data(),
                                        start.handle(),
                                        handles.data(),
-                                       stream};
+                                       stream,
+                                       given.token};
     return paddle_kv_queue_submit(&transfer);
   }
   std::int64_t last() const { return records.back()->handle(); }

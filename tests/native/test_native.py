@@ -19,12 +19,13 @@ PLAN = TRANSFER / "transfer_plan.cc"
 CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu.cc"]
 QUEUE = [
     FAKE / "fake_cuda.cc",
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("event_states", "queue_api", "queued_transfer")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "transfer_queue")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("check_transfer", "completions", "event_states", "queue_api")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("queued_transfer", "stream_feeder", "transfer_queue")),
 ]
 SOURCES = {
     "host_threads_test": CPU_COPIES,
     "transfer_queue_test": [*CPU_COPIES, *QUEUE],
+    "queue_calls_test": [*CPU_COPIES, *QUEUE],
     "engines_test": [
         PLAN,
         *QUEUE,

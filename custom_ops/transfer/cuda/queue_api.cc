@@ -1,12 +1,17 @@
 // The C interface of the queue: checks what it is given, and keeps exceptions from the caller's C.
 #include "paddle_kv/transfer/queue_api.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/nvtx_range.h"
+#include "paddle_kv/transfer/check_transfer.h"
 #include "paddle_kv/transfer/transfer_plan.h"
 #include "paddle_kv/transfer/transfer_queue.h"
 
@@ -18,8 +23,9 @@ thread_local std::string last_error_text;
 
 int Fail(const Status& status) {
   last_error = status;
-  last_error_text = std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) + ") in " +
-                    status.call + ": " + status.text;
+  last_error_text = status.code < 0 ? status.text
+                                    : std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) +
+                                          ") in " + status.call + ": " + status.text;
   return -1;
 }
 
@@ -57,7 +63,7 @@ std::int64_t Counted(Function function) {
 using namespace paddle_kv;
 
 const char* paddle_kv_queue_error(int* code, const char** name) {
-  *code = last_error.code;
+  *code = std::max(0, last_error.code);
   *name = last_error.ok() ? "" : last_error.name;
   return last_error_text.c_str();
 }
@@ -78,14 +84,26 @@ int paddle_kv_queue_close(std::int64_t stream) {
 
 int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
   return Guarded([&] {
+    if (given == nullptr) return Fail("transfer is null");
     static const NvtxName name("enqueue a transfer, blocks");
     const NvtxRange range(name, given->block_count);
     const std::shared_ptr<const TransferPlan> plan = FindTransferPlan(given->plan);
     if (plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
-    if (given->end_layer <= given->first_layer) return 0;
+    const std::string wrong = WhatIsWrong(*given, *plan);
+    if (!wrong.empty()) return Fail(wrong);
+    if (given->end_layer == given->first_layer) return 0;
     QueuedTransfer transfer(*given, plan);
-    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) return Fail("the stream is not open");
+    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) {
+      return Fail("stream = " + std::to_string(given->stream) + " is not open on GPU " + std::to_string(plan->device));
+    }
     return 0;
+  });
+}
+
+int paddle_kv_queue_cancel(std::int64_t stream, std::int64_t token, std::int64_t* first_dropped_layer) {
+  return Guarded([&] {
+    if (TransferQueue::Get().Cancel(stream, token, first_dropped_layer)) return 0;
+    return Fail("stream = " + std::to_string(stream) + " is not open");
   });
 }
 
@@ -109,7 +127,7 @@ int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t ev
     if (!guard.status().ok()) return Fail(guard.status());
     const auto handle = reinterpret_cast<cudaStream_t>(stream);
     const CaptureTolerance tolerance;
-    if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy();
+    if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy(device);
     const Status status = ToStatus(cudaStreamWaitEvent(handle, EventOf(event), 0), "cudaStreamWaitEvent");
     return status.ok() ? 0 : Fail(status);
   });
@@ -146,13 +164,41 @@ int paddle_kv_queue_forget(std::int64_t event) {
   return Guarded([&] { return TransferQueue::Get().Forget(event) ? 1 : 0; });
 }
 
-int paddle_kv_queue_set_thresholds(const std::int64_t* nine) {
+int paddle_kv_queue_set_thresholds(int device, const std::int64_t* nine) {
   return Guarded([&] {
     EngineThresholds thresholds;
     for (int i = 0; i < 4; ++i) thresholds.copy_engine[i / 2][i % 2] = nine[i];
     for (int i = 0; i < 4; ++i) thresholds.staging[i / 2][i % 2] = nine[4 + i];
     thresholds.staging_block = nine[8];
-    TransferQueue::Get().SetThresholds(thresholds);
+    TransferQueue::Get().SetThresholds(device, thresholds);
     return 0;
   });
+}
+
+int paddle_kv_completions_open() {
+  return Guarded([&] {
+    const int descriptor = TransferQueue::Get().OpenCompletions();
+    return descriptor >= 0 ? descriptor : Fail(std::string("eventfd: ") + std::strerror(errno));
+  });
+}
+
+int paddle_kv_queue_watch(int device, std::int64_t token, const std::int64_t* events, std::int64_t count) {
+  return Guarded([&] {
+    if (count < 0 || (count > 0 && events == nullptr)) return Fail("count = " + std::to_string(count) + " events");
+    TransferQueue::Get().AddWatch(device, token, events, count);
+    return 0;
+  });
+}
+
+std::int64_t paddle_kv_completions_take(std::int64_t* tokens, std::int64_t capacity) {
+  return Counted([&] { return TransferQueue::Get().TakeCompletions(tokens, capacity); });
+}
+
+const std::int64_t* paddle_kv_completions_counter() {
+  static_assert(sizeof(std::atomic<std::int64_t>) == sizeof(std::int64_t));
+  try {
+    return reinterpret_cast<const std::int64_t*>(&TransferQueue::Get().completions_counter());
+  } catch (const std::exception&) {
+    return nullptr;
+  }
 }

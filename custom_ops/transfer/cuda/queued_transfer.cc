@@ -15,7 +15,8 @@ constexpr std::int64_t kKernelBytes = 64 << 20;
 }  // namespace
 
 QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered)
-    : plan(std::move(registered)),
+    : token(given.token),
+      plan(std::move(registered)),
       direction(static_cast<Direction>(given.direction)),
       engine(static_cast<EngineKind>(given.engine)),
       runs(MergeRuns(given.host_ids, given.device_ids, given.block_count)),
@@ -35,6 +36,7 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   std::partial_sum(given.waits_per_group, given.waits_per_group + groups, first_wait.begin() + 1);
   wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
   record_events.assign(given.record_events, given.record_events + groups);
+  end_copied_ = groups;
   for (std::int64_t t = 0; t < plan->tensors_per_layer; ++t) {
     layer_bytes_ += plan->tensors[t].block_bytes * block_count_;
   }
@@ -56,7 +58,7 @@ std::int64_t QueuedTransfer::BlocksOfPart(std::int64_t largest_bytes) const {
 }
 
 bool QueuedTransfer::FollowsAtOnce(std::int64_t group) const {
-  return group < group_count() && first_wait[group] == first_wait[group + 1];
+  return group < end_copied_ && first_wait[group] == first_wait[group + 1];
 }
 
 std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) {
@@ -102,6 +104,7 @@ Step QueuedTransfer::PassedOverStep() const {
   step.first_group = next_group;
   step.end_group = next_group + 1;
   step.engine = last_engine_;
+  step.begins = submitted_blocks_ == 0;
   return step;
 }
 
@@ -126,6 +129,13 @@ void QueuedTransfer::Advance(const Step& step) {
   submitted_blocks_ = step.ends ? 0 : submitted_blocks_ + step.blocks;
   more_follows_ = step.more_follows;
   last_engine_ = step.engine;
+}
+
+std::int64_t QueuedTransfer::Drop() {
+  const std::int64_t first = std::max(end_given_, next_group);
+  if (!failure.ok() || first >= end_copied_) return -1;
+  end_copied_ = first;
+  return FirstLayer(first);
 }
 
 }  // namespace paddle_kv

@@ -97,6 +97,9 @@ void StreamFeeder::PassOver(const QueuedTransfer& transfer, const Step& step) {
   for (std::int64_t w = transfer.first_wait[step.first_group]; w < transfer.first_wait[step.first_group + 1]; ++w) {
     ToStatus(cudaStreamWaitEvent(handle, EventOf(transfer.wait_events[w]), 0), "cudaStreamWaitEvent");
   }
+  if (step.begins && step.first_group == 0) {
+    ToStatus(cudaEventRecord(EventOf(transfer.start_event), handle), "cudaEventRecord");
+  }
   for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
     ToStatus(cudaEventRecord(EventOf(transfer.record_events[g]), handle), "cudaEventRecord");
   }

@@ -27,6 +27,7 @@ TransferQueue::TransferQueue() { std::thread(&TransferQueue::SubmitForever, this
 void TransferQueue::Open(const DeviceStream& where, bool urgent) {
   auto stream = std::make_shared<Stream>(where, urgent);
   const std::lock_guard<std::mutex> lock(mutex_);
+  devices_[where.device];  // made where an exception may be thrown
   stream->turn = ++turns_;
   streams_[where.stream] = std::move(stream);
 }
@@ -50,12 +51,25 @@ bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer) {
   EventStates::Entries entries = EventStates::EntriesOf(transfer.record_events);
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = streams_.find(handle);
-  if (found == streams_.end()) return false;
+  if (found == streams_.end() || found->second->feeder.where().device != transfer.plan->device) return false;
   transfer.number = enqueued_;
   found->second->transfers.push_back(std::move(transfer));
   // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
   ++enqueued_;
   events_.Add(std::move(entries));
+  work_.notify_one();
+  return true;
+}
+
+bool TransferQueue::Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer) {
+  *first_dropped_layer = -1;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = streams_.find(handle);
+  if (found == streams_.end()) return false;
+  for (QueuedTransfer& transfer : found->second->transfers) {
+    const std::int64_t layer = transfer.token == token ? transfer.Drop() : -1;
+    if (layer >= 0 && (*first_dropped_layer < 0 || layer < *first_dropped_layer)) *first_dropped_layer = layer;
+  }
   work_.notify_one();
   return true;
 }
@@ -107,9 +121,37 @@ bool TransferQueue::Forget(std::int64_t event) {
   return events_.Forget(event);
 }
 
-void TransferQueue::SetThresholds(const EngineThresholds& thresholds) {
+void TransferQueue::SetThresholds(int device, const EngineThresholds& thresholds) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  thresholds_ = thresholds;
+  devices_[device].thresholds = thresholds;
+}
+
+void TransferQueue::ComputeIsBusy(int device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  devices_[device].compute_seen = Clock::now();
+}
+
+void TransferQueue::AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count) {
+  std::list<Watch> watch;
+  watch.push_back({device, token, {events, events + event_count}});
+  const std::lock_guard<std::mutex> lock(mutex_);
+  completions_.Add(std::move(watch));
+  work_.notify_one();
+}
+
+int TransferQueue::OpenCompletions() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return completions_.Open();
+}
+
+std::int64_t TransferQueue::TakeCompletions(std::int64_t* tokens, std::int64_t capacity) {
+  completions_.ClearSignal();
+  Lock lock(mutex_);
+  const std::int64_t count = completions_.Take(tokens, capacity);
+  const bool is_more_left = completions_.HasReported();
+  lock.unlock();
+  if (is_more_left) completions_.Signal();
+  return count;
 }
 
 template <class Condition>
@@ -123,7 +165,12 @@ bool TransferQueue::WaitFor(Lock& lock, std::int64_t timeout_us, Condition condi
 
 void TransferQueue::SubmitForever() {
   Lock lock(mutex_);
+  Clock::time_point next_poll{};
   for (;;) {
+    if (completions_.HasPolled() && Clock::now() >= next_poll) {
+      AskForWatched(lock);
+      next_poll = Clock::now() + kPoll;
+    }
     ++pass_;
     bool is_held_back = false;  // by what is in flight: nobody tells when that ends
     Fed fed = Fed::kNothing;
@@ -134,7 +181,7 @@ void TransferQueue::SubmitForever() {
       is_held_back |= fed == Fed::kHeldBack;
     }
     if (fed == Fed::kStep) continue;
-    if (is_held_back) {
+    if (is_held_back || completions_.HasPolled()) {
       work_.wait_for(lock, kPoll);
     } else {
       work_.wait(lock);
@@ -162,14 +209,17 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
        ++w) {
     if (events_.IsPending(transfer.wait_events[w])) return Fed::kNothing;
   }
-  if (!transfer.failure.ok()) {
+  if (transfer.IsCopied()) {
+    lock.unlock();
+    stream.feeder.UpdateFlights();
+    lock.lock();
+  }
+  if (!transfer.IsCopied()) {  // perhaps because it was cancelled meanwhile
     SubmitStep(lock, stream, transfer.PassedOverStep());
     return Fed::kStep;
   }
-  lock.unlock();
-  stream.feeder.UpdateFlights();
-  lock.lock();
-  const EngineKind engine = transfer.NextEngine(ComputeWasBusy(), thresholds_);
+  const Device& device = devices_.find(stream.feeder.where().device)->second;
+  const EngineKind engine = transfer.NextEngine(Clock::now() - device.compute_seen < kComputeSeen, device.thresholds);
   if (!stream.feeder.HasRoom(engine)) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine));
   return Fed::kStep;
@@ -178,25 +228,51 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
 void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
   QueuedTransfer& transfer = stream.transfers.front();
   stream.turn = ++turns_;
-  lock.unlock();
   Status status = transfer.failure;
+  if (transfer.IsCopied()) {
+    transfer.Begin(step);
+  } else if (status.ok()) {
+    status = CancelledStatus();
+  }
+  lock.unlock();
   if (status.ok()) status = MakeCurrent(stream.feeder.where().device);
   bool was_compute_busy = false;
   try {
     if (status.ok()) status = stream.feeder.Submit(transfer, &step, &was_compute_busy);
   } catch (const std::bad_alloc&) {
-    status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
+    status = OutOfHostMemory();
   }
   if (!status.ok()) stream.feeder.PassOver(transfer, step);
-  if (was_compute_busy) ComputeIsBusy();
   lock.lock();
+  if (was_compute_busy) devices_.find(stream.feeder.where().device)->second.compute_seen = Clock::now();
   for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
     events_.Record(transfer.record_events[g], status);
+    completions_.OnRecorded(transfer.record_events[g]);
   }
   transfer.failure = status;
   transfer.Advance(step);
   if (transfer.next_group == transfer.group_count()) stream.transfers.pop_front();
   changed_.notify_all();
+}
+
+void TransferQueue::AskForWatched(Lock& lock) {
+  std::list<Watch> asked = completions_.TakePolled();
+  lock.unlock();
+  for (Watch& watch : asked) {
+    const bool is_lost = !MakeCurrent(watch.device).ok();
+    while (watch.next < watch.end_recorded) {
+      const cudaError_t result =
+          is_lost ? cudaErrorUnknown : cudaEventQuery(reinterpret_cast<cudaEvent_t>(watch.events[watch.next]));
+      if (result != cudaSuccess && IsNotReady(result)) break;
+      // Behind an error of the device nothing ends any more: whoever is told asks, and is given the error.
+      watch.next = result == cudaSuccess ? watch.next + 1 : watch.events.size();
+    }
+  }
+  lock.lock();
+  if (!completions_.GiveBack(std::move(asked))) return;
+  lock.unlock();
+  completions_.Signal();
+  lock.lock();
 }
 
 // The thread's device is never put back, and nothing is asked of CUDA before the first one is made current: a thread
@@ -208,10 +284,6 @@ Status TransferQueue::MakeCurrent(int device) {
   current_device_ = device;
   if (!tolerance_) tolerance_.emplace();
   return {};
-}
-
-bool TransferQueue::ComputeWasBusy() const {
-  return Clock::now().time_since_epoch() - Clock::duration(compute_seen_.load()) < kComputeSeen;
 }
 
 }  // namespace paddle_kv

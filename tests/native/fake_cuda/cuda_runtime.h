@@ -14,6 +14,7 @@ enum cudaError_t {
   cudaErrorInvalidDevice = 101,
   cudaErrorNotReady = 600,
   cudaErrorLaunchFailure = 719,
+  cudaErrorUnknown = 999,
   cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
 };

@@ -56,6 +56,8 @@ std::atomic<bool> capture_broken{false};
 std::atomic<int> calls_since{0};
 std::atomic<int> failing_call{-1};
 std::atomic<cudaError_t> failing_error{cudaSuccess};
+std::atomic<int> query_us{0};
+std::atomic<cudaError_t> query_error{cudaSuccess};
 std::atomic<bool> streams_fail{false};
 std::atomic<int> streams_alive{0};
 std::atomic<int> longest_delay_us{0};
@@ -218,6 +220,10 @@ cudaError_t Launch(cudaStream_t stream, std::function<void()> work) {
   return cudaSuccess;
 }
 
+void SetQueryTime(int microseconds) { query_us = microseconds; }
+
+void SetQueriesFail(cudaError_t error) { query_error = error; }
+
 void SetStreamsFail(bool fail) { streams_fail = fail; }
 
 void BeginFakeCapture() {
@@ -315,6 +321,10 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   ENTER(EnterUnsafe());
+  if (query_us > 0 && std::this_thread::get_id() != main_thread) {
+    std::this_thread::sleep_for(std::chrono::microseconds(query_us));
+  }
+  if (query_error != cudaSuccess) return Leave(query_error);
   const std::lock_guard<std::mutex> lock(event->mutex);
   return event->last_passed >= event->recordings ? cudaSuccess : Leave(cudaErrorNotReady);
 }

@@ -48,6 +48,9 @@ void SetDelayOfMade(int microseconds);
 // there were since.
 void FailCall(int nth, cudaError_t error);
 int CallsSinceFailCall();
+// Questions for events, of threads other than the first, take so long; of all threads they fail with this error.
+void SetQueryTime(int microseconds);
+void SetQueriesFail(cudaError_t error);
 // All calls that make a stream fail.
 void SetStreamsFail(bool fail);
 // No stream can wait for a counter in memory.

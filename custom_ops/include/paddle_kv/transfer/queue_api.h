@@ -25,11 +25,13 @@ struct PaddleKvTransfer {
   std::int64_t start_event;             // recorded behind the waits of the first group
   const std::int64_t* record_events;    // one a group
   std::int64_t stream;
+  std::int64_t token;  // the transfer's, chosen by the caller; several parts of one have the same
 };
 
 // Functions that return an int give 0, or -1 and the reason by paddle_kv_queue_error.
 
-// What went wrong in the last call of this thread that failed. `code` and `name` are CUDA's; 0 and "" for other errors.
+// What went wrong in the last call of this thread that failed. `code` and `name` are CUDA's. Other errors have code 0,
+// and the name "cancelled", "out of host memory" or "".
 const char* paddle_kv_queue_error(int* code, const char** name);
 
 // A stream that takes transfers. `urgent`: its work is submitted before that of other streams.
@@ -41,7 +43,13 @@ int paddle_kv_queue_close(std::int64_t stream);
 // The record events count as pending from here until they are recorded; a failure of theirs is forgotten. A wait for a
 // pending event holds the group back, not the other streams; so a transfer may wait for any transfer that was enqueued
 // before. When a group fails, those behind it are not copied; their events still come behind what they had to wait for.
+// Whatever cannot be right of the transfer, as far as it can be seen, is an error; nothing is enqueued then.
 int paddle_kv_queue_submit(const PaddleKvTransfer* transfer);
+
+// Of what is queued on the stream under the token, everything that was not given to an engine is not copied any more.
+// Its events are recorded as those of a transfer that failed, in the order of the stream, with the failure "cancelled".
+// *first_dropped_layer: the first layer of which not everything was given to an engine, -1: nothing is dropped.
+int paddle_kv_queue_cancel(std::int64_t stream, std::int64_t token, std::int64_t* first_dropped_layer);
 
 // How many transfers were enqueued, and how many of the first of them are submitted. An event may be used anew when all
 // that were enqueued while it was in use are: until then one of them may still have to wait for it.
@@ -66,6 +74,19 @@ void paddle_kv_queue_pop_device();
 // The failure of an event is forgotten; to be called before such an event is used again. 1: there was one.
 int paddle_kv_queue_forget(std::int64_t event);
 
-// Sizes for engine "auto" (engine_choice.h): copy_engine[2][2], staging[2][2], staging_block.
-int paddle_kv_queue_set_thresholds(const std::int64_t* nine);
+// Sizes for engine "auto" on a device (engine_choice.h): copy_engine[2][2], staging[2][2], staging_block.
+int paddle_kv_queue_set_thresholds(int device, const std::int64_t* nine);
+
+// The token is reported once all of the events are recorded and passed (with or without a failure, as query tells), or
+// the device is lost. The events live until then.
+int paddle_kv_queue_watch(int device, std::int64_t token, const std::int64_t* events, std::int64_t count);
+
+// A descriptor (eventfd, the same one each time) that is readable when tokens were reported; nobody but take reads it.
+int paddle_kv_completions_open();
+
+// Tokens reported since the last call, the oldest first, and how many; the descriptor stays readable if there are more.
+std::int64_t paddle_kv_completions_take(std::int64_t* tokens, std::int64_t capacity);
+
+// How many tokens were ever reported: an int64 that may be read at any time. Null: there is no queue.
+const std::int64_t* paddle_kv_completions_counter();
 }

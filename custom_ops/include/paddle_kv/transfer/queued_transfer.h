@@ -1,6 +1,7 @@
 // A transfer in the queue: how far it is, and what of it goes to an engine next.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -38,17 +39,24 @@ class QueuedTransfer {
   // What is next, for the engine that NextEngine has named.
   EngineKind NextEngine(bool beside_compute, const EngineThresholds& thresholds) const;
   Step NextStep(EngineKind engine) const;
-  // The next group alone, of which nothing is copied.
+  // Whether the next group is copied, if nothing fails.
+  bool IsCopied() const { return failure.ok() && next_group < end_copied_; }
+  // The next group alone, of which nothing is copied (any more).
   Step PassedOverStep() const;
   // The next `wanted` blocks of the next group.
   std::vector<Run> TakePart(std::int64_t wanted);
-  // The step was submitted, or passed over.
+  // The step is the engine's from here on, though it may take it in several calls; and when that was submitted, or
+  // passed over.
+  void Begin(const Step& step) { end_given_ = std::max(end_given_, step.RecordedEnd()); }
   void Advance(const Step& step);
+  // Whatever no engine was given is not copied: the first layer of that, -1: there is none.
+  std::int64_t Drop();
 
   // How many bytes an engine is given in one call.
   static std::int64_t LargestBytes(EngineKind engine);
 
   std::int64_t number = 0;  // in the order of the calls
+  std::int64_t token;
   std::shared_ptr<const TransferPlan> plan;
   Direction direction;
   EngineKind engine;
@@ -75,7 +83,9 @@ class QueuedTransfer {
   std::int64_t submitted_blocks_ = 0;  // of the next group
   std::size_t next_run_ = 0;           // with the first block of it that is not
   std::int64_t next_in_run_ = 0;
-  bool more_follows_ = false;  // as the last step has told its engine
+  std::int64_t end_given_ = 0;  // of the groups that are an engine's
+  std::int64_t end_copied_;     // of the groups that are or will be copied
+  bool more_follows_ = false;   // as the last step has told its engine
   EngineKind last_engine_{};
 };
 

@@ -13,6 +13,7 @@
 
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/status.h"
+#include "paddle_kv/transfer/completions.h"
 #include "paddle_kv/transfer/engine_choice.h"
 #include "paddle_kv/transfer/event_states.h"
 #include "paddle_kv/transfer/queued_transfer.h"
@@ -29,8 +30,10 @@ class TransferQueue {
 
   void Open(const DeviceStream& where, bool urgent);
   Status Close(std::int64_t handle);
-  // False: the stream is not open.
+  // False: the stream is not open on the device of the transfer's plan.
   bool Submit(std::int64_t handle, QueuedTransfer transfer);
+  // False: the stream is not open.
+  bool Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer);
   std::int64_t Enqueued();
   std::int64_t Submitted();
   bool Flush(std::int64_t handle, std::int64_t timeout_us);
@@ -38,8 +41,13 @@ class TransferQueue {
   bool IsPending(std::int64_t event);
   bool Failure(std::int64_t event, Status* status);
   bool Forget(std::int64_t event);
-  void SetThresholds(const EngineThresholds& thresholds);
-  void ComputeIsBusy() { compute_seen_ = Clock::now().time_since_epoch().count(); }
+  void SetThresholds(int device, const EngineThresholds& thresholds);
+  void ComputeIsBusy(int device);
+
+  void AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count);
+  int OpenCompletions();
+  std::int64_t TakeCompletions(std::int64_t* tokens, std::int64_t capacity);
+  const std::atomic<std::int64_t>& completions_counter() const { return completions_.counter(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -54,6 +62,11 @@ class TransferQueue {
     std::int64_t pass = 0;                 // of the thread: looked at in this one
   };
 
+  struct Device {
+    EngineThresholds thresholds;
+    Clock::time_point compute_seen{};
+  };
+
   enum class Fed { kNothing, kHeldBack, kStep };
 
   TransferQueue();
@@ -65,8 +78,8 @@ class TransferQueue {
   std::shared_ptr<Stream> NextInPass() const;
   Fed Feed(Lock& lock, Stream& stream);
   void SubmitStep(Lock& lock, Stream& stream, Step step);
+  void AskForWatched(Lock& lock);
   Status MakeCurrent(int device);
-  bool ComputeWasBusy() const;
 
   std::mutex mutex_;
   std::condition_variable work_;     // for the thread: there is more to submit
@@ -75,11 +88,11 @@ class TransferQueue {
   std::int64_t turns_ = 0;
   std::int64_t pass_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
+  std::map<int, Device> devices_;
   EventStates events_;
-  EngineThresholds thresholds_;
+  Completions completions_{events_};
   int current_device_ = -1;                    // of the thread
   std::optional<CaptureTolerance> tolerance_;  // of the thread
-  std::atomic<Clock::rep> compute_seen_{Clock::duration::min().count() / 2};
 };
 
 }  // namespace paddle_kv

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <string>
+
+#include "paddle_kv/transfer/queue_api.h"
+#include "paddle_kv/transfer/transfer_plan.h"
+
+namespace paddle_kv {
+
+// What is wrong with a transfer that somebody has put together: argument, value and what is legal. Empty: nothing that
+// can be seen.
+std::string WhatIsWrong(const PaddleKvTransfer& given, const TransferPlan& plan);
+
+}  // namespace paddle_kv

@@ -1,0 +1,61 @@
+// Who is told when events have passed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <vector>
+
+#include "paddle_kv/transfer/event_states.h"
+
+namespace paddle_kv {
+
+// The token is reported when all of the events are recorded and passed, or their device is lost.
+struct Watch {
+  int device;
+  std::int64_t token;
+  std::vector<std::int64_t> events;
+  std::size_t next = 0;          // the first that is not known to have passed
+  std::size_t end_recorded = 0;  // of those from there on that CUDA can be asked for
+};
+
+// Used under the queue's lock. Watches move from list to list, which takes no memory in the queue's thread.
+class Completions {
+ public:
+  explicit Completions(const EventStates& events) : events_(events) {}
+
+  void Add(std::list<Watch> watch);
+  // An event is not pending any more.
+  void OnRecorded(std::int64_t event);
+  // CUDA has to be asked from time to time.
+  bool HasPolled() const { return !polled_.empty(); }
+  // Those to ask CUDA for, which may be done without the lock.
+  std::list<Watch> TakePolled();
+  // They are reported, or stay watches. Whether some were reported: then Signal() is due.
+  bool GiveBack(std::list<Watch> asked);
+
+  // The descriptor, -1 and errno if there is none to be had.
+  int Open();
+  // At most so many tokens, the oldest first; how many.
+  std::int64_t Take(std::int64_t* tokens, std::int64_t capacity);
+  bool HasReported() const { return !reported_.empty(); }
+  const std::atomic<std::int64_t>& counter() const { return counter_; }
+
+  // Without the lock: system calls.
+  void Signal() const;
+  void ClearSignal() const;
+
+ private:
+  // Where a watch belongs that nobody asks CUDA for at the moment; true: it is reported.
+  bool Place(std::list<Watch>& from);
+
+  const EventStates& events_;
+  std::list<Watch> polled_;
+  std::map<std::int64_t, std::list<Watch>> held_;  // by the event, still pending, that comes next
+  std::list<Watch> reported_;
+  std::atomic<int> descriptor_{-1};
+  std::atomic<std::int64_t> counter_{0};
+};
+
+}  // namespace paddle_kv

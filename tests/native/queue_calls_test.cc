@@ -1,0 +1,514 @@
+// Cancelling, watching, what each device has of its own, and calls that are wrong.
+#include <poll.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "fake_cuda.h"
+#include "paddle_kv/transfer/queue_api.h"
+#include "queue_rig.h"
+#include "recording_engine.h"
+
+namespace paddle_kv {
+namespace {
+
+using std::chrono::milliseconds;
+
+struct Error {
+  int code = 1;
+  std::string name, text;
+  Error() {
+    const char* of_cuda = nullptr;
+    text = paddle_kv_queue_error(&code, &of_cuda);
+    name = of_cuda;
+  }
+};
+
+std::int64_t Cancel(std::int64_t stream, std::int64_t token) {
+  std::int64_t layer = -7;
+  CHECK(paddle_kv_queue_cancel(stream, token, &layer) == 0);
+  return layer;
+}
+
+void CheckCancelled(std::int64_t event) {
+  WaitUntil([&] { return Query(event) != 1; });
+  CHECK(Query(event) == -1);
+  const Error error;
+  CHECK(error.code == 0 && error.name == "cancelled" && error.text == "cancelled");
+}
+
+std::int64_t BytesOf(const std::vector<Copied>& log, std::int64_t block_bytes) {
+  std::int64_t bytes = 0;
+  for (const Copied& call : log) bytes += call.blocks * (call.end_layer - call.first_layer) * block_bytes;
+  return bytes;
+}
+
+Submission ByCopyEngine(std::int64_t token) {
+  Submission load;
+  load.engine = EngineKind::kCopyEngine;
+  load.token = token;
+  return load;
+}
+
+// ---- cancel ----
+void CancelDropsWhatNoEngineWasGiven() {
+  Plan plan(16, 8 << 20, false), small(4, 100, true);
+  const auto before = small.device;
+  OpenStream stream, other;
+  ClearLog();
+  Gate gate(stream.stream);
+  Transfer transfer(plan, stream.handle(), ByCopyEngine(7));
+  WaitUntil([] { return Log().size() == 2; });
+  std::this_thread::sleep_for(milliseconds(20));  // 32 MiB are in flight: the third call is held back
+  CHECK(Cancel(stream.handle(), 8) == -1);
+  CHECK(Cancel(stream.handle(), 7) == 4);
+  CHECK(Cancel(stream.handle(), 7) == -1);  // all is dropped
+  CHECK(paddle_kv_queue_flush(stream.handle(), 5'000'000) == 0);
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(Query(transfer.last()) == 1);  // recorded, behind what is in flight
+  Transfer behind(plan, stream.handle(), ByCopyEngine(8));
+  Submission load;
+  load.token = 7;
+  load.waits = {{}, {}, {behind.last()}, {}};  // which is held back
+  Transfer half(small, other.handle(), load);
+  WaitUntil([&] { return Query(half.records[1]->handle()) == 0; });
+  CHECK(Cancel(other.handle(), 7) == 2);
+  gate.Open();
+  CheckCancelled(transfer.records[4]->handle());
+  CheckCancelled(transfer.last());
+  CHECK(Query(transfer.records[3]->handle()) == 0);
+  CHECK(behind.Wait() == 0);
+  CheckCancelled(half.records[2]->handle());
+  CheckCancelled(half.last());
+  for (std::int64_t layer = 0; layer < small.layers; ++layer) {
+    auto expected = before[layer];
+    if (layer < 2) std::memcpy(expected.data(), small.host[layer].data(), 100);
+    CHECK(small.device[layer] == expected);
+  }
+  CHECK(half.Submit(small, other.handle(), {}) == 0);  // its events may be used anew
+  CHECK(half.Wait() == 0);
+}
+
+void CancelDropsAllThatIsQueued() {
+  constexpr std::int64_t kBytes = 64 << 20;
+  Plan plan(32, kBytes, false);
+  OpenStream stream;
+  ClearLog();
+  {
+    Gate gate(stream.stream);
+    std::vector<std::unique_ptr<Transfer>> transfers;
+    for (int i = 0; i < 8; ++i) {
+      Submission load = ByCopyEngine(i);
+      load.device_ids = load.host_ids = {0, 1, 2, 3};
+      transfers.push_back(std::make_unique<Transfer>(plan, stream.handle(), load));
+    }
+    for (int i = 0; i < 8; ++i) CHECK(Cancel(stream.handle(), i) == 0);
+    gate.Open();
+    for (const auto& transfer : transfers) CheckCancelled(transfer->last());
+    CHECK(BytesOf(Log(), kBytes) < 3 * kBytes);  // of blocks that are larger than a call
+  }
+  Plan small(32, 1 << 20, false);
+  ClearLog();
+  Gate gate(stream.stream);
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  for (int i = 0; i < 8; ++i) {
+    Submission load = ByCopyEngine(i);
+    load.device_ids.clear(), load.host_ids.clear();
+    for (int block = 0; block < 64; ++block) load.device_ids.push_back(block), load.host_ids.push_back(block);
+    transfers.push_back(std::make_unique<Transfer>(small, stream.handle(), load));
+  }
+  for (int i = 0; i < 8; ++i) CHECK(Cancel(stream.handle(), i) == 0);
+  gate.Open();
+  for (const auto& transfer : transfers) CheckCancelled(transfer->last());
+  CHECK(BytesOf(Log(), 1 << 20) < 64 << 20);  // of 16 GiB
+}
+
+// What comes behind the event alone must not pass what the dropped transfer had to wait for.
+void WhatWasCancelledKeepsItsPlaceInTheOrder() {
+  Plan plan(2, 100, true), full(1, 16 << 20, false);
+  OpenStream stream, other;
+  cudaStream_t compute = MakeFakeStream();
+  const auto before = plan.device;
+  {
+    Gate reading(compute), held_up(other.stream);
+    Event recorded;
+    cudaEventRecord(recorded.event, compute);
+    Transfer a(full, other.handle(), {}), b(full, other.handle(), {}), pending(full, other.handle(), {});
+    Submission behind;
+    behind.token = 3;
+    behind.waits = {{pending.last()}, {recorded.handle()}};
+    Transfer dropped(plan, stream.handle(), behind);
+    CHECK(Cancel(stream.handle(), 3) == 0);
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(Query(dropped.records[0]->handle()) == 1);
+    CHECK(paddle_kv_queue_flush(stream.handle(), 1000) == 1);
+    held_up.Open();
+    CheckCancelled(dropped.records[0]->handle());
+    CHECK(cudaEventQuery(pending.records[0]->event) == cudaSuccess);
+    CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+    std::this_thread::sleep_for(milliseconds(20));
+    CHECK(Query(dropped.last()) == 1);
+    reading.Open();
+    CheckCancelled(dropped.last());
+  }
+  CHECK(plan.device == before);
+  DestroyFakeStream(compute);
+}
+
+void SeveralPartsOfATransferAreCancelledTogether() {
+  Plan plan(1, 16 << 20, false), parts(4, 100, true);
+  OpenStream stream;
+  Gate gate(stream.stream);
+  Transfer a(plan, stream.handle(), ByCopyEngine(1)), b(plan, stream.handle(), ByCopyEngine(1));
+  WaitUntil([&] { return paddle_kv_queue_flush(stream.handle(), 0) == 0; });
+  Transfer first(parts, stream.handle(), ByCopyEngine(2)), second(parts, stream.handle(), ByCopyEngine(2));
+  Transfer spared(parts, stream.handle(), ByCopyEngine(4));
+  CHECK(Cancel(stream.handle(), 1) == -1);
+  CHECK(Cancel(stream.handle(), 2) == 0);
+  gate.Open();
+  CheckCancelled(first.last());
+  CheckCancelled(second.last());
+  CHECK(a.Wait() == 0 && b.Wait() == 0 && spared.Wait() == 0);
+  std::int64_t layer = 0;
+  CHECK(paddle_kv_queue_cancel(12345, 2, &layer) == -1);
+  CHECK(Error().text == "stream = 12345 is not open");
+}
+
+// The engine that was given the groups has no memory for them: the copy engine is given them, although the rest was
+// cancelled meanwhile. Whoever cancelled was told that they are copied.
+void WhatAnEngineWasGivenIsCopiedByAnother() {
+  Plan plan(3, 100, true);
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event mark;
+  cudaEventRecord(mark.event, compute);
+  std::atomic<bool> is_in_engine{false}, goes_on{false};
+  before_copy = [&](const EngineWork&, const DeviceStream&) {
+    if (Log().back().engine == EngineKind::kCopyEngine) return Status{};
+    is_in_engine = true;
+    WaitUntil([&] { return goes_on.load(); });
+    return Status{cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory", "cudaMalloc"};
+  };
+  ClearLog();
+  Submission load;
+  load.token = 5;
+  load.waits = {{}, {}, {mark.handle()}};
+  Transfer transfer(plan, stream.handle(), load);
+  WaitUntil([&] { return is_in_engine.load(); });
+  CHECK(Cancel(stream.handle(), 5) == 2);
+  goes_on = true;
+  CheckCancelled(transfer.last());
+  CHECK(Query(transfer.records[1]->handle()) == 0);
+  before_copy = nullptr;
+  for (std::int64_t layer = 0; layer < plan.layers; ++layer) {
+    CHECK((std::memcmp(plan.device[layer].data(), plan.host[layer].data(), 100) == 0) == (layer < 2));
+  }
+  const auto log = Log();
+  CHECK(log.size() == 2 && log[1].engine == EngineKind::kCopyEngine && log[1].end_layer == 2);
+  DestroyFakeStream(compute);
+}
+
+// Between two parts of a layer.
+void ALayerOfWhichAPartIsDroppedIsNamed() {
+  Plan plan(2, 5 << 20, false);  // parts of three blocks, 15 MiB
+  OpenStream stream;
+  ClearLog();
+  Gate gate(stream.stream);
+  Submission load = ByCopyEngine(6);
+  load.device_ids = load.host_ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
+  Transfer transfer(plan, stream.handle(), load);
+  WaitUntil([] { return Log().size() == 3; });
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(Cancel(stream.handle(), 6) == 0);
+  gate.Open();
+  CheckCancelled(transfer.records[0]->handle());
+  CheckCancelled(transfer.last());
+  CHECK(BytesOf(Log(), 5 << 20) == 45 << 20);
+}
+
+// ---- completions ----
+std::vector<std::int64_t> Take(std::int64_t capacity = 100) {
+  std::vector<std::int64_t> tokens(capacity, -99);
+  const std::int64_t count = paddle_kv_completions_take(tokens.data(), capacity);
+  CHECK(count >= 0 && count <= capacity);
+  tokens.resize(count);
+  return tokens;
+}
+
+bool IsReadable(int timeout_ms) {
+  pollfd descriptor = {paddle_kv_completions_open(), POLLIN, 0};
+  CHECK(descriptor.fd >= 0);
+  return poll(&descriptor, 1, timeout_ms) == 1;
+}
+
+void WatchedEventsAreReported() {
+  Plan plan(2, 100, true);
+  OpenStream stream;
+  const std::int64_t* const counter = paddle_kv_completions_counter();
+  const std::int64_t before = *counter;
+  CHECK(paddle_kv_completions_open() == paddle_kv_completions_open());
+  CHECK(!IsReadable(0) && Take().empty());
+  {
+    Gate gate(stream.stream);
+    Transfer transfer(plan, stream.handle(), {});
+    const std::int64_t events[] = {transfer.records[0]->handle(), transfer.last()};
+    CHECK(paddle_kv_queue_watch(0, 11, events, 2) == 0);
+    CHECK(!IsReadable(30) && *counter == before);
+    gate.Open();
+    CHECK(IsReadable(5000));
+    CHECK(__atomic_load_n(counter, __ATOMIC_SEQ_CST) == before + 1);
+    CHECK(Take() == std::vector<std::int64_t>{11});
+    CHECK(!IsReadable(0));
+    CHECK(paddle_kv_queue_watch(0, 12, events, 2) == 0);  // passed already
+    CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{12});
+    CHECK(paddle_kv_queue_watch(0, 13, nullptr, 0) == 0);
+    CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{13});
+  }
+  CHECK(paddle_kv_queue_watch(0, 1, nullptr, 1) == -1);
+  CHECK(paddle_kv_queue_watch(0, 1, nullptr, -1) == -1);
+}
+
+// The first of the events is passed long before the second is enqueued by the thread.
+void AWatchOutlivesWhatIsHeldBack() {
+  Plan full(1, 16 << 20, false);
+  OpenStream stream;
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  Gate gate(stream.stream);
+  for (int i = 0; i < 4; ++i) transfers.push_back(std::make_unique<Transfer>(full, stream.handle(), Submission{}));
+  Event passed;
+  for (const int last : {3, 0, 2}) {
+    const std::int64_t events[] = {passed.handle(), transfers[0]->last(), transfers[last]->last()};
+    CHECK(paddle_kv_queue_watch(0, last, events, 3) == 0);
+  }
+  CHECK(!IsReadable(20));
+  gate.Open();
+  std::vector<std::int64_t> taken;
+  while (taken.size() < 3) {
+    CHECK(IsReadable(5000));
+    const auto more = Take(1);  // what is left keeps the descriptor readable
+    taken.insert(taken.end(), more.begin(), more.end());
+  }
+  CHECK(std::is_permutation(taken.begin(), taken.end(), std::begin({0, 2, 3})));
+  for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+}
+
+void FailuresAreReportedToo() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  before_copy = [](const EngineWork&, const DeviceStream&) {
+    return Status{cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "it broke", "a launch"};
+  };
+  Transfer transfer(plan, stream.handle(), {});
+  std::int64_t event = transfer.last();
+  CHECK(paddle_kv_queue_watch(0, 21, &event, 1) == 0);
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{21});
+  CHECK(Query(event) == -1 && Error().code == cudaErrorLaunchFailure);
+  before_copy = nullptr;
+
+  Gate gate(stream.stream);
+  Submission load;
+  load.token = 22;
+  load.waits = {{event}};
+  Transfer held(plan, stream.handle(), load);
+  CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+  event = held.last();
+  CHECK(paddle_kv_queue_watch(0, 22, &event, 1) == 0);
+  CHECK(!IsReadable(20));
+  SetQueriesFail(cudaErrorLaunchFailure);  // the device is lost
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{22});
+  CHECK(Query(event) == -1 && Error().code == cudaErrorLaunchFailure);
+  CHECK(paddle_kv_queue_watch(99, 23, &event, 1) == 0);
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{23});
+  SetQueriesFail(cudaSuccess);
+  gate.Open();
+  CHECK(held.Wait() == 0);
+}
+
+// ---- the thread and the lock ----
+// A call of another thread (cudaMalloc, loading a module) may hold up what the queue's thread asks of the driver.
+void ASlowDriverHoldsNobodyElse() {
+  Plan plan(1, 16 << 20, false);
+  OpenStream stream;
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  Gate gate(stream.stream);
+  for (int i = 0; i < 4; ++i) transfers.push_back(std::make_unique<Transfer>(plan, stream.handle(), Submission{}));
+  const std::int64_t last = transfers.back()->last();
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(paddle_kv_queue_watch(0, 1, &last, 1) == 0);
+  SetQueryTime(500'000);
+  std::this_thread::sleep_for(milliseconds(20));
+  const auto began = std::chrono::steady_clock::now();
+  std::int64_t layer = 0;
+  for (int i = 0; i < 3; ++i) {
+    transfers.push_back(std::make_unique<Transfer>(plan, stream.handle(), Submission{}));
+    CHECK(Query(last) == 1);
+    CHECK(paddle_kv_queue_wait_stream(0, stream.handle(), last, 0) == 1);
+    CHECK(paddle_kv_queue_flush(stream.handle(), 0) == 1);
+    CHECK(paddle_kv_queue_cancel(stream.handle(), 99, &layer) == 0 && layer == -1);
+    CHECK(paddle_kv_queue_enqueued() >= 4 && paddle_kv_queue_submitted() >= 0);
+    CHECK(Take().empty());
+    std::this_thread::sleep_for(milliseconds(10));
+  }
+  CHECK(std::chrono::steady_clock::now() - began < milliseconds(300));
+  SetQueryTime(0);
+  gate.Open();
+  for (const auto& transfer : transfers) CHECK(transfer->Wait() == 0);
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{1});
+}
+
+void EachDeviceHasItsThresholds() {
+  Plan zero(1, 100, true, 0), one(1, 100, true, 1);
+  OpenStream stream(false, 0), other(false, 1);
+  const std::int64_t small[] = {1, 1, 1, 1, 1 << 30, 1 << 30, 1 << 30, 1 << 30, 1};
+  CHECK(paddle_kv_queue_set_thresholds(1, small) == 0);
+  const auto engine_of = [](const Plan& plan, const OpenStream& stream) {
+    ClearLog();
+    Transfer transfer(plan, stream.handle(), {});
+    CHECK(transfer.Wait() == 0);
+    return Log().front().engine;
+  };
+  CHECK(engine_of(zero, stream) == EngineKind::kKernel && engine_of(one, other) == EngineKind::kCopyEngine);
+
+  // Beside compute, which runs on GPU 1 alone.
+  const std::int64_t beside[] = {1000, 1, 1000, 1, 1 << 30, 1 << 30, 1 << 30, 1 << 30, 1};
+  for (const int device : {0, 1}) CHECK(paddle_kv_queue_set_thresholds(device, beside) == 0);
+  cudaStream_t compute = MakeFakeStream();
+  Event passed;
+  {
+    Gate busy(compute);
+    std::this_thread::sleep_for(milliseconds(30));  // what was seen before is forgotten
+    CHECK(paddle_kv_queue_wait_stream(1, Handle(compute), passed.handle(), -1) == 0);
+    CHECK(engine_of(zero, stream) == EngineKind::kKernel);
+    CHECK(paddle_kv_queue_wait_stream(1, Handle(compute), passed.handle(), -1) == 0);
+    CHECK(engine_of(one, other) == EngineKind::kCopyEngine);
+  }
+  DestroyFakeStream(compute);
+}
+
+void WhatCannotBeRightIsRefused() {
+  Plan plan(2, 100, true);
+  OpenStream stream, elsewhere(false, 1);
+  Event start, first, second;
+  const std::int64_t id = 0, no_waits[] = {0, 0}, records[] = {first.handle(), second.handle()};
+  const std::int64_t bad_id = plan.blocks, negative = -1, no_event[] = {first.handle(), 0}, minus[] = {0, -2};
+  const std::int64_t one_wait[] = {0, 1};
+  PaddleKvTransfer right{};
+  right.plan = plan.number;
+  right.direction = right.engine = 1;
+  right.device_ids = right.host_ids = &id;
+  right.block_count = 1;
+  right.end_layer = 2;
+  right.layers_per_event = 1;
+  right.waits_per_group = no_waits;
+  right.start_event = start.handle();
+  right.record_events = records;
+  right.stream = stream.handle();
+  const std::int64_t enqueued = paddle_kv_queue_enqueued();
+  const auto check = [&](const std::string& expected, const std::function<void(PaddleKvTransfer&)>& change) {
+    PaddleKvTransfer wrong = right;
+    change(wrong);
+    CHECK(paddle_kv_queue_submit(&wrong) == -1);
+    if (Error().text.find(expected) == std::string::npos) {
+      std::fprintf(stderr, "%s, not %s\n", Error().text.c_str(), expected.c_str());
+      CHECK(false);
+    }
+  };
+  const std::string last_block = std::to_string(plan.blocks - 1) + "]", blocks = std::to_string(plan.blocks);
+  check("plan = 99999 is not registered", [](auto& t) { t.plan = 99999; });
+  check("direction = 5 is not in [0, 1]", [](auto& t) { t.direction = 5; });
+  check("direction = -1 is not in [0, 1]", [](auto& t) { t.direction = -1; });
+  check("engine = 9 is not in [0, 3]", [](auto& t) { t.engine = 9; });
+  check("engine = -1 is not in [0, 3]", [](auto& t) { t.engine = -1; });
+  check("first_layer = -1 is not in [0, 2]", [](auto& t) { t.first_layer = -1; });
+  check("end_layer = 3 is not in [0, 2]", [](auto& t) { t.end_layer = 3; });
+  check("end_layer = 0 is not in [1, 2]", [](auto& t) { t.first_layer = 1, t.end_layer = 0; });
+  check("layers_per_event = 0 is", [](auto& t) { t.layers_per_event = 0; });
+  check("block_count = -1 is not in [0, " + blocks, [](auto& t) { t.block_count = -1; });
+  check("block_count = 1000000 is", [](auto& t) { t.block_count = 1000000; });
+  check("device_ids is null", [](auto& t) { t.device_ids = nullptr; });
+  check("host_ids is null", [](auto& t) { t.host_ids = nullptr; });
+  check("device_ids[0] = " + blocks + " is not in [0, " + last_block, [&](auto& t) { t.device_ids = &bad_id; });
+  check("host_ids[0] = -1 is not in [0, " + last_block, [&](auto& t) { t.host_ids = &negative; });
+  check("waits_per_group is null", [](auto& t) { t.waits_per_group = nullptr; });
+  check("waits_per_group[1] = -2 is", [&](auto& t) { t.waits_per_group = minus; });
+  check("wait_events is null", [&](auto& t) { t.waits_per_group = one_wait; });
+  check("record_events is null", [](auto& t) { t.record_events = nullptr; });
+  check("record_events[1] is no event", [&](auto& t) { t.record_events = no_event; });
+  check("start_event[0] is no event", [](auto& t) { t.start_event = 0; });
+  check("is not open on GPU 0", [&](auto& t) { t.stream = elsewhere.handle(); });
+  check("is not open", [](auto& t) { t.stream = 77; });
+  CHECK(paddle_kv_queue_submit(nullptr) == -1 && Error().text == "transfer is null");
+  CHECK(paddle_kv_queue_enqueued() == enqueued);
+  CHECK(Query(records[0], records[1]) == 0);  // not pending
+  CHECK(paddle_kv_queue_submit(&right) == 0);
+  CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
+  WaitFor(second.event);
+}
+
+std::int64_t CpuTimeUs() {
+  timespec used{};
+  CHECK(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used) == 0);
+  return used.tv_sec * 1'000'000 + used.tv_nsec / 1000;
+}
+
+// The last of all: two transfers stay in the queue for ever.
+void NothingIsAskedWhileNothingCanHappen() {
+  const auto cpu_of_300_ms = [] {
+    std::this_thread::sleep_for(milliseconds(20));
+    const std::int64_t before = CpuTimeUs();
+    std::this_thread::sleep_for(milliseconds(300));
+    return CpuTimeUs() - before;
+  };
+  CHECK(cpu_of_300_ms() < 3000);
+  Plan& plan = *new Plan(1, 100, true);
+  const auto* stream = new OpenStream;
+  auto* second = new Transfer(plan, stream->handle(), {});
+  CHECK(second->Wait() == 0);
+  std::atomic<bool> goes_on{false};
+  before_copy = [&](const EngineWork&, const DeviceStream&) {
+    WaitUntil([&] { return goes_on.load(); });
+    return Status{};
+  };
+  // Each waits for the other: the event of the second, which is behind the first, is pending when that is looked at.
+  Transfer busy(plan, stream->handle(), {});
+  Submission behind;
+  behind.waits = {{second->last()}};
+  const auto* first = new Transfer(plan, stream->handle(), behind);
+  CHECK(second->Submit(plan, stream->handle(), {}) == 0);
+  const std::int64_t event = first->last();
+  CHECK(paddle_kv_queue_watch(0, 1, &event, 1) == 0);
+  goes_on = true;
+  CHECK(busy.Wait() == 0);
+  CHECK(cpu_of_300_ms() < 3000);
+  CHECK(Query(event) == 1);
+  before_copy = nullptr;
+}
+
+const Test kTests[] = {
+    {"cancel_drops_what_no_engine_was_given", CancelDropsWhatNoEngineWasGiven},
+    {"cancel_drops_all_that_is_queued", CancelDropsAllThatIsQueued},
+    {"what_was_cancelled_keeps_its_place_in_the_order", WhatWasCancelledKeepsItsPlaceInTheOrder},
+    {"several_parts_of_a_transfer_are_cancelled_together", SeveralPartsOfATransferAreCancelledTogether},
+    {"what_an_engine_was_given_is_copied_by_another", WhatAnEngineWasGivenIsCopiedByAnother},
+    {"a_layer_of_which_a_part_is_dropped_is_named", ALayerOfWhichAPartIsDroppedIsNamed},
+    {"watched_events_are_reported", WatchedEventsAreReported},
+    {"a_watch_outlives_what_is_held_back", AWatchOutlivesWhatIsHeldBack},
+    {"failures_are_reported_too", FailuresAreReportedToo},
+    {"a_slow_driver_holds_nobody_else", ASlowDriverHoldsNobodyElse},
+    {"each_device_has_its_thresholds", EachDeviceHasItsThresholds},
+    {"what_cannot_be_right_is_refused", WhatCannotBeRightIsRefused},
+    {"nothing_is_asked_while_nothing_can_happen", NothingIsAskedWhileNothingCanHappen},
+};
+
+}  // namespace
+}  // namespace paddle_kv
+
+int main(int argc, char** argv) { return RunTests(paddle_kv::kTests, argc, argv); }
