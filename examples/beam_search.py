@@ -29,7 +29,7 @@ from paddle import Tensor
 from paddle.incubate.nn import functional as fused
 from paddle.nn import functional
 
-from paddle_kv import DeviceCache, ops
+from paddle_kv import DeviceCache, devices, ops
 
 PROMPT = b"The cache of a prompt is shared by all that is said after it."
 
@@ -224,15 +224,15 @@ def main() -> int:
     parser.add_argument("--block-size", type=int, default=16)
     given = parser.parse_args()
 
-    on_gpu = paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0
-    paddle.set_device("gpu:0" if on_gpu else "cpu")
-    attention = PaddleAttention if on_gpu else DemoAttention
+    paddle.set_device(devices.name_of(0) if devices.has_gpu() else "cpu")
+    # Paddle's own kernel is in its CUDA build alone.
+    attention = PaddleAttention if paddle.is_compiled_with_cuda() and devices.has_gpu() else DemoAttention
     model = Model(ModelConfig(num_layers=4, num_kv_heads=8))
     per_beam = -(-(len(PROMPT) + given.steps) // given.block_size)
     search = Search(
         model, attention, width=given.beams, block_size=given.block_size, num_blocks=2 * given.beams * per_beam
     )
-    why = "" if on_gpu else " (block_multihead_attention has no CPU kernel)"
+    why = "" if attention is PaddleAttention else " (block_multihead_attention is in Paddle's CUDA build alone)"
     print(f"{given.beams} beams, {given.steps} steps, prompt of {len(PROMPT)} tokens, {attention.name}{why}")
 
     beams = search.start(PROMPT)

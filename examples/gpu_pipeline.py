@@ -26,7 +26,7 @@ import numpy as np
 import paddle
 from timeline import draw
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Span, Transfer, write_trace
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Span, Transfer, devices, write_trace
 from paddle_kv.schedule.trace import spans_of
 
 TIMEOUT_S = 60.0
@@ -243,7 +243,7 @@ class Model:
 def device_words(tensor: paddle.Tensor) -> cupy.ndarray:
     """A Paddle tensor of 16-bit elements as a CuPy array over the same memory."""
     size_bytes = 2 * int(np.prod(tensor.shape))
-    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), size_bytes, tensor, tensor.place.gpu_device_id())
+    memory = cupy.cuda.UnownedMemory(tensor.data_ptr(), size_bytes, tensor, devices.device_of(tensor))
     return cupy.ndarray(tuple(tensor.shape), cupy.uint16, cupy.cuda.MemoryPointer(memory, 0))
 
 

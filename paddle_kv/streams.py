@@ -12,10 +12,13 @@ from typing import Any
 
 import paddle
 
+from . import devices
+from ._paddle import private
+
 
 def paddle_stream(device: int) -> int:
     """The handle of Paddle's current stream. It may be 0 on 3.x: the legacy default stream, not "unset"."""
-    return int(paddle.device.cuda.current_stream(device).cuda_stream)
+    return int(private("base.core", "_get_current_stream")(device).cuda_stream)
 
 
 def handle_of(stream: Any) -> int:
@@ -82,9 +85,8 @@ def resolve_on(stream: Any, device_id: int) -> int:
 def resolve(stream: Any, tensor: paddle.Tensor) -> int:
     """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU. Raises as
     :func:`resolve_on`."""
-    if not tensor.place.is_gpu_place():
-        return 0
-    return resolve_on(stream, tensor.place.gpu_device_id())
+    device = devices.device_of(tensor)
+    return resolve_on(stream, device) if device >= 0 else 0
 
 
 PADDLE_CURRENT = -1  # in a program: Paddle's current stream at the time it runs

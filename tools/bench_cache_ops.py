@@ -30,7 +30,7 @@ import paddle
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
-from paddle_kv import ops, streams
+from paddle_kv import devices, ops, streams
 
 HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 64
 WORKING_SET_BYTES = 256 << 20  # of the buffers that are used in turn: several times the L2 cache
@@ -181,7 +181,7 @@ def calls_for(num_bytes: int) -> int:
 
 
 def on_gpu(array: np.ndarray) -> paddle.Tensor:
-    return paddle.to_tensor(np.ascontiguousarray(array), place=paddle.CUDAPlace(0))
+    return paddle.to_tensor(np.ascontiguousarray(array), place=devices.place_of(0))
 
 
 def cupy_view(tensor: paddle.Tensor) -> Any:
@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["copy_blocks", "reshape_and_cache", "concat_and_cache_mla"])
     parser.add_argument("--output", type=Path, default=Path("out/bench_cache_ops"), help="without suffix: .csv, .json")
     given = parser.parse_args()
-    paddle.set_device("gpu:0")
+    paddle.set_device(devices.name_of(0))
     clock = Clock(given.repeats)
     empty = partial(PLAIN.get_function("empty"), (1,), (32,), ())
     empty_us = clock.microseconds([empty] * MOST_CALLS)

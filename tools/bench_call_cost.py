@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the CSV and the JSON")
     given = parser.parse_args()
     from paddle_kv import ops
-    from paddle_kv.memory.host_memory import has_gpu
+    from paddle_kv.devices import has_gpu
 
     backend = ("cupy" if has_gpu() else "cpu") if given.backend == "auto" else given.backend
     row = "{:10} {:20} {:>7} {:>7} {:>10} {:>10} {:>10}"

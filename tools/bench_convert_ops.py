@@ -28,7 +28,7 @@ import paddle
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
-from paddle_kv import ops, streams
+from paddle_kv import devices, ops, streams
 
 HEADS, HEAD_SIZE, BLOCK_SIZE, SEQUENCES = 8, 128, 64, 64
 SPIN_CYCLES = 1_000_000  # about half a millisecond, longer than a call takes on the host
@@ -141,7 +141,7 @@ def cupy_view(tensor: paddle.Tensor) -> cupy.ndarray:
 
 
 def on_gpu(array: np.ndarray) -> paddle.Tensor:
-    return paddle.to_tensor(np.ascontiguousarray(array), place=paddle.CUDAPlace(0))
+    return paddle.to_tensor(np.ascontiguousarray(array), place=devices.place_of(0))
 
 
 def figure(
@@ -326,7 +326,7 @@ def main() -> None:
         "--output", type=Path, default=Path("out/bench_convert_ops"), help="without suffix: .csv and .json"
     )
     given = parser.parse_args()
-    paddle.set_device("gpu:0")
+    paddle.set_device(devices.name_of(0))
     clock = Clock(given.repeats)
     figures: list[Figure] = []
     for tokens in (32768, 131072, 262144):

@@ -138,7 +138,7 @@ def permute_cases(bench: Bench, tokens: int, layout: str | None) -> Iterator[Res
     """Universal in a layout, or operational where there is none: both directions, and the plain kernel."""
     import paddle
 
-    from paddle_kv import ops
+    from paddle_kv import devices, ops
 
     cupy, stream = bench.cupy, bench.stream
     inner = tokens * HEADS * WIDTH
@@ -147,7 +147,7 @@ def permute_cases(bench: Bench, tokens: int, layout: str | None) -> Iterator[Res
     shape = [blocks, HEADS, LAYERS, OUTER, tokens, WIDTH] if layout else [blocks, LAYERS, OUTER, inner]
     total_bytes = count * inner * ELEMENT_BYTES
     case = f"{'universal ' + layout if layout else 'operational'}, {tokens} tokens, {blocks} blocks"
-    tensors = [paddle._C_ops.empty(shape, paddle.bfloat16, paddle.CUDAPlace(0)) for _ in range(SETS)]
+    tensors = [paddle._C_ops.empty(shape, paddle.bfloat16, devices.place_of(0)) for _ in range(SETS)]
     pool = Memory(cupy, total_bytes)
     dense = Memory(cupy, total_bytes, addresses=[int(tensor.data_ptr()) for tensor in tensors])
     bits = [noise(total_bytes, i) for i in range(SETS)]
@@ -264,9 +264,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--only", default="universal,operational,pairs")
     given = parser.parse_args()
-    import paddle
+    from paddle_kv import devices
 
-    if not paddle.is_compiled_with_cuda() or paddle.device.cuda.device_count() == 0:
+    if not devices.has_gpu():
         sys.exit("bench_permute: this Paddle sees no GPU")
     import cupy
 

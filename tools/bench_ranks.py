@@ -60,14 +60,14 @@ def measure(rank: int, options: argparse.Namespace, together: Together) -> dict[
     import numpy as np
     import paddle
 
-    from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+    from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, devices
     from paddle_kv.memory.numa import near_gpu, node_of_gpu, pages_by_node
     from paddle_kv.offload import KVOffloadManager, cache_salt, lookup_common
 
     spec = KVCacheSpec(
         num_layers=options.layers, num_kv_heads=8, head_dim=128, block_size=options.tokens, dtype="float16"
     )
-    place = paddle.CUDAPlace(0) if options.gpus else paddle.CPUPlace()
+    place = devices.place_of(0) if options.gpus else paddle.CPUPlace()
     rng = np.random.default_rng(rank)
     shape = (options.blocks, *spec.block_shape("key"))
     content = rng.integers(-1000, 1000, shape).astype(np.float16)

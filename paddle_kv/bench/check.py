@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..memory.host_memory import has_gpu
+from ..devices import has_gpu
 from .methods import Enqueue
 from .setup import Case, Side, Way
 

@@ -13,7 +13,7 @@ import paddle
 
 from .. import ops
 from ..backend.protocol import ENGINES
-from ..memory.host_memory import has_gpu
+from ..devices import has_gpu
 from ..schedule.scheduler import LayerwiseScheduler
 from .setup import Case, Side, Way
 

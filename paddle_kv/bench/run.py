@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..devices import has_gpu
 from ..layout import KVCacheSpec
-from ..memory.host_memory import available_bytes, has_gpu
+from ..memory.host_memory import available_bytes
 from . import methods, models
 from .check import moves_the_bytes
 from .clock import Clock, CudaClock, HostClock, Timing, measure

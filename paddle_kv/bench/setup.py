@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
-import paddle
 
+from .._paddle import private
+from ..devices import has_gpu
 from ..layout import KVCacheSpec
 from ..memory import DeviceCache, HostPool
-from ..memory.host_memory import HostMemory, has_gpu
+from ..memory.host_memory import HostMemory
 
 Operation = Literal[
     "swap",
@@ -29,6 +30,7 @@ OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 WAYS: tuple[Way, ...] = get_args(Way)
 ALIGNMENTS = (1, 2, 4, 8, 16)
+_empty = private("_C_ops", "empty")
 SPARE = 2  # each side has this many times the blocks that move, so that scattered ids really are apart
 
 
@@ -137,7 +139,7 @@ def _permutation(spec: KVCacheSpec, op: Operation, cache: DeviceCache, ids: list
     piece = spec.tensor_block_bytes(spec.tensor_names[0]) // heads
     inner = [tokens, width] if universal else [piece // first.element_size()]
     shape = [len(ids), *([heads] if universal else []), layers, outer, *inner]
-    dense = paddle._C_ops.empty(shape, first.dtype, first.place)
+    dense = _empty(shape, first.dtype, first.place)
     blocks = cache_side(spec, cache)
     in_cache = Side([], [], [], cache)
     in_dense = Side([], [], [], dense)
@@ -163,7 +165,7 @@ def _tokens(spec: KVCacheSpec, op: Operation, ids: list[int], available: int, *,
     for name, layer in _tensors(spec):
         tensor = cache.tensor(name, layer)
         shape = [len(ids) * spec.block_size, spec.num_kv_heads, spec.head_dim]
-        dense.append(paddle._C_ops.empty(shape, tensor.dtype, tensor.place))
+        dense.append(_empty(shape, tensor.dtype, tensor.place))
     rows = Side([tensor.data_ptr() for tensor in dense], blocks.sizes, blocks.sizes, dense)
     in_order = list(range(len(ids)))
     if op == "gather_cache":

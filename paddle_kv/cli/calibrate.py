@@ -13,7 +13,7 @@ from ..backend import calibration
 from ..backend.calibration import NEVER, EngineSizes
 from ..bench import calibrate as measuring
 from ..bench import engines
-from ..memory.host_memory import has_gpu
+from ..devices import has_gpu
 
 
 def run(show: Callable[[int, int, str], None]) -> tuple[EngineSizes, Path, list[engines.Row]]:

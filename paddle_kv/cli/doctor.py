@@ -16,7 +16,8 @@ from ..bench import methods
 from ..bench.check import moves_the_bytes
 from ..bench.clock import CudaClock, HostClock
 from ..bench.setup import OPERATIONS, Way, make_case
-from ..memory.host_memory import available_bytes, can_page_lock, has_gpu
+from ..devices import has_gpu
+from ..memory.host_memory import available_bytes, can_page_lock
 from .calibrate import text
 
 PINNED_TRIAL_BYTES = 64 << 20

@@ -9,7 +9,8 @@ import resource
 from typing import Any
 
 from .. import __version__, ops
-from ..memory.host_memory import available_bytes, has_gpu
+from ..devices import has_gpu
+from ..memory.host_memory import available_bytes
 
 PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "numpy")
 

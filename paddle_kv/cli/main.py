@@ -23,7 +23,7 @@ from ..bench import report as reports
 from ..bench.load import LOADS
 from ..bench.run import Axes, WrongBytes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
-from ..memory.host_memory import has_gpu
+from ..devices import has_gpu
 from ..offload.live_replay import shrunk
 from ..offload.policies import POLICIES
 from ..offload.replay import Costs

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..backend.protocol import ENGINES
-from ..memory.host_memory import has_gpu
+from ..devices import has_gpu
 from ..testing.soak.run import Report, Setup, Soak
 from ..testing.soak.traffic import Traffic
 from . import environment

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import numpy as np
 import paddle
 
+from .. import devices
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
 from ..schedule.plan import check_ids
 from ..tracking import hazards
-from .host_memory import has_gpu
 
 
 class DeviceCache:
@@ -22,7 +22,8 @@ class DeviceCache:
     Args:
         spec: shapes and dtypes.
         num_blocks: blocks per tensor.
-        device: a Paddle device ("gpu:0", "cpu"); None is the current GPU, or the CPU where there is none.
+        device: a Paddle device ("gpu:0", "cpu", also a plugin's "cuda_like:0"); None is the current GPU, or the CPU
+            where there is none.
 
     Raises:
         MemoryError: the device has not so much memory.
@@ -162,7 +163,8 @@ class DeviceCache:
 
 def _device_id(tensor: Tensor) -> int | None:
     # Places of Paddle 2.6 do not compare equal to each other, so their numbers are compared.
-    return tensor.place.gpu_device_id() if tensor.place.is_gpu_place() else None
+    device = devices.device_of(tensor)
+    return device if device >= 0 else None
 
 
 def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, label: str) -> None:
@@ -173,7 +175,7 @@ def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, l
         raise ValueError(f"{label} has {shape[0]} blocks, the first tensor {first.shape[0]}; all must have as many")
     if _device_id(tensor) != _device_id(first):
         raise ValueError(f"{label} is on {tensor.place}, the first tensor on {first.place}; all must be on one device")
-    if not tensor.place.is_gpu_place() and not tensor.place.is_cpu_place():
+    if devices.device_of(tensor) == devices.PINNED:
         raise ValueError(f"{label} is on {tensor.place}; a tensor on a GPU or on the CPU is expected")
     dtype = str(tensor.dtype).rsplit(".", 1)[-1]
     allowed = {spec.tensor_dtype(name)} | ({"uint8"} if spec.tensor_dtype(name).startswith("float8") else set())
@@ -183,21 +185,21 @@ def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, l
 
 def _place(device: str | None) -> Any:
     if device is None:
-        device = "gpu" if has_gpu() else "cpu"
+        device = "gpu" if devices.has_gpu() else "cpu"
     if not isinstance(device, str):
         raise TypeError(f"device is {device!r}; 'cpu', 'gpu', 'gpu:N' or None is expected")
     kind, _, index = device.partition(":")
     if kind == "cpu" and not index:
         return paddle.CPUPlace()
-    if kind != "gpu" or (index and not index.isdigit()):
+    if kind not in ("gpu", devices.plugin()) or (index and not index.isdigit()):
         raise ValueError(f"device = {device!r} must be 'cpu', 'gpu' or 'gpu:N'")
-    if not has_gpu():
+    count = devices.gpu_count()
+    if not count:
         raise ValueError(f"device = {device!r}, but Paddle sees no GPU here")
-    count = paddle.device.cuda.device_count()
     number = int(index) if index else int(paddle.device.get_device().partition(":")[2] or 0)
     if number >= count:
         raise ValueError(f"device = {device!r} must name one of the {count} GPUs")
-    return paddle.CUDAPlace(number)
+    return devices.place_of(number)
 
 
 def _zeros(shape: tuple[int, ...], dtype: str, place: Any) -> Tensor:

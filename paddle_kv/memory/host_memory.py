@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import paddle
 
+from ..devices import has_gpu
 from ..ops import _library
 from ..ops.memcpy import is_stub_build
 from .cgroups import headroom_bytes
@@ -61,11 +61,6 @@ def allocate(sizes_bytes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
         pieces.clear()  # now: the exception keeps this frame, and with it the pieces, as long as it is handled
         raise MemoryError(_message(total_bytes, pinned, str(error))) from None
     return pieces
-
-
-def has_gpu() -> bool:
-    """Whether Paddle can use a GPU here. Asked before any GPU place is made: 2.6 ends the process otherwise."""
-    return bool(paddle.is_compiled_with_cuda() and paddle.device.cuda.device_count() > 0)
 
 
 def can_page_lock() -> bool:

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
+from ..devices import has_gpu
 from ..integrations.layers import ForwardPass
 from ..layout import KVCacheSpec
 from ..memory import DeviceCache, HostPool
-from ..memory.host_memory import has_gpu
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from .manager import KVOffloadManager

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import paddle
-from paddle.jit.sot import psdb
 
+from .. import devices
+from .._paddle import private
 from ._tracing import is_variable, tracing
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ R = TypeVar("R")
 _INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddle.uint8}
 _LARGEST = 2**63 - 1
 _UNREAL = tuple("bcmMSU")  # NumPy's kinds of scalars that are no real number: bool, complex, dates, text
+psdb = private("jit.sot", "psdb")
 _TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
@@ -304,7 +306,6 @@ _DTYPE_NUMBERS = {
     )
     if hasattr(paddle, name)
 }
-_CPU, _ELSEWHERE = -1, -2
 
 
 def strided(tensor: Any, name: str) -> list[int]:
@@ -321,11 +322,10 @@ def strided(tensor: Any, name: str) -> list[int]:
     number = _DTYPE_NUMBERS.get(tensor.dtype)
     if number is None:
         raise TypeError(f"{name} has dtype {tensor.dtype}, which no operator takes")
-    place = place_of(tensor, name)
-    device = place.gpu_device_id() if place.is_gpu_place() else _CPU if place.is_cpu_place() else _ELSEWHERE
+    place_of(tensor, name)
     shape = tensor.shape
     address = tensor.data_ptr() if 0 not in shape else 0
-    return [address, number, device, *shape, *tensor.get_strides()]
+    return [address, number, devices.device_of(tensor), *shape, *tensor.get_strides()]
 
 
 def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
@@ -370,7 +370,7 @@ def known_on_device_only(ids: Any) -> bool:
     """Whether ids can be read only when the operator runs: a GPU tensor, or a variable of a program."""
     if tracing():
         return is_variable(ids)
-    return isinstance(ids, Tensor) and ids.is_dense() and ids._is_initialized() and ids.place.is_gpu_place()
+    return isinstance(ids, Tensor) and ids.is_dense() and ids._is_initialized() and devices.on_gpu(ids)
 
 
 def device_ids(ids: Any, name: str) -> Any:

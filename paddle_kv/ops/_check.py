@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
+from .. import devices
 from ._arguments import Tensor
 
 # (address of the tensor, block ids, whether they are written, stream handle or None on the CPU). The scheduler adds
@@ -21,6 +22,6 @@ def block_access(cache: Tensor, block_ids: Sequence[int], *, writing: bool, stre
     """Raises RuntimeError if a transfer that the stream has not waited for is using one of the blocks."""
     if not enabled():
         return
-    queue = stream if cache.place.is_gpu_place() else None
+    queue = stream if devices.on_gpu(cache) else None
     for check in access_checks:
         check(cache.data_ptr(), block_ids, writing, queue)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
 from pathlib import Path
 from typing import Any
 
 import paddle
-from paddle.base import core
-from paddle.base.layer_helper import LayerHelper
-from paddle.utils.cpp_extension import extension_utils, load_op_meta_info_and_register_op
 
+from .._paddle import private
 from ..errors import CudaError
+
+_register = private("utils.cpp_extension", "load_op_meta_info_and_register_op")
+_op_info = private("utils.cpp_extension.extension_utils", "parse_op_info")
+_LayerHelper = private("base.layer_helper", "LayerHelper")
+_eager = private("base.core", "eager")
 
 DIRECTORY = Path(__file__).resolve().parent.parent / "_lib"
 LIBRARY = DIRECTORY / f"paddle_kv_ops-paddle{paddle.__version__}.so"
@@ -29,7 +31,7 @@ def _load() -> None:
             "build them with this Paddle: python setup_ops.py build"
         )
     try:
-        load_op_meta_info_and_register_op(str(LIBRARY))
+        _register(str(LIBRARY))
     except RuntimeError as error:  # what the loader said stands in the midst of Paddle's own advice
         reason = _LOADER_ERROR.search(str(error))
         raise ImportError(
@@ -39,9 +41,9 @@ def _load() -> None:
 
 
 _load()
-# 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it in core.eager only.
+# 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it elsewhere only.
 _captures_programs = hasattr(paddle._C_ops, "_run_custom_op")
-_run = getattr(paddle._C_ops, "_run_custom_op", None) or core.eager._run_custom_op
+_run = getattr(paddle._C_ops, "_run_custom_op", None) or _eager._run_custom_op
 
 _PADDLE_DECORATION = re.compile(
     r"^.*?\((?:InvalidArgument|OutOfRange|Unimplemented|ResourceExhausted|External)\) ", re.S
@@ -85,12 +87,11 @@ def call_traceable(name: str, *arguments: Any) -> list[Any]:
 
 def _append(op: str, arguments: tuple[Any, ...]) -> list[Any]:
     """Adds the operator to the program that Paddle 2.6 is building: its direct call knows tensors only."""
-    input_names, attribute_names, output_names = extension_utils.parse_op_info(op)
-    eager: Any = core.eager
-    output_to_input = eager._get_custom_operator_inplace_map(op)  # {output index: input index}
+    input_names, attribute_names, output_names = _op_info(op)
+    output_to_input = _eager._get_custom_operator_inplace_map(op)  # {output index: input index}
     given = dict(zip(input_names, arguments[: len(input_names)], strict=True))
     attributes = dict(zip(attribute_names, arguments[len(input_names) :], strict=True))
-    helper: Any = LayerHelper(op)
+    helper = _LayerHelper(op)
     outputs: dict[str, Any] = {}
     for index, output in enumerate(output_names):
         if index not in output_to_input:

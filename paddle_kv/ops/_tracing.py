@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import paddle
-from paddle.jit.sot import psdb
+
+from .._paddle import private
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _paddle: Any = paddle  # parts of it are not declared for type checkers
-_psdb: Any = psdb
+_psdb = private("jit.sot", "psdb")
 _VARIABLES = (_paddle.static.Variable, _paddle.pir.Value)  # of a program: 2.6, 3.x
 
 
@@ -55,4 +56,4 @@ def capturable(function: Function) -> Function:
 
 
 # Having stopped at our functions the bytecode tracer would go on with what they call.
-_paddle.base.core.eval_frame_skip_file_prefix((f"{Path(__file__).resolve().parent.parent}{os.sep}",))
+private("base.core", "eval_frame_skip_file_prefix")((f"{Path(__file__).resolve().parent.parent}{os.sep}",))

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 import paddle
-from paddle.base import core
 
 from .. import streams
+from .._paddle import private
 from . import _arguments as arguments
 from ._library import call
 from ._tracing import traceable
@@ -182,7 +182,7 @@ def _ask(op: str, *asked: Any) -> int:
 
 
 def _on_cpu(count: int, dtype: Any) -> paddle.Tensor:
-    return paddle._C_ops.empty([count], dtype, core.CPUPlace())
+    return private("_C_ops", "empty")([count], dtype, paddle.CPUPlace())
 
 
 def _lists(op: str, source_pointers: Any, target_pointers: Any, sizes: Any) -> tuple[np.ndarray, ...]:

@@ -33,7 +33,8 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
-from .. import streams
+from .. import devices, streams
+from .._paddle import private
 from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
@@ -42,6 +43,7 @@ from ._tracing import is_variable, traceable, tracing
 from .memcpy import NO_DEVICE, device_of_pointers
 
 InnerLayout = Literal["NHD", "HND"]
+_empty = private("_C_ops", "empty")
 _tensor_numbers = itertools.count()
 
 
@@ -407,7 +409,9 @@ class _Stack:
     def _where(self, dense: Tensor, stream: Any) -> tuple[int, int]:
         if self.tensors is not None:
             return NO_DEVICE, _handle(stream, [*self.tensors, dense])
-        device = dense.place.gpu_device_id() if dense.place.is_gpu_place() else device_of_pointers(self.addresses)
+        device = devices.device_of(dense)
+        if device < 0:
+            device = device_of_pointers(self.addresses)
         return device, 0 if device == NO_DEVICE else streams.resolve_on(stream, device)
 
 
@@ -452,13 +456,13 @@ def _allocate(shape: list[int], like: Any) -> Tensor:
         # Not paddle.empty: a program merges two of those that are alike, and two results would share one memory.
         text = " ".join(map(str, shape))
         return call_traceable("new_tensor", like, text, next(_tensor_numbers))[0]  # type: ignore[no-any-return]
-    if like.place.is_cuda_pinned_place():  # Paddle allocates none by name
-        return paddle._C_ops.empty(shape, like.dtype, paddle.CPUPlace()).pin_memory()  # type: ignore[no-any-return]
-    return paddle._C_ops.empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
+    if devices.device_of(like) == devices.PINNED:  # Paddle allocates none by name
+        return _empty(shape, like.dtype, paddle.CPUPlace()).pin_memory()  # type: ignore[no-any-return]
+    return _empty(shape, like.dtype, like.place)  # type: ignore[no-any-return]
 
 
 def _handle(stream: Any, tensors: list[Tensor]) -> int:
-    on_gpu = next((tensor for tensor in tensors if tensor.place.is_gpu_place()), None)
+    on_gpu = next((tensor for tensor in tensors if devices.on_gpu(tensor)), None)
     return 0 if on_gpu is None else streams.resolve(stream, on_gpu)
 
 

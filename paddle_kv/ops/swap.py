@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import streams
+from .. import devices, streams
 from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
@@ -189,7 +189,7 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
     arguments.cache(source, "source")
     arguments.cache(target, "target")
     sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
-    on_gpu = source if source.place.is_gpu_place() else target
+    on_gpu = source if devices.on_gpu(source) else target
     handle = streams.resolve(stream, on_gpu)
     _check.block_access(source, sources, writing=False, stream=handle)
     _check.block_access(target, targets, writing=True, stream=handle)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import paddle_kv
 from paddle_kv.bench import methods
 from paddle_kv.cli.main import app
-from paddle_kv.memory.host_memory import has_gpu
+from paddle_kv.devices import has_gpu
 
 SMALL = ["--layers", "2", "--tokens", "3", "--tokens", "5", "--blocks", "7", "--repeats", "2", "--warmups", "1"]
 COLUMNS = {

@@ -45,14 +45,14 @@ def run(seed: int, index: int, announce: Callable[[str], None] | None = None) ->
             name = list(given)[int(position)]
             given[name] = mutated(given[name], ground, name)
     if announce is not None:
-        announce(_written(call, given))
+        announce(written(call, given))
     ground.snapshot()
     return _judge(call, given, ground, sound)
 
 
 def _judge(call: Call, given: dict[str, Any], ground: Ground, sound: bool) -> Verdict:
     def wrong(kind: str, error: object = "") -> Verdict:
-        return Verdict(call.op, kind, f"{_written(call, given)} {error!r}")
+        return Verdict(call.op, kind, f"{written(call, given)} {error!r}")
 
     outcome: Any = None
     try:  # before the call: it may overwrite what it reads
@@ -93,7 +93,7 @@ def _judge(call: Call, given: dict[str, Any], ground: Ground, sound: bool) -> Ve
     return Verdict(call.op, "exact")
 
 
-def _written(call: Call, given: dict[str, Any]) -> str:
+def written(call: Call, given: dict[str, Any]) -> str:
     return f"{call.op}({', '.join(f'{name}={_shown(value)}' for name, value in given.items())})"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import streams
+from paddle_kv import devices, streams
 from tests.gpu import delay
 from tests.machine import Machine
 
@@ -17,7 +17,7 @@ from tests.machine import Machine
 @pytest.fixture(scope="module", autouse=True)
 def default_device() -> Iterator[None]:
     before = paddle.get_device()
-    paddle.set_device("gpu:0")
+    paddle.set_device(devices.name_of(0))
     yield
     paddle.set_device(before)
 
@@ -30,7 +30,7 @@ def machine() -> Machine:
         pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(num_bytes), 0)
         return np.frombuffer(pinned, np.uint8, num_bytes)
 
-    return Machine(paddle.CUDAPlace(0), allocate_pinned, lambda: cupy.cuda.runtime.deviceSynchronize())
+    return Machine(devices.place_of(0), allocate_pinned, lambda: cupy.cuda.runtime.deviceSynchronize())
 
 
 @pytest.fixture

@@ -164,9 +164,9 @@ HEAD = """
 import sys, threading, time, warnings, zlib
 warnings.simplefilter("ignore")
 import numpy as np, paddle, cupy
-from paddle_kv import CudaError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError, ops
+from paddle_kv import CudaError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError, devices, ops
 from tests.gpu import delay
-paddle.set_device("gpu:0")
+paddle.set_device(devices.name_of(0))
 spec = KVCacheSpec(num_layers=8, num_kv_heads=4, head_dim=128, block_size=32, dtype="float16")
 cache, pool = DeviceCache(spec, 512, "gpu:0"), HostPool(spec, 1024)
 """

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, devices
 from paddle_kv.integrations import CacheEngine, CacheTransferManager, ForwardPass
 from paddle_kv.offload import KVOffloadManager
 
@@ -25,7 +25,7 @@ class Server:
             for name in SPEC.tensor_names
         }
         self.tensors = {
-            name: [paddle.to_tensor(array.view(np.float16), place=paddle.CUDAPlace(0)) for array in arrays]
+            name: [paddle.to_tensor(array.view(np.float16), place=devices.place_of(0)) for array in arrays]
             for name, arrays in self.bits.items()
         }
         self.pool = HostPool(SPEC, 17)

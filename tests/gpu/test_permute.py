@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paddle_kv import ops
 from tests.gpu.delay import busy
+from tests.gpu.paddle_gpu import PINNED, pinned_tensors
 from tests.machine import POISON, Machine, bits_of, item_bytes, random_bits, tensor_of
 from tests.ops.permute_conformance import Shape, Stack, dense, flat
 from tests.ops.test_permute_blocks import check_operational, check_universal, expected_universal
@@ -25,9 +26,10 @@ def pinned(shape: tuple[int, ...], dtype: str, bits: np.ndarray | None = None) -
     """A tensor in page-locked memory, with these bits or poison."""
     if bits is None:
         bits = np.full((shape[0], int(np.prod(shape[1:])) * item_bytes(dtype)), POISON, np.uint8)
-    return tensor_of(bits.reshape(shape[0], -1), shape[1:], dtype, paddle.CUDAPinnedPlace())
+    return tensor_of(bits.reshape(shape[0], -1), shape[1:], dtype, PINNED)
 
 
+@pinned_tensors
 @both_layouts
 @pytest.mark.parametrize("width", [13, 128])
 def test_out_in_pinned_memory(machine: Machine, layout: str, width: int) -> None:
@@ -44,6 +46,7 @@ def test_out_in_pinned_memory(machine: Machine, layout: str, width: int) -> None
     back.check(stack.bits)
 
 
+@pinned_tensors
 def test_operational_in_pinned_memory(machine: Machine) -> None:
     shape = Shape(width=40)
     stack, out = Stack(machine, shape), pinned(shape.operational, shape.dtype)
@@ -56,6 +59,7 @@ def test_operational_in_pinned_memory(machine: Machine) -> None:
     back.check(stack.bits)
 
 
+@pinned_tensors
 def test_addresses_with_a_pinned_tensor(machine: Machine) -> None:
     """The GPU is known from the addresses alone."""
     shape = Shape()
@@ -65,6 +69,7 @@ def test_addresses_with_a_pinned_tensor(machine: Machine) -> None:
     np.testing.assert_array_equal(bits_of(out), expected_universal(stack))
 
 
+@pinned_tensors
 @both_layouts
 def test_caches_and_pinned_memory(machine: Machine, layout: str) -> None:
     caches = Caches(machine, layout, width=24)
@@ -235,6 +240,7 @@ class TestStreams:
         out.check(expected_universal(stack))
 
 
+@pinned_tensors
 def test_resharding_in_pinned_memory(machine: Machine) -> None:
     """Parts that were saved to the host; the result is where they are, and the CPU cuts it."""
     whole = universal_bits(3, 8)

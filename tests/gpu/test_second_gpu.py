@@ -15,7 +15,7 @@ PROGRAM = r"""
 import ctypes, threading, zlib
 import numpy as np
 import paddle
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, ops
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, devices, ops
 
 driver = ctypes.CDLL("libcuda.so.1")
 contexts = []
@@ -41,11 +41,11 @@ def in_a_thread(work):
         raise failures[0]
 
 LAYERS, DEVICE_BLOCKS, HOST_BLOCKS = 3, 11, 13
-paddle.set_device("gpu:1")
+paddle.set_device(devices.name_of(1))
 spec = KVCacheSpec(num_layers=LAYERS, num_kv_heads=2, head_dim=16, block_size=4, dtype="float16")
 bits = np.random.default_rng(5)
 before = [bits.integers(0, 1 << 10, (DEVICE_BLOCKS, 2, 4, 16)).astype(np.float16) for _ in range(2 * LAYERS)]
-tensors = [paddle.to_tensor(array, place=paddle.CUDAPlace(1)) for array in before]
+tensors = [paddle.to_tensor(array, place=devices.place_of(1)) for array in before]
 keys, values = tensors[:LAYERS], tensors[LAYERS:]
 look("tensors of Paddle are on GPU 1")
 pool = HostPool(spec, HOST_BLOCKS)

@@ -9,16 +9,22 @@ import time
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 
 from paddle_kv import ops
 from tests.gpu.delay import busy, cupy_stream
+from tests.gpu.paddle_gpu import PINNED, pinned_tensors
 from tests.machine import Machine
 from tests.ops.swap_conformance import ALL_LAYERS, PER_LAYER, Layer, call
 from tests.reference.swap import TO_DEVICE, TO_HOST
 
 LONG_MS = 150.0
-ASYNC = ["swap_cache_per_layer_async", "swap_cache_all_layers_async", "transfer_blocks"]
+ASYNC = [
+    "swap_cache_per_layer_async",
+    "swap_cache_all_layers_async",
+    pytest.param("transfer_blocks", marks=pinned_tensors),
+]
 IDS = ([4, 0, 2], [1, 5, 3])
 
 
@@ -26,12 +32,10 @@ class Swap:
     """One asynchronous call whose result is seen on the host, without any stream being waited for."""
 
     def __init__(self, machine: Machine, op: str, block_bytes: int = 4099) -> None:
-        import paddle
-
         self.op, self.layer = op, Layer(machine, 5, 6, (1, block_bytes), "uint8")
         if op == "transfer_blocks":
             pinned = self.layer.host_bits.reshape(6, 1, block_bytes)
-            self.target = paddle.to_tensor(pinned, place=paddle.CUDAPinnedPlace())
+            self.target = paddle.to_tensor(pinned, place=PINNED)
         self.run()  # loads the kernels
         machine.synchronize()
         self.landed()[:] = 0

@@ -7,6 +7,7 @@ import paddle
 import pytest
 
 from paddle_kv import ops
+from tests.gpu.paddle_gpu import PINNED, pinned_tensors
 from tests.machine import GuardedCache, Machine, bits_of, random_bits, tensor_of
 from tests.ops.test_transfer_blocks import (  # noqa: F401
     test_a_view_of_a_tensor_at_an_odd_address,
@@ -26,14 +27,14 @@ SHAPE = (3, 1001)  # bytes of a block: odd
 PAIRS = [(4, 0), (1, 5), (2, 2), (0, 3)]
 
 
+@pinned_tensors
 @pytest.mark.parametrize("block_bytes", [3003, (256 << 10) - 1, 256 << 10, (256 << 10) + 17])
 @pytest.mark.parametrize(("source_pinned", "target_pinned"), [(True, False), (False, True)])
 def test_pinned_tensors(machine: Machine, source_pinned: bool, target_pinned: bool, block_bytes: int) -> None:
-    pinned = paddle.CUDAPinnedPlace()
     source_bits, target_bits = random_bits(5, block_bytes, 1), random_bits(6, block_bytes, 2)
     shape = (1, block_bytes)
-    source = tensor_of(source_bits, shape, "uint8", pinned if source_pinned else machine.place)
-    target = tensor_of(target_bits, shape, "uint8", pinned if target_pinned else machine.place)
+    source = tensor_of(source_bits, shape, "uint8", PINNED if source_pinned else machine.place)
+    target = tensor_of(target_bits, shape, "uint8", PINNED if target_pinned else machine.place)
     assert ops.transfer_blocks(source, target, PAIRS) is target
     machine.synchronize()
     np.testing.assert_array_equal(bits_of(source), source_bits)

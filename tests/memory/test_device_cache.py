@@ -9,7 +9,7 @@ import paddle
 import pytest
 
 from paddle_kv import DeviceCache
-from paddle_kv.memory.host_memory import has_gpu
+from paddle_kv.devices import has_gpu
 from tests.schedule.rig import cache_memory, cpu_tensor, make_spec
 
 

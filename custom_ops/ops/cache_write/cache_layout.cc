@@ -67,7 +67,7 @@ RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int
 
 CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& name, Layout layout) {
   if (!cache.initialized()) ThrowValueError(name + " holds no memory; a cache that was allocated is expected");
-  if (!cache.is_cpu() && !OnGpu(cache)) {
+  if (DeviceOf(cache) == kPinned) {
     ThrowValueError(name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
   }
   const std::vector<int64_t> dims = cache.shape();
@@ -83,7 +83,7 @@ CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& nam
 
 void CheckSameDevice(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& cache,
                      const std::string& cache_name) {
-  if (tensor.place() != cache.place()) {
+  if (DeviceOf(tensor) != DeviceOf(cache)) {
     ThrowValueError(name + " and " + cache_name + " are on different devices; both must be on one");
   }
 }

@@ -16,7 +16,7 @@ void Write(const StridedInput& kv_c, const StridedInput& k_pe, const paddle::Ten
   if (shape.size() != 3) {
     ThrowValueError("kv_cache has shape " + ShapeText(shape) + "; [blocks, block size, rank + rope] is expected");
   }
-  if (!OnGpu(kv_cache) && !kv_cache.is_cpu()) {
+  if (DeviceOf(kv_cache) == kPinned) {
     ThrowValueError("kv_cache is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
   }
   CheckRank(kv_c, "kv_c", 2, "[tokens, rank]");

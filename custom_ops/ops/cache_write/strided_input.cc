@@ -7,14 +7,9 @@
 namespace paddle_kv {
 namespace {
 
-int DeviceOf(const paddle::Tensor& tensor) {
-  if (tensor.is_cpu()) return StridedInput::kCpu;
-  return tensor.is_gpu() ? static_cast<int>(tensor.place().GetDeviceId()) : StridedInput::kElsewhere;
-}
-
 std::string DeviceText(int device) {
-  if (device == StridedInput::kCpu) return "the CPU";
-  return device == StridedInput::kElsewhere ? "pinned memory" : "GPU " + std::to_string(device);
+  if (device == kCpu) return "the CPU";
+  return device == kPinned ? "pinned memory" : "GPU " + std::to_string(device);
 }
 
 StridedInput FromNumbers(const std::vector<int64_t>& numbers) {

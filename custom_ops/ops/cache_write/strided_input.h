@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "../common/paddle_api.h"
+#include "../common/device_of.h"
 
 namespace paddle_kv {
 
@@ -17,9 +17,6 @@ struct StridedInput {
   int device = kCpu;
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;  // in bytes
-
-  static constexpr int kCpu = -1;
-  static constexpr int kElsewhere = -2;  // pinned memory
 
   int64_t Rank() const { return static_cast<int64_t>(shape.size()); }
   int64_t ItemBytes() const { return static_cast<int64_t>(phi::SizeOf(dtype)); }

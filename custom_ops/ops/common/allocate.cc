@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "device_of.h"
 #include "paddle/phi/api/include/api.h"
 #include "validate.h"
 
@@ -51,9 +52,9 @@ void AskForLargePages(void* memory, std::size_t bytes) {
 paddle::Tensor NewTensor(const std::vector<int64_t>& shape, paddle::DataType dtype, const paddle::Tensor& like) {
   auto bytes = static_cast<int64_t>(phi::SizeOf(dtype));
   for (const int64_t size : shape) bytes = CheckedProduct(bytes, size, "the result");  // Paddle's own product overflows
-  if (like.is_cpu()) LetMemoryBeKept(static_cast<std::size_t>(bytes));
+  if (DeviceOf(like) == kCpu) LetMemoryBeKept(static_cast<std::size_t>(bytes));
   paddle::Tensor tensor = paddle::experimental::empty(shape, dtype, like.place());
-  if (tensor.is_cpu()) AskForLargePages(tensor.data(), tensor.numel() * phi::SizeOf(dtype));
+  if (DeviceOf(tensor) == kCpu) AskForLargePages(tensor.data(), tensor.numel() * phi::SizeOf(dtype));
   return tensor;
 }
 

@@ -1,13 +1,12 @@
 // Where the glue goes from "which device" to "which launcher".
 #pragma once
 
+#include "device_of.h"
 #include "errors.h"
 #include "paddle_api.h"
 #include "paddle_kv/common/device_stream.h"
 
 namespace paddle_kv {
-
-inline bool OnGpu(const paddle::Tensor& tensor) { return tensor.is_gpu(); }
 
 // What a traced program carries instead of a handle: Paddle's current stream at the time it runs.
 constexpr int64_t kPaddleCurrentStream = -1;
@@ -19,7 +18,7 @@ extern "C" void* PaddleCurrentStream(const paddle::Tensor*) __asm__("_ZNK6paddle
 
 // The stream handle comes from Python; Tensor::stream() would be Paddle's current stream, whatever the caller wanted.
 inline DeviceStream WhereOf(const paddle::Tensor& tensor, int64_t stream) {
-  const int device = static_cast<int>(tensor.place().GetDeviceId());
+  const int device = DeviceOf(tensor);
   if (stream != kPaddleCurrentStream) return {device, stream};
   if (PaddleCurrentStream == nullptr)
     ThrowNotImplementedError("this Paddle does not tell an operator its current stream");

@@ -75,10 +75,10 @@ std::vector<CacheBlocks> CheckCaches(const std::vector<paddle::Tensor>& caches, 
     const paddle::Tensor& cache = caches[i];
     const std::string name = CacheName(i, static_cast<std::size_t>(key_count), caches.size());
     const int64_t block_bytes = CheckCache(cache, name);
-    if (cache.place() != caches.front().place()) {
+    if (DeviceOf(cache) != DeviceOf(caches.front())) {
       ThrowValueError(name + " is on another device than the first cache; all must be on one");
     }
-    if (!OnGpu(cache) && !cache.is_cpu()) {
+    if (DeviceOf(cache) == kPinned) {
       ThrowValueError(name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
     }
     const int64_t block_count = cache.shape()[0];
@@ -120,7 +120,7 @@ void ReadPairs(const paddle::Tensor& block_mapping, Ids* source_ids, Ids* target
 DevicePairs CheckDevicePairs(const paddle::Tensor& block_mapping, const std::vector<CacheBlocks>& caches,
                              const paddle::Tensor& cache, PairRule rule, const DeviceStream& where) {
   CheckPairTensor(block_mapping);
-  if (block_mapping.place() != cache.place()) {
+  if (DeviceOf(block_mapping) != DeviceOf(cache)) {
     ThrowValueError(
         "block_mapping is on another device than the caches; ids are expected on the host or on the caches' device");
   }

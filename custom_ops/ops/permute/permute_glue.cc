@@ -100,7 +100,7 @@ Placement PlaceTensors(const std::vector<TensorList>& lists, int64_t stream) {
     for (std::size_t i = 0; i < list.tensors.size(); ++i) {
       const paddle::Tensor& tensor = list.tensors[i];
       if (OnGpu(tensor)) {
-        if (tensor.place() != on_gpu->place()) {
+        if (DeviceOf(tensor) != place.where.device) {
           ThrowValueError(list.NameOf(i) + " is on another GPU than the other tensors; all must be on one");
         }
         continue;
@@ -358,7 +358,7 @@ void PermuteCaches(const std::vector<paddle::Tensor>& caches, int64_t key_count,
   ChunkSide side;
   Ids ids = id_list;
   if (id_tensor && OnGpu(*id_tensor)) {
-    if (!place.on_gpu || id_tensor->place().GetDeviceId() != place.where.device) {
+    if (!place.on_gpu || DeviceOf(*id_tensor) != place.where.device) {
       ThrowValueError(
           "block_ids is on another device than the caches; ids are expected on the host or on the caches' device");
     }

@@ -65,7 +65,8 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
   CheckIds(host_ids, "swap_block_ids_cpu", max_block_num_cpu);
 
   const bool to_host = mode == kDeviceToHostMode;
-  const bool on_gpu = OnGpu(caches.front());
+  const int place = DeviceOf(caches.front());
+  const bool on_gpu = place >= 0;
   std::vector<BlockRows> rows;
   std::vector<MemoryRange> ranges;
   for (std::size_t i = 0; i < caches.size(); ++i) {
@@ -73,18 +74,17 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
     const std::string cache_name = Indexed(names.caches, i, caches.size());
     const std::string pointer_name = Indexed(names.pointers, i, caches.size());
     const int64_t block_bytes = CheckCache(cache, cache_name);
-    if (cache.place() != caches.front().place()) {
+    if (DeviceOf(cache) != place) {
       ThrowValueError(cache_name + " is on another device than " + names.caches + "[0]; all must be on one");
     }
-    if (!OnGpu(cache) && !cache.is_cpu()) {
+    if (place == kPinned) {
       ThrowValueError(cache_name +
                       " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
     }
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
     const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, "max_block_num_cpu x bytes of one block");
     CheckHostRange(host_pointers[i], host_bytes, pointer_name,
-                   "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks",
-                   on_gpu ? cache.place().GetDeviceId() : -1);
+                   "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks", place);
     auto* host = reinterpret_cast<std::uint8_t*>(host_pointers[i]);
     std::uint8_t* device = BytesOf(cache);
     rows.push_back({to_host ? device : host, to_host ? host : device, block_bytes, block_bytes, block_bytes});

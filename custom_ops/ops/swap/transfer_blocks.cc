@@ -41,7 +41,7 @@ void TransferBlocks(const paddle::Tensor& source, const paddle::Tensor& target, 
     return;
   }
   const DeviceStream where = WhereOf(OnGpu(source) ? source : target, stream);
-  if (OnGpu(source) && OnGpu(target) && source.place() != target.place()) {
+  if (OnGpu(source) && OnGpu(target) && DeviceOf(source) != DeviceOf(target)) {
     ThrowValueError("source and target are on different GPUs; both must be on one");
   }
   if (!OnGpu(source)) CheckReachable(source, "source", where.device);
