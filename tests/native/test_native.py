@@ -32,6 +32,7 @@ SOURCES = {
         *(TRANSFER / f"cuda/{name}_engine.cc" for name in ("copy", "kernel", "staging")),
         FAKE / "fake_kernels.cc",
     ],
+    "mapped_memory_test": [],
     "pointer_facts_test": [
         *(COMMON / f"{name}.cc" for name in ("pointer_facts", "cuda_device", "page_locked")),
         FAKE / "fake_cuda.cc",

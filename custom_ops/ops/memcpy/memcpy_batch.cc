@@ -16,6 +16,7 @@ void MemcpyBatch(const std::vector<int64_t>& source_list, const std::vector<int6
   const std::vector<CopyPair> pairs = CheckCopyPairs(source_pointers, target_pointers, sizes);
   const auto pair_count = static_cast<int64_t>(pairs.size());
   if (device == kNoDevice) {
+    CheckMappedPairs(source_pointers, target_pointers, sizes);
     VectorizedCopyCpu(pairs.data(), pair_count);
     return;
   }

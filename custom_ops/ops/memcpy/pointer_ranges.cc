@@ -143,16 +143,35 @@ std::vector<CopyPair> CheckCopyPairs(const Ids& sources, const Ids& targets, con
   return pairs;
 }
 
+void CheckMapped(int64_t address, int64_t bytes, const char* list, std::size_t position, Access access,
+                 MappedMemory* memory) {
+  if (memory->Allows(static_cast<std::uintptr_t>(address), bytes, access)) return;
+  ThrowValueError(NameOf(list, position) + " = " + std::to_string(address) + ": the " + std::to_string(bytes) +
+                  " bytes there are not all memory that this process may " +
+                  (access == Access::kWrite ? "write" : "read"));
+}
+
+void CheckMappedPairs(const Ids& sources, const Ids& targets, const Ids& sizes) {
+  MappedMemory memory;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    CheckMapped(sources[i], SizeOf(sizes, i), "source_pointers", i, Access::kRead, &memory);
+    CheckMapped(targets[i], SizeOf(sizes, i), "target_pointers", i, Access::kWrite, &memory);
+  }
+}
+
 PairMemory CheckPairMemory(const Ids& sources, const Ids& targets, const Ids& sizes, int device,
                            bool pageable_allowed) {
   PointerRanges source_ranges(device);
   PointerRanges target_ranges(device);
   PairMemory memory;
+  MappedMemory mapped;
   const auto look = [&](PointerRanges* ranges, int64_t address, int64_t bytes, const char* list, std::size_t i) {
     const MemoryKind kind =
         pageable_allowed ? ranges->KindOf(address, bytes, list, i) : ranges->CheckReachable(address, bytes, list, i);
     memory.host |= kind == MemoryKind::kHost;
     memory.pageable |= kind == MemoryKind::kPageable;
+    if (kind != MemoryKind::kPageable) return;
+    CheckMapped(address, bytes, list, i, ranges == &target_ranges ? Access::kWrite : Access::kRead, &mapped);
   };
   for (std::size_t i = 0; i < sources.size(); ++i) {
     look(&source_ranges, sources[i], SizeOf(sizes, i), "source_pointers", i);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../common/validate.h"
+#include "paddle_kv/common/mapped_memory.h"
 #include "paddle_kv/common/pointer_facts.h"
 #include "paddle_kv/memcpy/copy_pair.h"
 
@@ -42,13 +43,21 @@ int64_t DeviceOfPointers(const Ids& addresses);
 // length, a negative size, a null address, or targets that overlap each other or a source.
 std::vector<CopyPair> CheckCopyPairs(const Ids& sources, const Ids& targets, const Ids& sizes);
 
+// ValueError unless this process may read or write all of it.
+void CheckMapped(int64_t address, int64_t bytes, const char* list, std::size_t position, Access access,
+                 MappedMemory* memory);
+
+// The same for all sources and targets of a call that the CPU copies.
+void CheckMappedPairs(const Ids& sources, const Ids& targets, const Ids& sizes);
+
 // What kinds of memory the pairs of a call name, beside the device's own.
 struct PairMemory {
   bool host = false;
   bool pageable = false;
 };
 
-// ValueError unless each pair is on this device or on the host; `pageable_allowed`: or in pageable memory.
+// ValueError unless each pair is on this device or on the host; `pageable_allowed`: or in pageable memory of this
+// process.
 PairMemory CheckPairMemory(const Ids& sources, const Ids& targets, const Ids& sizes, int device, bool pageable_allowed);
 
 }  // namespace paddle_kv

@@ -15,6 +15,7 @@ void VectorizedCopy(const std::vector<int64_t>& source_list, const std::vector<i
   const std::vector<CopyPair> pairs = CheckCopyPairs(source_pointers, target_pointers, sizes);
   const auto pair_count = static_cast<int64_t>(pairs.size());
   if (device == kNoDevice) {
+    CheckMappedPairs(source_pointers, target_pointers, sizes);
     VectorizedCopyCpu(pairs.data(), pair_count);
     return;
   }

@@ -148,8 +148,14 @@ void PermuteGivenChunks(const PermuteShape& shape, ChunkSide chunk_side, const D
     const auto dense_address = reinterpret_cast<int64_t>(dense.data());
     place.touches_host |= ranges.CheckReachable(dense_address, dense_bytes, dense_name.c_str(), 0) == MemoryKind::kHost;
   } else {
+    const Access access = direction == PermuteDirection::kFromDense ? Access::kWrite : Access::kRead;
+    MappedMemory memory;
     for (std::size_t i = 0; i < bases.size(); ++i) {
-      if (chunk_bytes == 0 || (bases[i] > 0 && chunk_bytes <= std::numeric_limits<int64_t>::max() - bases[i])) continue;
+      if (chunk_bytes == 0) break;
+      if (bases[i] > 0 && chunk_bytes <= std::numeric_limits<int64_t>::max() - bases[i]) {
+        CheckMapped(bases[i], chunk_bytes, "chunks", i, access, &memory);
+        continue;
+      }
       ThrowValueError("chunks[" + std::to_string(i) + "] = " + std::to_string(bases[i]) + "; the address of a chunk, " +
                       std::to_string(chunk_bytes) + " bytes, is expected");
     }

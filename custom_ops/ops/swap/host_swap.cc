@@ -69,6 +69,7 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
   const bool on_gpu = place >= 0;
   std::vector<BlockRows> rows;
   std::vector<MemoryRange> ranges;
+  MappedMemory memory;
   for (std::size_t i = 0; i < caches.size(); ++i) {
     const paddle::Tensor& cache = caches[i];
     const std::string cache_name = Indexed(names.caches, i, caches.size());
@@ -84,7 +85,8 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
     const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, "max_block_num_cpu x bytes of one block");
     CheckHostRange(host_pointers[i], host_bytes, pointer_name,
-                   "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks", place);
+                   "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks", place,
+                   to_host ? Access::kWrite : Access::kRead, &memory);
     auto* host = reinterpret_cast<std::uint8_t*>(host_pointers[i]);
     std::uint8_t* device = BytesOf(cache);
     rows.push_back({to_host ? device : host, to_host ? host : device, block_bytes, block_bytes, block_bytes});

@@ -33,13 +33,14 @@ void RegisterTransferPlan(int64_t number, int64_t device, int64_t device_blocks,
                       " (device) and " + std::to_string(host_strides[t]) + " (host)");
     }
   }
+  MappedMemory memory;
   for (std::size_t i = 0; i < host_pointers.size(); ++i) {
     const std::size_t t = i % per_layer;
     const int64_t bytes =
         host_blocks == 0 ? 0 : CheckedProduct(host_blocks - 1, host_strides[t], "host pool") + block_bytes[t];
     CheckHostRange(host_pointers[i], bytes, "host_pool",
                    std::to_string(host_blocks) + " blocks of layer " + std::to_string(i / per_layer),
-                   static_cast<int>(device));
+                   static_cast<int>(device), Access::kWrite, &memory);
   }
   auto plan = std::make_shared<TransferPlan>();
   plan->device = static_cast<int>(device);
