@@ -32,7 +32,7 @@ def gather_cache(
     scale: float | Tensor | None = None,
     stream: Any = None,
 ) -> Tensor:
-    """The tokens of many sequences, from their blocks into one contiguous tensor ``[total_tokens, nh, hd]``.
+    """The tokens of many sequences, from their blocks into one contiguous tensor.
 
     Token ``n`` belongs to the last sequence ``s`` with ``cu_seq_lens[s] <= n``; its position ``p = n - cu_seq_lens[s]``
     is slot ``p % bs`` of block ``block_table[s, p // bs]``. A token without a block becomes zeros: one before the first
@@ -45,20 +45,24 @@ def gather_cache(
 
     Args:
         cache: ``[nb, nh, bs, hd]`` (HND), ``[nb, bs, nh, hd]`` (NHD), or packed: keys ``[nb, nh, hd/x, bs, x]``, values
-            ``[nb, nh, hd, bs]``; contiguous.
+            ``[nb, nh, hd, bs]``; or the ``[nb, bs, width]`` of an MLA model, as :func:`concat_and_cache_mla` writes it.
+            Contiguous.
         block_table: ``[sequences, blocks_per_sequence]``, int32 or int64, on the device of the cache, contiguous.
         cu_seq_lens: ``[sequences + 1]``, int32 or int64, on the device of the cache: where each sequence starts and,
             last, where the last one ends.
         total_tokens: rows of the result.
-        layout: of the cache.
+        layout: of the cache; without meaning where it has no heads.
         kv_cache_dtype: what the elements of the cache are. ``"auto"``: elements of its dtype, whatever that is,
             gathered as they are. Otherwise codes of that format (see ``docs/quantisation.md``), which are
             dequantised: in uint8 tensors, fp8 also in Paddle's fp8 dtypes, int8 in int8.
         out_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (or Paddle's dtype object), rounded to nearest even.
             None: the cache's dtype for ``"auto"``, else float32, in which a dequantised value loses nothing.
-        scale: a positive number, or a float32 tensor of one value or one for each head, on the device of the cache.
-            None: 1.
+        scale: a positive number, or a float32 tensor on the device of the cache: of one value, one for each head, or
+            ``[nb, nh, bs]`` (nh = 1 where there are no heads), as :func:`reshape_and_cache_dynamic` writes it. None: 1.
         stream: see above.
+
+    Returns:
+        ``[total_tokens, nh, hd]``, or ``[total_tokens, width]``.
 
     Raises:
         ValueError: shapes, dtypes, devices or layouts that do not fit; a tensor that is not contiguous; ``scale`` or
@@ -126,8 +130,8 @@ def scatter_cache(
     scatter.
 
     Args:
-        tokens: ``[tokens, nh, hd]`` of the cache's dtype and device. Any strides: a slice of a fused QKV tensor is read
-            where it lies, not copied.
+        tokens: ``[tokens, nh, hd]`` (or ``[tokens, width]``) of the cache's dtype and device. Any strides: a slice of a
+            fused QKV tensor is read where it lies, not copied.
         cache: see :func:`gather_cache`; updated in place.
         block_table: see :func:`gather_cache`. A block that two sequences share would be written by both: the caller's
             error, reported with ``PADDLE_KV_CHECK=1``.
@@ -167,7 +171,9 @@ def scatter_cache(
     arguments.check_dense(tokens, "tokens")
     view: list[int] = []
     given: Tensor | None = tokens
-    if tokens.ndim == 3 and tokens.shape[0] == 0:  # Paddle 2.6 takes no input without elements
+    if (
+        tokens.ndim == (2 if cache.ndim == 3 else 3) and tokens.shape[0] == 0
+    ):  # Paddle 2.6 takes no input without elements
         _check_like(tokens, cache)
         return cache
     if not tokens.is_contiguous():
@@ -280,8 +286,6 @@ def _call(op: str, stream: Any, placed: Tensor, inputs: tuple[Any, ...], options
 
 def _view(tokens: Tensor, cache: Tensor) -> list[int]:
     """Address, shape and strides of a tensor that Paddle would copy before the operator sees it."""
-    if tokens.ndim != 3:
-        raise ValueError(f"tokens has shape {list(tokens.shape)}; [tokens, heads, head size] is expected")
     _check_like(tokens, cache)
     return [tokens.data_ptr(), *tokens.shape, *tokens.get_strides()]
 

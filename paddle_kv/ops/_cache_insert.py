@@ -51,8 +51,9 @@ def reshape_and_cache(
         layout: of the caches.
         kv_cache_dtype: what the caches hold. ``"auto"``: elements of the dtype of ``key``, bit for bit. ``"fp8_e4m3"``,
             ``"fp8_e5m2"`` (caches of dtype uint8, or Paddle's float8), ``"int8"``: ``value / scale`` rounded to nearest
-            even, clipped to the largest number. ``"paddle_uint8"``: ``round(value * scale * 127) + 128``, which
-            block_multihead_attention reads.
+            even, clipped to the largest number. ``"paddle_uint8"``, which block_multihead_attention reads:
+            ``value * scale * 127``, clipped to +-127, rounded with halves to even (as that operator does with
+            quant_round_type=0; its default, 1, rounds halves away from zero), plus 128.
         k_scale: None (1.0), a positive number, or a float32 tensor with one value or one for each head, on the device
             of the caches. Not with ``"auto"``.
         v_scale: the same for ``value``.

@@ -14,6 +14,7 @@ from tests.ops.test_reshape_and_cache import (  # noqa: F401
     test_every_bit_pattern,
     test_head_sizes,
     test_heads_and_block_sizes,
+    test_how_paddle_uint8_rounds_is_said,
     test_layouts_dtypes_and_formats,
     test_no_tokens,
     test_runs_of_slots_with_gaps,

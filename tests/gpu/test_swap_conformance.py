@@ -16,6 +16,7 @@ from tests.ops.test_swap_cache_per_layer import (  # noqa: F401
     test_a_cache_that_requires_a_gradient,
     test_a_pool_of_no_blocks,
     test_an_empty_list_moves_nothing,
+    test_an_empty_list_with_any_address,
     test_dtypes_and_ranks,
     test_every_block,
     test_forms_of_ids,

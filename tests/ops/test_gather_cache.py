@@ -297,8 +297,8 @@ def test_errors(machine: Machine) -> None:
         refuse(ValueError, f"total_tokens x bytes of one token: {tokens} x", total_tokens=tokens)
     refuse(TypeError, "cache is ndarray", cache=np.zeros((6, 2, 4, 8)))
     refuse(TypeError, "block_table is list", block_table=[[0]])
-    refuse(ValueError, r"cache has shape \[6, 2, 32\]; \[blocks, heads, block size, head size\]",
-           cache=tensor_of(cache.bits(cache.hnd), (2, 32), "float16", machine.place))  # fmt: skip
+    refuse(ValueError, r"cache has shape \[6, 64\]; \[blocks, heads, block size, head size\]",
+           cache=tensor_of(cache.bits(cache.hnd), (64,), "float16", machine.place))  # fmt: skip
     refuse(ValueError, "cache is not contiguous", cache=cache.tensor.transpose([0, 2, 1, 3]))
     refuse(ValueError, "block_table is not contiguous", block_table=table.transpose([1, 0]))
     refuse(ValueError, r"block_table has shape \[3\]; \[sequences, blocks per sequence\]", block_table=lengths)

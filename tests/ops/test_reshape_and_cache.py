@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -437,6 +438,26 @@ class TestCheckMode:
     def test_two_skipped_tokens_are_not_one_slot_twice(self, machine: Machine) -> None:
         case = Case(machine)
         case.check_insert(np.full(11, -1))
+
+
+def test_how_paddle_uint8_rounds_is_said(machine: Machine) -> None:
+    """Exact halves tell the ways of rounding apart. The docstring and the page say which one it is."""
+    scale = np.float32(0.5)
+    halves = np.arange(-300, 301, dtype=np.float32) / 2
+    values = (halves / 127 / scale).astype(np.float32)
+    exact = values * scale * np.float32(127) == halves
+    assert exact[halves % 1 == 0.5].sum() > 100
+    values, halves = values[exact], halves[exact]
+    tokens = paddle.to_tensor(values.reshape(-1, 1, 1), place=machine.place)
+    caches = [paddle.to_tensor(np.zeros((1, 1, len(values), 1), np.uint8), place=machine.place) for _ in "kv"]
+    slots = paddle.to_tensor(np.arange(len(values)), place=machine.place)
+    ops.reshape_and_cache(tokens, tokens, *caches, slots, kv_cache_dtype="paddle_uint8", k_scale=float(scale),
+                          v_scale=float(scale))  # fmt: skip
+    for cache in caches:
+        assert (cache.numpy().ravel() == np.rint(np.clip(halves, -127, 127)) + 128).all()
+    page = (Path(__file__).parents[2] / "docs" / "quantisation.md").read_text()
+    for text in (" ".join(str(ops.reshape_and_cache.__doc__).split()), " ".join(page.split())):
+        assert "rounded with halves to even" in text
 
 
 def test_blocks_that_a_transfer_is_moving_are_reported(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

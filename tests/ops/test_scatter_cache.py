@@ -244,7 +244,7 @@ def test_errors(machine: Machine) -> None:
     refuse(ValueError, r"tokens has shape \[16, 16\]; \[tokens, 2, 8\] is expected", tokens=other((16, 16)))
     refuse(ValueError, "tokens has dtype float32, cache float16", tokens=other((16, 2, 8), np.float32))
     refuse(ValueError, r"tokens has shape \[16, 2, 9\]", tokens=other((16, 2, 10))[:, :, :9])
-    refuse(ValueError, r"tokens has shape \[16, 8\]; \[tokens, heads, head size\]", tokens=other((16, 10))[:, :8])
+    refuse(ValueError, r"tokens has shape \[16, 8\]; \[tokens, 2, 8\]", tokens=other((16, 10))[:, :8])
     refuse(ValueError, "tokens has dtype .*float32, cache .*float16", tokens=other((16, 2, 10), np.float32)[:, :, :8])
     refuse(ValueError, "cache is not contiguous", cache=cache.tensor.transpose([0, 2, 1, 3]))
     refuse(ValueError, r"cache has shape \[6, 2, 4, 4, 2\]; \[blocks, heads, block size", layout="HND",

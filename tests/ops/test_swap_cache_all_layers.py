@@ -40,6 +40,13 @@ def test_every_dtype_block_size_and_cache_size_in_one_call(machine: Machine, op:
 def test_empty_lists(machine: Machine, op: str, mode: int) -> None:
     layers = [Layer(machine, 3, 4, (2, 5), "float32", seed=i) for i in range(2)]
     check_swap(op, layers, [], [], mode)
+    caches = [layer.cache.tensor for layer in layers]
+    for addresses in ([0, 0], [4096, caches[0].data_ptr()], [layers[0].host.address] * 2):
+        assert getattr(ops, op)(caches, addresses, 4, [], [], 0, mode) is caches
+        with pytest.raises(ValueError, match="cache_gpu_tensors has 2 tensors, cache_cpu_ptrs has 1 addresses"):
+            getattr(ops, op)(caches, addresses[:1], 4, [], [], 0, mode)
+    for layer in layers:
+        layer.check_untouched()
     nothing: list[paddle.Tensor] = []
     assert getattr(ops, op)(nothing, [], 0, [], [], 0, mode) is nothing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 import paddle
@@ -70,6 +71,19 @@ def test_an_empty_list_moves_nothing(machine: Machine, op: str, mode: int) -> No
         cache, address = layer.cache.tensor, layer.host.address
         assert getattr(ops, op)(cache, address, 4, none, none, 0, mode) is cache
         layer.check_untouched()
+
+
+@every_op
+@both_ways
+@pytest.mark.parametrize("address", [0, 4096, -1, "its own"])
+def test_an_empty_list_with_any_address(machine: Machine, op: str, mode: int, address: Any) -> None:
+    """A server that has nothing to move may have no pool yet."""
+    layer = Layer(machine, 3, 4, (2, 5), "float32")
+    cache = layer.cache.tensor
+    assert getattr(ops, op)(cache, cache.data_ptr() if address == "its own" else address, 4, [], [], 0, mode) is cache
+    with pytest.raises(ValueError, match="mode = 2 must be 0"):
+        getattr(ops, op)(cache, 0, 4, [], [], 0, 2)
+    layer.check_untouched()
 
 
 def test_a_pool_of_no_blocks(machine: Machine) -> None:

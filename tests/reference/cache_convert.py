@@ -1,6 +1,7 @@
 """What gather_cache, scatter_cache and convert_layout do, in NumPy (convert_fp8: see float_formats).
 
-Caches are HND, [blocks, heads, block size, head size]; the other layouts are permutations of it.
+Caches are HND, [blocks, heads, block size, head size]; the other layouts are permutations of it. A latent one is one
+head.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ def to_layout(hnd: np.ndarray, layout: str, kind: str) -> np.ndarray:
     blocks, heads, block_size, head_size = hnd.shape
     if layout == "HND":
         permuted = hnd
+    elif layout == "latent":
+        permuted = hnd.reshape(blocks, block_size, heads * head_size)
     elif layout == "NHD":
         permuted = hnd.transpose(0, 2, 1, 3)
     elif kind == "value":

@@ -38,8 +38,12 @@ Status LaunchCopy(const TokenMove& given, cudaStream_t stream) {
 }  // namespace
 
 Status GatherDequantizedSingly(const TokenMove& move, const Dequantization& how, const DeviceStream& where) {
-  return ElementBytes(how.plain) == 4 ? LaunchByRow<DequantizedSingly<4>, false>(move, how, StreamOf(where))
-                                      : LaunchByRow<DequantizedSingly<2>, false>(move, how, StreamOf(where));
+  const auto launch = [&](auto codec) {
+    using Codec = decltype(codec);
+    return how.stride_per_token != 0 ? LaunchByRow<ByToken<Codec>, false>(move, how, StreamOf(where))
+                                     : LaunchByRow<Codec, false>(move, how, StreamOf(where));
+  };
+  return ElementBytes(how.plain) == 4 ? launch(DequantizedSingly<4>{}) : launch(DequantizedSingly<2>{});
 }
 
 Status GatherTokensCuda(const TokenMove& move, const DeviceStream& where) {

@@ -210,6 +210,31 @@ void Dequantize(const TokenMove& move, const Dequantization& how) {
   });
 }
 
+// With a scale for each row a table would cost more than it saves.
+template <class Format, class Plain>
+void DequantizeByToken(const TokenMove& move, const Dequantization& how) {
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(typename Plain::Bits));
+  const bool in_one_group = move.cache.group_bytes >= move.head_size;
+  ForEachRun(move, move.head_size * (1 + kBytes), [&](const RunOfHead& rows) {
+    if (rows.in_cache == nullptr) {
+      ZeroRows(move.rows, rows, move.head_size * kBytes);
+      return;
+    }
+    const Run run = rows.run;
+    const float* const scales = how.pointer + rows.head * how.stride_per_head;
+    for (std::int64_t i = 0; i < run.count; ++i) {
+      const float scale = scales[OffsetOfScales(how, move.cache, run.in_cache + i * run.cache_step)];
+      std::uint8_t* const values = rows.on_rows + i * run.rows_step;
+      const std::uint8_t* const codes = rows.in_cache + i * run.cache_step;
+      for (std::int64_t d = 0; d < move.head_size; ++d) {
+        const std::uint8_t code = codes[in_one_group ? d : OffsetInRow(move.cache, d)];
+        const auto value = Plain::FromFloat(Format::Dequantize(code, scale));
+        std::memcpy(values + d * kBytes, &value, kBytes);
+      }
+    }
+  });
+}
+
 }  // namespace
 
 void GatherTokensCpu(const TokenMove& given) {
@@ -236,7 +261,13 @@ void ScatterTokensCpu(const TokenMove& given) {
 
 void DequantizeTokensCpu(const TokenMove& move, const Dequantization& how) {
   DispatchQuantized(how.format, [&](auto format) {
-    DispatchPlain(how.plain, [&](auto plain) { Dequantize<decltype(format), decltype(plain)>(move, how); });
+    DispatchPlain(how.plain, [&](auto plain) {
+      if (how.stride_per_token != 0) {
+        DequantizeByToken<decltype(format), decltype(plain)>(move, how);
+      } else {
+        Dequantize<decltype(format), decltype(plain)>(move, how);
+      }
+    });
   });
 }
 

@@ -13,8 +13,13 @@ Layout LayoutNamed(const std::string& layout, const std::string& argument, bool 
   ThrowValueError(argument + " = \"" + layout + "\" must be \"HND\", \"NHD\" or \"packed\"");
 }
 
+Layout LayoutOfCache(std::size_t rank, const std::string& layout) {
+  const Layout named = LayoutNamed(layout, "layout", rank == 5);
+  return rank == 3 && layout != "packed" ? Layout::kLatent : named;
+}
+
 CacheShape ReadShape(const std::vector<int64_t>& shape, Layout layout, const std::string& name) {
-  const std::size_t rank = layout == Layout::kPackedKey ? 5 : 4;
+  const std::size_t rank = layout == Layout::kPackedKey ? 5 : layout == Layout::kLatent ? 3 : 4;
   if (shape.size() != rank) {
     const std::string expected = layout == Layout::kHnd   ? "[blocks, heads, block size, head size]"
                                  : layout == Layout::kNhd ? "[blocks, block size, heads, head size]"
@@ -31,6 +36,8 @@ CacheShape ReadShape(const std::vector<int64_t>& shape, Layout layout, const std
     case Layout::kPackedKey:
       return {shape[0], shape[1], shape[3],
               shape[2] < 0 || shape[4] < 0 ? -1 : shape[2] * shape[4]};  // -1: unknown in a program
+    case Layout::kLatent:
+      return {shape[0], 1, shape[1], shape[2]};
     default:
       return {shape[0], shape[1], shape[3], shape[2]};
   }
@@ -44,9 +51,16 @@ std::vector<int64_t> TensorShape(const CacheShape& shape, Layout layout, int64_t
       return {shape.blocks, shape.block_size, shape.heads, shape.head_size};
     case Layout::kPackedKey:
       return {shape.blocks, shape.heads, shape.head_size / x, shape.block_size, x};
+    case Layout::kLatent:
+      return {shape.blocks, shape.block_size, shape.head_size};
     default:
       return {shape.blocks, shape.heads, shape.head_size, shape.block_size};
   }
+}
+
+std::vector<int64_t> RowsShape(int64_t tokens, const CacheShape& shape, Layout layout) {
+  if (layout == Layout::kLatent) return {tokens, shape.head_size};
+  return {tokens, shape.heads, shape.head_size};
 }
 
 RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int64_t x, int64_t element_bytes) {
@@ -56,7 +70,7 @@ RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int
   if (layout == Layout::kNhd) {
     place.token_stride = shape.heads * row_bytes;
     place.head_stride = row_bytes;
-  } else if (layout != Layout::kHnd) {
+  } else if (layout != Layout::kHnd && layout != Layout::kLatent) {
     const int64_t group_bytes = (layout == Layout::kPackedKey ? x : 1) * element_bytes;
     place.token_stride = group_bytes;
     place.group_stride = shape.block_size * group_bytes;

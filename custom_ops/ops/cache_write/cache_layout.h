@@ -10,8 +10,9 @@
 namespace paddle_kv {
 
 // kHnd [blocks, heads, block size, head size], kNhd [blocks, block size, heads, head size]; packed keys
-// [blocks, heads, head size / x, block size, x], packed values [blocks, heads, head size, block size].
-enum class Layout { kHnd, kNhd, kPackedKey, kPackedValue };
+// [blocks, heads, head size / x, block size, x], packed values [blocks, heads, head size, block size]; kLatent
+// [blocks, block size, width], which is one head of that size.
+enum class Layout { kHnd, kNhd, kPackedKey, kPackedValue, kLatent };
 
 struct CacheShape {
   int64_t blocks;
@@ -23,11 +24,17 @@ struct CacheShape {
 // "HND", "NHD" or "packed", the latter for keys or values by `packed_key`; ValueError naming the argument otherwise.
 Layout LayoutNamed(const std::string& layout, const std::string& argument, bool packed_key);
 
+// The layout of a cache with so many dimensions: a latent one has no heads that HND and NHD could put anywhere.
+Layout LayoutOfCache(std::size_t rank, const std::string& layout);
+
 // Reads a shape. ValueError naming the tensor if the rank is not that of the layout.
 CacheShape ReadShape(const std::vector<int64_t>& shape, Layout layout, const std::string& name);
 
 // The shape of a tensor; `x` counts for packed keys only, and divides the head size.
 std::vector<int64_t> TensorShape(const CacheShape& shape, Layout layout, int64_t x);
+
+// The shape of contiguous tokens: without heads where the cache has none.
+std::vector<int64_t> RowsShape(int64_t tokens, const CacheShape& shape, Layout layout);
 
 // Where the rows of a contiguous tensor lie.
 RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int64_t x, int64_t element_bytes);

@@ -17,6 +17,21 @@ paddle::DataType OutDtype(paddle::DataType cache, const std::string& out_dtype) 
   return out_dtype.empty() ? cache : PlainDtypeNamed(out_dtype, "out_dtype");
 }
 
+// The scale of the caller: a number, one value, one for each head, or what reshape_and_cache_dynamic keeps.
+void ReadScale(const paddle::optional<paddle::Tensor>& scale, float number, const CacheShape& shape,
+               const paddle::Tensor& cache, Dequantization* how) {
+  how->value = number;
+  const std::vector<int64_t> by_token{shape.blocks, shape.heads, shape.block_size};
+  how->pointer = CheckScale(scale, "scale", shape.heads, cache, "cache", by_token);
+  if (scale && scale->shape() == by_token) {
+    how->stride_per_block = shape.heads * shape.block_size;
+    how->stride_per_head = shape.block_size;
+    how->stride_per_token = 1;
+  } else if (scale && scale->numel() > 1) {
+    how->stride_per_head = 1;
+  }
+}
+
 }  // namespace
 
 std::vector<paddle::Tensor> GatherCache(const paddle::Tensor& cache, const paddle::Tensor& block_table,
@@ -24,7 +39,8 @@ std::vector<paddle::Tensor> GatherCache(const paddle::Tensor& cache, const paddl
                                         const paddle::optional<paddle::Tensor>& scale, int64_t total_tokens,
                                         const std::string& layout, const std::string& out_dtype,
                                         const std::string& kv_cache_dtype, float scale_value, int64_t stream) {
-  const CacheTensor from = CheckCacheTensor(cache, "cache", LayoutNamed(layout, "layout", cache.shape().size() == 5));
+  const Layout cache_layout = LayoutOfCache(cache.shape().size(), layout);
+  const CacheTensor from = CheckCacheTensor(cache, "cache", cache_layout);
   const CacheShape& shape = from.shape;
   const DeviceStream where = OnGpu(cache) ? WhereOf(cache, stream) : DeviceStream{};
   const TokenMap map = CheckTokenMap(block_table, cu_seq_lens, cache, shape, total_tokens, BlockUse::kRead, where);
@@ -33,9 +49,7 @@ std::vector<paddle::Tensor> GatherCache(const paddle::Tensor& cache, const paddl
   if (dequantizes) {
     how.format = CacheTypeOf(cache, "cache", kv_cache_dtype);
     how.plain = PlainTypeNamed(out_dtype, "out_dtype");
-    how.pointer = CheckScale(scale, "scale", shape.heads, cache, "cache");
-    how.stride_per_head = how.pointer != nullptr && scale->numel() > 1 ? 1 : 0;
-    how.value = scale_value;
+    ReadScale(scale, scale_value, shape, cache, &how);
   } else if (OutDtype(cache.dtype(), out_dtype) != cache.dtype()) {
     ThrowValueError("out_dtype = \"" + out_dtype + "\" differs from the dtype of cache, " + DtypeName(cache.dtype()) +
                     "; kv_cache_dtype \"auto\" gathers the elements as they are");
@@ -44,7 +58,7 @@ std::vector<paddle::Tensor> GatherCache(const paddle::Tensor& cache, const paddl
   const paddle::DataType dtype = OutDtype(cache.dtype(), out_dtype);
   CheckedProduct(total_tokens, shape.heads * shape.head_size * static_cast<int64_t>(phi::SizeOf(dtype)),
                  "total_tokens x bytes of one token");
-  paddle::Tensor rows = NewTensor({total_tokens, shape.heads, shape.head_size}, dtype, cache);
+  paddle::Tensor rows = NewTensor(RowsShape(total_tokens, shape, cache_layout), dtype, cache);
   const CacheShape rows_shape{total_tokens, shape.heads, 1, shape.head_size};
   const RowPlace to = PlaceOf(BytesOf(rows), rows_shape, Layout::kNhd, 1, static_cast<int64_t>(phi::SizeOf(dtype)));
   const TokenMove move{
@@ -63,8 +77,8 @@ std::vector<std::vector<int64_t>> GatherCacheShape(const std::vector<int64_t>& c
                                                    const std::vector<int64_t>&,
                                                    const paddle::optional<std::vector<int64_t>>&, int64_t total_tokens,
                                                    const std::string& layout) {
-  const CacheShape shape = ReadShape(cache, LayoutNamed(layout, "layout", cache.size() == 5), "cache");
-  return {{total_tokens, shape.heads, shape.head_size}};
+  const Layout cache_layout = LayoutOfCache(cache.size(), layout);
+  return {RowsShape(total_tokens, ReadShape(cache, cache_layout, "cache"), cache_layout)};
 }
 
 std::vector<paddle::DataType> GatherCacheDtype(const paddle::DataType& cache, const paddle::DataType&,

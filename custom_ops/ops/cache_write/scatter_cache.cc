@@ -28,7 +28,8 @@ RowPlace PlaceOfRows(std::uint8_t* data, const std::vector<int64_t>& shape, cons
 void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor& cache,
                   const paddle::Tensor& block_table, const paddle::Tensor& cu_seq_lens,
                   const std::vector<int64_t>& tokens_view, const std::string& layout, int64_t stream) {
-  const CacheTensor to = CheckCacheTensor(cache, "cache", LayoutNamed(layout, "layout", cache.shape().size() == 5));
+  const Layout cache_layout = LayoutOfCache(cache.shape().size(), layout);
+  const CacheTensor to = CheckCacheTensor(cache, "cache", cache_layout);
   std::uint8_t* data = nullptr;
   std::vector<int64_t> shape;
   std::vector<int64_t> strides;
@@ -40,15 +41,22 @@ void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor
     CheckSameDevice(*tokens, "tokens", cache, "cache");
     data = BytesOf(*tokens);
     shape = tokens->shape();
-    if (shape.size() == 3) strides = {shape[1] * shape[2], shape[2], 1};
-  } else if (tokens_view.size() == 7) {
+    strides.assign(shape.size(), 1);
+    for (std::size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * shape[d];
+  } else if (!tokens_view.empty()) {
+    const auto middle = tokens_view.begin() + 1 + (tokens_view.size() - 1) / 2;
     data = reinterpret_cast<std::uint8_t*>(tokens_view[0]);
-    shape.assign(tokens_view.begin() + 1, tokens_view.begin() + 4);
-    strides.assign(tokens_view.begin() + 4, tokens_view.end());
+    shape.assign(tokens_view.begin() + 1, middle);
+    strides.assign(middle, tokens_view.end());
   }
-  if (shape.size() != 3 || shape[1] != to.shape.heads || shape[2] != to.shape.head_size) {
-    ThrowValueError("tokens has shape " + ShapeText(shape) + "; [tokens, " + std::to_string(to.shape.heads) + ", " +
+  if (shape.empty() || shape != RowsShape(shape[0], to.shape, cache_layout)) {
+    const std::string heads = cache_layout == Layout::kLatent ? "" : std::to_string(to.shape.heads) + ", ";
+    ThrowValueError("tokens has shape " + ShapeText(shape) + "; [tokens, " + heads +
                     std::to_string(to.shape.head_size) + "] is expected for this cache");
+  }
+  if (cache_layout == Layout::kLatent) {  // one head
+    shape.insert(shape.begin() + 1, 1);
+    strides.insert(strides.begin() + 1, 0);
   }
   const DeviceStream where = OnGpu(cache) ? WhereOf(cache, stream) : DeviceStream{};
   const TokenMap map = CheckTokenMap(block_table, cu_seq_lens, cache, to.shape, shape[0], BlockUse::kWritten, where);

@@ -83,6 +83,7 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
                       " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
     }
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
+    if (device_ids.empty()) continue;  // nothing moves, whatever is at the address
     const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, "max_block_num_cpu x bytes of one block");
     CheckHostRange(host_pointers[i], host_bytes, pointer_name,
                    "max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " blocks", place,

@@ -36,11 +36,13 @@ template <unsigned kWordBytes>
 constexpr unsigned kWordsInFlight = kWordBytes >= 16 ? 4 : 8;
 
 // ---- what becomes of a word on its way. Stored: the word in the cache, Plain: in the rows. kGatherCtas: so many CTAs
-// of a multiprocessor may take all registers; gathering waits for memory, and the more of them there are the less ----
+// of a multiprocessor may take all registers; gathering waits for memory, and the more of them there are the less.
+// kScalePerToken: each row has a scale of its own ----
 
 template <int kBytes>
 struct Moved {
   static constexpr int kGatherCtas = kBytes == 16 ? 8 : 1;
+  static constexpr bool kScalePerToken = false;
   using Stored = typename WordOf<kBytes>::Type;
   using Plain = Stored;
   static constexpr int kStoredBytes = kBytes;
@@ -50,6 +52,7 @@ struct Moved {
 template <class Format, class Target>
 struct Dequantized {
   static constexpr int kGatherCtas = 5;
+  static constexpr bool kScalePerToken = false;
   using Stored = CodeWord<Target>;
   using Plain = PlainWord<Target>;
   static constexpr int kStoredBytes = PlainWord<Target>::kElements;
@@ -61,12 +64,18 @@ struct Dequantized {
 template <int kBytes>
 struct DequantizedSingly {
   static constexpr int kGatherCtas = 1;
+  static constexpr bool kScalePerToken = false;
   using Stored = std::uint8_t;
   using Plain = typename WordOf<kBytes>::Type;
   static constexpr int kStoredBytes = 1;
   static __device__ Plain Read(Stored code, const Dequantization& how, float scale) {
     return DequantizeOne<Plain>(code, how.format, how.plain, scale);
   }
+};
+
+template <class Codec>
+struct ByToken : Codec {
+  static constexpr bool kScalePerToken = true;
 };
 
 __device__ inline float ScaleOfHead(const Dequantization& how, unsigned head) {
@@ -175,12 +184,16 @@ __global__ void __launch_bounds__(MoveTuning::kThreads,
   constexpr unsigned kInFlight = kWordsInFlight<sizeof(Held)>;
   __shared__ std::int64_t cache_offsets[MoveTuning::kMostTokensPerCta];
   __shared__ std::int64_t rows_offsets[MoveTuning::kMostTokensPerCta];
+  __shared__ std::int64_t scale_offsets[Codec::kScalePerToken ? MoveTuning::kMostTokensPerCta : 1];
   const TokenSpan span = SpanOfTokens(move, shape.blocks.spans, blockIdx.x / shape.ctas_of_token);
   if (span.count == 0) return;  // all threads alike
   if (threadIdx.x < span.count) {
     const std::int64_t token = span.first + threadIdx.x;
     cache_offsets[threadIdx.x] = CacheOffsetOf(move, shape.blocks.of_cache, span, token);
     rows_offsets[threadIdx.x] = shape.blocks.of_rows.OffsetOf(move.rows, token);
+    if constexpr (Codec::kScalePerToken) {
+      scale_offsets[threadIdx.x] = OffsetOfScales(how, move.cache, max(cache_offsets[threadIdx.x], std::int64_t{0}));
+    }
   }
 
   unsigned abreast = threadIdx.x / shape.words_of_cta;
@@ -197,7 +210,7 @@ __global__ void __launch_bounds__(MoveTuning::kThreads,
   const unsigned head = word / shape.words_of_row;
   const bool used = abreast < shape.tokens_abreast && word < shape.words_of_token;
   word -= head * shape.words_of_row;
-  const float scale = kToCache || !used ? 1.0f : ScaleOfHead(how, head);
+  const float scale = kToCache || Codec::kScalePerToken || !used ? 1.0f : ScaleOfHead(how, head);
   std::uint8_t* const on_rows =
       move.rows.data + head * move.rows.head_stride + OffsetFromRow(move.rows, word * sizeof(Plain));
   std::uint8_t* const in_cache =
@@ -224,7 +237,9 @@ __global__ void __launch_bounds__(MoveTuning::kThreads,
       if constexpr (kToCache) {
         if (offset >= 0) StoreStreaming(in_cache + offset, FromWord<Held>(held[k]));
       } else {
-        const Plain plain = Codec::Read(FromWord<Held>(held[k]), how, scale);
+        float by = scale;
+        if constexpr (Codec::kScalePerToken) by = how.pointer[scale_offsets[token] + head * how.stride_per_head];
+        const Plain plain = Codec::Read(FromWord<Held>(held[k]), how, by);
         StoreStreaming(on_rows + rows_offsets[token], offset < 0 ? Plain{} : plain);
       }
     }
@@ -535,7 +550,8 @@ Status GatherDequantized(const TokenMove& given, const Dequantization& how, cons
   const bool one_scale = how.pointer == nullptr || how.stride_per_head == 0;
   const TokenMove move = WithJoinedHeads(given, kPlainBytes, one_scale);
   const cudaStream_t stream = StreamOf(where);
-  if (IsPackedValue(move)) {
+  const bool by_token = how.stride_per_token != 0;
+  if (IsPackedValue(move) && !by_token) {
     return DispatchQuantized(how.format, [&](auto format) {
       return LaunchByTile(move, kPlainBytes, [&](unsigned ctas, const MoveTileShape& shape) {
         GatherTiles<ElementsDequantized<decltype(format), Target>>
@@ -547,7 +563,9 @@ Status GatherDequantized(const TokenMove& given, const Dequantization& how, cons
                            AlignmentBits(move.rows, move.head_size * kPlainBytes) % 16 == 0;
   if (!whole_words) return GatherDequantizedSingly(move, how, where);
   return DispatchQuantized(how.format, [&](auto format) {
-    return LaunchByRow<Dequantized<decltype(format), Target>, false>(move, how, stream);
+    using Codec = Dequantized<decltype(format), Target>;
+    return by_token ? LaunchByRow<ByToken<Codec>, false>(move, how, stream)
+                    : LaunchByRow<Codec, false>(move, how, stream);
   });
 }
 

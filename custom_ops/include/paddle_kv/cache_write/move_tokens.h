@@ -73,14 +73,25 @@ struct TokenMove {
   std::int64_t element_bytes;  // of the cache
 };
 
-// How codes become plain elements. Head h has the scale pointer[h * stride_per_head], or `value` without a pointer.
+// How codes become plain elements. Slot t of block b has in head h the scale
+// pointer[b * stride_per_block + h * stride_per_head + t * stride_per_token], or `value` without a pointer.
 struct Dequantization {
   ElementType format;
   ElementType plain;
   const float* pointer = nullptr;  // on the device, for the CUDA launcher
   std::int64_t stride_per_head = 0;
   float value = 1.0f;
+  std::int64_t stride_per_block = 0;
+  std::int64_t stride_per_token = 0;  // 0: the same for all tokens
 };
+
+// Where in the scales those of the row begin that lies at this offset in the cache.
+PADDLE_KV_HOST_DEVICE std::int64_t OffsetOfScales(const Dequantization& how, const RowPlace& cache,
+                                                  std::int64_t offset) {
+  const std::int64_t block = offset / cache.block_stride;
+  const std::int64_t token = (offset - block * cache.block_stride) / cache.token_stride;
+  return block * how.stride_per_block + token * how.stride_per_token;
+}
 
 // cache -> rows, bytes as they are. Tokens without a slot become zeros.
 void GatherTokensCpu(const TokenMove& move);
