@@ -1,5 +1,6 @@
 # Each target sets up what it needs (virtual environment, Paddle, compiled operators) and re-uses it the next time.
 #   PADDLE=cpu|gpu   which build of Paddle; by default gpu only where an NVIDIA GPU works with it
+#   PADDLE=plugin    the CPU build of Paddle 3, with a GPU through tools/device_plugin
 #   PYTHON=...       the Python 3.11 or 3.12 to start from
 #   ARGS=...         more arguments for pytest or the demo
 
@@ -18,7 +19,7 @@ help: ## this list
 	@sed -n 's/^#   /  /p' $(MAKEFILE_LIST)
 
 demo: ## serve conversations whose KV cache does not fit, and check every token
-	$(python) examples/demo.py $(ARGS)
+	$(python) examples/demo.py $(if $(filter plugin,$(PADDLE)),--device=gpu) $(ARGS)
 
 # Modules that need CuPy cannot be imported where there is none; any other import error fails the tests themselves.
 test: ## all tests, and the examples in the docstrings

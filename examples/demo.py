@@ -25,6 +25,7 @@ from recompute import differences  # noqa: E402
 from serving import TIMEOUT_S, Conversation, Server, Turn, blocks_for  # noqa: E402
 from timeline import draw, overlap_ms, total_ms  # noqa: E402
 
+from paddle_kv import devices  # noqa: E402
 from paddle_kv.schedule.trace import Span, spans_of, write_trace  # noqa: E402
 
 TEXTS = (ROOT / "README.md", ROOT / "LICENSE")
@@ -55,7 +56,9 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    paddle.set_device("cpu")
+    if options.device == "gpu" and not devices.has_gpu():
+        raise SystemExit("demo: this Paddle sees no GPU")
+    paddle.set_device(options.device if options.device == "cpu" else devices.name_of(0))
     conversations = split_texts(TEXTS, options)
     server = start_server(conversations, options)
     turns = serve(server, conversations, options)
@@ -90,6 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="tokens generated per turn",
     )
     parser.add_argument("--layers", type=int, default=ModelConfig.num_layers)
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where model and cache are")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the timeline")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the table as CSV")
@@ -131,6 +135,7 @@ def start_server(conversations: Sequence[Conversation], options: argparse.Namesp
         block_size=BLOCK_SIZE,
         device_blocks=device_blocks,
         host_blocks=sum(needed),
+        device=options.device,
     )
 
 
@@ -277,6 +282,7 @@ def write_outputs(
         print("No picture of it: matplotlib is not installed")
     if options.json:
         result = {
+            "device": paddle.get_device(),
             "identical": not found,
             "differences": list(found),
             "turns": [asdict(row) for row in rows],

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
-from model import Model
 from serving import TIMEOUT_S, Conversation, Server, blocks_for, run_chunk
 from timeline import Recorder
 
@@ -20,7 +19,7 @@ from paddle_kv import DeviceCache
 
 def differences(server: Server, conversation: Conversation) -> Iterator[str]:
     """One sentence for each way in which the conversation differs from its recomputation."""
-    expected, predictions = recompute(server.model, conversation, server.spec.block_size)
+    expected, predictions = recompute(server, conversation)
     for index, (served, again) in enumerate(zip(conversation.predictions, predictions, strict=True)):
         if served != again:
             yield f"{conversation.name}: token {index} is {served}, recomputed {again}"
@@ -38,16 +37,16 @@ def differences(server: Server, conversation: Conversation) -> Iterator[str]:
     server.blocks.release(table, [])
 
 
-def recompute(model: Model, conversation: Conversation, block_size: int) -> tuple[DeviceCache, list[int]]:
+def recompute(server: Server, conversation: Conversation) -> tuple[DeviceCache, list[int]]:
     """The KV cache (block i of the conversation is block i) and the next token after each chunk."""
-    spec = model.config.cache_spec(block_size)
-    table = range(blocks_for(conversation.cached_tokens, spec))
-    cache = DeviceCache(spec, len(table), device="cpu")
+    table = range(blocks_for(conversation.cached_tokens, server.spec))
+    device = server.device.device_id
+    cache = DeviceCache(server.spec, len(table), "cpu" if device is None else f"gpu:{device}")
     recorder = Recorder(time.perf_counter)
     predictions: list[int] = []
     position = 0
     for chunk in conversation.chunks:
-        predictions.append(run_chunk(model, cache, table, position, chunk, recorder))
+        predictions.append(run_chunk(server.model, cache, table, position, chunk, recorder))
         position += len(chunk)
     return cache, predictions
 

@@ -78,12 +78,14 @@ class DeviceBlocks:
 class Server:
     """The caches, the scheduler and the book-keeping of blocks."""
 
-    def __init__(self, model: Model, *, block_size: int, device_blocks: int, host_blocks: int) -> None:
+    def __init__(
+        self, model: Model, *, block_size: int, device_blocks: int, host_blocks: int, device: str = "cpu"
+    ) -> None:
         self.model = model
         self.spec = model.config.cache_spec(block_size)
-        self.device = DeviceCache(self.spec, device_blocks, device="cpu")
+        self.device = DeviceCache(self.spec, device_blocks, device)
         self.host = HostPool(self.spec, host_blocks)
-        self.scheduler = LayerwiseScheduler(self.device, self.host, backend="cpu", record_layer_times=True)
+        self.scheduler = LayerwiseScheduler(self.device, self.host, record_layer_times=True)
         self.blocks = DeviceBlocks(device_blocks)
 
     def turn(self, conversation: Conversation, answer_tokens: int) -> Turn:

@@ -1,9 +1,10 @@
 """Makes the virtual environment that the Makefile works in, builds the operators there, and runs Python in it.
 
-    python3 tools/environment.py [--paddle auto|cpu|gpu] [--no-build] [-- arguments for Python ...]
+    python3 tools/environment.py [--paddle auto|cpu|gpu|plugin] [--no-build] [-- arguments for Python ...]
 
-The CPU build of Paddle lives in .venv, the GPU build in .venv-gpu. What is there already is used again: packages until
-the requirements change, the library until a source changes. Needs nothing but Python itself.
+The CPU build of Paddle lives in .venv, the GPU build in .venv-gpu; .venv-plugin holds the CPU build of Paddle 3 for a
+machine with a GPU, which tools/device_plugin gives it, and operators with CUDA. What is there already is used again:
+packages until the requirements change, the library until a source changes. Needs nothing but Python itself.
 """
 
 import argparse
@@ -16,9 +17,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 11), (3, 12))
-PADDLE = {"cpu": "paddlepaddle==3.3.1", "gpu": "paddlepaddle-gpu==2.6.2"}
-EXTRAS = {"cpu": ("test", "dev", "cli", "plots", "metrics", "docs"), "gpu": ("test", "cli", "plots", "metrics", "cuda")}
-VENV = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv-gpu"}
+PADDLE = {"cpu": "paddlepaddle==3.3.1", "gpu": "paddlepaddle-gpu==2.6.2", "plugin": "paddlepaddle==3.3.1"}
+ON_GPU = ("test", "cli", "plots", "metrics", "cuda")
+EXTRAS = {"cpu": ("test", "dev", "cli", "plots", "metrics", "docs"), "gpu": ON_GPU, "plugin": ON_GPU}
+VENV = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv-gpu", "plugin": ROOT / ".venv-plugin"}
 
 
 class SetupError(Exception):
@@ -27,15 +29,18 @@ class SetupError(Exception):
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
-    options.add_argument("--paddle", choices=("auto", "cpu", "gpu"), default="auto")
+    options.add_argument("--paddle", choices=("auto", *PADDLE), default="auto")
     options.add_argument("--no-build", action="store_true", help="the operators are not needed")
-    options.usage = "environment.py [--paddle auto|cpu|gpu] [--no-build] [-- arguments for Python ...]"
+    options.usage = "environment.py [--paddle auto|cpu|gpu|plugin] [--no-build] [-- arguments for Python ...]"
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     given, arguments = options.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     use_a_known_python()
     try:
         kind = choose_paddle() if given.paddle == "auto" else given.paddle
         python = ready(kind)
+        if kind == "plugin":
+            os.environ["PADDLE_KV_REQUIRE_CUDA"] = "1"  # Paddle's own answer would be: no CUDA
+            os.environ["CUSTOM_DEVICE_ROOT"] = device_plugin(python)
         if not given.no_build:
             build(python, kind)
     except SetupError as error:
@@ -121,6 +126,15 @@ def build(python: str, kind: str) -> None:
         if installed.returncode:
             raise SetupError(f"pip could not install paddle_kv:\n{installed.stdout}")
     stamp.write_text(f"{digest.hexdigest()} {library.stat().st_mtime_ns}")
+
+
+def device_plugin(python: str) -> str:
+    """The folder with the plugin, built for the Paddle of that Python."""
+    command = [python, str(ROOT / "tools" / "device_plugin" / "build.py")]
+    built = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if built.returncode:
+        raise SetupError("the device plugin was not built; the reason is above")
+    return built.stdout.strip()
 
 
 def choose_paddle() -> str:
