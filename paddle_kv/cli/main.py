@@ -27,15 +27,17 @@ from ..devices import has_gpu
 from ..offload.live_replay import shrunk
 from ..offload.policies import POLICIES
 from ..offload.replay import Costs
-from ..offload.trace import TOKENS_PER_BLOCK, read_trace
+from ..offload.trace import TOKENS_PER_BLOCK, not_of_prefixes, read_trace
 from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
-from .files import output_file, picture_file, picture_folder
+from . import replay_plots as plots
+from .files import check_distinct, output_file, picture_file, picture_folder, positive, writing
 from .soak import soak
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
+MOST_BLOCKS = 10**15
 
 
 def _show(table: Any) -> None:
@@ -111,6 +113,7 @@ def bench(
     if not set(alignment) <= set(ALIGNMENTS):
         choices = ", ".join(map(str, ALIGNMENTS))
         raise typer.BadParameter(f"{alignment} must be of {choices}", param_hint="--alignment")
+    check_distinct({"--csv": csv, "--json": json_file, "--plot": plot})
     if calibrate and (json_file or plot):
         raise typer.BadParameter("--calibrate writes a --csv and no other file", param_hint="--json and --plot")
     axes = Axes(
@@ -142,7 +145,8 @@ def bench(
                 _show(calibration.table(sizes))
                 _line(escape(f"stored in {path}"))
                 if csv:
-                    calibration.write_csv(rows, csv)
+                    with writing():
+                        calibration.write_csv(rows, csv)
                 return
             result = sweep(axes, environment.summary(), show)
         except (ValueError, MemoryError) as error:
@@ -154,13 +158,14 @@ def bench(
     unfit = [one.value for one in backend if one.value not in {row.backend for row in result.rows}]
     if unfit:
         _line(f"not for this operation, pattern or machine: {', '.join(unfit)}")
-    if csv:
-        reports.write_csv(result, csv)
-    if json_file:
-        reports.write_json(result, json_file)
-    if plot:
-        reports.plot(result, plot)
-        reports.plot_roofline(result, plot.with_stem(plot.stem + "-roofline"))
+    with writing():
+        if csv:
+            reports.write_csv(result, csv)
+        if json_file:
+            reports.write_json(result, json_file)
+        if plot:
+            reports.plot(result, plot)
+            reports.plot_roofline(result, plot.with_stem(plot.stem + "-roofline"))
 
 
 @bench_app.command()
@@ -176,12 +181,22 @@ def compare(before: Path, after: Path) -> None:
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, hash_ids (Mooncake's traces).")],
     policy: Annotated[list[PolicyName], typer.Option(help="Repeat to compare.")] = list(PolicyName),  # noqa: B006
-    capacity: Annotated[list[int], typer.Option(help="Blocks in host memory; repeat to sweep.", min=1)] = [],  # noqa: B006
+    capacity: Annotated[
+        list[int],
+        typer.Option(
+            help=f"Blocks in host memory; repeat to sweep. Default: {replays.PARTS_TEXT} of the distinct blocks.",
+            min=1,
+            max=MOST_BLOCKS,
+        ),
+    ] = [],  # noqa: B006
     requests: Annotated[int | None, typer.Option(help="Only so many requests of the trace.", min=1)] = None,
     model: Annotated[Model, typer.Option(help="Whose KV cache.")] = Model["Llama-3.1-70B"],
     tp: Annotated[int, typer.Option(help="Ranks; each has a link and its part of each block.")] = 8,
-    link_gbps: Annotated[float, typer.Option(help="Host to device, GB/s per rank.")] = 50.0,
-    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.")] = 60_000.0,
+    tokens_per_block: Annotated[
+        int, typer.Option(help="Prompt tokens that an id of the trace stands for.", min=1, max=MOST_BLOCKS)
+    ] = TOKENS_PER_BLOCK,
+    link_gbps: Annotated[float, typer.Option(help="Host to device, GB/s per rank.", callback=positive)] = 50.0,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.", callback=positive)] = 60_000.0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write rows and costs to this file.", callback=output_file)
@@ -190,10 +205,12 @@ def replay(
         Path | None, typer.Option(help="Write the waiting time of every request (CSV).", callback=output_file)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw three PNG files in this directory.", callback=picture_folder)
+        Path | None, typer.Option(help="Draw up to three PNG files in this directory.", callback=picture_folder)
     ] = None,
     device: Annotated[Device, typer.Option(help="real: moves bytes, on a GPU or in RAM.")] = Device.simulated,
-    time_scale: Annotated[float, typer.Option(help="real: seconds for a second of the trace.")] = 0.01,
+    time_scale: Annotated[
+        float, typer.Option(help="real: seconds for a second of the trace.", callback=positive)
+    ] = 0.01,
     real_layers: Annotated[int, typer.Option(help="real: layers of a block.", min=1)] = 4,
     real_block_bytes: Annotated[int, typer.Option(help="real: bytes of a block, all layers.", min=1)] = 1 << 16,
 ) -> None:
@@ -201,6 +218,7 @@ def replay(
 
     In simulated time, or (--device real) with real transfers of smaller blocks in shorter time.
     """
+    check_distinct({"--csv": csv, "--json": json_file, "--waits": waits}, read=[trace])
     with Progress(transient=True) as bar:
         task = bar.add_task("reading")
 
@@ -208,8 +226,9 @@ def replay(
             bar.update(task, completed=done, total=total, description=what)
 
         try:
-            spec = models.model_spec(model.value, tp=tp, tokens_per_block=TOKENS_PER_BLOCK)
-            costs = Costs(spec.block_bytes * spec.num_layers, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s)
+            spec = models.model_spec(model.value, tp=tp, tokens_per_block=tokens_per_block)
+            block_bytes = spec.block_bytes * spec.num_layers
+            costs = Costs(block_bytes, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s, tokens_per_block)
             all_requests = read_trace(trace, requests)
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
@@ -225,15 +244,18 @@ def replay(
         except (OSError, ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None
     _show(replays.table(rows))
-    if csv:
-        replays.write_csv(rows, csv)
-    if json_file:
-        replays.write_json(rows, costs, json_file, time_scale=time_scale if device is Device.real else None)
-    if waits:
-        replays.write_waits(runs, all_requests, waits)
-    if plot:
-        for path in replays.plot(runs, all_requests, plot):
-            _line(escape(str(path)))
+    if (found := not_of_prefixes(all_requests)) is not None:
+        _line(escape(f"{found}: these are no hashes of prefixes, for which alone the optimum is a bound"))
+    with writing():
+        if csv:
+            replays.write_csv(rows, csv)
+        if json_file:
+            replays.write_json(rows, costs, json_file, time_scale=time_scale if device is Device.real else None)
+        if waits:
+            replays.write_waits(runs, all_requests, waits)
+        if plot:
+            for path in plots.plot(runs, all_requests, costs, plot):
+                _line(escape(str(path)))
 
 
 @app.command()

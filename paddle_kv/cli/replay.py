@@ -16,10 +16,9 @@ from ..offload.replay import OPTIMUM, WAYS, Costs, Run, replay
 from ..offload.trace import Request
 
 PARTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # capacities if none is named: parts of the distinct blocks of the trace
+PARTS_TEXT = ", ".join(f"{part:.0%}" for part in PARTS)
 PROGRESS_STEP = 500  # requests
 LIVE_PROGRESS_STEP = 50
-TIMELINE_REQUESTS = 6
-WINDOW_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -229,100 +228,3 @@ def write_json(rows: Sequence[Row], costs: Costs, path: Path, *, time_scale: flo
     if time_scale is not None:
         facts |= {"link_bytes_per_s": None, "time_scale": time_scale}
     path.write_text(json.dumps({"costs": facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-
-
-def plot(runs: Sequence[Run], requests: Sequence[Request], directory: Path) -> list[Path]:
-    """Hit rate over capacity, waiting times, and a timeline, as PNG files; the two latter at the largest capacity that
-    still evicts (the largest, if none does)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = max((run.capacity_blocks for run in runs if run.evicted_blocks), default=runs[-1].capacity_blocks)
-    chosen = [run for run in runs if run.capacity_blocks == shown]
-    made = [directory / f"{name}.png" for name in ("hit_rate", "waiting_time", "timeline")]
-    figure, panel = pyplot.subplots(figsize=(8, 4.5))
-    _draw_hit_rates(panel, runs)
-    _save(figure, made[0])
-    figure, panel = pyplot.subplots(figsize=(8, 4.5))
-    _draw_waits(panel, chosen, requests)
-    _save(figure, made[1])
-    figure, panels = pyplot.subplots(3, 1, figsize=(8, 9))
-    _draw_timeline(panels, chosen, requests)
-    _save(figure, made[2])
-    return made
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _draw_hit_rates(panel: Any, runs: Sequence[Run]) -> None:
-    from matplotlib.ticker import NullLocator
-
-    for policy in dict.fromkeys(run.policy for run in runs):
-        points = [(run.capacity_blocks, 100 * run.hit_rate) for run in runs if run.policy == policy]
-        style = {"color": "black", "linestyle": "--"} if policy == OPTIMUM else {}
-        panel.plot(*zip(*sorted(points), strict=True), marker="o", label=policy, **style)
-    panel.set_xscale("log")
-    capacities = sorted({run.capacity_blocks for run in runs})
-    panel.set_xticks(capacities, [f"{one:,}" for one in capacities])
-    panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xlabel("capacity in blocks of 512 tokens")
-    panel.set_ylabel("blocks found in %")
-    panel.set_ylim(bottom=0)
-    panel.grid(alpha=0.3)
-    panel.legend()
-
-
-def _draw_waits(panel: Any, runs: Sequence[Run], requests: Sequence[Request]) -> None:
-    share = 100 * (np.arange(len(requests)) + 1) / len(requests)
-    panel.plot(np.sort(runs[0].waits_s("recompute", requests)), share, color="grey", label="recompute")
-    for number, run in enumerate(run for run in runs if run.policy != OPTIMUM):
-        for way, line in (("whole", ":"), ("layerwise", "-")):
-            waits = np.sort(run.waits_s(way, requests))
-            panel.plot(waits, share, line, color=f"C{number}", label=f"{run.policy}, {way}")
-    panel.set_xscale("log")
-    panel.set_xlabel("s from arrival to the end of the prefill")
-    panel.set_ylabel("% of the requests")
-    panel.set_title(f"{runs[0].capacity_blocks} blocks")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=8)
-
-
-def _draw_timeline(panels: Sequence[Any], runs: Sequence[Run], requests: Sequence[Request]) -> None:
-    """The requests around the one that loads most, in both ways; and the hit rate over the whole trace."""
-    run = runs[0]
-    first = max(0, int(np.argmax(run.hits)) - TIMELINE_REQUESTS // 2)
-    some = range(first, min(first + TIMELINE_REQUESTS, len(requests)))
-    for panel, way in zip(panels, ("whole", "layerwise"), strict=False):
-        for line, number in enumerate(some):
-            done = run.prefills[way][number]
-            panel.barh(line + 0.2, done.load_s, 0.4, done.start_s, color="C0", label="" if line else "load")
-            start_s = done.end_s - done.compute_s
-            panel.barh(line - 0.2, done.compute_s, 0.4, start_s, color="C1", label="" if line else "compute")
-        panel.set_title(f"{run.policy}, {run.capacity_blocks} blocks, {way}", fontsize=9)
-        panel.set_xlabel("s")
-        panel.set_ylabel("request")
-        panel.set_yticks(range(len(some)), [str(number) for number in some], fontsize=7)
-        panel.legend(fontsize=8)
-    right = max(panel.get_xlim()[1] for panel in panels[:2])
-    for panel in panels[:2]:
-        panel.set_xlim(right=right)
-    arrivals_s = np.array([request.arrival_s for request in requests])
-    # The first request need not come at 0; minutes without any have no point.
-    minutes, minute = np.unique((arrivals_s - arrivals_s[0]) // WINDOW_S, return_inverse=True)
-    blocks = np.bincount(minute, [len(request.block_ids) for request in requests])
-    for run in runs:
-        found = np.bincount(minute, run.hits)
-        style = {"color": "black", "linestyle": "--"} if run.policy == OPTIMUM else {}
-        panels[2].plot(minutes, 100 * found / np.maximum(blocks, 1), marker=".", label=run.policy, **style)
-    panels[2].set_xlabel("minutes since the first request")
-    panels[2].set_ylabel("blocks found in %")
-    panels[2].grid(alpha=0.3)
-    panels[2].legend(fontsize=8)

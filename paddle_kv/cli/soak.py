@@ -19,7 +19,7 @@ from ..devices import has_gpu
 from ..testing.soak.run import Report, Setup, Soak
 from ..testing.soak.traffic import Traffic
 from . import environment
-from .files import output_file
+from .files import output_file, writing
 
 Engine = Enum("Engine", {name: name for name in ENGINES}, type=str)
 PoolLayout = Enum("PoolLayout", {name: name for name in ("layer_first", "block_first")}, type=str)
@@ -69,7 +69,8 @@ def soak(
         report = made.run(minutes=minutes, max_moves=moves, show=show)
     rich.print(_table(report))
     if json_file:
-        json_file.write_text(json.dumps({"environment": environment.summary(), **asdict(report)}, indent=1) + "\n")
+        with writing():
+            json_file.write_text(json.dumps({"environment": environment.summary(), **asdict(report)}, indent=1) + "\n")
     if report.failure:
         rich.print(f"[red]FAIL[/] {escape(report.failure)}")
         raise typer.Exit(1)

@@ -4,8 +4,9 @@ What :mod:`.replay` works out, this does: each request looks up its blocks, load
 the three ways. The model is a sleep for each layer. Trace, model and blocks are shrunk together: time by
 ``time_scale``, and the bytes of a block by whoever chooses the costs.
 
-One prefill runs at a time, and its save is awaited before the next lookup (not counted as waiting), so that the
-policies see what they see in the simulation.
+One prefill runs at a time, and its save is awaited before the next lookup, so that the policies see what they see in
+the simulation. Neither that nor the call that saves counts as waiting: beside a model that is shrunk it would be far
+too long.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from .manager import KVOffloadManager
 from .replay import WAYS, Costs, Prefill, Progress, Run
-from .trace import TOKENS_PER_BLOCK, Request
+from .trace import Request
 
 ELEMENT_BYTES = 2
 TENSORS = 2  # key and value
@@ -137,12 +138,17 @@ class _Server:
             self._compute(request, 0, _not_waiting)
             taken_s = _since(started)
             return Prefill(0.0, 0.0, taken_s, taken_s)
+        layerwise = way == "layerwise"
         with self.manager.lookup(keys) as lease:
             found = lease.num_blocks
+            if layerwise:
+                # A server saves behind the load, and says that it is computed from it. Here the load must not gain
+                # from the time that is not counted.
+                looked_up_s = _since(started)
+                save = self.manager.save(keys[found:], table[found:], layerwise=True)
+                started = time.perf_counter() - looked_up_s
             load = self.manager.onload(lease.hashes, table[:found])
-        layerwise = way == "layerwise"
         if layerwise:
-            save = self.manager.save(keys[found:], table[found:], layerwise=True, computed_from=[load])
             with ForwardPass([load], [save], timeout_s=TIMEOUT_S) as running:
                 waited_s = self._compute(request, found, running.layer)
         else:
@@ -158,7 +164,7 @@ class _Server:
 
     def _compute(self, request: Request, found: int, around: Callable[[int], AbstractContextManager[None]]) -> float:
         """Sleeps in each layer; how long it has waited to begin with them."""
-        tokens = max(1, request.input_tokens - found * TOKENS_PER_BLOCK)
+        tokens = max(1, request.input_tokens - found * self._costs.tokens_per_block)
         layer_s = tokens / self._costs.prefill_tokens_per_s * self._time_scale / self._num_layers
         waited_s = 0.0
         for layer in range(self._num_layers):

@@ -31,20 +31,21 @@ class Costs:
     """What time is made of.
 
     Attributes:
-        block_bytes: one block of 512 tokens, all layers, of one rank.
+        block_bytes: one block, all layers, of one rank.
         num_layers: layers of the model, each an equal part of load and computation.
         link_bytes_per_s: host to device, of one rank.
         prefill_tokens_per_s: of all ranks together; the same for each token, wherever it stands in the prompt.
+        tokens_per_block: what an id of the trace stands for.
     """
 
     block_bytes: int
     num_layers: int
     link_bytes_per_s: float
     prefill_tokens_per_s: float
+    tokens_per_block: int = TOKENS_PER_BLOCK
 
     def __post_init__(self) -> None:
-        for name in ("block_bytes", "num_layers", "link_bytes_per_s", "prefill_tokens_per_s"):
-            value = getattr(self, name)
+        for name, value in vars(self).items():
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} = {value} must be a finite number above 0")
 
@@ -123,7 +124,9 @@ def _run_policy(
     requests: Sequence[Request], policy: str, capacity_blocks: int, num_blocks: int, progress: Progress
 ) -> Run:
     index: BlockIndex[int] = BlockIndex(make_policy(policy, capacity_blocks), capacity_blocks)
-    free_slots = list(range(capacity_blocks))
+    distinct = len({block for request in requests for block in request.block_ids})
+    longest = max((len(request.block_ids) for request in requests), default=0)
+    free_slots = list(range(min(capacity_blocks, distinct + longest)))  # more are never taken
     hits, saved = [], 0
     for number, request in enumerate(requests):
         found = index.lookup(request.block_ids)
@@ -139,7 +142,7 @@ def _prefills(requests: Sequence[Request], hits: Sequence[int], costs: Costs, wa
     for request, found in zip(requests, hits, strict=True):
         loaded = 0 if way == "recompute" else found
         # The last token is always computed: its result is the first token of the answer.
-        tokens = max(1, request.input_tokens - loaded * TOKENS_PER_BLOCK)
+        tokens = max(1, request.input_tokens - loaded * costs.tokens_per_block)
         load_s = loaded * costs.block_bytes / costs.link_bytes_per_s
         compute_s = tokens / costs.prefill_tokens_per_s
         start_s = max(request.arrival_s, idle_from_s)

@@ -2,12 +2,13 @@
 
 Fields: ``timestamp`` in ms since the start, ``input_length`` and ``output_length`` in tokens, ``hash_ids``: one id per
 block of 512 prompt tokens (the last may be partly filled); two requests share a prefix exactly as far as their ids
-agree.
+agree. So each id stands for all that is before it, too: :func:`not_of_prefixes` tells if it does not.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,17 @@ def read_trace(path: Path, limit: int | None = None) -> list[Request]:
     if not requests:
         raise ValueError(f"{path} holds no requests")
     return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def not_of_prefixes(requests: Sequence[Request]) -> str | None:
+    """None if each id always follows the same one, as hashes of prefixes do; else which one does not."""
+    before: dict[int, int | None] = {}
+    for number, request in enumerate(requests):
+        for previous, block in zip((None, *request.block_ids), request.block_ids, strict=False):
+            if before.setdefault(block, previous) != previous:
+                places = [f"behind {one}" if one is not None else "first" for one in (before[block], previous)]
+                return f"in hash_ids {block} stands {places[0]} and, in request {number}, {places[1]}"
+    return None
 
 
 def _request(line: bytes) -> Request:

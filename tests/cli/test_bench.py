@@ -379,6 +379,7 @@ def test_calibrate_needs_a_gpu():
         (["soak", "--json", "."], "is a folder; a file is expected"),
         (["bench", "--plot", "rates.txt"], "rates.txt must end in .png"),
         (["replay", "trace.jsonl", "--plot", "pyproject.toml"], "pyproject.toml is no folder, and none can be made"),
+        (["bench", "--csv", "same", "--json", "./same"], "same is also --csv"),
         (["replay", "trace.jsonl", "--csv", "nowhere/rows.csv"], "there is no folder nowhere for rows.csv"),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,10 @@ from typer.testing import CliRunner
 from paddle_kv.cli.main import app
 
 RUNNER = CliRunner()
+
+
+def plain(output: str) -> str:
+    return " ".join(output.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -94,6 +100,7 @@ def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> No
         "num_layers": 2,
         "link_bytes_per_s": None,  # of each row: loaded_bytes / transfer_s
         "prefill_tokens_per_s": 60_000,
+        "tokens_per_block": 512,
         "time_scale": 0.001,
     }
     rows = list(csv.DictReader(rows_path.open()))
@@ -118,6 +125,9 @@ def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> No
         ["--capacity", "0"],
         ["--link-gbps", "0"],
         ["--link-gbps", "inf"],
+        ["--link-gbps", "-1"],
+        ["--time-scale", "nan"],
+        ["--tokens-per-block", "0"],
         ["--prefill-tokens-per-s", "nan"],
         ["--tp", "3"],
         ["--policy", "mru"],
@@ -129,22 +139,23 @@ def test_a_wrong_option_is_a_message_and_no_traceback(trace: Path, options: list
     found = RUNNER.invoke(app, ["replay", str(trace), *options])
     assert found.exit_code == 2
     assert isinstance(found.exception, SystemExit)
-    if options[1] in ("inf", "nan"):
-        assert f"{options[1]} must be a finite number above 0" in found.output
+    if options[1] in ("inf", "nan", "-1"):
+        assert f"{options[0]}': {options[1]} must be a finite number above 0" in plain(found.output)
 
 
 @pytest.mark.parametrize(
     ("option", "text"),
     [("--csv", "there is no folder"), ("--json", "there is no folder"), ("--waits", "there is no folder"),
-     ("--plot", "is no folder, and none can be made")],
+     ("--plot", "is no folder, and none can be made"), ("--plot /proc", "nothing can be written in /proc")],
 )  # fmt: skip
 def test_a_target_that_cannot_be_written_is_a_message_before_the_work(
     trace: Path, option: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paddle_kv.cli.replay.run_all", None)  # not reached
-    found = RUNNER.invoke(app, ["replay", str(trace), option, str(trace / "rows")])
+    option, _, target = option.partition(" ")
+    found = RUNNER.invoke(app, ["replay", str(trace), option, target or str(trace / "rows")])
     assert found.exit_code == 2
-    assert text in " ".join(found.output.replace("│", " ").split())
+    assert text in plain(found.output)
 
 
 def test_pictures_need_matplotlib(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,3 +188,126 @@ def test_a_file_that_is_no_trace_is_a_message(tmp_path: Path) -> None:
     found = RUNNER.invoke(app, ["replay", str(path)])
     assert found.exit_code == 2
     assert "line 1" in found.output
+
+
+def test_a_full_disk_is_a_message_before_the_work_and_behind_it(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = RUNNER.invoke(app, ["replay", str(trace), "--capacity", "9", "--csv", "/dev/full"])
+    assert found.exit_code == 1 and isinstance(found.exception, SystemExit)  # no traceback
+    assert "optimum" in found.output, "what was worked out is not lost"
+    assert "No space left on device" in found.output
+    monkeypatch.setattr("paddle_kv.cli.replay.run_all", None)  # not reached
+    full = os.statvfs_result((0,) * 10)
+    monkeypatch.setattr("paddle_kv.cli.files.os.statvfs", lambda path: full)
+    found = RUNNER.invoke(app, ["replay", str(trace), "--csv", str(tmp_path / "rows.csv")])
+    assert found.exit_code == 2
+    assert f"no space is left for {tmp_path}" in plain(found.output).replace(" /", "/").replace("for/", "for /")
+
+
+@pytest.mark.parametrize("other", ["--csv", "--waits", "the file that is read"])
+def test_two_files_of_one_name(trace: Path, tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_kv.cli.main.read_trace", None)  # not reached
+    monkeypatch.chdir(tmp_path)
+    name = "trace.jsonl" if other.startswith("the") else "same"
+    given = [other, name] if other.startswith("--") else []
+    found = RUNNER.invoke(app, ["replay", str(trace), *given, "--json", str(tmp_path / ".." / tmp_path.name / name)])
+    assert found.exit_code == 2
+    assert f"is also {'--json' if other == '--waits' else other}" in plain(found.output)
+    assert trace.read_text().startswith("{"), "the trace is as it was"
+
+
+@pytest.mark.parametrize("capacity", ["3000000000", "999999999999999"])
+def test_more_capacity_than_there_is_memory(trace: Path, capacity: str) -> None:
+    """In simulated time it is as good as room for all; real bytes have to be somewhere."""
+    found = RUNNER.invoke(app, ["replay", str(trace), "--capacity", capacity, "--policy", "lru"])
+    assert found.exit_code == 0, found.output
+    found_all = RUNNER.invoke(app, ["replay", str(trace), "--capacity", "100", "--policy", "lru"])
+    hits = [plain(one.output).split("%")[0].split()[-1] for one in (found, found_all)]
+    assert hits[0] == hits[1] != "0.00"
+    found = RUNNER.invoke(app, ["replay", str(trace), "--capacity", capacity, "--policy", "lru", "--device", "real"])
+    assert found.exit_code == 2
+    assert f"{int(capacity) << 16} bytes of" in plain(found.output) and "were asked for" in plain(found.output)
+
+
+def test_a_capacity_that_no_machine_has(trace: Path) -> None:
+    found = RUNNER.invoke(app, ["replay", str(trace), "--capacity", "99999999999999999999"])
+    assert found.exit_code == 2
+    assert "'--capacity'" in plain(found.output) and f"{10**15}" in found.output
+
+
+def test_blocks_of_other_sizes(trace: Path, tmp_path: Path) -> None:
+    """An id of half as many tokens takes half the memory and saves half the computation."""
+    rows = []
+    for tokens in (512, 256):
+        path = tmp_path / f"{tokens}.csv"
+        command = ["replay", str(trace), "--policy", "lru", "--capacity", "100", "--csv", str(path)]
+        assert RUNNER.invoke(app, [*command, "--tokens-per-block", str(tokens)]).exit_code == 0
+        rows.append(next(csv.DictReader(path.open())))
+    assert int(rows[0]["loaded_bytes"]) == 2 * int(rows[1]["loaded_bytes"]) > 0
+    assert rows[0]["recompute_wait_mean_s"] == rows[1]["recompute_wait_mean_s"]
+    assert float(rows[0]["layerwise_wait_mean_s"]) < float(rows[1]["layerwise_wait_mean_s"])
+
+
+def test_the_default_capacities_are_in_the_help() -> None:
+    assert "Default: 1%, 3%, 10%, 30%, 100% of the distinct blocks" in plain(
+        RUNNER.invoke(app, ["replay", "--help"]).output
+    )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([[1, 2], [1, 2, 3], [], [4, 5]], None),
+        ([[1, 2], [3, 2]], "in hash_ids 2 stands behind 1 and, in request 1, behind 3"),
+        ([[1, 2], [2]], "in hash_ids 2 stands behind 1 and, in request 1, first"),
+        ([[7, 8, 7]], "in hash_ids 7 stands first and, in request 0, behind 8"),
+    ],
+)
+def test_ids_that_are_no_prefix_hashes_are_told(tmp_path: Path, prompts: list[list[int]], said: str | None) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": n, "input_length": 9, "hash_ids": ids} for n, ids in enumerate(prompts)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = RUNNER.invoke(app, ["replay", str(path), "--capacity", "2"])
+    assert found.exit_code == 0, found.output
+    assert ("hash_ids" in found.output) == (said is not None)
+    if said:
+        assert f"{said}: these are no hashes of prefixes, for which alone the optimum is a bound" in plain(found.output)
+
+
+def drawn(command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The figures by the names of their files."""
+    from matplotlib import pyplot
+
+    figures, close = [], pyplot.close
+    monkeypatch.setattr(pyplot, "close", lambda figure: figures.append(figure) or close(figure))
+    found = RUNNER.invoke(app, [*command, "--plot", str(folder)])
+    assert found.exit_code == 0, found.output
+    names = [line.rpartition("/")[2] for line in found.output.splitlines() if line.endswith(".png")]
+    assert sorted(names) == sorted(path.name for path in folder.iterdir())
+    return dict(zip(names, figures, strict=True))
+
+
+def test_pictures_show_something(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    many = ["--capacity", "10", "--capacity", "14", "--capacity", "100", "--tokens-per-block", "64"]
+    figures = drawn(["replay", str(trace), *many], tmp_path / "many", monkeypatch)
+    assert list(figures) == ["hit_rate.png", "waiting_time.png", "timeline.png"]
+    assert figures["hit_rate.png"].axes[0].get_xlabel() == "capacity in blocks of 64 tokens"
+    load, layerwise = figures["timeline.png"].axes  # all requests come in one minute
+    for panel in (load, layerwise):
+        taken = [bar.get_x() + bar.get_width() for bar in panel.patches]
+        assert len(taken) == 2 * 6 and min(taken) > 0
+        assert max(taken) > 0.8 * panel.get_xlim()[1], "no white on the right"
+    title = figures["waiting_time.png"].axes[0].get_title()
+    assert title != "100 blocks", "there all policies find all"
+
+    one = drawn(["replay", str(trace), "--capacity", "100"], tmp_path / "one", monkeypatch)
+    assert list(one) == ["waiting_time.png", "timeline.png"], "one capacity makes no line"
+    labels = [line.get_label() for line in one["waiting_time.png"].axes[0].lines]
+    assert labels == ["recompute", "lru, arc, s3fifo: whole", "lru, arc, s3fifo: layerwise"]
+
+    path = tmp_path / "new.jsonl"
+    path.write_text("\n".join(json.dumps({"timestamp": n, "input_length": 9, "hash_ids": [n]}) for n in range(9)))
+    assert drawn(["replay", str(path), "--capacity", "5"], tmp_path / "new", monkeypatch) == {}, "nothing is found"
+    assert list(drawn(["replay", str(path)], tmp_path / "sweep", monkeypatch)) == ["hit_rate.png"]

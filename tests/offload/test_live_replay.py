@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from paddle_kv.memory.host_pool import HostPool
 from paddle_kv.offload.live_replay import link_bytes_per_s, live_replay, shrunk, spec_of
+from paddle_kv.offload.manager import KVOffloadManager
 from paddle_kv.offload.replay import WAYS, Costs, replay
 from paddle_kv.offload.trace import Request
 from tests.offload.test_replay import prompts_of
@@ -57,6 +60,24 @@ def test_times_are_measured() -> None:
     assert link_bytes_per_s(run, COSTS.block_bytes) == pytest.approx(
         run.hit_blocks * COSTS.block_bytes / sum(one.load_s for one in run.prefills["layerwise"])
     )
+
+
+def test_the_call_that_saves_counts_in_no_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be longer than the model that is shrunk; and no load may gain from it."""
+    held_s = 0.05
+    save = KVOffloadManager.save
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(held_s)
+        return save(*arguments, **named)
+
+    monkeypatch.setattr(KVOffloadManager, "save", slowly)
+    run = live_replay(requests_of(6), "lru", 400, COSTS, TIME_SCALE)
+    for way in WAYS:
+        taken_s = [done.end_s - done.start_s for done in run.prefills[way]]
+        assert max(taken_s) < held_s, way
+        assert all(done.compute_s > 0 for done in run.prefills[way])
+    assert run.hit_blocks > 0
 
 
 def test_blocks_have_the_layers_and_bytes_that_were_asked_for() -> None:
