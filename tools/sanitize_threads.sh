@@ -27,6 +27,7 @@ queue=(tests/native/fake_cuda/fake_cuda.cc
 build host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
 build transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
 build queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"
+build queue_stress tests/native/queue_stress_test.cc "${cpu_copies[@]}" "${queue[@]}"
 build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
   "${queue[@]}" "$transfer"/cuda/{copy,kernel,staging}_engine.cc
 build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
@@ -34,7 +35,7 @@ build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fa
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
 run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)
-for program in host_threads transfer_queue queue_calls engines pointer_facts; do
+for program in host_threads transfer_queue queue_calls queue_stress engines pointer_facts; do
   echo "== $program, -fsanitize=$sanitizer"
   TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" "${run[@]}" "$folder/$program"
 done

@@ -26,6 +26,7 @@ SOURCES = {
     "host_threads_test": CPU_COPIES,
     "transfer_queue_test": [*CPU_COPIES, *QUEUE],
     "queue_calls_test": [*CPU_COPIES, *QUEUE],
+    "queue_stress_test": [*CPU_COPIES, *QUEUE],
     "engines_test": [
         PLAN,
         *QUEUE,
