@@ -37,6 +37,6 @@ run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)
 for program in host_threads transfer_queue queue_calls queue_stress engines pointer_facts; do
   echo "== $program, -fsanitize=$sanitizer"
-  TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" "${run[@]}" "$folder/$program"
+  TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" timeout 600 "${run[@]}" "$folder/$program"
 done
 echo "nothing found"
