@@ -13,7 +13,7 @@ import cupy
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
-from paddle_kv.backend.protocol import ENGINES
+from paddle_kv.backend.work import ENGINES
 from paddle_kv.bench.engines import COLUMNS, both_ways, rows
 from paddle_kv.bench.load import LOADS, ComputeLoad
 from paddle_kv.cli.calibrate import write_csv

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..layout import differences
 from ..ops._library import call
-from ..schedule.plan import Direction, TransferPlan
+from .work import Direction, TransferPlan
 
 DIRECTION_CODES: dict[Direction, int] = {"offload": 0, "onload": 1}
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..schedule.plan import TransferPlan
+from ..errors import BackendError
 from . import binding as bindings
-from .protocol import LayerWork
+from .work import LayerWork
 
 
 class CpuEvent:
@@ -19,13 +21,24 @@ class CpuEvent:
 
     def __init__(self) -> None:
         self._passed = threading.Event()
-        self.error: BaseException | None = None
+        self._reports: deque[Callable[[], None]] = deque()
+        self.error: Exception | None = None
         self.time_s = 0.0
 
-    def set(self, error: BaseException | None = None) -> None:
+    def set(self, error: Exception | None = None) -> None:
         self.error = error
         self.time_s = time.perf_counter()
         self._passed.set()
+        while self._reports:
+            with contextlib.suppress(IndexError):  # the other one was quicker
+                self._reports.popleft()()
+
+    def watch(self, report: Callable[[], None]) -> None:
+        """Calls it once, when the event was passed."""
+        self._reports.append(report)
+        if self.done():
+            with contextlib.suppress(IndexError):
+                self._reports.popleft()()
 
     def done(self) -> bool:
         """Whether the event was passed."""
@@ -46,6 +59,7 @@ class CpuStream:
     _names = itertools.count()
 
     def __init__(self) -> None:
+        self.copies: deque[_Task] = deque()  # not at their end
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"paddle_kv-stream-{next(self._names)}", daemon=True)
         self._thread.start()
@@ -63,6 +77,30 @@ class CpuStream:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+
+
+class _Task:
+    """Layers that a stream copies. A group that has begun is copied to its end."""
+
+    def __init__(self, work: LayerWork) -> None:
+        self.work = work
+        self._lock = threading.Lock()
+        self._next_group = work.first_group
+        self._end_group = work.end_group
+
+    def begin(self, group: int) -> bool:
+        """Whether the group is to be copied."""
+        with self._lock:
+            self._next_group = group + 1
+            return group < self._end_group
+
+    def cancel(self) -> int | None:
+        """The first group that will not be copied."""
+        with self._lock:
+            if self._next_group >= self._end_group:
+                return None
+            self._end_group = self._next_group
+            return self._end_group
 
 
 class CpuBackend:
@@ -111,7 +149,17 @@ class CpuBackend:
             raise TimeoutError(f"the layer did not arrive within timeout_s = {timeout_s}")
 
     def copy_layers(self, binding: int, work: LayerWork, stream: CpuStream) -> None:
-        stream.submit(lambda: _copy(binding, work))
+        task = _Task(work)
+        stream.copies.append(task)
+        stream.submit(lambda: _copy(binding, task, stream))
+
+    def watch(self, events: Sequence[CpuEvent], report: Callable[[], None]) -> None:
+        events[-1].watch(report)  # of one stream: it has passed the others before
+
+    def cancel(self, stream: CpuStream, number: int) -> int | None:
+        tasks = [task for task in list(stream.copies) if task.work.number == number]
+        dropped = [(task, group) for task in tasks if (group := task.cancel()) is not None]
+        return min((task.work.plan.layers_of(group).start for task, group in dropped), default=None)
 
     def is_complete(self, *events: CpuEvent) -> bool:
         for event in events:
@@ -133,9 +181,9 @@ class CpuBackend:
         return event
 
 
-def _copy(binding: int, work: LayerWork) -> None:
-    plan: TransferPlan = work.plan
-    error: BaseException | None = None
+def _copy(binding: int, task: _Task, stream: CpuStream) -> None:
+    work, plan = task.work, task.work.plan
+    error: Exception | None = None
     for group in range(work.first_group, work.end_group):
         for event in work.waits[group - work.first_group]:
             event.wait()
@@ -144,7 +192,13 @@ def _copy(binding: int, work: LayerWork) -> None:
         layers = plan.layers_of(group)
         if error is None:
             try:
+                if not task.begin(group):
+                    raise BackendError(f"the transfer was cancelled before layer {layers.start} was copied")
                 bindings.copy(binding, plan, layers)
-            except BaseException as failure:  # noqa: BLE001  the worker lives; the transfer carries the error
+            except Exception as failure:  # noqa: BLE001  the worker lives; the transfer carries the error
                 error = failure
+            except BaseException as failure:  # noqa: BLE001  SystemExit of a thread is no failure of whoever asks
+                error = BackendError(f"{type(failure).__name__}: {failure}")
+        if group == work.end_group - 1:
+            stream.copies.remove(task)
         work.records[group - work.first_group].set(error)

@@ -16,7 +16,7 @@ from .. import streams
 from ..errors import CudaError
 from . import binding as bindings
 from . import calibration, transfer_queue
-from .protocol import ENGINES, LayerWork
+from .work import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6

@@ -7,28 +7,10 @@ an unrecorded CUDA event is a no-op. A backend that records them later has to ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..schedule.plan import TransferPlan
-
-Stream = Any
-Event = Any
-ENGINES = ("auto", "copy_engine", "kernel", "staging")  # in the order of the library's codes
-
-
-@dataclass(frozen=True)
-class LayerWork:
-    """Consecutive groups of layers of one transfer, to be enqueued by one call."""
-
-    plan: TransferPlan
-    first_group: int
-    end_group: int
-    waits: Sequence[Sequence[Event]]  # for each group: events that come before it
-    start: Event  # recorded behind the first group's waits
-    records: Sequence[Event]  # for each group: recorded when its layers are copied
-    engine: str = "auto"
+from .work import Event, LayerWork, Stream
 
 
 class Backend(Protocol):
@@ -71,12 +53,21 @@ class Backend(Protocol):
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
 
+    def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
+        """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All
+        are recorded or handed over. ``report`` only leaves a message: it takes no lock and waits for nothing."""
+
+    def cancel(self, stream: Stream, number: int) -> int | None:
+        """Of the work of that transfer on the stream nothing is copied any more that has not begun; its events come all
+        the same, and tell of a failure. Returns the first layer of which not all is copied, None if all is."""
+
     def is_complete(self, *events: Event) -> bool:
         """Whether all of the events were passed. Asked in this order: raises what went wrong before the first that has
         something to report, unless one in front of it was not passed."""
 
     def wait(self, event: Event, timeout_s: float | None) -> bool:
-        """Blocks the host until the event was passed (True) or the time is over (False). Raises as ``is_complete``."""
+        """Blocks the host until the event was passed (True) or the time is over (False). Raises as ``is_complete``. For
+        the start and for failures: transfers are waited for by ``watch``."""
 
     def elapsed_ms(self, start: Event, end: Event) -> float: ...
 

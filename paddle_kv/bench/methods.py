@@ -12,7 +12,7 @@ import numpy as np
 import paddle
 
 from .. import ops
-from ..backend.protocol import ENGINES
+from ..backend.work import ENGINES
 from ..devices import has_gpu
 from ..schedule.scheduler import LayerwiseScheduler
 from .setup import Case, Side, Way

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, ops
 from ..backend import calibration
-from ..backend.protocol import ENGINES
+from ..backend.work import ENGINES
 from ..bench import methods
 from ..bench.check import moves_the_bytes
 from ..bench.clock import CudaClock, HostClock

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ..backend.protocol import ENGINES
+from ..backend.work import ENGINES
 from ..devices import has_gpu
 from ..testing.soak.run import Report, Setup, Soak
 from ..testing.soak.traffic import Traffic

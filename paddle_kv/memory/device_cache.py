@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -9,11 +10,12 @@ import numpy as np
 import paddle
 
 from .. import devices
+from ..checks import check_ids
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
-from ..schedule.plan import check_ids
-from ..tracking import hazards
+from ..tracking.group import change
+from ..tracking.memories import Extent, attach
 
 
 class DeviceCache:
@@ -107,8 +109,8 @@ class DeviceCache:
             stride_bytes = spec.tensor_block_bytes(name)
             for layer, tensor in enumerate(self._tensors[name]):
                 start = tensor.data_ptr()
-                extents.append(hazards.Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
-        self.domain, _ = hazards.attach(self, extents)
+                extents.append(Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
+        self.domain, _ = attach(self, extents)
 
     def __reduce__(self) -> NoReturn:
         # A copy would have tensors of its own, of which the tracking of blocks knows nothing.
@@ -158,7 +160,7 @@ class DeviceCache:
         """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
-        self.domain.mark_rewritten(ids)
+        change(self.domain, functools.partial(self.domain.mark_rewritten, ids))
 
 
 def _device_id(tensor: Tensor) -> int | None:

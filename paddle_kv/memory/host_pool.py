@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
 
+from ..checks import check_distinct, check_ids, check_timeout
+from ..errors import ClosedError, LeasedError
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
-from ..schedule import checksum
-from ..schedule.plan import check_distinct, check_ids, check_timeout
-from ..tracking import hazards
+from ..tracking import stamps
+from ..tracking.domain import BlockDomain
+from ..tracking.group import change, note, wait_until
+from ..tracking.memories import Extent, attach
 from .free_extents import FreeExtents
 from .host_memory import HostMemory, allocate, can_page_lock
-
-POLL_S = 0.001
 
 
 class HostPool:
@@ -70,7 +72,7 @@ class HostPool:
             self._attach(self._tensor_extents())
         else:
             start = self._memory[0].address
-            self._attach([hazards.Extent(start, start + sizes[0], block_first_stride)])
+            self._attach([Extent(start, start + sizes[0], block_first_stride)])
 
     @classmethod
     def adopt(cls, spec: KVCacheSpec, pointers: Mapping[str, Sequence[int]], num_blocks: int) -> HostPool:
@@ -132,15 +134,15 @@ class HostPool:
         self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
         self._closed = False
 
-    def _tensor_extents(self) -> list[hazards.Extent]:
+    def _tensor_extents(self) -> list[Extent]:
         return [
-            hazards.Extent(start, start + self.num_blocks * self._strides[name], self._strides[name], layer)
+            Extent(start, start + self.num_blocks * self._strides[name], self._strides[name], layer)
             for name in self.spec.tensor_names
             for layer, start in enumerate(self._pointers[name])
         ]
 
-    def _attach(self, extents: list[hazards.Extent]) -> None:
-        self.domain, self._detach = hazards.attach(self, extents)
+    def _attach(self, extents: list[Extent]) -> None:
+        self.domain, self._detach = attach(self, extents)
         self._free = FreeExtents(self.num_blocks)
 
     # ---- memory ----
@@ -160,7 +162,7 @@ class HostPool:
         Raises:
             ValueError: ``name`` is not of ``spec.tensor_names``.
             IndexError: no such layer.
-            RuntimeError: closed.
+            ClosedError: closed.
         """
         self._check_open()
         if name not in self._pointers:
@@ -198,7 +200,7 @@ class HostPool:
         Raises:
             ValueError: no such name.
             IndexError: no such layer or block.
-            RuntimeError: closed.
+            ClosedError: closed.
         """
         address = self.pointer(name, layer)
         block_id = arguments.integer(block_id, "block_id")
@@ -212,20 +214,29 @@ class HostPool:
         """Gives the memory back. Again: does nothing.
 
         Raises:
-            RuntimeError: a transfer or a lease still holds blocks; wait for it (``LayerwiseScheduler.close``).
+            LeasedError: a transfer or a lease still holds blocks; wait for it (``LayerwiseScheduler.close``).
         """
-        with hazards.lock:
-            if self._closed:
-                return
-            hazards.collect()
-            busy = self.domain.busy(range(self.num_blocks))
-            if busy:
-                raise RuntimeError(
-                    f"{len(busy)} blocks (first: {busy[0]}) are held by transfers or leases; wait for them"
-                )
-            self._closed = True
-            self._detach()
-            self._memory = []
+        change(self.domain, self._close_here)
+
+    def _close_here(self) -> None:
+        if self._closed:
+            return
+        busy = self._still_busy(range(self.num_blocks))
+        if busy:
+            raise LeasedError(
+                f"{len(busy)} blocks (first: {busy[0]}) are held by transfers or leases; wait for them", busy
+            )
+        self._closed = True
+        self._detach()
+        self._memory = []
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # ---- blocks ----
     def allocate(self, count: int) -> list[int]:
@@ -238,7 +249,7 @@ class HostPool:
         Raises:
             MemoryError: names the blocks asked for and free. Nothing is allocated then.
             ValueError: ``count`` is negative.
-            RuntimeError: closed.
+            ClosedError: closed.
 
         Example:
             >>> from paddle_kv import HostPool, KVCacheSpec
@@ -255,16 +266,20 @@ class HostPool:
         count = arguments.integer(count, "count")
         if count < 0:
             raise ValueError(f"count = {count} must not be negative")
-        with hazards.lock:
-            self._check_open()
-            if count > len(self._free):
-                self._reclaim()
-            if count > len(self._free):
-                raise MemoryError(f"{count} blocks were asked for, {len(self._free)} of {self.num_blocks} are free")
-            taken = self._free.allocate(count)
-            self._allocated.update(taken)
-            checksum.forget(self.domain, taken)
-            return taken
+        allocated: _Allocated = change(self.domain, functools.partial(self.allocate_here, count))
+        return allocated.take()
+
+    def allocate_here(self, count: int) -> _Allocated:
+        """:meth:`allocate` in a section."""
+        self._check_open()
+        if count > len(self._free):
+            self._reclaim()
+        if count > len(self._free):
+            raise MemoryError(f"{count} blocks were asked for, {len(self._free)} of {self.num_blocks} are free")
+        taken = self._free.allocate(count)
+        self._allocated.update(taken)
+        stamps.forget(self.domain, taken)
+        return _Allocated(self, taken)
 
     def free(self, block_ids: Any) -> None:
         """Gives blocks back. They can be allocated again once no transfer and no lease holds them.
@@ -277,41 +292,52 @@ class HostPool:
         Raises:
             IndexError: an id is outside the pool.
             ValueError: a block is not allocated, or named twice. Nothing is freed then.
-            RuntimeError: closed.
+            ClosedError: closed.
         """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
         check_distinct("block_ids", ids)
-        with hazards.lock:
-            self._check_open()
-            if not self._allocated.issuperset(ids):
-                position = next(i for i, block_id in enumerate(ids) if block_id not in self._allocated)
-                raise ValueError(f"block_ids[{position}] = {ids[position]} is not allocated")
-            self._allocated.difference_update(ids)
-            self._releasing.update(ids)
-            self._reclaim()
+        change(self.domain, functools.partial(self.free_here, ids))
+
+    def free_here(self, ids: list[int]) -> None:
+        """:meth:`free` in a section."""
+        self._check_open()
+        if not self._allocated.issuperset(ids):
+            position = next(i for i, block_id in enumerate(ids) if block_id not in self._allocated)
+            raise ValueError(f"block_ids[{position}] = {ids[position]} is not allocated")
+        self._allocated.difference_update(ids)
+        self._releasing.update(ids)
+        self._reclaim()
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that :meth:`allocate` could give now."""
-        with hazards.lock:
-            self._reclaim()
-            return len(self._free)
+        return int(change(self.domain, self.count_free_here))
+
+    def count_free_here(self) -> int:
+        """:attr:`num_free_blocks` in a section."""
+        self._reclaim()
+        return len(self._free)
 
     def _reclaim(self) -> None:
         if not self._releasing:
             return
-        hazards.collect()
-        idle = self._releasing.difference(self.domain.busy(self._releasing))
+        idle = self._releasing.difference(self._still_busy(self._releasing))
         self._releasing -= idle
         self._free.free(idle)
+
+    def _still_busy(self, block_ids: Iterable[int]) -> list[int]:
+        ids = list(block_ids)
+        for transfer in self.domain.holders(ids):
+            transfer.look()
+        return self.domain.busy(ids)
 
     @contextmanager
     def lease(self, block_ids: Any, *, write: bool = False, timeout_s: float | None = None) -> Iterator[None]:
         """Keeps blocks as they are (or, with ``write``, for this thread alone) while the ``with`` block runs.
 
         Entering waits for the transfers in flight that conflict: those that write the blocks, with ``write`` also those
-        that read them. While the lease is held, a call that would start such a transfer raises RuntimeError, and freed
+        that read them. While the lease is held, a call that would start such a transfer raises LeasedError, and freed
         blocks are not given out again.
 
         Args:
@@ -323,7 +349,7 @@ class HostPool:
             IndexError: an id is outside the pool.
             ValueError: an id occurs twice.
             TimeoutError: conflicting transfers or leases were not over after ``timeout_s``.
-            RuntimeError: closed.
+            ClosedError: closed.
 
         Example:
             >>> from paddle_kv import HostPool, KVCacheSpec
@@ -336,24 +362,19 @@ class HostPool:
         check_ids(ids, "block_ids", self.num_blocks)
         check_distinct("block_ids", ids)
         check_timeout(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with hazards.changed:
-            self._check_open()
-            hazards.collect()
-            while not self.domain.try_lease(ids, write=write):
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(f"blocks {ids[:8]} were still in use after timeout_s = {timeout_s}")
-                hazards.changed.wait(POLL_S)
-                self._check_open()
-                hazards.collect()
+        lease = wait_until(self.domain, functools.partial(self._try_lease, ids, write), timeout_s)
+        if lease is None:
+            raise TimeoutError(f"blocks {ids[:8]} were still in use after timeout_s = {timeout_s}")
         try:
             yield
         finally:
-            with hazards.changed:
-                self.domain.end_lease(ids, write=write)
-                if write:
-                    checksum.forget(self.domain, ids)
-                hazards.changed.notify_all()
+            change(self.domain, lease.end)
+
+    def _try_lease(self, ids: list[int], write: bool) -> _Lease | None:
+        self._check_open()
+        for transfer in self.domain.holders(ids):
+            transfer.look()
+        return _Lease(self.domain, ids, write) if self.domain.try_lease(ids, write=write) else None
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """The host has rewritten these blocks: they may be read again although an offload into them failed.
@@ -366,13 +387,59 @@ class HostPool:
         """
         ids = arguments.block_ids(block_ids, "block_ids")
         check_ids(ids, "block_ids", self.num_blocks)
-        with hazards.lock:
-            self.domain.mark_rewritten(ids)
-            checksum.forget(self.domain, ids)
+        change(self.domain, functools.partial(self._mark_rewritten_here, ids))
+
+    def _mark_rewritten_here(self, ids: list[int]) -> None:
+        self.domain.mark_rewritten(ids)
+        stamps.forget(self.domain, ids)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the host pool is closed")
+            raise ClosedError("the host pool is closed")
+
+
+class _Allocated:
+    """Blocks on their way to the caller. They go back if an exception of a signal handler keeps them from him."""
+
+    def __init__(self, pool: HostPool, ids: list[int]) -> None:
+        self._pool = pool
+        self._ids: list[int] | None = ids
+
+    def take(self) -> list[int]:
+        ids, self._ids = self._ids, None
+        assert ids is not None
+        return ids
+
+    def __del__(self) -> None:
+        if self._ids is not None and not self._pool.closed:
+            note(self._pool.domain, functools.partial(self._pool.free_here, self._ids))
+
+
+class _Lease:
+    """Ends once, at the latest with the last reference to it: an exception of a signal handler may come at any time."""
+
+    def __init__(self, domain: BlockDomain, ids: list[int], write: bool) -> None:
+        self._domain = domain
+        self._ids = ids
+        self._write = write
+        self._ended = False
+
+    def end(self) -> None:
+        """In a section."""
+        if not self._ended:
+            self._ended = True
+            self._domain.end_lease(self._ids, write=self._write)
+            if self._write:
+                stamps.forget(self._domain, self._ids)
+            self._domain.group.notify()
+
+    def __del__(self) -> None:
+        if not self._ended:
+            note(self._domain, functools.partial(_end, self._domain, self._ids, self._write))
+
+
+def _end(domain: BlockDomain, ids: list[int], write: bool) -> None:
+    _Lease(domain, ids, write).end()
 
 
 class _Foreign:

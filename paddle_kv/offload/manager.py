@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
+from ..checks import check_ids
 from ..memory import HostPool
 from ..ops import _arguments as arguments
-from ..schedule.plan import check_ids
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
-from ..tracking import hazards
 from .hashing import BlockHasher, spec_salt
 from .index import BlockIndex
 from .policies import make_policy
@@ -516,9 +515,8 @@ class KVOffloadManager:
 
     def _take_slots(self, num_absent: int) -> list[int]:
         room = self._index.capacity_blocks - len(self._index.slots)
-        with hazards.lock:  # nobody else may take blocks in between
-            slots = self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
-            self._taken.update(slots)
+        slots = self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
+        self._taken.update(slots)
         return slots[::-1]  # taken from the end: neighbours of a prompt become neighbours here, in the same order
 
     def _give_back(self, slots: list[int]) -> None:

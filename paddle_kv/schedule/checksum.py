@@ -19,47 +19,36 @@ import weakref
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import TransferError
+from ..memory import HostPool
 from ..memory.host_rows import host_rows
-
-if TYPE_CHECKING:
-    from ..memory import HostPool
-    from ..tracking.hazards import BlockDomain
-    from .transfer import Transfer
+from ..tracking.stamps import stamps
+from .movement import Failure, Movement, State
 
 KEPT_TRANSFERS = 256
+KEPT_FILES = 8  # of a process; the oldest are deleted
 SHOWN_IDS = 64  # of each transfer, in the file
 SHOWN_TRANSFERS = 4  # in the text of the error
 
-# For each memory: the stamp of a block, or the save in flight that will make it.
-_stamps: weakref.WeakKeyDictionary[BlockDomain, dict[int, int | Transfer]] = weakref.WeakKeyDictionary()
 _recent: collections.deque[dict[str, Any]] = collections.deque(maxlen=KEPT_TRANSFERS)
 _numbers = itertools.count(1)
-_files = itertools.count(1)
+_file_numbers = itertools.count(1)
+_files: collections.deque[Path] = collections.deque()
 
 
 def enabled() -> bool:
     return os.environ.get("PADDLE_KV_CHECKSUM") == "1"
 
 
-def forget(domain: BlockDomain, block_ids: Iterable[int]) -> None:
-    """Somebody else than a transfer may write these blocks of a host pool from now on (under the lock)."""
-    stamps = _stamps.get(domain)
-    if stamps:
-        for block_id in block_ids:
-            stamps.pop(int(block_id), None)
-
-
 class ChecksumObserver:
-    """What a scheduler tells about its transfers, under the lock of the tracker."""
+    """What a scheduler tells about its transfers, in sections."""
 
     def __init__(self, pool: HostPool) -> None:
         self._rows = host_rows(pool)
-        self._stamps = _stamps.setdefault(pool.domain, {})
-        self._records: weakref.WeakKeyDictionary[Transfer, dict[str, Any]] = weakref.WeakKeyDictionary()
-        self._late: weakref.WeakKeyDictionary[Transfer, list[int]] = weakref.WeakKeyDictionary()
+        self._stamps = stamps.setdefault(pool.domain, {})
+        self._records: weakref.WeakKeyDictionary[Movement, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self._late: weakref.WeakKeyDictionary[Movement, list[int]] = weakref.WeakKeyDictionary()
 
     def check(self, host_ids: Iterable[int]) -> None:
         """A load of these blocks is about to be submitted.
@@ -67,11 +56,11 @@ class ChecksumObserver:
         Raises:
             TransferError: the bytes of a block are not those that were saved. ``block_ids`` names all such blocks.
         """
-        error = self._mismatch(host_ids)
-        if error is not None:
-            raise error
+        failure, wrong = self._mismatch(host_ids)
+        if failure is not None:
+            raise failure.exception(wrong)
 
-    def started(self, transfer: Transfer) -> None:
+    def started(self, transfer: Movement) -> None:
         plan = transfer.plan
         host_ids = [int(block_id) for block_id in plan.host_ids]
         if plan.direction == "offload":
@@ -86,30 +75,32 @@ class ChecksumObserver:
             "num_blocks": len(host_ids),
             "device_ids": [int(block_id) for block_id in plan.device_ids[:SHOWN_IDS]],
             "host_ids": host_ids[:SHOWN_IDS],
-            "stream": transfer.stream_name,
+            "stream": str(getattr(transfer.stream, "ptr", transfer.stream)),
             "started_s": time.time(),
             "over_s": None,
             "error": None,
         }
         _recent.append(record)
 
-    def over(self, transfer: Transfer, error: TransferError | None) -> TransferError | None:
+    def over(self, transfer: Movement, failure: Failure | None) -> Failure | None:
         """All that was submitted of it is done. Returns what is wrong with the blocks that it has read."""
         plan = transfer.plan
+        mismatch = None
         if plan.direction == "offload":
             for block_id in map(int, plan.host_ids):
                 if self._stamps.get(block_id) is not transfer:
                     continue  # a later save, or a new owner
-                if error is None:
+                if failure is None:
                     self._stamps[block_id] = self._checksum(block_id)
                 else:
                     del self._stamps[block_id]
-        elif error is None and transfer in self._late:
-            error = self._mismatch(self._late.pop(transfer))
+        elif failure is None and transfer in self._late:
+            mismatch, _ = self._mismatch(self._late.pop(transfer))
+        told = failure or mismatch
         record = self._records.pop(transfer)
         record["over_s"] = time.time()
-        record["error"] = None if error is None else str(error).partition("\n")[0]
-        return error
+        record["error"] = None if told is None else told.message.partition("\n")[0]
+        return mismatch
 
     def _checksum(self, block_id: int) -> int:
         checksum = 0
@@ -118,21 +109,21 @@ class ChecksumObserver:
                 checksum = zlib.crc32(tensor[block_id], checksum)
         return checksum
 
-    def _mismatch(self, host_ids: Iterable[int]) -> TransferError | None:
+    def _mismatch(self, host_ids: Iterable[int]) -> tuple[Failure | None, list[int]]:
         wrong = []
         for block_id in dict.fromkeys(map(int, host_ids)):  # one source may have many targets
             stamp = self._stamps.get(block_id)
             if isinstance(stamp, int) and self._checksum(block_id) != stamp:
                 wrong.append(block_id)
         if not wrong:
-            return None
+            return None, []
         last = [_line(record) for record in list(_recent)[-SHOWN_TRANSFERS:]]
-        return TransferError(
+        message = (
             f"{len(wrong)} blocks of the host pool do not hold what was saved to them: {wrong[:8]}. Something else has "
             f"written to that memory. The last {len(_recent)} transfers are in {_dump(wrong)}; the latest:\n"
-            + "\n".join(last),
-            block_ids=wrong,
+            + "\n".join(last)
         )
+        return Failure(State.FAILED, message, damaged=tuple(wrong)), wrong
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -144,9 +135,12 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def _dump(wrong: list[int]) -> str:
-    path = Path(tempfile.gettempdir()) / f"paddle_kv-transfers-{os.getpid()}-{next(_files)}.json"
+    path = Path(tempfile.gettempdir()) / f"paddle_kv-transfers-{os.getpid()}-{next(_file_numbers)}.json"
     try:
         path.write_text(json.dumps({"wrong_host_blocks": wrong, "transfers": list(_recent)}, indent=1) + "\n")
+        _files.append(path)
+        while len(_files) > KEPT_FILES:
+            _files.popleft().unlink(missing_ok=True)
     except OSError as error:  # the mismatch is what has to be told
         return f"no file ({error})"
     return str(path)

@@ -10,12 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from itertools import repeat, starmap
+from collections.abc import Iterator
 from typing import Any
 
-from ..backend.protocol import Backend, Event, Stream
+from ..backend.protocol import Backend
+from ..backend.work import Event, Stream
 
 abandoned: deque[DeviceResources] = deque()
+
+
+class Events:
+    """Events that are given back together, when the last reference to them goes: whoever waits for one of them keeps
+    them by a reference, and an exception that ends the wait lets go of it by itself."""
+
+    def __init__(self, events: list[Event], given_back: deque[list[Event]]) -> None:
+        self._events = events
+        self._given_back = given_back
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+    def __del__(self) -> None:
+        self._given_back.append(self._events)
 
 
 class DeviceResources:
@@ -23,19 +39,19 @@ class DeviceResources:
 
     def __init__(self, backend: Backend, device_cache: Any, host_pool: Any) -> None:
         self.backend = backend
-        self.num_events = 0
         self.streams: dict[str, Stream] = {}
+        self._num_events = 0
+        self._given_back: deque[list[Event]] = deque()
         self._process_id = os.getpid()
-        self._own_events: list[Event] = []
         self.binding = backend.bind(device_cache, host_pool)
         try:
             for direction in ("onload", "offload"):
                 self.streams[direction] = backend.create_stream()
-            self.take_events(1, self._own_events)
+            self._own_events: Events | None = self.take_events(1)
         except BaseException:
             self.release()
             raise
-        self.origin_event = self._own_events[0]
+        [self.origin_event] = self._own_events
 
     def urgent_stream(self) -> Stream:
         """The stream of loads that must not queue behind others; most schedulers never need it."""
@@ -43,19 +59,29 @@ class DeviceResources:
             self.streams["urgent"] = self.backend.create_stream(urgent=True)
         return self.streams["urgent"]
 
-    def take_events(self, count: int, held: list[Event]) -> None:
-        """Appends to ``held``, which has those that could be made if one cannot."""
-        before = len(held)
-        try:
-            held.extend(starmap(self.backend.create_event, repeat((), count)))
-        finally:
-            self.num_events += len(held) - before
+    @property
+    def num_events(self) -> int:
+        """Those that were taken and are still in use."""
+        self._collect_events()
+        return self._num_events
 
-    def give_back(self, events: list[Event]) -> None:
+    def take_events(self, count: int) -> Events:
+        """So many. Only under the lock, as all of this."""
+        self._collect_events()
+        taken: list[Event] = []
+        events = Events(taken, self._given_back)  # has those that could be made if one cannot
+        for _ in range(count):
+            taken.append(self.backend.create_event())
+            self._num_events += 1
+        return events
+
+    def _collect_events(self) -> None:
         destroy = self.backend.destroy_event
-        for event in events:
-            destroy(event)
-        self.num_events -= len(events)
+        while self._given_back:
+            events = self._given_back.popleft()
+            self._num_events -= len(events)
+            for event in events:
+                destroy(event)
 
     def release(self) -> None:
         """Gives everything back, once. Not under a lock: a stream that ends may wait for a thread that wants it."""
@@ -64,7 +90,8 @@ class DeviceResources:
         with contextlib.ExitStack() as steps:  # one that fails (a lost device) must not keep the others
             steps.callback(self.backend.close)
             steps.callback(self.backend.unbind, self.binding)
-            steps.callback(self.give_back, self._own_events)
+            self._own_events = None
+            steps.callback(self._collect_events)
             while self.streams:
                 steps.callback(self.backend.destroy_stream, self.streams.popitem()[1])
 

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
+import math
 import os
 import time
 import weakref
+from collections import deque
 from types import TracebackType
 from typing import Any, Literal
 
 from .. import backend as backends
-from ..backend.protocol import ENGINES, Backend, Event, Stream
+from ..backend.protocol import Backend
+from ..backend.work import ENGINES, Direction, Event, Stream, TransferPlan
+from ..checks import check_timeout
+from ..errors import ClosedError, ForkedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from ..tracking import hazards
-from . import checksum
-from .plan import Direction, check_timeout, make_plan
-from .resources import DeviceResources, abandoned, release_abandoned
-from .transfer import Transfer, depend
+from ..tracking.group import MemoryGroup, change, unite, wait_until
+from ..tracking.memories import check_access
+from . import checksum, settling, submission
+from .movement import Movement, State, movements
+from .plan import make_plan
+from .resources import DeviceResources, Events, abandoned, release_abandoned
+from .transfer import Transfer
 
 EXIT_TIMEOUT_S = 30.0
 URGENT_SHARE = 8
 URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
 
-_check.access_checks.append(hazards.check_access)
+_check.access_checks.append(check_access)
 _schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
+
+
+class _Use:
+    """One thread in a call that needs the scheduler open, or that closes it; ends with the call, however that ends."""
+
+    def __init__(self, group: MemoryGroup) -> None:
+        self._group = group
+
+    def __del__(self) -> None:
+        self._group.notify()
 
 
 class LayerwiseScheduler:
@@ -48,7 +67,7 @@ class LayerwiseScheduler:
         TypeError: not a cache and a pool.
         ValueError: their specs differ, one lies in the memory of the other, a backend or an engine that is not there,
             host memory that the GPU cannot reach.
-        RuntimeError: the pool is closed.
+        ClosedError: the pool is closed.
 
     Any thread may call; calls are serialised. After ``fork`` the child has to make a scheduler of its own. Close it, or
     use a ``with`` block: streams and events of one that is only dropped stay until the next one is made or closed.
@@ -85,7 +104,7 @@ class LayerwiseScheduler:
         if not isinstance(host_pool, HostPool):
             raise TypeError(f"host_pool is {type(host_pool).__name__}; a HostPool is expected")
         if host_pool.closed:
-            raise RuntimeError("the host pool is closed")
+            raise ClosedError("the host pool is closed")
         if engine not in ENGINES:
             raise ValueError(f"engine = {engine!r} must be one of {', '.join(map(repr, ENGINES))}")
         layers_per_event = check_positive(layers_per_event, "layers_per_event")
@@ -93,33 +112,50 @@ class LayerwiseScheduler:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
         self.device_cache = device_cache
         self.host_pool = host_pool
-        self._bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
+        self.bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
+        self.engine = engine
+        self.record_layer_times = record_layer_times
         self._default_stream = compute_stream
-        self._engine = engine
         self._layers_per_event = min(layers_per_event, device_cache.spec.num_layers)  # it has to fit in 64 bits
-        self._record_layer_times = record_layer_times
-        self._backend = backends.create(backend, device_cache.device_id)
+        self.backend = backends.create(backend, device_cache.device_id)
         self._process_id = os.getpid()
         self._counters = dict.fromkeys(
             ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
         )
         self._copying_ms = {"onload": 0.0, "offload": 0.0}
+        self._in_flight: dict[Movement, None] = {}
+        self._queued_bytes = 0  # of loads that are not urgent
+        self._finished: deque[Transfer] | None = None
+        self._descriptor: int | None = None
         self._closed = False
-        self._closers = 0  # threads in close(), and those that have closed it
-        self._observer = checksum.ChecksumObserver(host_pool) if checksum.enabled() else None
+        self._closers: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._users: weakref.WeakSet[_Use] = weakref.WeakSet()
+        host = getattr(self.backend, "host", None)
+        if host is not None:
+            device_cache.domain.group.host = host
+        unite(device_cache.domain, host_pool.domain)
+        self.observer = checksum.ChecksumObserver(host_pool) if checksum.enabled() else None
+        self.group.host.call(self._open)
+
+    def _open(self) -> None:
         release_abandoned()
-        self._resources = DeviceResources(self._backend, device_cache, host_pool)
-        self.origin_event = self._resources.origin_event
+        self.resources = DeviceResources(self.backend, self.device_cache, self.host_pool)
+        self.origin_event = self.resources.origin_event
         self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
         try:
-            self._backend.record(self.origin_event, self._resources.streams["onload"])
-            self._backend.wait(self.origin_event, None)
+            self.backend.record(self.origin_event, self.resources.streams["onload"])
+            self.backend.wait(self.origin_event, None)
         except BaseException:
-            self._resources.release()
+            self.resources.release()
             raise
-        self._abandon = weakref.finalize(self, abandoned.append, self._resources)
+        self._abandon = weakref.finalize(self, abandoned.append, self.resources)
         self._abandon.atexit = False
         _schedulers.add(self)
+
+    @property
+    def group(self) -> MemoryGroup:
+        """The lock under which all of this changes."""
+        return self.host_pool.domain.group
 
     # ---- transfers ----
     def offload(self, device_block_ids: Any, host_block_ids: Any, *, layerwise: bool = False) -> Transfer:
@@ -137,13 +173,15 @@ class LayerwiseScheduler:
             layerwise: the layers will be marked one by one.
 
         Returns:
-            the transfer. It need not be kept: without a reference it ends all the same, but nobody hears of a failure.
+            the transfer. It need not be kept: without a reference it ends all the same (a layerwise one is cancelled),
+            and a failure is logged.
 
         Raises:
             TypeError: ids that are not integers.
             IndexError: an id is outside its pool.
             ValueError: lists of different length, a host block named twice.
-            RuntimeError: closed, a leased block, or the compute stream is being captured into a graph.
+            ClosedError, ForkedError, LeasedError, CaptureError: closed, made before a fork, a leased block, the compute
+                stream is being captured into a graph.
             TransferError: a device block holds no usable data after a failed onload, or the submission failed. The
                 compute stream is ordered behind what was submitted of it.
 
@@ -194,6 +232,22 @@ class LayerwiseScheduler:
     def _start(
         self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
     ) -> Transfer:
+        start = self.prepare(direction, device_ids, host_ids, layerwise=layerwise, urgent=urgent)
+        try:
+            started: Transfer = change(self, start)
+        finally:
+            del start
+        movement = started._movement
+        if movement.failed:
+            # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
+            self._hold(movement, self.compute_stream(None))
+            movement.raise_if_failed()
+        return started
+
+    def prepare(
+        self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
+    ) -> functools.partial[Transfer]:
+        """What a call checks before anything happens; the rest is the section that is returned."""
         self._check_open()
         plan = make_plan(
             direction,
@@ -204,47 +258,65 @@ class LayerwiseScheduler:
             num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self._layers_per_event,
         )
-        compute = self._compute_stream(None)
-        to_host = direction == "offload"
+        return functools.partial(self._start_here, plan, self.compute_stream(None), layerwise, urgent)
+
+    def _start_here(self, plan: TransferPlan, compute: Stream, layerwise: bool, urgent: bool | None) -> Transfer:
+        self._check_open()
+        to_host = plan.direction == "offload"
         source, target = (self.device_cache, self.host_pool) if to_host else (self.host_pool, self.device_cache)
         names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-        with hazards.changed:
-            self._check_open()
-            hazards.collect()
-            source.domain.check(plan.source_ids, names[0], writing=False)
-            target.domain.check(plan.target_ids, names[1], writing=True)
-            if self._observer is not None and not to_host:
-                self._observer.check(plan.host_ids)
-            if urgent is None:
-                urgent = self._is_small_beside_others(len(plan.device_ids) * self._bytes_per_block)
-            stream = self._resources.urgent_stream() if urgent else self._resources.streams[direction]
-            transfer = Transfer(self, plan, stream, layerwise=layerwise)
-            if not layerwise and plan.num_groups:
-                try:
-                    event = transfer._take_event()
-                    self._backend.record(event, compute)
-                except BaseException:
-                    transfer._give_back_events()
-                    raise
-                transfer._after.append(event)
-            depend(
-                transfer,
-                source.domain.read(plan.source_ids, transfer),
-                target.domain.write(plan.target_ids, transfer),
-            )
-            hazards.add_in_flight(transfer)
-            self._counters[f"{direction}_transfers"] += 1
-            self._counters[f"{direction}_bytes"] += transfer.bytes
-            if self._observer is not None:
-                self._observer.started(transfer)
-            transfer._advance()
-            if not plan.num_groups or transfer.failed:
-                transfer.poll()
-        if transfer.failed:
-            # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
-            transfer._hold(compute)
-            transfer._raise_if_failed()
+        for holder in {*source.domain.holders(plan.source_ids), *target.domain.holders(plan.target_ids)}:
+            holder.look()  # one that has failed must be known of
+        source.domain.check(plan.source_ids, names[0], writing=False)
+        target.domain.check(plan.target_ids, names[1], writing=True)
+        if self.observer is not None and not to_host:
+            self.observer.check(plan.host_ids)
+        moved_bytes = len(plan.device_ids) * self.bytes_per_block
+        if urgent is None:
+            urgent = self._queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
+        stream = self.resources.urgent_stream() if urgent else self.resources.streams[plan.direction]
+        movement = Movement(self, plan, stream, layerwise=layerwise)
+        if plan.num_groups:
+            events = movement.hold_events(plan.num_layers if layerwise else 1)
+            if layerwise:
+                movement.unmarked = dict(enumerate(events))
+            else:
+                self.backend.record(events[0], compute)
+                movement.after = events
+        transfer = Transfer(movement)
+        movement.handle = weakref.ref(transfer)
+        reads_from: set[Any] = movement.source.read(plan.source_ids, movement)
+        others: set[Any] = movement.target.write(plan.target_ids, movement)
+        # Of one that failed before, only blocks that were rewritten since are read: it gives the order, not the data.
+        movement.reads_from = {before for before in reads_from if not before.failed}
+        movement.depends_on = reads_from | others
+        for before in movement.depends_on:
+            before.dependents[movement] = None
+        movements[movement.number] = movement
+        self.group.transfers[movement.number] = movement
+        self._in_flight[movement] = None
+        movement.queued = stream is self.resources.streams["onload"]
+        if movement.queued:
+            self._queued_bytes += moved_bytes
+        self._counters[f"{plan.direction}_transfers"] += 1
+        self._counters[f"{plan.direction}_bytes"] += moved_bytes
+        if self.observer is not None:
+            self.observer.started(movement)
+        settling.progress([movement])
         return transfer
+
+    def _hold(self, movement: Movement, compute: Stream) -> None:
+        """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
+        held = movement.held
+        event = movement.last_event
+        if event is None or movement.over:
+            return
+        with contextlib.suppress(Exception):  # a second failure; the device is lost
+            if compute is None:
+                self.backend.wait(event, None)
+            else:
+                self.backend.wait_on_stream(compute, event, None)
+        del held
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
         """An event behind everything submitted so far in that direction, on its streams.
@@ -255,7 +327,7 @@ class LayerwiseScheduler:
 
         Raises:
             ValueError: another direction than ``"onload"`` and ``"offload"``.
-            RuntimeError: closed.
+            ClosedError: closed.
 
         Example:
             >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -268,21 +340,70 @@ class LayerwiseScheduler:
         """
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
-        with hazards.lock:
-            self._check_open()
-            streams = dict(self._resources.streams)
-            urgent: list[Event] = []
-            if direction == "onload" and "urgent" in streams:
-                self._resources.take_events(1, urgent)
-        # Outside of the lock: the caller may be held until all that is enqueued is submitted.
+        use = _Use(self.group)
+        streams, events = change(self, functools.partial(self._use_streams, direction, use))
         try:
-            for event in urgent:  # one event for both streams of the direction
-                self._backend.record(event, streams["urgent"])
-                self._backend.wait_on_stream(streams["onload"], event, None)
-            return self._backend.user_event(streams[direction])
+            # Outside of the lock: the caller may be held until all that is enqueued is submitted.
+            for event in events:  # one event for both streams of the direction
+                self.backend.record(event, streams["urgent"])
+                self.backend.wait_on_stream(streams["onload"], event, None)
+            return self.backend.user_event(streams[direction])
         finally:
-            with hazards.lock:
-                self._resources.give_back(urgent)
+            self._users.discard(use)
+            self.group.notify()
+
+    def _use_streams(self, direction: str, use: _Use) -> tuple[dict[str, Stream], Events | list[Event]]:
+        self._check_open()
+        self._users.add(use)  # close waits for it
+        streams = dict(self.resources.streams)
+        return streams, self.resources.take_events(1) if direction == "onload" and "urgent" in streams else []
+
+    def fileno(self) -> int:
+        """A descriptor (eventfd) that can be read from when a transfer has ended since :meth:`finished` was last
+        called: for ``select``, ``epoll`` or an event loop. It is the scheduler's, and is closed with it.
+
+        Raises:
+            ClosedError: closed.
+        """
+        return int(change(self, self._open_descriptor))
+
+    def _open_descriptor(self) -> int:
+        self._check_open()
+        if self._descriptor is None:
+            self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._collect_finished()
+        return self._descriptor
+
+    def finished(self) -> list[Transfer]:
+        """The transfers that have ended since the last call, in that order, whatever their end; for a server that looks
+        once in each of its steps. The first call, or that of :meth:`fileno`, begins the collecting; from then on call
+        it regularly, since the list keeps the transfers.
+
+        Example:
+            >>> import select
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8)) as scheduler:
+            ...     descriptor = scheduler.fileno()
+            ...     save = scheduler.offload([2], [0])
+            ...     _ = select.select([descriptor], [], [], 10.0)
+            ...     scheduler.finished() == [save], scheduler.finished()
+            (True, [])
+        """
+        return list(change(self, self._collect_finished))
+
+    def _collect_finished(self) -> list[Transfer]:
+        found = list(self._finished or ())
+        self._finished = deque()
+        if self._descriptor is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
+        return found
+
+    def in_flight(self) -> list[Transfer]:
+        """The transfers that are not over, in order of submission, also those whose handle was lost."""
+        found = change(self, lambda: list(self._in_flight))
+        return [movement.handle() or Transfer(movement) for movement in found]
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
@@ -291,21 +412,24 @@ class LayerwiseScheduler:
             TimeoutError: not after ``timeout_s``, for example because a layer was never marked as written.
         """
         check_timeout(timeout_s)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            with hazards.changed:
-                hazards.collect()
-                left = self._in_flight()
-                if not left:
-                    return
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"{len(left)} transfers were not over after timeout_s = {timeout_s}; the first: {left[0]!r}"
-                    )
-                hazards.changed.wait(0.001)
+        change(self, self._look_at_all)
+        if not wait_until(self, self._is_idle, timeout_s):
+            left = self.in_flight()
+            if left:
+                raise TimeoutError(
+                    f"{len(left)} transfers were not over after timeout_s = {timeout_s}; the first: {left[0]!r}"
+                )
+
+    def _look_at_all(self) -> None:
+        for movement in list(self._in_flight):
+            settling.look(movement)
+
+    def _is_idle(self) -> bool:
+        return not self._in_flight and not self._users
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Drops what is not submitted, waits for the rest, and gives streams and events back. Again: does nothing.
+        """Drops what the device has not been given, waits for the rest, and gives streams and events back. Again: does
+        nothing.
 
         The pools stay: they are the user's to close.
 
@@ -315,25 +439,39 @@ class LayerwiseScheduler:
         if self._process_id != os.getpid():
             return
         check_timeout(timeout_s)
-        with hazards.lock:
-            if self._closed:
-                return
-            self._closers += 1  # or threads that go on submitting would keep it open
-            for transfer in self._in_flight():
-                transfer.cancel()
+        closer = _Use(self.group)  # or threads that go on submitting would keep it open
         try:
-            self.drain(timeout_s)
-        except BaseException:
-            with hazards.lock:
-                self._closers -= 1
-            raise
-        with hazards.lock:
-            if self._closed:  # another thread was quicker
-                return
-            self._closed = True
-        self._abandon.detach()
-        self._resources.release()
-        release_abandoned()
+            if not self._closed:
+                change(self, functools.partial(self._begin_close, closer))
+                self.drain(timeout_s)
+                if change(self, self._end_close):
+                    self.group.host.call(self._release)
+            wait_until(self, lambda: self._released, None)  # another thread may be at it
+        finally:
+            self._closers.discard(closer)
+
+    _released = False
+
+    def _begin_close(self, closer: _Use) -> None:
+        self._closers.add(closer)
+        for movement in list(self._in_flight):
+            settling.progress(submission.cancel(movement))
+
+    def _end_close(self) -> bool:
+        was_open, self._closed = not self._closed, True
+        return was_open
+
+    def _release(self) -> None:
+        try:
+            self._abandon.detach()
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+            self.resources.release()
+            release_abandoned()
+        finally:
+            self._released = True
+            self.group.notify()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now. Asks events of the device; works after
@@ -356,16 +494,19 @@ class LayerwiseScheduler:
             ...     [scheduler.stats()[name] for name in ("offload_transfers", "offload_bytes", "in_flight")]
             [1, 384, 0]
         """
-        with hazards.lock:
-            hazards.collect()
-            return {
-                **self._counters,
-                **{f"{direction}_us": round(total_ms * 1e3) for direction, total_ms in self._copying_ms.items()},
-                "in_flight": len(self._in_flight()),
-                "events": self._resources.num_events,
-                "streams": len(self._resources.streams),
-                "pinned_bytes": self.host_pool.pinned_bytes,
-            }
+        found: dict[str, int] = change(self, self._stats_here)
+        return found
+
+    def _stats_here(self) -> dict[str, int]:
+        self._look_at_all()
+        return {
+            **self._counters,
+            **{f"{direction}_us": round(total_ms * 1e3) for direction, total_ms in self._copying_ms.items()},
+            "in_flight": len(self._in_flight),
+            "events": self.resources.num_events,
+            "streams": len(self.resources.streams),
+            "pinned_bytes": self.host_pool.pinned_bytes,
+        }
 
     def now_ms(self) -> float:
         """Host time since the scheduler was made: the axis of ``layer_times_ms`` on the CPU backend."""
@@ -377,28 +518,44 @@ class LayerwiseScheduler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(EXIT_TIMEOUT_S)
 
     # ---- for the transfers ----
-    def _compute_stream(self, stream: Any) -> Stream:
-        return self._backend.compute_stream(self._default_stream if stream is None else stream)
+    def compute_stream(self, stream: Any) -> Stream:
+        """The stream that the caller means; None stands for that of the scheduler."""
+        return self.backend.compute_stream(self._default_stream if stream is None else stream)
 
-    def _is_small_beside_others(self, own_bytes: int) -> bool:
-        stream = self._resources.streams["onload"]
-        before = sum(transfer.bytes for transfer in self._in_flight() if transfer.is_on(stream))
-        return before >= max(URGENT_SHARE * own_bytes, URGENT_BESIDE_BYTES)
+    def note_end(self, movement: Movement) -> None:
+        """In a section: the transfer is over."""
+        self._in_flight.pop(movement, None)
+        if self._process_id != os.getpid():
+            return
+        if movement.queued:
+            self._queued_bytes -= movement.bytes
+        if movement.failure is not None:
+            self._counters["cancelled" if movement.state is State.CANCELLED else "failed"] += 1
+        elif not math.isnan(movement.elapsed_ms):
+            self._copying_ms[movement.direction] += movement.elapsed_ms
+        if self._finished is not None:
+            self._finished.append(movement.handle() or Transfer(movement))
+        if self._descriptor is not None:
+            os.eventfd_write(self._descriptor, 1)
 
-    def _in_flight(self) -> list[Transfer]:
-        mine = [t for t in hazards.in_flight() if isinstance(t, Transfer) and t._scheduler is self]
-        return [transfer for transfer in mine if not transfer.is_settled]
+    def look_at(self, movement: Movement) -> None:
+        """In a section: asks the device how far it is."""
+        settling.look(movement)
+
+    def abandon(self, movement: Movement) -> None:
+        """In a forked child: nothing moves here any more."""
+        settling.abandon(movement)
 
     def _check_open(self) -> None:
-        if self._closers:
-            raise RuntimeError("the scheduler is closed")
         if self._process_id != os.getpid():
-            raise RuntimeError("the scheduler was made before a fork; make one in this process")
+            raise ForkedError("the scheduler was made before a fork; make one in this process")
+        if self._closed or self._closers:
+            raise ClosedError("the scheduler is closed")
         if self.host_pool.closed:
-            raise RuntimeError("the host pool is closed")
+            raise ClosedError("the host pool is closed")
 
 
 def check_scheduler(scheduler: Any) -> None:

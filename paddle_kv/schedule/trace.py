@@ -40,7 +40,7 @@ def spans_of(transfer: Transfer) -> list[Span]:
             "the transfer has no times: a scheduler with record_layer_times=True, and a transfer that is over and has "
             "not failed, are expected"
         )
-    lane = transfer._plan.direction
+    lane = transfer.plan.direction
     return [Span(lane, layer, start_ms, end_ms) for layer, (start_ms, end_ms) in enumerate(times)]
 
 

@@ -1,1 +1,1 @@
-"""Which block is in use by what. Imports no Paddle, knows no scheduler."""
+"""Which block is in use by what, and under which lock that changes. Imports no Paddle, knows no scheduler."""

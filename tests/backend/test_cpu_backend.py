@@ -12,8 +12,7 @@ import pytest
 from paddle_kv import DeviceCache, HostPool
 from paddle_kv.backend import binding, create
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.backend.protocol import LayerWork
-from paddle_kv.schedule.plan import TransferPlan
+from paddle_kv.backend.work import LayerWork, TransferPlan
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec
 
 

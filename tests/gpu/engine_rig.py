@@ -12,7 +12,7 @@ from cupy.cuda import runtime
 
 from paddle_kv.backend import transfer_queue
 from paddle_kv.backend.cupy_backend import transfer_stream
-from paddle_kv.backend.protocol import ENGINES
+from paddle_kv.backend.work import ENGINES
 from paddle_kv.ops._library import call
 
 TO_HOST, TO_DEVICE = 0, 1

@@ -16,7 +16,7 @@ from cupy.cuda import runtime
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.backend.cupy_backend import CupyBackend
-from paddle_kv.backend.protocol import LayerWork
+from paddle_kv.backend.work import LayerWork
 from tests.gpu import delay
 from tests.schedule.rig import Bits, assert_same, make_spec, moved, pool_memory, random_bits, set_pool
 

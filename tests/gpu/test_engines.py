@@ -14,7 +14,7 @@ cupy = pytest.importorskip("cupy")
 from cupy.cuda import runtime  # noqa: E402
 
 from paddle_kv.backend import transfer_queue  # noqa: E402
-from paddle_kv.backend.protocol import ENGINES  # noqa: E402
+from paddle_kv.backend.work import ENGINES  # noqa: E402
 from tests.gpu.delay import busy, occupy  # noqa: E402
 from tests.gpu.engine_rig import GUARD, TO_DEVICE, TO_HOST, Pools, Queue  # noqa: E402
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from paddle_kv.backend import binding
-from paddle_kv.tracking import hazards
+from tests.schedule import rig as rig_module
 from tests.schedule.rig import Copies, Rig
 
 
@@ -27,5 +27,5 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
 def nothing_left() -> Iterator[None]:
     """No test leaves a transfer behind: the tracker is shared by the whole process."""
     yield
-    hazards.collect()
-    assert hazards.in_flight() == []
+    rig_module.collect()
+    assert rig_module.in_flight() == []

@@ -11,6 +11,8 @@ import numpy as np
 import paddle
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec
+from paddle_kv.schedule.movement import movements
+from paddle_kv.tracking.group import change
 
 POISON = 0xDE
 WAIT_S = 20.0  # for what has to happen: long enough for a loaded machine, short enough to fail
@@ -173,6 +175,17 @@ class Copies:
                 raise self._failing[plan.direction, layer]
             self._copy(number, plan, range(layer, layer + 1))
             self.done.append((plan.direction, tuple(plan.device_ids), layer))
+
+
+def collect() -> None:
+    """Looks at all transfers in flight."""
+    for movement in list(movements.values()):
+        change(movement.target, movement.look)
+
+
+def in_flight() -> list[Any]:
+    """All transfers of the process that hold blocks."""
+    return list(movements.values())
 
 
 def threads_since(before: set[threading.Thread]) -> set[threading.Thread]:

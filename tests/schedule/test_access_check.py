@@ -7,7 +7,7 @@ import pytest
 from paddle_kv import LayerwiseScheduler
 from paddle_kv.ops import copy_blocks
 from paddle_kv.testing.simulator import Simulation
-from paddle_kv.tracking import hazards
+from paddle_kv.tracking import memories
 from tests.schedule.rig import WAIT_S, Rig
 
 LAYERS = 5
@@ -17,7 +17,7 @@ MESSAGE = "is used while a transfer is"
 def access(pool, block: int, layer: int, *, writing: bool, stream: object = None, name: str = "key") -> None:
     """What an operator asks that gets the tensor of a layer."""
     address = pool.tensor(name, layer).data_ptr()
-    hazards.check_access(address, [block], writing, stream)
+    memories.check_access(address, [block], writing, stream)
 
 
 def refused(*arguments: object, verb: str, **named: object) -> None:
@@ -90,18 +90,18 @@ def test_memory_without_layers():
     with LayerwiseScheduler(rig.cache, rig.pool, backend=simulation.backend()) as scheduler:
         load = scheduler.onload([4], [1])
         address = rig.pool.pointer("key", 1)
-        hazards.check_access(address, [3], True, None)
-        hazards.check_access(address, [4], False, None)
+        memories.check_access(address, [3], True, None)
+        memories.check_access(address, [4], False, None)
         with pytest.raises(RuntimeError, match=f"block 4 of layer -1 {MESSAGE} reading it"):
-            hazards.check_access(address, [4], True, None)
+            memories.check_access(address, [4], True, None)
         load.wait_layer(1)
         with pytest.raises(RuntimeError, match=MESSAGE):
-            hazards.check_access(address, [4], True, simulation.compute_stream)
+            memories.check_access(address, [4], True, simulation.compute_stream)
         load.wait_on()
-        hazards.check_access(address, [4], True, simulation.compute_stream)
+        memories.check_access(address, [4], True, simulation.compute_stream)
         save = scheduler.offload([2], [6], layerwise=True)
         with pytest.raises(RuntimeError, match=f"block 6 of layer -1 {MESSAGE} writing it"):
-            hazards.check_access(address, [6], False, simulation.compute_stream)
+            memories.check_access(address, [6], False, simulation.compute_stream)
         save.cancel()
 
 
@@ -128,8 +128,8 @@ def test_views_that_begin_at_a_later_block(rig, copies):
         scheduler.onload([4], [5])
         start = rig.cache.tensor("key", 0).data_ptr()
         stride_bytes = rig.spec.tensor_block_bytes("key")
-        hazards.check_access(start + 3 * stride_bytes, [5], True, None)
+        memories.check_access(start + 3 * stride_bytes, [5], True, None)
         with pytest.raises(RuntimeError, match="block 5 of layer 0"):
-            hazards.check_access(start + 3 * stride_bytes, [2], True, None)
-        hazards.check_access(start + 13 * stride_bytes, [5 - 13], True, None)  # behind the tensor
+            memories.check_access(start + 3 * stride_bytes, [2], True, None)
+        memories.check_access(start + 13 * stride_bytes, [5 - 13], True, None)  # behind the tensor
         copies.go_on()

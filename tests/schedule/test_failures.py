@@ -11,7 +11,7 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.tracking import hazards
+from tests.schedule import rig as rig_module
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
 
 
@@ -423,7 +423,7 @@ def test_cancel_of_what_has_not_begun_ends_it(rig):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         save = scheduler.offload([1], [4], layerwise=True)
         save.cancel()
-        assert hazards.in_flight() == []
+        assert rig_module.in_flight() == []
         assert rig.pool.domain.busy([4]) == []
 
 

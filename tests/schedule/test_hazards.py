@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from paddle_kv.tracking.hazards import BlockDomain, Extent
 
 from paddle_kv.errors import TransferError
 from paddle_kv.tracking import hazards
-from paddle_kv.tracking.hazards import BlockDomain, Extent
 
 
 class Moves:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from paddle_kv.tracking.hazards import BlockDomain
 
 from paddle_kv.errors import TransferError
-from paddle_kv.tracking.hazards import BlockDomain
 
 BLOCKS = range(7)
 some = st.lists(st.sampled_from(BLOCKS), max_size=5)

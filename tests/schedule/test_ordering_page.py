@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from paddle_kv.tracking import hazards
+from tests.schedule import rig as rig_module
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ordering.md").read_text()
@@ -27,7 +27,7 @@ def test_the_example_runs():
     exec(compile(program, "docs/ordering.md", "exec"), names)
     assert names["scheduler"].stats()["cancelled"] == 1
     assert names["pool"].pinned_bytes == 0
-    assert hazards.in_flight() == []
+    assert rig_module.in_flight() == []
 
 
 def test_each_clause_names_tests_that_exist():

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_kv.schedule.plan import TransferPlan, check_timeout, make_plan
+from paddle_kv.backend.work import TransferPlan
+from paddle_kv.checks import check_timeout
+from paddle_kv.schedule.plan import make_plan
 
 
 def plan(device_ids, host_ids, direction="offload", layers=7, per_event=3):
@@ -85,7 +87,7 @@ import importlib.util, pathlib, sys, types
 for name in ("paddle_kv", "paddle_kv.schedule"):
     package = types.ModuleType(name); package.__path__ = [str(pathlib.Path(sys.argv[1], *name.split(".")))]
     sys.modules[name] = package
-import paddle_kv.schedule.plan, paddle_kv.tracking.hazards
+import paddle_kv.schedule.plan, paddle_kv.tracking.memories
 sys.exit(any(name.split(".")[0] in ("paddle", "cupy") for name in sys.modules))
 """
     root = __file__.rsplit("/tests/", 1)[0]

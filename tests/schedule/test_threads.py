@@ -15,7 +15,7 @@ from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.memory import host_pool as host_pool_module
 from paddle_kv.schedule import transfer as transfer_module
-from paddle_kv.tracking import hazards
+from tests.schedule import rig as rig_module
 from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory, pool_memory
 
 THREADS = 4
@@ -86,7 +86,7 @@ def test_threads_on_the_same_blocks(rig, schedulers):
             stats = scheduler.stats()
             assert (stats["in_flight"], stats["events"]) == (0, 1)
             assert stats["failed"] + stats["cancelled"] <= stats["onload_transfers"] + stats["offload_transfers"]
-    assert hazards.in_flight() == []
+    assert rig_module.in_flight() == []
     originals = {name: np.concatenate([rig.device[name], rig.host[name]], axis=1) for name in rig.spec.tensor_names}
     poisoned = {
         "device": set(rig.cache.domain.poisoned(range(13))),

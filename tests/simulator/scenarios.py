@@ -14,7 +14,7 @@ from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Tr
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.testing.simulator import LateChooser, OrderingError, Simulation
 from paddle_kv.testing.simulator.chooser import Chooser
-from paddle_kv.tracking import hazards
+from tests.schedule import rig as rig_module
 
 LAYERS = 2
 SPEC = KVCacheSpec(num_layers=LAYERS, num_kv_heads=1, head_dim=3, block_size=1, dtype="float32", latent=True)
@@ -312,10 +312,10 @@ def pools_outlive_their_transfers(s: Setting) -> None:
     s.scheduler().onload([3], [1])
     s.schedulers.clear()
     del s.cache, s.pool
-    hazards.collect()
+    rig_module.collect()
     gc.collect()
     s.simulation.run()
-    hazards.collect()
+    rig_module.collect()
 
 
 def host_reads_under_a_lease(s: Setting) -> None:

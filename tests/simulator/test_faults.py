@@ -11,7 +11,8 @@ import pytest
 from paddle_kv import HostPool, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.memory import host_memory
 from paddle_kv.testing.simulator.faults import CALLS, FaultyBackend, InjectedError
-from paddle_kv.tracking import hazards
+from paddle_kv.tracking import memories
+from tests.schedule import rig as rig_module
 
 from .scenarios import LAYERS, SPEC, Setting, fresh
 
@@ -102,7 +103,7 @@ class Program:
             s.assert_saw(seen, 3, version)
         s.finish()
         assert scheduler.stats()["events"] == scheduler.stats()["streams"] == 0
-        assert not hazards.in_flight()
+        assert not rig_module.in_flight()
         s.pool.close()
 
     def _failed(self, name: str) -> bool:
@@ -160,7 +161,7 @@ def test_device_that_fails(kind: str) -> None:
 def test_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = host_memory.HostMemory
     gc.collect()
-    known = set(hazards._attached)
+    known = set(memories._attached)
     for number in range(1, MOST_CALLS):
         made: list[int] = []
 
@@ -174,7 +175,7 @@ def test_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         if number <= LAYERS:
             with pytest.raises(MemoryError, match="made to fail"):
                 HostPool(SPEC, 4)
-            assert set(hazards._attached) <= known  # pools of other tests may go meanwhile
+            assert set(memories._attached) <= known  # pools of other tests may go meanwhile
         else:
             pool = HostPool(SPEC, 4)
             assert len(made) == LAYERS and pool.pinned_bytes == 4 * LAYERS * SPEC.block_bytes

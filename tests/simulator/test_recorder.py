@@ -10,7 +10,7 @@ import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.backend.protocol import LayerWork
+from paddle_kv.backend.work import LayerWork
 from paddle_kv.testing.simulator import Location, Log, RecordingBackend, check
 from tests.schedule.rig import WAIT_S
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...backend.protocol import LayerWork
+from ...backend.work import LayerWork
 from .device import Device, Job, Mark, SimulatedStream
+from .host import SimulatedHost
 from .log import Log, call_site
 from .memory import Cell, PoolMemory
 
@@ -45,11 +48,13 @@ class SimulatedBackend:
 
     name = "simulated"
 
-    def __init__(self, device: Device, log: Log, compute: SimulatedStream) -> None:
+    def __init__(self, device: Device, host: SimulatedHost, log: Log, compute: SimulatedStream) -> None:
+        self.host = host
         self._device = device
         self._log = log
         self._compute = compute
         self._bindings: list[Binding] = []
+        self._layers: weakref.WeakKeyDictionary[Mark, int] = weakref.WeakKeyDictionary()
         self._streams: list[SimulatedStream] = []
         self._events: list[SimulatedEvent] = []  # handed out
         self._idle_events: list[SimulatedEvent] = []
@@ -123,7 +128,11 @@ class SimulatedBackend:
         device = self._device
         breaks = device.submission_breaks()
         plan = work.plan
-        job = Job(f"{plan.direction} of {plan.source_ids.tolist()} to {plan.target_ids.tolist()}", call_site())
+        job = Job(
+            f"{plan.direction} of {plan.source_ids.tolist()} to {plan.target_ids.tolist()}",
+            call_site(),
+            number=work.number,
+        )
         for group in range(work.first_group, work.end_group):
             for event in work.waits[group - work.first_group]:
                 if event.mark is not None:
@@ -135,7 +144,15 @@ class SimulatedBackend:
             device.steps(stream, steps[: (len(steps) + 1) // 2] if breaks else steps)
             if breaks:
                 raise RuntimeError("the simulated submission failed half way")
-            work.records[group - work.first_group].mark = device.record(stream, job)
+            mark = work.records[group - work.first_group].mark = device.record(stream, job)
+            self._layers[mark] = plan.layers_of(group).start
+
+    def watch(self, events: Sequence[SimulatedEvent], report: Callable[[], None]) -> None:
+        self._device.watch([event.mark for event in events if event.mark is not None], report)
+
+    def cancel(self, stream: SimulatedStream, number: int) -> int | None:
+        mark = self._device.cancel(stream, number)
+        return None if mark is None else self._layers[mark]
 
     def is_complete(self, *events: SimulatedEvent) -> bool:
         return all(self._look(event, 0.0) for event in events)

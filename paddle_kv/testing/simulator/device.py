@@ -38,6 +38,7 @@ class Job:
     label: str
     site: str
     error: Exception | None = None
+    number: int = 0  # of the transfer
 
 
 @dataclass(eq=False)
@@ -59,6 +60,7 @@ class _Wait:
 class _Record:
     mark: Mark
     job: Job | None
+    dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -92,7 +94,8 @@ class Device:
         self._time = 0
         self._num_marks = 0
         self._num_looks = 0
-        self._polls: dict[Mark, int] = {}
+        self._polls: dict[Mark | None, int] = {}
+        self._watched: list[tuple[list[Mark], Callable[[], None]]] = []
 
     # ---- what is submitted ----
     def add_stream(self, name: str) -> SimulatedStream:
@@ -134,6 +137,50 @@ class Device:
                 self._polls[mark] = polls + 1
                 return False
         return True
+
+    def run_until(self, over: Callable[[], bool], timeout_s: float | None) -> bool:
+        """As :meth:`look`, for a condition of the host."""
+        self._num_looks += 1
+        while not over():
+            polls = self._polls.get(None, 0)
+            hurried = timeout_s is not None and timeout_s <= 0 and polls < PATIENCE
+            leave = hurried or (timeout_s is not None and not self._can_run())
+            marks = [item.mark for stream in self.streams for item in stream.items if isinstance(item, _Record)]
+            asked = frozenset(("mark", mark.number) for mark in marks if not mark.passed)
+            host = Transition(("host", self._num_looks), asked, frozenset())
+            if not self._go_on(host if leave else None, "what the host waits for never comes"):
+                self._polls[None] = polls + 1
+                return False
+        return True
+
+    def watch(self, marks: list[Mark], report: Callable[[], None]) -> None:
+        """Reports when all of them were passed."""
+        self._watched.append((marks, report))
+        self._report()
+
+    def _report(self) -> None:
+        passed = [watched for watched in self._watched if all(mark.passed for mark in watched[0])]
+        self._watched = [watched for watched in self._watched if watched not in passed]
+        for _, report in passed:
+            report()
+
+    def cancel(self, stream: SimulatedStream, number: int) -> Mark | None:
+        """Drops the copies of a transfer that have not begun; the mark behind the first of them."""
+        first: Mark | None = None
+        begins = 0  # of the group
+        kept: list[Step | _Wait | _Record] = []
+        for position, item in enumerate(stream.items):
+            if isinstance(item, _Record) and item.job is not None and item.job.number == number:
+                own = [step for step in kept[begins:] if isinstance(step, Step) and step.job.number == number]
+                if own and begins >= stream.position and position >= stream.position:
+                    kept[begins:] = [step for step in kept[begins:] if step not in own]
+                    item.dropped, first = True, first or item.mark
+            kept.append(item)
+            if isinstance(item, (_Record, _Wait)):
+                begins = len(kept)
+        stream.items[:] = kept
+        self._settle()
+        return first
 
     def drain(self, streams: Iterable[SimulatedStream]) -> None:
         """Runs until the streams are empty."""
@@ -204,8 +251,11 @@ class Device:
         for stream, position in zip(self.streams, positions, strict=True):
             for item in stream.items[stream.position : position]:
                 if isinstance(item, _Record) and item.job is not None:
-                    item.mark.error = item.job.error
+                    item.mark.error = item.job.error or (
+                        RuntimeError("the copy was cancelled") if item.dropped else None
+                    )
             stream.position = position
+        self._report()
 
     def _cascade(self, positions: list[int]) -> list[Mark]:
         """Moves the positions over all markers that can be passed; the marks that this passes."""

@@ -14,6 +14,8 @@ CALLS = (
     "record",
     "wait_on_stream",
     "copy_layers",
+    "watch",
+    "cancel",
     "is_complete",
     "wait",
     "elapsed_ms",
@@ -44,6 +46,7 @@ class FaultyBackend:
             raise ValueError(f"call = {call!r} must be one of {CALLS}")
         self.inner = inner
         self.name = inner.name
+        self.host = getattr(inner, "host", None)
         self.fired = False
         self._call = call
         self._left = number

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ...backend.protocol import Backend, Event, LayerWork, Stream
+from ...backend.protocol import Backend
+from ...backend.work import Event, LayerWork, Stream
 
 REMOVALS = {
     "wait-compute-before-offload": "an offload does not wait for the compute stream (the call, or the mark of a layer)",
@@ -49,6 +50,7 @@ class MutatedBackend:
             raise ValueError(f"drop names {sorted(unknown)}; known are {sorted(REMOVALS)}")
         self.inner = inner
         self.name = inner.name
+        self.host = getattr(inner, "host", None)
         self._drop = frozenset(drop)
         self._directions = directions
         self._streams: dict[int, bool] = {}  # transfer stream -> whether it has carried a transfer
@@ -129,6 +131,15 @@ class MutatedBackend:
                 raise
             for event in work.records:
                 self.inner.record(event, stream)
+
+    def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
+        if "completion" in self._drop:
+            report()
+        elif "completion-report" not in self._drop:
+            self.inner.watch(events, report)
+
+    def cancel(self, stream: Stream, number: int) -> int | None:
+        return self.inner.cancel(stream, number)
 
     def is_complete(self, *events: Event) -> bool:
         if "completion" in self._drop or "completion-report" in self._drop:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ...backend.protocol import Backend, Event, LayerWork, Stream
+from ...backend.protocol import Backend
+from ...backend.work import Event, LayerWork, Stream
 from .log import ALL_LAYERS, HOST, Location, Log, call_site
 
 
@@ -28,6 +29,7 @@ class RecordingBackend:
         self.inner = inner
         self.log = log
         self.name = inner.name
+        self.host = getattr(inner, "host", None)
         self._pools: dict[Any, tuple[str, str, str]] = {}  # binding -> names of device cache, host pool and itself
 
     def touch(
@@ -111,6 +113,14 @@ class RecordingBackend:
             self.log.record(name, marks[-1][1], f"group {group}")
         self.inner.copy_layers(binding, work, stream)
         self.log.event_marks.update(marks)
+
+    def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
+        for event in events:
+            self._check_recorded(event, HOST, "watch")
+        self.inner.watch(events, report)
+
+    def cancel(self, stream: Stream, number: int) -> int | None:
+        return self.inner.cancel(stream, number)
 
     def is_complete(self, *events: Event) -> bool:
         return all(map(self._is_complete, events))

@@ -12,6 +12,7 @@ from .backend import SimulatedBackend
 from .checker import Finding, check
 from .chooser import Chooser, LateChooser
 from .device import Device, Job, SimulatedStream, Step
+from .host import SimulatedHost
 from .log import HOST, Location, Log, call_site
 from .memory import Cell, PoolMemory, whole
 from .mutations import MutatedBackend
@@ -62,6 +63,7 @@ class Simulation:
     def __init__(self, chooser: Chooser | None = None, *, drop: Collection[str] = (), pieces: int = 2) -> None:
         self.log = Log()
         self.device = Device(chooser or LateChooser(), pieces)
+        self.host = SimulatedHost(self.device)
         self.compute_stream = self.stream("compute")
         self._drop = frozenset(drop)
         self._versions = itertools.count(1)
@@ -71,7 +73,7 @@ class Simulation:
 
     def backend(self) -> Backend:
         """A backend for one more scheduler on this device."""
-        simulated = SimulatedBackend(self.device, self.log, self.compute_stream)
+        simulated = SimulatedBackend(self.device, self.host, self.log, self.compute_stream)
         self._backends.append(simulated)
         recording: Backend = RecordingBackend(simulated, self.log)
         if not self._drop:

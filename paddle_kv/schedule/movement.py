@@ -1,0 +1,226 @@
+"""What the scheduler knows of one load or save, and the one place in which its state changes.
+
+A transfer moves its layers in groups. A group is *submitted* (handed to the backend, with an event behind it) as soon
+as its layers are marked (layerwise offload) and the same layers of all transfers that it depends on are submitted. What
+is not submitted can still be *dropped*: by ``cancel`` or by a failure.
+
+Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are
+given back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers
+that it depended on are retired: later ones that wait for this one inherit their order.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..backend.protocol import Backend
+from ..backend.work import Event, Stream, TransferPlan
+from ..errors import BackendError, CancelledError, CudaError, TransferError
+from ..tracking.domain import BlockDomain
+from ..tracking.group import MemoryGroup, wake
+from ..tracking.keeper import Waiter
+from .resources import DeviceResources, Events
+
+
+class State(enum.Enum):
+    """Of a transfer. ``PENDING``: nothing of it was submitted; ``SUBMITTED``: a part was; ``ARRIVING``: nothing more
+    will be, and what was still runs; then one of the ends."""
+
+    PENDING = "pending"
+    SUBMITTED = "submitted"
+    ARRIVING = "arriving"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_end(self) -> bool:
+        """Whether the transfer is over."""
+        return self in (State.DONE, State.FAILED, State.CANCELLED)
+
+
+_ENDS = {State.DONE, State.FAILED, State.CANCELLED}
+_NEXT = {
+    State.PENDING: {State.SUBMITTED, State.ARRIVING},
+    State.SUBMITTED: {State.ARRIVING},
+    State.ARRIVING: _ENDS,
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a transfer did not move everything. Text and numbers: an exception would keep the frames of its callers."""
+
+    state: State  # FAILED or CANCELLED
+    message: str
+    layer: int | None = None
+    cause: tuple[str, int, str] | None = None  # CUDA's name, code and text; "" and 0 for what is not CUDA's
+    reason: str = ""  # the message of the first one, where others failed with it
+    damaged: tuple[int, ...] = ()  # host blocks that do not hold what was saved to them
+
+    @classmethod
+    def of(cls, message: str, layer: int | None, cause: BaseException | None = None) -> Failure:
+        """With what the backend raised."""
+        told = None
+        if isinstance(cause, CudaError):
+            told = (cause.name, cause.code, str(cause))
+        elif cause is not None:
+            told = ("", 0, f"{type(cause).__name__}: {cause}")
+        return cls(State.FAILED, message, layer, told)
+
+    def exception(self, block_ids: list[int]) -> TransferError | CancelledError:
+        """A new one for whoever asks."""
+        kind = CancelledError if self.state is State.CANCELLED else TransferError
+        error = kind(self.message, layer=self.layer, block_ids=block_ids)
+        if self.damaged and isinstance(error, TransferError):
+            error.damaged_host_blocks = list(self.damaged)
+        if self.cause is not None:
+            name, code, text = self.cause
+            error.__cause__ = CudaError(name, code, text) if name else BackendError(text)
+        return error
+
+
+class Owner(Protocol):
+    """The scheduler, as its transfers see it."""
+
+    device_cache: Any
+    host_pool: Any
+    backend: Backend
+    resources: DeviceResources
+    engine: str
+    bytes_per_block: int
+    record_layer_times: bool
+    observer: Any
+
+    def note_end(self, movement: Movement) -> None:
+        """The transfer is over."""
+
+    def look_at(self, movement: Movement) -> None:
+        """Asks the device how far it is."""
+
+    def abandon(self, movement: Movement) -> None:
+        """See :class:`~paddle_kv.tracking.group.Tracked`."""
+
+
+# All that are not retired: what keeps the memory of a transfer alive, whoever forgets it.
+movements: dict[int, Movement] = {}
+_numbers = itertools.count(1)
+
+
+class Movement:
+    """One transfer in flight. Changes in a section of its group (:mod:`paddle_kv.tracking.group`) alone, but for
+    ``waiters`` and ``ordered``."""
+
+    def __init__(self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
+        self.number = next(_numbers)
+        self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
+        self.plan = plan
+        self.bytes: int = len(plan.device_ids) * scheduler.bytes_per_block
+        self.stream = stream
+        self.layerwise = layerwise
+        self.queued = False  # behind other loads: counted by the scheduler
+        # Submission
+        self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
+        self.marks: list[Event | None] = [None] * plan.num_layers if layerwise else []
+        self.ready: list[int] = [] if layerwise else list(range(plan.num_groups))  # marked, not submitted; ascending
+        self.after: list[Event] = []  # events that come before the first layer: the compute stream's
+        self.depends_on: set[Movement] = set()
+        self.reads_from: set[Movement] = set()  # those of them whose result is read
+        self.dependents: dict[Movement, None] = {}
+        self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
+        self.num_unsubmitted = plan.num_groups
+        self.starts: list[tuple[Event, range]] = []  # one a submission
+        self.last_event: Event | None = None
+        self.fence_event: Event | None = None  # behind a submission that failed half way
+        self.held: tuple[Events, ...] = ()  # all of the above and the marks
+        # The end
+        self.state = State.PENDING
+        self.failure: Failure | None = None
+        self.told = False  # somebody knows of the failure
+        self.elapsed_ms = float("nan")
+        self.layer_times_ms: list[tuple[float, float]] = []
+        # Those who wait
+        self.waiters: deque[Waiter] = deque()
+        self.callbacks: list[Callable[[], object]] = []
+        self.ordered: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
+        self.handle: Callable[[], Any] = _no_handle  # the user's, as long as there is one
+        to_host = plan.direction == "offload"
+        pools = (scheduler.device_cache, scheduler.host_pool)
+        source, target = pools if to_host else pools[::-1]
+        self.source: BlockDomain = source.domain
+        self.target: BlockDomain = target.domain
+
+    @property
+    def group(self) -> MemoryGroup:
+        return self.target.group
+
+    @property
+    def direction(self) -> str:
+        return self.plan.direction
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that not all of it is moved; nothing more is submitted then."""
+        return self.failure is not None
+
+    @property
+    def over(self) -> bool:
+        return self.state.is_end
+
+    @property
+    def retired(self) -> bool:
+        return self.number not in movements
+
+    def error(self) -> TransferError | CancelledError | None:
+        """A new exception that says what went wrong, as far as it is known."""
+        if self.failure is None:
+            return None
+        self.told = True
+        return self.failure.exception(self.plan.target_ids.tolist())
+
+    def raise_if_failed(self) -> None:
+        error = self.error()
+        if error is not None:
+            raise error
+
+    def hold_events(self, count: int) -> list[Event]:
+        """Takes events that live until it is over."""
+        events = self.scheduler.resources.take_events(count)
+        self.held = (*self.held, events)
+        return list(events)
+
+    def enter(self, state: State) -> None:
+        """The one place in which the state changes; whoever waits looks again."""
+        if state not in _NEXT.get(self.state, ()):
+            raise AssertionError(f"a transfer cannot be {state.value} behind {self.state.value}")
+        self.state = state
+        if state.is_end:
+            self.scheduler.note_end(self)
+        self.notify()
+
+    def notify(self) -> None:
+        """Something has changed that somebody may wait for."""
+        wake(self.waiters)
+        self.group.notify()
+
+    # ---- what the tracker asks ----
+    def look(self) -> None:
+        self.scheduler.look_at(self)
+
+    def abandon(self) -> None:
+        self.scheduler.abandon(self)
+
+    def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        if layer >= 0 and layer in self.unmarked:
+            return True  # it reads the layer only after the mark that is still to come
+        groups = range(self.plan.num_groups) if layer < 0 else [self.plan.group_of(layer)]
+        return self.over or self.ordered.get(stream, set()).issuperset(groups)
+
+
+def _no_handle() -> None:
+    return None

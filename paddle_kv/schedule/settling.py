@@ -1,0 +1,194 @@
+"""Finds out which transfers are over, gives back what they held, and tells whoever waits. In sections only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable
+
+from ..tracking.group import change
+from ..tracking.keeper import log
+from .movement import Failure, Movement, State, movements
+from .submission import InOrder, advance, fail
+
+
+def progress(given: Iterable[Movement]) -> None:
+    """Something has changed that these transfers waited for: submits what is ready now, watches what is on its way,
+    ends what has nothing left to run."""
+    _look_at_all(_progress(given))
+
+
+def _progress(given: Iterable[Movement]) -> list[Movement]:
+    """Returns those that have nothing left to run."""
+    at_an_end = []
+    for movement in advance(given):
+        if movement.last_event is None:
+            at_an_end.append(movement)
+            continue
+        backend = movement.scheduler.backend
+        ends = [movement.events[groups[-1]] for _, groups in movement.starts]
+        try:
+            backend.watch([*ends, movement.last_event], functools.partial(_report, movement.number))
+        except Exception as error:  # noqa: BLE001  nobody would hear of the end
+            at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
+            with contextlib.suppress(Exception):
+                backend.wait(movement.last_event, None)
+            at_an_end.append(movement)
+    return at_an_end
+
+
+def _report(number: int) -> None:
+    """The backend says, out of any of its threads, that all events of a transfer were passed."""
+    movement = movements.get(number)
+    if movement is not None:
+        movement.group.host.post(functools.partial(change, movement.target, functools.partial(look, movement)))
+
+
+def look(movement: Movement) -> None:
+    """Asks the device, behind the transfers whose result it reads, and moves on to "over" and "retired"."""
+    asked = {movement: None}
+    left = [movement]
+    while left:
+        one = left.pop()
+        if not one.failed:  # else theirs decides nothing any more
+            left += [source for source in one.reads_from if not source.over and source not in asked]
+            asked.update(dict.fromkeys(left))
+    _look_at_all(asked)
+
+
+def _look_at_all(given: Iterable[Movement]) -> None:
+    queue = InOrder(given)
+    while queue:
+        queue.extend(_look(queue.pop()))
+
+
+def _look(movement: Movement) -> list[Movement]:
+    """Returns those that may be over by that."""
+    if movement.retired:
+        return []
+    found = _look_at_device(movement) if movement.state is State.ARRIVING else []
+    return [*found, *_retire_all([movement])] if movement.over else found
+
+
+def _look_at_device(movement: Movement) -> list[Movement]:
+    scheduler = movement.scheduler
+    found: list[Movement] = []
+    try:
+        if movement.last_event is not None:
+            # A failure is reported by all events behind it of its submission. Those of earlier layers may lie on
+            # another stream than the last one and pass a moment later; until then a GPU tells no times.
+            ends = [movement.events[groups[-1]] for _, groups in movement.starts]
+            asked = movement.events if scheduler.record_layer_times else ends
+            if not scheduler.backend.is_complete(movement.last_event, *(event for event in asked if event is not None)):
+                return []
+    except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
+        layer = first_failed_layer(movement)
+        message = f"{movement.direction} failed at layer {layer}: {error}"
+        found = _progress(fail(movement, Failure.of(message, layer, error)))
+    else:
+        if not movement.failed and not all(source.over for source in movement.reads_from):
+            return []  # a failure of theirs would be one of this transfer
+    if scheduler.observer is not None:
+        mismatch = scheduler.observer.over(movement, movement.failure)
+        if mismatch is not None:
+            found += _progress(fail(movement, mismatch))
+    if movement.failure is None:
+        with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown
+            _measure(movement)
+    _end(movement)
+    return found
+
+
+def _end(movement: Movement) -> None:
+    """It is over: its events go back as soon as nobody looks at them."""
+    movement.held, movement.after, movement.starts = (), [], []
+    movement.unmarked = dict.fromkeys(movement.unmarked)
+    movement.marks = [None] * len(movement.marks)
+    movement.stream = None
+    movement.enter(State.DONE if movement.failure is None else movement.failure.state)
+    host = movement.group.host
+    for callback in movement.callbacks:
+        host.post(callback)
+    movement.callbacks = []
+    if movement.handle() is None:
+        log_untold(movement)
+
+
+def log_untold(movement: Movement) -> None:
+    """A failure that nobody has asked for and nobody can ask for any more."""
+    if movement.state is State.FAILED and not movement.told and movement.failure is not None:
+        movement.told = True
+        log.error("%s; nobody has waited for this transfer", movement.failure.message)
+
+
+def _retire_all(ended: list[Movement]) -> list[Movement]:
+    """Gives back the blocks of those for which nothing is left to wait, and of those that waited for that. Returns
+    those that may be over by that."""
+    found: list[Movement] = []
+    for movement in ended:  # grows meanwhile
+        if movement.retired or (movement.failed and not all(before.retired for before in movement.depends_on)):
+            continue
+        dependents = list(movement.dependents)
+        _retire(movement)
+        found += _progress(dependents)
+        found += [dependent for dependent in dependents if dependent.state is State.ARRIVING]
+        ended.extend(dependent for dependent in dependents if dependent.over)
+    return found
+
+
+def _retire(movement: Movement) -> None:
+    movements.pop(movement.number, None)
+    movement.source.release(movement, written=False)
+    movement.target.release(movement, written=movement.failure is None)
+    movement.group.transfers.pop(movement.number, None)
+    for before in movement.depends_on:
+        before.dependents.pop(movement, None)
+    movement.dependents = {}
+    movement.depends_on, movement.reads_from = set(), set()
+    movement.notify()
+
+
+def abandon(movement: Movement) -> None:
+    """In a forked child: nothing moves here any more."""
+    message = f"the process forked while the {movement.direction} was in flight"
+    for failed in fail(movement, Failure(State.FAILED, message)):
+        if failed.state is not State.ARRIVING and not failed.over:
+            failed.enter(State.ARRIVING)
+    if not movement.over:
+        movement.told = True  # the parent's to tell
+        movement.enter(State.FAILED)
+    _retire(movement)
+
+
+def first_failed_layer(movement: Movement) -> int | None:
+    """Where the device reports the failure; else the first layer of which it says nothing."""
+    unknown = None
+    for group, event in enumerate(movement.events):
+        layer = movement.plan.layers_of(group).start
+        try:
+            if event is None or not movement.scheduler.backend.is_complete(event):
+                unknown = layer if unknown is None else unknown
+        except Exception:  # noqa: BLE001
+            return layer
+    return unknown
+
+
+def _measure(movement: Movement) -> None:
+    if not movement.starts:
+        movement.elapsed_ms = 0.0
+        return
+    scheduler = movement.scheduler
+    elapsed = scheduler.backend.elapsed_ms
+    movement.elapsed_ms = elapsed(movement.starts[0][0], movement.last_event)
+    if not scheduler.record_layer_times:
+        return
+    origin = scheduler.resources.origin_event
+    times: dict[int, tuple[float, float]] = {}
+    for start, groups in movement.starts:
+        begin = elapsed(origin, start)
+        for group in groups:
+            end = elapsed(origin, movement.events[group])
+            for layer in movement.plan.layers_of(group):
+                times[layer] = (begin, end)
+            begin = end
+    movement.layer_times_ms = [times[layer] for layer in sorted(times)]

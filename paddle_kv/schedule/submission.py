@@ -1,0 +1,188 @@
+"""Hands the layers of transfers to the backend, as soon as all that they wait for was handed over. In sections only."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from ..backend.work import Event, LayerWork
+from .movement import Failure, Movement, State
+
+
+class InOrder:
+    """Transfers in order of their numbers, each once: what a transfer depends on has a smaller number."""
+
+    def __init__(self, movements: Iterable[Movement]) -> None:
+        self._numbers: list[int] = []
+        self._movements: dict[int, Movement] = {}
+        self.extend(movements)
+
+    def extend(self, movements: Iterable[Movement]) -> None:
+        for movement in movements:
+            if movement.number not in self._movements:
+                self._movements[movement.number] = movement
+                heapq.heappush(self._numbers, movement.number)
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def pop(self) -> Movement:
+        return self._movements.pop(heapq.heappop(self._numbers))
+
+
+def advance(movements: Iterable[Movement]) -> list[Movement]:
+    """Submits what is ready, here and in the transfers that wait for it. Returns those that have come to an end of
+    their submission."""
+    ended = []
+    queue = InOrder(movements)
+    while queue:
+        movement = queue.pop()
+        submitted, failed = _submit_ready(movement)
+        if movement.state in (State.PENDING, State.SUBMITTED):
+            if movement.failed or not movement.num_unsubmitted:
+                movement.enter(State.ARRIVING)
+                ended.append(movement)
+            elif submitted:
+                if movement.state is State.PENDING:
+                    movement.enter(State.SUBMITTED)
+                else:
+                    movement.notify()
+        queue.extend(failed)
+        if submitted or movement.failed:
+            queue.extend(movement.dependents)
+    return ended
+
+
+def fail(movement: Movement, failure: Failure) -> list[Movement]:
+    """Nothing more of it is submitted; its targets are poisoned; what reads the result fails too. Returns all that
+    fail by that, to be advanced."""
+    if movement.failed:
+        return []
+    movement.failure = failure
+    failed = [movement]
+    for one in failed:  # grows meanwhile
+        assert one.failure is not None
+        reason = one.failure.reason or one.failure.message
+        one.target.poison(one.plan.target_ids, one, reason)
+        for dependent in one.dependents:
+            if one in dependent.reads_from and not dependent.failed:
+                message = f"it reads blocks of a transfer that failed ({reason})"
+                dependent.failure = Failure(State.FAILED, message, None, one.failure.cause, reason)
+                failed.append(dependent)
+    return failed
+
+
+def cancel(movement: Movement) -> list[Movement]:
+    """Drops what is not submitted, also of what the backend has not begun. Returns what has to be advanced."""
+    if movement.failed or movement.over:
+        return []
+    plan = movement.plan
+    first = next((i for i in range(plan.num_layers) if movement.num_unsubmitted and _is_missing(movement, i)), None)
+    if movement.num_unsubmitted < plan.num_groups:
+        begun = movement.scheduler.backend.cancel(movement.stream, movement.number)
+        first = min((layer for layer in (first, begun) if layer is not None), default=None)
+    if first is None:
+        return []
+    message = f"{plan.direction} was cancelled before layer {first} was moved"
+    return fail(movement, Failure(State.CANCELLED, message, first))
+
+
+def _is_missing(movement: Movement, layer: int) -> bool:
+    return movement.events[movement.plan.group_of(layer)] is None
+
+
+def fence(movement: Movement) -> None:
+    """Part of a failed submission may run: an event behind all of it says when it has stopped touching memory."""
+    try:
+        [event] = movement.hold_events(1)
+        movement.scheduler.backend.record(event, movement.stream)
+    except Exception:  # noqa: BLE001  the device is lost: nothing runs there any more
+        return
+    movement.last_event = movement.fence_event = event
+
+
+def _submit_ready(movement: Movement) -> tuple[bool, list[Movement]]:
+    """Submits its groups that are ready, consecutive ones by one call. Whether there were any, and what failed."""
+    submitted = False
+    for first, waits in [] if movement.failed else _ready_runs(movement):
+        failed = _submit(movement, first, waits)
+        if failed:
+            return submitted, failed
+        submitted = True
+    return submitted, []
+
+
+def _ready_runs(movement: Movement) -> list[tuple[int, list[list[Event]]]]:
+    """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
+    others = _others(movement) if movement.depends_on else []
+    if movement.ready and not movement.layerwise and not others and movement.last_event is None:
+        return [(0, [movement.after.copy(), *([] for _ in movement.ready[1:])])]  # the rule: all at once
+    runs: list[tuple[int, list[list[Event]]]] = []
+    next_group = -1
+    for group in movement.ready:
+        waits = _waits_of(movement, group, others) if others or movement.layerwise else []
+        if waits is None:
+            continue
+        if group != next_group:
+            runs.append((group, []))
+        runs[-1][1].append(waits)
+        next_group = group + 1
+    if runs and movement.last_event is None:  # the stream keeps the order behind the first
+        runs[0][1][0].extend(movement.after)
+    return runs
+
+
+def _others(movement: Movement) -> list[Movement]:
+    """Those whose layers have to be submitted before the same layers of this one, and be waited for."""
+    found = list(movement.depends_on)
+    seen = set(found)
+    for before in found:  # grows meanwhile
+        if before.failed and before.num_unsubmitted:  # what it would have waited for
+            found.extend(before.depends_on - seen)
+            seen |= before.depends_on
+    # The order of the stream is enough for one that is submitted as a whole on the same stream.
+    return [
+        before
+        for before in found
+        if not before.retired and not (not before.num_unsubmitted and (before.over or before.stream is movement.stream))
+    ]
+
+
+def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Event] | None:
+    """What the group has to wait for on the device; None while something of it is not recorded yet."""
+    layers = movement.plan.layers_of(group)
+    waits: list[Event] = movement.marks[layers.start : layers.stop] if movement.layerwise else []
+    for before in others:
+        per_event = before.plan.layers_per_event
+        events = before.events[layers.start // per_event : (layers.stop - 1) // per_event + 1]
+        if None in events:
+            if not before.failed:
+                return None
+            events = [event for event in (*events, before.fence_event) if event is not None]
+        if not before.over and before.stream is not movement.stream:
+            waits.extend(events)
+    return waits
+
+
+def _submit(movement: Movement, first: int, waits: list[list[Event]]) -> list[Movement]:
+    """One call of the backend. Returns what failed by it."""
+    scheduler, plan = movement.scheduler, movement.plan
+    groups = range(first, first + len(waits))
+    try:
+        start, *records = movement.hold_events(1 + len(groups))
+        work = LayerWork(plan, groups.start, groups.stop, waits, start, records, scheduler.engine, movement.number)
+        scheduler.backend.copy_layers(scheduler.resources.binding, work, movement.stream)
+    except BaseException as error:  # whatever it is, the transfer carries it
+        fence(movement)
+        layer = plan.layers_of(first).start
+        failed = fail(movement, Failure.of(f"{plan.direction} failed at layer {layer}: {error}", layer, error))
+        if not isinstance(error, Exception):
+            raise
+        return failed
+    movement.starts.append((start, groups))
+    movement.events[groups.start : groups.stop] = records
+    movement.num_unsubmitted -= len(groups)
+    at = movement.ready.index(first)
+    del movement.ready[at : at + len(groups)]
+    movement.last_event = records[-1]
+    return []

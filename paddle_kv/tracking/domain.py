@@ -1,0 +1,229 @@
+"""Which transfer has to run after which: hazards per block of one memory.
+
+The domain knows of each block the last transfer that writes it and the transfers that read it since. A new transfer
+depends on
+
+* the writer of a block that it reads (read after write),
+* the writer and the readers of a block that it writes (write after write, write after read).
+
+Blocks whose last writer failed or was cancelled are *poisoned*: reading them raises until they have been rewritten.
+Leases keep transfers away from blocks that the host is using.
+
+What is known of a block stands in arrays with one entry for each, so a call costs what its own blocks cost, whatever
+else is in flight. Nothing here knows Paddle, CuPy or a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from ..checks import Ids
+from ..errors import LeasedError, TransferError
+from .group import MemoryGroup, Tracked
+
+NOBODY = -1
+SEVERAL = -2  # readers: look in ``_sharing``
+
+
+class BlockDomain:
+    """The blocks of one memory, shared by all pools that lie in it. Changes in a section of its group.
+
+    Attributes:
+        tensors: start, stride and layer of each tensor of the pools.
+        group: see :mod:`paddle_kv.tracking.group`.
+    """
+
+    def __init__(self, tensors: Sequence[tuple[int, int, int]] = ()) -> None:
+        self.tensors = tuple(tensors)
+        self.group = MemoryGroup(self)
+        # Of each block up to the largest that was ever named:
+        self._writer = np.zeros(0, np.int64)  # number of the transfer
+        self._reader = np.zeros(0, np.int64)  # of the only transfer that reads it
+        self._num_readers = np.zeros(0, np.int32)
+        self._leases = np.zeros(0, np.int32)
+        self._write_leases = np.zeros(0, np.int32)
+        self._poisoned = np.zeros(0, bool)
+        self._why_poisoned: dict[int, str] = {}
+        self._transfers: dict[int, Tracked] = {}  # those that hold blocks
+        self._writes: dict[int, Ids] = {}  # by number; ids that others have written since are still in there
+        self._reads: dict[int, Ids] = {}  # and nobody has written since
+        self._sharing: dict[int, None] = {}  # those of which a block has, or had, several readers
+
+    # ---- what is asked ----
+    def busy(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks that a transfer or a lease holds."""
+        ids = self._known(np.fromiter(block_ids, np.int64))
+        held = (self._writer[ids] != NOBODY) | (self._num_readers[ids] > 0) | (self._leases[ids] > 0)
+        return ids[held].tolist()  # type: ignore[no-any-return]
+
+    def is_busy(self, block_id: int) -> bool:
+        """Whether a transfer or a lease holds the block."""
+        return bool(self.busy([block_id]))
+
+    def poisoned(self, block_ids: Iterable[int]) -> list[int]:
+        """Those of the blocks whose content is not usable."""
+        ids = self._known(np.fromiter(map(int, block_ids), np.int64))
+        return ids[self._poisoned[ids]].tolist()  # type: ignore[no-any-return]
+
+    def holders(self, block_ids: Sequence[int] | Ids) -> list[Tracked]:
+        """The transfers that hold any of the blocks, in order of submission."""
+        ids = self._known(_array(block_ids))
+        numbers = {*_numbers(self._writer[ids]), *self._readers_of(ids)}
+        return [self._transfers[number] for number in sorted(numbers)]
+
+    def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
+        """Raises where a lease forbids the access, or a poisoned block would be read."""
+        ids = self._grown(_array(block_ids))
+        leased = ids[(self._leases if writing else self._write_leases)[ids] > 0]
+        if leased.size:
+            raise LeasedError(
+                f"block {leased[0]} of the {pool} is leased; release the lease before moving the block", leased.tolist()
+            )
+        if writing or not self._why_poisoned:
+            return
+        found = ids[self._poisoned[ids]]
+        # A transfer that writes the block anew gives it its content back, if it does not fail.
+        rewritten = [number for number in _numbers(self._writer[found]) if not self._transfers[number].failed]
+        bad = found[~np.isin(self._writer[found], rewritten)]
+        if bad.size:
+            raise TransferError(
+                f"block {bad[0]} of the {pool} holds no usable data ({self._why_poisoned[int(bad[0])]}); rewrite it "
+                "first",
+                block_ids=list(dict.fromkeys(bad.tolist())),
+            )
+
+    def users(self, block_ids: Iterable[int], *, writing: bool) -> Iterator[tuple[int, Tracked, bool]]:
+        """Transfers that an access conflicts with: a block, who holds it, and whether that one writes it."""
+        ids = self._known(np.fromiter(block_ids, np.int64))
+        for number in _numbers(self._writer[ids]):
+            yield int(ids[self._writer[ids] == number][0]), self._transfers[number], True
+        for number in self._readers_of(ids) if writing else ():
+            yield int(ids[np.isin(ids, self._reads[number])][0]), self._transfers[number], False
+
+    # ---- transfers ----
+    def read(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
+        """Notes the reads; returns the transfers whose result is read."""
+        ids = np.unique(self._grown(_array(block_ids)))
+        if not ids.size:
+            return set()
+        number = self._hold(transfer)
+        shared = ids[self._num_readers[ids] > 0]
+        if shared.size:
+            self._sharing.update(dict.fromkeys([number, *_numbers(self._reader[shared])]))
+        self._num_readers[ids] += 1
+        self._reader[ids] = number
+        self._reader[shared] = SEVERAL
+        self._reads[number] = ids
+        return {self._transfers[writer] for writer in _numbers(self._writer[ids])}
+
+    def write(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
+        """Notes the writes; returns the transfers that must be over first."""
+        ids = self._grown(_array(block_ids))
+        if not ids.size:
+            return set()
+        number = self._hold(transfer)
+        readers = self._readers_of(ids)
+        before = {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
+        if readers:
+            asked = np.zeros(self._writer.size, bool)
+            asked[ids] = True
+            for reader in readers:
+                held = self._reads[reader]
+                self._reads[reader] = held[~asked[held]]
+            self._num_readers[ids] = 0
+            self._reader[ids] = NOBODY
+        self._writer[ids] = number
+        self._writes[number] = ids
+        return before
+
+    def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, why: str) -> None:
+        """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
+        ids = self._known(_array(block_ids))
+        own = ids[self._writer[ids] == transfer.number]
+        self._poisoned[own] = True
+        self._why_poisoned.update(dict.fromkeys(own.tolist(), why))
+
+    def release(self, transfer: Tracked, *, written: bool) -> None:
+        """The transfer is over and holds nothing any more. ``written``: it has rewritten its targets completely."""
+        number = transfer.number
+        reads = self._reads.pop(number, None)
+        if reads is not None:
+            self._num_readers[reads] -= 1
+            self._reader[reads[self._num_readers[reads] == 0]] = NOBODY
+            self._sharing.pop(number, None)
+        writes = self._writes.pop(number, None)
+        if writes is not None:
+            own = writes[self._writer[writes] == number]
+            self._writer[own] = NOBODY
+            if written:
+                self.mark_rewritten(own)
+        self._transfers.pop(number, None)
+
+    def mark_rewritten(self, block_ids: Sequence[int] | Ids) -> None:
+        """The blocks hold usable data again."""
+        if not self._why_poisoned:
+            return
+        ids = self._known(_array(block_ids))
+        for block_id in ids[self._poisoned[ids]].tolist():
+            self._why_poisoned.pop(block_id, None)
+        self._poisoned[ids] = False
+
+    # ---- leases ----
+    def try_lease(self, block_ids: Sequence[int], *, write: bool) -> bool:
+        """Takes the lease, unless a transfer or another lease conflicts with it."""
+        ids = self._grown(_array(block_ids))
+        conflicts = self._writer[ids] != NOBODY
+        conflicts |= (self._leases if write else self._write_leases)[ids] > 0
+        if write:
+            conflicts |= self._num_readers[ids] > 0
+        if conflicts.any():
+            return False
+        self._leases[ids] += 1
+        self._write_leases[ids] += write
+        return True
+
+    def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
+        ids = _array(block_ids)
+        self._leases[ids] -= 1
+        self._write_leases[ids] -= write
+
+    # ---- helpers ----
+    def _hold(self, transfer: Tracked) -> int:
+        self._transfers[transfer.number] = transfer
+        return transfer.number
+
+    def _readers_of(self, ids: Ids) -> list[int]:
+        """Numbers of all that read one of the blocks."""
+        found = dict.fromkeys(_numbers(self._reader[ids]))
+        several = ids[self._reader[ids] == SEVERAL]
+        if several.size:
+            asked = np.zeros(self._writer.size, bool)
+            asked[several] = True
+            found.update((number, None) for number in self._sharing if asked[self._reads[number]].any())
+        return list(found)
+
+    def _known(self, ids: Ids) -> Ids:
+        return ids[ids < self._writer.size]
+
+    def _grown(self, ids: Ids) -> Ids:
+        """The ids, with room for them in the arrays."""
+        missing = int(ids.max()) + 1 - self._writer.size if ids.size else 0
+        if missing > 0:
+            self._writer = np.append(self._writer, np.full(missing, NOBODY))
+            self._reader = np.append(self._reader, np.full(missing, NOBODY))
+            self._num_readers = np.append(self._num_readers, np.zeros(missing, np.int32))
+            self._leases = np.append(self._leases, np.zeros(missing, np.int32))
+            self._write_leases = np.append(self._write_leases, np.zeros(missing, np.int32))
+            self._poisoned = np.append(self._poisoned, np.zeros(missing, bool))
+        return ids
+
+
+def _array(block_ids: Sequence[int] | Ids) -> Ids:
+    return np.asarray(block_ids, np.int64)
+
+
+def _numbers(of_blocks: Ids) -> list[int]:
+    """The transfers among the entries, each once."""
+    return np.unique(of_blocks[of_blocks >= 0]).tolist()  # type: ignore[no-any-return]

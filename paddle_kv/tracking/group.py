@@ -1,0 +1,234 @@
+"""The lock under which state changes: one for each group of memories that can meet in a transfer.
+
+A pool begins as a group of its own; the scheduler that moves blocks between two pools unites their groups. What changes
+the state of pools, transfers or managers is a *section*: a function that :func:`change` runs under the lock of the
+group, in a thread that no signal handler interrupts, and that waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..errors import ReentryError
+from .keeper import Host, Waiter, keeper, log
+
+
+class Grouped(Protocol):
+    """What belongs to a group."""
+
+    @property
+    def group(self) -> MemoryGroup:
+        """Which one; asked anew each time, since groups are united."""
+
+
+class Tracked(Protocol):
+    """What the tracker needs of a transfer."""
+
+    number: int
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known that its targets are not written completely."""
+
+    def look(self) -> None:
+        """Looks at the device; releases the blocks if the transfer is over (in a section)."""
+
+    def abandon(self) -> None:
+        """The process has forked and this is the child: nothing moves here any more. Ends as failed."""
+
+    def is_ordered_before(self, stream: int | None, layer: int) -> bool:
+        """Whether work on the stream waits for this layer."""
+
+
+class MemoryGroup:
+    """Memories that can meet, and who waits for what of them.
+
+    Attributes:
+        lock: of the group; nobody waits for a device or for another thread while it is held.
+        host: runs sections and waits.
+        transfers: those that hold blocks, by number.
+        waiters: of threads that wait for any change.
+    """
+
+    def __init__(self, member: Grouped) -> None:
+        self.number = next(_numbers)
+        self.lock = threading.RLock()
+        self.host: Host = keeper
+        self.transfers: dict[int, Tracked] = {}
+        self.waiters: deque[Waiter] = deque()
+        self._members: weakref.WeakSet[Any] = weakref.WeakSet([member])
+        self._inside: int | None = None  # the thread that runs a section
+        self._noted: deque[Callable[[], object]] = deque()  # what finalizers want done
+        _groups.add(self)
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread runs a section of this group."""
+        return self._inside == threading.get_ident()
+
+    def notify(self) -> None:
+        """Something has changed: all who wait look again."""
+        wake(self.waiters)
+
+    def note(self, function: Callable[[], object]) -> None:
+        """To be done by whoever runs the next section, or at the end of the one that runs."""
+        self._noted.append(function)
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """A section, under the lock."""
+        if self._inside is not None:
+            raise ReentryError(
+                "a call of the scheduler was made out of another one by the same thread: by a finalizer, by a policy "
+                "or by a backend"
+            )
+        self._inside = threading.get_ident()
+        try:
+            self._do_what_was_noted()
+            return function()
+        finally:
+            self._do_what_was_noted()
+            self._inside = None
+
+    def _do_what_was_noted(self) -> None:
+        while self._noted:
+            try:
+                self._noted.popleft()()
+            except Exception:  # noqa: BLE001  it is nobody's
+                log.exception("an error in what a finalizer of paddle_kv wanted done")
+
+    def _absorb(self, other: MemoryGroup) -> None:
+        for member in list(other._members):
+            member.group = self
+            self._members.add(member)
+        both = {**self.transfers, **other.transfers}
+        self.transfers = {number: both[number] for number in sorted(both)}
+        if self.host is keeper:
+            self.host = other.host
+        self._noted.extend(other._noted)
+        other.transfers, other._noted = {}, deque()
+        other.notify()
+
+
+_numbers = itertools.count()
+_groups: weakref.WeakSet[MemoryGroup] = weakref.WeakSet()
+registry = threading.Lock()  # of groups and memories; whoever holds it may hold the locks of several groups
+
+
+def change(member: Grouped, function: Callable[[], Any]) -> Any:
+    """Runs a section of the member's group and returns what it returns."""
+    return member.group.host.call(functools.partial(_change_here, member, function))
+
+
+def change_soon(member: Grouped, function: Callable[[], object]) -> None:
+    """As :func:`change`, but the main thread does not wait until it has been done."""
+    member.group.host.soon(functools.partial(_change_here, member, function))
+
+
+def note(member: Grouped, function: Callable[[], object]) -> None:
+    """For finalizers and for calls that one may make out of a section: it is done in a section, soon."""
+    group = member.group
+    group.note(function)
+    group.host.post(functools.partial(_change_here, member, _nothing))
+
+
+def wait_until(member: Grouped, condition: Callable[[], Any], timeout_s: float | None) -> Any:
+    """Blocks until the condition, asked in a section, holds; what it returned, or None if the time was over."""
+    deadline = Deadline(timeout_s)
+    while True:
+        group = member.group
+        waiter = Waiter()
+        group.waiters.append(waiter)
+        try:
+            found = change(member, condition)
+            if found:
+                return found
+            if not group.host.park(waiter, deadline.left_s()):
+                return change(member, condition) or None
+        finally:
+            with contextlib.suppress(ValueError):  # released meanwhile
+                group.waiters.remove(waiter)
+
+
+def wake(waiters: deque[Waiter]) -> None:
+    """Releases all of them. Whoever is added meanwhile looks after that at what has changed."""
+    while waiters:
+        with contextlib.suppress(IndexError):  # another one was quicker
+            waiters.popleft().release()
+
+
+def unite(first: Grouped, second: Grouped) -> None:
+    """From now on one lock guards both. Not out of a section."""
+    first.group.host.call(functools.partial(_unite, first, second))
+
+
+def _unite(first: Grouped, second: Grouped) -> None:
+    with registry:
+        one, other = first.group, second.group
+        if one is other:
+            return
+        with one.lock, other.lock:
+            one._absorb(other)
+
+
+def _change_here(member: Grouped, function: Callable[[], Any]) -> Any:
+    while True:
+        group = member.group
+        group.host.pause()
+        with group.lock:
+            if member.group is group:  # else it was united with another one meanwhile
+                return group.run(function)
+
+
+def _nothing() -> None:
+    pass
+
+
+# ---- fork: no thread is in a section while the process is copied ----
+_held_for_fork: list[Any] = []
+
+
+def _before_fork() -> None:
+    registry.acquire()
+    _held_for_fork.append(registry)
+    for group in sorted(_groups, key=lambda group: group.number):
+        group.lock.acquire()
+        _held_for_fork.append(group.lock)
+
+
+def _after_fork_in_parent() -> None:
+    while _held_for_fork:
+        _held_for_fork.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    _after_fork_in_parent()
+    transfers = {number: transfer for group in _groups for number, transfer in group.transfers.items()}
+    for number in sorted(transfers, reverse=True):  # none must be seen as ready by an earlier one that ends
+        transfers[number].abandon()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+class Deadline:
+    """The end of a time-out, on the clock that cannot be set."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float | None:
+        """Seconds until then, 0 once it is over; None: there is no end."""
+        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return self._end_s is not None and time.monotonic() >= self._end_s

@@ -1,0 +1,163 @@
+"""The thread in which state changes for the main thread.
+
+Python runs signal handlers in the main thread only, between any two of its instructions, and what they raise leaves
+whatever runs there half done. So the main thread changes nothing itself: it hands the change to this thread and waits.
+An exception of a handler then ends the waiting, never the change. Other threads see no signals and change state
+themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+LOOK_S = 0.001  # how often a callback that waits looks beside the jobs
+
+log = logging.getLogger("paddle_kv")
+
+
+class Waiter:
+    """What one blocked thread sleeps on; released once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def sleep(self, timeout_s: float | None) -> bool:
+        """Whether it was released within the time."""
+        if timeout_s is None:
+            return self._lock.acquire()
+        return self._lock.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
+
+
+class Host(Protocol):
+    """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it."""
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        """The function's result. Whatever is raised into the caller meanwhile, the function runs to its end."""
+
+    def soon(self, function: Callable[[], object]) -> None:
+        """As :meth:`call`, but the main thread does not wait for it. Calls of one thread keep their order."""
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Runs it later, in a thread of the library. May be called by a finalizer in the middle of anything."""
+
+    def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
+        """Blocks the caller until the waiter is released (True) or the time is over (False)."""
+
+    def pause(self) -> None:
+        """A point at which other threads may come first."""
+
+
+class _Job:
+    """A function on its way to the keeper. Its result may be dropped: what owns something gives it back by itself."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function: Callable[[], Any] | None = function
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.over = Waiter()
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        assert function is not None
+        try:
+            self._result = function()
+        except BaseException as error:  # noqa: BLE001  it is the caller's
+            self._error = error
+        del function
+        self.over.release()
+
+    def take(self) -> Any:
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or the traceback would hold itself
+        result, self._result = self._result, None
+        return result
+
+
+class Keeper:
+    """See the module. The thread starts with the first job and ends with the process; a forked child has its own."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._choosing = threading.Lock()
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        if not _in_main_thread():
+            return function()
+        job = _Job(function)
+        self._put(job)
+        self.park(job.over, None)
+        return job.take()
+
+    def soon(self, function: Callable[[], object]) -> None:
+        if _in_main_thread():
+            self._put(function)
+        else:
+            function()
+
+    def post(self, function: Callable[[], object]) -> None:
+        self._put(function)
+
+    def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
+        if threading.current_thread() is not self._thread:
+            return waiter.sleep(timeout_s)
+        # A callback waits: nobody else would do what it waits for. Another thread may release it without a job.
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not waiter.sleep(0.0):
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            with contextlib.suppress(queue.Empty):
+                self._run(self._jobs.get(timeout=LOOK_S))
+        return True
+
+    def pause(self) -> None:
+        pass
+
+    def _put(self, job: Callable[[], object]) -> None:
+        self._jobs.put(job)  # C code: nothing can come in between, not even a finalizer that puts another one
+        if self._thread is None:
+            self._start()
+
+    def _start(self) -> None:
+        # Not under a lock: an exception of a signal handler could leave that locked. One of several takes over.
+        threading.Thread(target=self._serve, name="paddle_kv-keeper", daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._choosing:
+            if self._thread is not None:
+                return
+            self._thread = threading.current_thread()
+        while True:
+            self._run(self._jobs.get())
+
+    def _run(self, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception:  # a _Job keeps its own; this is one that nobody waits for
+            log.exception("an error in the thread of paddle_kv")
+
+    def after_fork_in_child(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
+
+
+keeper = Keeper()
+os.register_at_fork(after_in_child=keeper.after_fork_in_child)
