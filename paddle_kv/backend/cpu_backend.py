@@ -154,7 +154,7 @@ class CpuBackend:
         stream.submit(lambda: _copy(binding, task, stream))
 
     def watch(self, events: Sequence[CpuEvent], report: Callable[[], None]) -> None:
-        events[-1].watch(report)  # of one stream: it has passed the others before
+        events[0].watch(report)  # the last of its stream, which has passed the others before
 
     def cancel(self, stream: CpuStream, number: int) -> int | None:
         tasks = [task for task in list(stream.copies) if task.work.number == number]

@@ -55,7 +55,8 @@ class Backend(Protocol):
 
     def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
         """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All
-        are recorded or handed over. ``report`` only leaves a message: it takes no lock and waits for nothing."""
+        are recorded or handed over; the first is the last one of its stream. ``report`` only leaves a message: it takes
+        no lock and waits for nothing."""
 
     def cancel(self, stream: Stream, number: int) -> int | None:
         """Of the work of that transfer on the stream nothing is copied any more that has not begun; its events come all

@@ -67,6 +67,8 @@ class Failure:
     def of(cls, message: str, layer: int | None, cause: BaseException | None = None) -> Failure:
         """With what the backend raised."""
         told = None
+        if cause is not None:
+            cause.__traceback__ = None  # whoever keeps it would keep the frames of our callers
         if isinstance(cause, CudaError):
             told = (cause.name, cause.code, str(cause))
         elif cause is not None:
@@ -141,6 +143,7 @@ class Movement:
         # The end
         self.state = State.PENDING
         self.failure: Failure | None = None
+        self.submission_failed = False  # already in the call that started it
         self.told = False  # somebody knows of the failure
         self.elapsed_ms = float("nan")
         self.layer_times_ms: list[tuple[float, float]] = []

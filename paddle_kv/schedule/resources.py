@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..backend.protocol import Backend
@@ -23,22 +23,27 @@ class Events:
     """Events that are given back together, when the last reference to them goes: whoever waits for one of them keeps
     them by a reference, and an exception that ends the wait lets go of it by itself."""
 
-    def __init__(self, events: list[Event], given_back: deque[list[Event]]) -> None:
+    def __init__(self, events: list[Event], given_back: deque[list[Event]], notify: Callable[[], object]) -> None:
         self._events = events
         self._given_back = given_back
+        self._notify = notify
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
 
     def __del__(self) -> None:
         self._given_back.append(self._events)
+        self._notify()
 
 
 class DeviceResources:
     """The registered pointers of a pair of pools, a stream for each direction, events. Holds none of the pools."""
 
-    def __init__(self, backend: Backend, device_cache: Any, host_pool: Any) -> None:
+    def __init__(
+        self, backend: Backend, device_cache: Any, host_pool: Any, notify: Callable[[], object] = lambda: None
+    ) -> None:
         self.backend = backend
+        self._notify = notify  # events were given back
         self.streams: dict[str, Stream] = {}
         self._num_events = 0
         self._given_back: deque[list[Event]] = deque()
@@ -69,10 +74,15 @@ class DeviceResources:
         """So many. Only under the lock, as all of this."""
         self._collect_events()
         taken: list[Event] = []
-        events = Events(taken, self._given_back)  # has those that could be made if one cannot
-        for _ in range(count):
-            taken.append(self.backend.create_event())
-            self._num_events += 1
+        events = Events(taken, self._given_back, self._notify)  # has those that could be made if one cannot
+        try:
+            for _ in range(count):
+                taken.append(self.backend.create_event())
+                self._num_events += 1
+        except BaseException:
+            self._given_back.append(taken.copy())
+            taken.clear()  # the exception keeps this frame
+            raise
         return events
 
     def _collect_events(self) -> None:

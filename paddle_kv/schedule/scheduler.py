@@ -22,7 +22,8 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from ..tracking.group import MemoryGroup, change, unite, wait_until
+from ..tracking.domain import BlockDomain
+from ..tracking.group import Deadline, MemoryGroup, change, unite, wait_until
 from ..tracking.memories import check_access
 from . import checksum, settling, submission
 from .movement import Movement, State, movements
@@ -36,6 +37,10 @@ URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
 
 _check.access_checks.append(check_access)
 _schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
+
+
+def _notify(domain: BlockDomain) -> None:
+    domain.group.notify()
 
 
 class _Use:
@@ -139,7 +144,8 @@ class LayerwiseScheduler:
 
     def _open(self) -> None:
         release_abandoned()
-        self.resources = DeviceResources(self.backend, self.device_cache, self.host_pool)
+        notify = functools.partial(_notify, self.host_pool.domain)
+        self.resources = DeviceResources(self.backend, self.device_cache, self.host_pool, notify)
         self.origin_event = self.resources.origin_event
         self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
         try:
@@ -238,7 +244,7 @@ class LayerwiseScheduler:
         finally:
             del start
         movement = started._movement
-        if movement.failed:
+        if movement.submission_failed:
             # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
             self._hold(movement, self.compute_stream(None))
             movement.raise_if_failed()
@@ -281,7 +287,11 @@ class LayerwiseScheduler:
             if layerwise:
                 movement.unmarked = dict(enumerate(events))
             else:
-                self.backend.record(events[0], compute)
+                try:
+                    self.backend.record(events[0], compute)
+                except BaseException:
+                    movement.held = ()  # the exception keeps this frame
+                    raise
                 movement.after = events
         transfer = Transfer(movement)
         movement.handle = weakref.ref(transfer)
@@ -303,6 +313,7 @@ class LayerwiseScheduler:
         if self.observer is not None:
             self.observer.started(movement)
         settling.progress([movement])
+        movement.submission_failed = movement.failed
         return transfer
 
     def _hold(self, movement: Movement, compute: Stream) -> None:
@@ -425,7 +436,10 @@ class LayerwiseScheduler:
             settling.look(movement)
 
     def _is_idle(self) -> bool:
-        return not self._in_flight and not self._users
+        return not self._in_flight
+
+    def _is_unused(self) -> bool:
+        return not self._users and self.resources.num_events <= 1  # the own one
 
     def close(self, timeout_s: float | None = None) -> None:
         """Drops what the device has not been given, waits for the rest, and gives streams and events back. Again: does
@@ -442,8 +456,11 @@ class LayerwiseScheduler:
         closer = _Use(self.group)  # or threads that go on submitting would keep it open
         try:
             if not self._closed:
+                deadline = Deadline(timeout_s)
                 change(self, functools.partial(self._begin_close, closer))
                 self.drain(timeout_s)
+                if not wait_until(self, self._is_unused, deadline.left_s()):
+                    raise TimeoutError(f"other threads were still about to wait after timeout_s = {timeout_s}")
                 if change(self, self._end_close):
                     self.group.host.call(self._release)
             wait_until(self, lambda: self._released, None)  # another thread may be at it
@@ -454,8 +471,12 @@ class LayerwiseScheduler:
 
     def _begin_close(self, closer: _Use) -> None:
         self._closers.add(closer)
+        self.drop(also_submitted=True)
+
+    def drop(self, *, also_submitted: bool) -> None:
+        """In a section: cancels all transfers, or only those of which layers are not submitted."""
         for movement in list(self._in_flight):
-            settling.progress(submission.cancel(movement))
+            settling.progress(submission.cancel(movement, also_submitted=also_submitted))
 
     def _end_close(self) -> bool:
         was_open, self._closed = not self._closed, True
@@ -568,8 +589,8 @@ def check_scheduler(scheduler: Any) -> None:
 def _close_all() -> None:
     """No memory may go away while a copy runs, not even at exit."""
     for scheduler in list(_schedulers):
-        try:
+        with contextlib.suppress(Exception):  # nobody is left to be told
+            change(scheduler, functools.partial(scheduler.drop, also_submitted=False))
+            scheduler.drain(EXIT_TIMEOUT_S)
             scheduler.close(EXIT_TIMEOUT_S)
-        except Exception:  # noqa: BLE001  nobody is left to be told
-            continue
     release_abandoned()

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterable
 
+from ..backend.work import Event
 from ..tracking.group import change
 from ..tracking.keeper import log
 from .movement import Failure, Movement, State, movements
@@ -26,9 +27,8 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
             at_an_end.append(movement)
             continue
         backend = movement.scheduler.backend
-        ends = [movement.events[groups[-1]] for _, groups in movement.starts]
         try:
-            backend.watch([*ends, movement.last_event], functools.partial(_report, movement.number))
+            backend.watch(_asked(movement), functools.partial(_report, movement.number))
         except Exception as error:  # noqa: BLE001  nobody would hear of the end
             at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
             with contextlib.suppress(Exception):
@@ -56,6 +56,18 @@ def look(movement: Movement) -> None:
     _look_at_all(asked)
 
 
+def look_for_failure(movement: Movement) -> None:
+    """Asks every event, also of a transfer of which layers are still to be submitted."""
+    for event in movement.events if not movement.over else ():
+        try:
+            if event is not None:
+                movement.scheduler.backend.is_complete(event)
+        except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
+            layer = first_failed_layer(movement)
+            progress(fail(movement, Failure.of(f"{movement.direction} failed at layer {layer}: {error}", layer, error)))
+    look(movement)
+
+
 def _look_at_all(given: Iterable[Movement]) -> None:
     queue = InOrder(given)
     while queue:
@@ -74,13 +86,8 @@ def _look_at_device(movement: Movement) -> list[Movement]:
     scheduler = movement.scheduler
     found: list[Movement] = []
     try:
-        if movement.last_event is not None:
-            # A failure is reported by all events behind it of its submission. Those of earlier layers may lie on
-            # another stream than the last one and pass a moment later; until then a GPU tells no times.
-            ends = [movement.events[groups[-1]] for _, groups in movement.starts]
-            asked = movement.events if scheduler.record_layer_times else ends
-            if not scheduler.backend.is_complete(movement.last_event, *(event for event in asked if event is not None)):
-                return []
+        if movement.last_event is not None and not scheduler.backend.is_complete(*_asked(movement)):
+            return []
     except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
         layer = first_failed_layer(movement)
         message = f"{movement.direction} failed at layer {layer}: {error}"
@@ -97,6 +104,15 @@ def _look_at_device(movement: Movement) -> list[Movement]:
             _measure(movement)
     _end(movement)
     return found
+
+
+def _asked(movement: Movement) -> list[Event]:
+    """The events that say whether it is over."""
+    # A failure is reported by all events behind it of its submission. Those of earlier layers may lie on another stream
+    # than the last one and pass a moment later; until then a GPU tells no times.
+    ends = [movement.events[groups[-1]] for _, groups in movement.starts]
+    asked = movement.events if movement.scheduler.record_layer_times else ends
+    return [movement.last_event, *(event for event in asked if event is not None)]
 
 
 def _end(movement: Movement) -> None:

@@ -72,13 +72,13 @@ def fail(movement: Movement, failure: Failure) -> list[Movement]:
     return failed
 
 
-def cancel(movement: Movement) -> list[Movement]:
-    """Drops what is not submitted, also of what the backend has not begun. Returns what has to be advanced."""
+def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]:
+    """Drops what is not submitted, and what is but has not begun. Returns what has to be advanced."""
     if movement.failed or movement.over:
         return []
     plan = movement.plan
     first = next((i for i in range(plan.num_layers) if movement.num_unsubmitted and _is_missing(movement, i)), None)
-    if movement.num_unsubmitted < plan.num_groups:
+    if also_submitted and movement.num_unsubmitted < plan.num_groups:
         begun = movement.scheduler.backend.cancel(movement.stream, movement.number)
         first = min((layer for layer in (first, begun) if layer is not None), default=None)
     if first is None:
@@ -172,13 +172,10 @@ def _submit(movement: Movement, first: int, waits: list[list[Event]]) -> list[Mo
         start, *records = movement.hold_events(1 + len(groups))
         work = LayerWork(plan, groups.start, groups.stop, waits, start, records, scheduler.engine, movement.number)
         scheduler.backend.copy_layers(scheduler.resources.binding, work, movement.stream)
-    except BaseException as error:  # whatever it is, the transfer carries it
+    except BaseException as error:  # noqa: BLE001  whatever it is, the transfer carries it
         fence(movement)
         layer = plan.layers_of(first).start
-        failed = fail(movement, Failure.of(f"{plan.direction} failed at layer {layer}: {error}", layer, error))
-        if not isinstance(error, Exception):
-            raise
-        return failed
+        return fail(movement, Failure.of(f"{plan.direction} failed at layer {layer}: {error}", layer, error))
     movement.starts.append((start, groups))
     movement.events[groups.start : groups.stop] = records
     movement.num_unsubmitted -= len(groups)

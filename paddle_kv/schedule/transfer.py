@@ -145,21 +145,28 @@ class Transfer:
         queue = self._scheduler.compute_stream(stream)
         movement.raise_if_failed()
         held = movement.held  # keeps the event, whatever becomes of the transfer meanwhile
-        event = movement.unmarked.pop(layer, None)  # of several threads one gets it
-        if event is None:
-            movement.raise_if_failed()
-            if not movement.plan.num_groups:
-                return
-            raise ValueError(f"layer = {layer} is marked as written already; each layer is marked once")
         try:
-            self._scheduler.backend.record(event, queue)
-            change_soon(movement, functools.partial(_mark, movement, layer, event, held))
+            self._mark(layer, queue, held)
+        finally:
+            del held  # an exception would keep it with this frame
+        movement.raise_if_failed()
+
+    def _mark(self, layer: int, queue: Stream, held: tuple[Events, ...]) -> None:
+        movement = self._movement
+        event = movement.unmarked.pop(layer, None)  # of several threads one gets it
+        try:
+            if event is not None:
+                self._scheduler.backend.record(event, queue)
+                change_soon(movement, functools.partial(_mark, movement, layer, event, held))
+                return
         except BaseException:  # waiting for an event that is not recorded would be no wait: it is no mark
             movement.unmarked[layer] = event
             raise
         finally:
             del held
         movement.raise_if_failed()
+        if movement.plan.num_groups:
+            raise ValueError(f"layer = {layer} is marked as written already; each layer is marked once")
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
@@ -175,6 +182,7 @@ class Transfer:
         if not self._wait_for(lambda: movement.over, deadline):
             self._look()
             if not movement.over:
+                self._raise_not_submitted(timeout_s, None)
                 raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
         movement.raise_if_failed()
 
@@ -323,12 +331,18 @@ class Transfer:
         except (TransferError, CancelledError):
             raise
         except Exception:  # of the device, or of a signal handler: the device knows
-            self._look()
+            change(movement, functools.partial(settling.look_for_failure, movement))
             movement.raise_if_failed()
             raise
         finally:
             del held  # an exception would keep it with this frame
         movement.ordered.setdefault(queue, set()).update(groups)
+
+    def _raise_not_submitted(self, timeout_s: float | None, layer: int | None) -> None:
+        if self._movement.num_unsubmitted and not self._movement.failed:
+            what = "a layer" if layer is None else f"layer {layer}"
+            why = self._what_is_missing(layer)
+            raise TimeoutError(f"{what} was not submitted within timeout_s = {timeout_s}; {why}")
 
     def _what_is_missing(self, layer: int | None) -> str:
         plan = self._movement.plan

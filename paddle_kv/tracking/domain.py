@@ -91,7 +91,7 @@ class BlockDomain:
             raise TransferError(
                 f"block {bad[0]} of the {pool} holds no usable data ({self._why_poisoned[int(bad[0])]}); rewrite it "
                 "first",
-                block_ids=list(dict.fromkeys(bad.tolist())),
+                block_ids=found.tolist(),
             )
 
     def users(self, block_ids: Iterable[int], *, writing: bool) -> Iterator[tuple[int, Tracked, bool]]:

@@ -11,7 +11,6 @@ import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
-from paddle_kv.tracking import hazards
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
 LAYOUTS = ["layer_first", "block_first"]
@@ -435,9 +434,15 @@ def test_a_pool_that_is_closed_while_somebody_waits_for_a_lease(pool):
     thread = threading.Thread(target=wait)
     thread.start()
     time.sleep(SHORT_S)
-    with hazards.lock:  # both at once, as he sees it
-        held.__exit__(None, None, None)
-        pool.close()
+
+    def close() -> None:
+        with pool.domain.group.lock:  # both at once, as he sees it
+            held.__exit__(None, None, None)
+            pool.close()
+
+    closer = threading.Thread(target=close)
+    closer.start()
+    closer.join(WAIT_S)
     thread.join(WAIT_S)
     assert refused == ["the host pool is closed"]
 

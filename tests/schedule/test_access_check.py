@@ -67,7 +67,7 @@ def test_what_is_being_saved_may_be_read(rig, copies):
         access(rig.cache, 1, 4, writing=False)
         refused(rig.cache, 1, 4, writing=True, verb="reading")
         copies.go_on()
-        save._scheduler._backend.wait(save._last_event, WAIT_S)
+        save._scheduler.backend.wait(save._movement.last_event, WAIT_S)
         access(rig.cache, 1, 4, writing=True)  # over, though nobody has asked
 
 

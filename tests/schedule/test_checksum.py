@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 
-from paddle_kv import HostPool, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.schedule import checksum
 from tests.schedule.rig import WAIT_S, Rig
 
@@ -107,7 +107,7 @@ def test_a_load_of_what_is_being_saved_is_compared_at_its_end(rig, copies):
         with pytest.raises(TransferError, match=r"1 blocks .* do not hold what was saved to them: \[9\]") as caught:
             load.wait(WAIT_S)
         assert caught.value.block_ids == [6, 7]  # not to be used
-        assert caught.value.__cause__.block_ids == [9]
+        assert caught.value.damaged_host_blocks == [9]
         with pytest.raises(TransferError, match=r"block 6 of the device cache holds no usable data"):
             scheduler.offload([6], [1])
         assert dump_of(caught.value)["wrong_host_blocks"] == [9]
@@ -209,7 +209,7 @@ def test_a_save_that_was_cancelled_leaves_no_stamp(rig):
         save = scheduler.offload([2], [4], layerwise=True)
         save.mark_layer_written(0)
         save.cancel()
-        with pytest.raises(TransferError, match="cancelled"):
+        with pytest.raises(CancelledError, match="cancelled"):
             save.wait(WAIT_S)
         with pytest.raises(TransferError, match="holds no usable data"):
             scheduler.onload([4], [6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from paddle_kv.tracking.hazards import BlockDomain
 
-from paddle_kv.errors import TransferError
+from paddle_kv.errors import LeasedError, TransferError
+from paddle_kv.tracking.domain import BlockDomain
 
 BLOCKS = range(7)
 some = st.lists(st.sampled_from(BLOCKS), max_size=5)
@@ -27,6 +28,7 @@ class Move:
     ids: list[int]
     writes: bool
     failed: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Machine(RuleBasedStateMachine):
         for block_id in ids:
             block = self.blocks[block_id]
             if block.write_lease or (writes and block.read_leases):
-                return RuntimeError, f"block {block_id} of the pool is leased"
+                return LeasedError, f"block {block_id} of the pool is leased"
             if not writes and block_id in self.poison and (block.writer is None or block.writer.failed):
                 return TransferError, f"block {block_id} of the pool holds no usable data"
         return None
@@ -96,13 +98,13 @@ class Machine(RuleBasedStateMachine):
         if not move.writes:
             return
         move.failed = True
-        self.domain.poison(move.ids, move, TransferError("broken"))
+        self.domain.poison(move.ids, move, "broken")
         self.poison.update(i for i in move.ids if self.blocks[i].writer is move)
 
     @rule(move=consumes(moves))
     def release(self, move: Move) -> None:
         written = move.writes and not move.failed
-        self.domain.release(move.ids, move, written=written)
+        self.domain.release(move, written=written)
         for block_id, block in self.blocks.items():
             block.readers.discard(move)
             if block.writer is move:
@@ -137,6 +139,11 @@ class Machine(RuleBasedStateMachine):
             self.blocks[block_id].write_lease &= not write
             self.blocks[block_id].read_leases -= not write
 
+    @rule(ids=some)
+    def holders(self, ids: list[int]) -> None:
+        expected = {move for i in ids for move in [*self.blocks[i].readers, self.blocks[i].writer] if move}
+        assert self.domain.holders(ids) == sorted(expected, key=lambda move: move.number)
+
     @rule(ids=distinct, writing=st.booleans())
     def users(self, ids: list[int], writing: bool) -> None:
         found = {(move, is_writer) for _, move, is_writer in self.domain.users(ids, writing=writing)}
@@ -154,13 +161,3 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-
-
-def test_a_transfer_may_hold_blocks_by_two_calls() -> None:
-    domain, reader = BlockDomain(), Move([1, 2, 3], writes=False)
-    domain.read([1, 2], reader)
-    domain.read([2, 3], reader)
-    assert domain.busy(BLOCKS) == [1, 2, 3]
-    assert domain.write([1], Move([1], writes=True)) == {reader}
-    domain.release([1, 2, 3], reader, written=False)
-    assert domain.busy(BLOCKS) == [1]

@@ -15,8 +15,9 @@ import weakref
 import numpy as np
 import pytest
 
-from paddle_kv import HostPool, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule.resources import release_abandoned
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec, threads_since
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
@@ -24,9 +25,10 @@ ROOT = __file__.rsplit("/tests/", 1)[0]
 
 # ---- close ----
 def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
-    copies.hold("onload", 2)
+    copies.hold("onload", 4)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     load = scheduler.onload([4], [1])
+    assert copies.arrived.acquire(timeout=WAIT_S)
     save = scheduler.offload([2], [5], layerwise=True)
     save.mark_layer_written(0)
     save.wait_layer(0, timeout_s=WAIT_S)  # or it would be one of those that are not over
@@ -40,7 +42,7 @@ def test_close_waits_for_what_runs_and_drops_the_rest(rig, copies):
     scheduler.close(WAIT_S)
     load.wait(0)
     rig.expect_onload([4], [1])
-    with pytest.raises(TransferError, match=r"offload was cancelled before layer 1 was moved"):
+    with pytest.raises(CancelledError, match=r"offload was cancelled before layer 1 was moved"):
         save.wait(0)
     assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
     scheduler.close()
@@ -62,12 +64,13 @@ def test_a_with_block_that_raises_still_closes(rig, copies):
     with pytest.raises(KeyError), LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         load = scheduler.onload([4], [1])
         save = scheduler.offload([2], [5], layerwise=True)
+        assert copies.arrived.acquire(timeout=WAIT_S)
         threading.Timer(SHORT_S, copies.go_on).start()
         raise KeyError
     assert load.done()
     assert save.done()
     assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
-    rig.expect_onload([4], [1])
+    rig.expect_onload([4], [1], layers=[0, 1])
     rig.check()
 
 
@@ -78,7 +81,7 @@ def test_close_does_not_wait_for_the_marks_of_another_scheduler(rig):
         two = LayerwiseScheduler(rig.cache, rig.pool)
         load = two.onload([4], [2])
         two.close(WAIT_S)
-        with pytest.raises(TransferError, match=r"cancelled"):
+        with pytest.raises(CancelledError, match=r"cancelled"):
             load.wait(0)
         assert [two.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
         for layer in range(5):
@@ -91,9 +94,10 @@ def test_close_does_not_wait_for_the_marks_of_another_scheduler(rig):
 
 
 def test_a_scheduler_that_is_closing_takes_nothing_more(rig, copies):
-    copies.hold("onload", 2)
+    copies.hold("onload", 4)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     load = scheduler.onload([4], [1])
+    assert copies.arrived.acquire(timeout=WAIT_S)
     save = scheduler.offload([2], [5], layerwise=True)
     closer = threading.Thread(target=scheduler.close, args=(WAIT_S,))
     closer.start()
@@ -139,10 +143,11 @@ def test_closing_while_others_submit(rig):
     assert unexpected == []
     for transfer in transfers:
         assert transfer.done()
-        assert transfer.error is None
+        assert transfer.error is None or isinstance(transfer.error, CancelledError)
     assert [scheduler.stats()[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
-    rig.expect_onload([4], [1])
-    rig.check()
+    if transfers[0].error is None:
+        rig.expect_onload([4], [1])
+        rig.check()
 
 
 # ---- memory in use ----
@@ -204,7 +209,8 @@ def test_a_transfer_keeps_what_it_touches(copies):
     copies.go_on()
     assert event.wait(WAIT_S)
     np.testing.assert_array_equal(array.reshape(-1).view(np.uint8), expected)
-    alive[2]().close()
+    gc.collect()
+    release_abandoned()
 
 
 # ---- dropped without close ----
@@ -374,23 +380,21 @@ def _child(rig, scheduler, load, save):
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_while_another_thread_holds_the_lock(rig):
-    from paddle_kv.tracking import hazards
-
     held, end = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with hazards.lock:
+        with rig.pool.domain.group.lock:
             held.set()
             end.wait(WAIT_S)
 
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(WAIT_S)
-    child = os.fork()
+    threading.Timer(SHORT_S, end.set).start()
+    child = os.fork()  # waits for it
     if child == 0:
         signal.alarm(20)
-        os._exit(0 if rig.pool.allocate(3) == [0, 1, 2] else 1)
-    end.set()
+        os._exit(0 if end.is_set() and rig.pool.allocate(3) == [0, 1, 2] else 1)
     _, status = os.waitpid(child, 0)
     thread.join(WAIT_S)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -423,7 +427,8 @@ ENDS = {
     "everything deleted": "scheduler.offload([2, 0], [5, 1])\ndel scheduler, pool, cache",
     "exception": "scheduler.offload([2, 0], [5, 1])\nraise KeyError('the end')",
     "a layer that is never marked": (
-        "scheduler.offload([2, 0], [5, 1])\nscheduler.offload([1], [3], layerwise=True)\nscheduler.onload([3], [2])"
+        "scheduler.offload([2, 0], [5, 1])\nsave = scheduler.offload([1], [3], layerwise=True)\n"
+        "scheduler.onload([3], [2])"
     ),
     "a daemon thread that waits for ever": (
         "save = scheduler.offload([1], [3], layerwise=True)\nscheduler.offload([2, 0], [5, 1])\n"
@@ -478,6 +483,7 @@ def test_a_pool_may_be_dropped_in_a_stream_thread(rig, copies):
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     load = scheduler.onload([4], [1])
     started = time.monotonic()
+    scheduler.drain(WAIT_S)
     scheduler.close(WAIT_S)
     assert time.monotonic() - started < WAIT_S
     load.wait(0)

@@ -156,7 +156,7 @@ def test_events_of_a_direction(watch, monkeypatch):
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, monkeypatch.context() as while_open:
         of_resources = Watch(while_open)
         for name in ("take_events", "give_back"):
-            of_resources.calls(scheduler._resources, name)
+            of_resources.calls(scheduler.resources, name)
         scheduler.onload([4], [1], urgent=True).wait(WAIT_S)
         scheduler.record_event("onload").wait(WAIT_S)
         assert of_resources.found == []

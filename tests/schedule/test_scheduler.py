@@ -11,8 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, Transfer
+from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import (
     POISON,
     SHORT_S,
@@ -168,8 +169,15 @@ def test_a_time_out_is_that_of_the_whole_call(rig, copies, monkeypatch, call):
     backend = CpuBackend()
     inner = backend.wait
     monkeypatch.setattr(backend, "wait", lambda event, timeout_s: left_s.append(timeout_s) or inner(event, timeout_s))
-    sleep = Transfer._sleep_until_changed
-    monkeypatch.setattr(Transfer, "_sleep_until_changed", lambda *arguments: begun.set() or sleep(*arguments))
+    park = keeper.park
+
+    def watched(waiter, timeout_s):
+        if timeout_s is not None:
+            left_s.append(timeout_s)
+            begun.set()
+        return park(waiter, timeout_s)
+
+    monkeypatch.setattr(keeper, "park", watched)
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
         left_s.clear()
         copies.hold("offload", 0)
@@ -178,6 +186,7 @@ def test_a_time_out_is_that_of_the_whole_call(rig, copies, monkeypatch, call):
         def mark() -> None:
             assert begun.wait(WAIT_S)
             time.sleep(SHORT_S)
+            left_s.clear()
             for layer in range(5):
                 save.mark_layer_written(layer)
             while not left_s:
@@ -189,16 +198,6 @@ def test_a_time_out_is_that_of_the_whole_call(rig, copies, monkeypatch, call):
         getattr(save, call)(*([0] if call == "wait_layer" else []), timeout_s=WAIT_S)
         marks.join(WAIT_S)
         assert left_s and all(0 < left <= WAIT_S - SHORT_S for left in left_s)
-
-
-def test_where_it_runs(rig, copies):
-    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
-        copies.hold("onload", 0)
-        load = scheduler.onload([4], [1])
-        assert load.stream_name == str(scheduler._resources.streams["onload"])
-        copies.go_on()
-        load.wait(WAIT_S)
-        assert load.stream_name == ""
 
 
 def test_more_than_ten_thousand_ids():
@@ -610,7 +609,7 @@ def test_layer_times(rig, copies):
         assert scheduler.onload([1], [2]).layer_times_ms == []
 
 
-def test_layer_times_wait_for_events_that_pass_late(rig):
+def test_layer_times_wait_for_events_that_pass_late(rig, copies):
     """Those of a GPU's kernel engine lie on a stream of their own, but the last one."""
 
     class Late(CpuBackend):
@@ -625,9 +624,11 @@ def test_layer_times_wait_for_events_that_pass_late(rig):
 
     backend = Late()
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, record_layer_times=True) as scheduler:
+        copies.hold("onload", 0)
         load = scheduler.onload([5], [2])
-        backend.late = load._events[1]
-        assert load._last_event.wait(WAIT_S)
+        backend.late = load._movement.events[1]
+        copies.go_on()
+        assert load._movement.last_event.wait(WAIT_S)
         assert not load.done()
         with pytest.raises(TimeoutError):
             load.wait(SHORT_S)
@@ -799,6 +800,7 @@ def test_a_transfer_tells_what_it_is(rig: Rig) -> None:
         save = scheduler.offload([5, 6], [2, 3], layerwise=True)
         size = f"{2 * rig.cache.spec.num_layers * rig.cache.spec.block_bytes} bytes"
         save.mark_layer_written(0)
+        save.wait_layer(0, timeout_s=WAIT_S)
         assert repr(save) == f"<Transfer: offload of 2 blocks, {size}; in flight, 4 of 5 parts to be submitted>"
         save.cancel()
         assert repr(save) == f"<Transfer: offload of 2 blocks, {size}; offload was cancelled before layer 1 was moved>"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import TransferError
+from ...errors import CancelledError, TransferError
 from ...layout import KVCacheSpec
 from ...memory import DeviceCache, HostPool
 from ...schedule.scheduler import LayerwiseScheduler
@@ -178,7 +178,7 @@ class Server:
                 flight.ordered.add(layer)
             except TimeoutError:
                 return False
-            except TransferError:
+            except (CancelledError, TransferError):
                 self.wait(flight)
         return True
 
@@ -217,7 +217,7 @@ class Server:
                 transfer = own.offload(device_ids, host_ids, layerwise=layerwise)
             else:
                 transfer = own.onload(host_ids, device_ids, urgent=self._num_flights % 3 == 0)
-        except TransferError as error:
+        except (CancelledError, TransferError) as error:
             self._note(f"  refused: {error}")
             writers = [content for block in source_ids for content in of_sources.get(block, [])]
             own_failure = self.simulation.device.num_broken > broken
@@ -257,7 +257,7 @@ class Server:
         flight.unmarked.discard(layer)  # part of it may run even if the call fails
         try:
             flight.transfer.mark_layer_written(layer)
-        except TransferError as error:
+        except (CancelledError, TransferError) as error:
             self._note(f"  {error}")
             return
         for position in range(len(flight.device_ids)):
@@ -272,7 +272,7 @@ class Server:
             flight.over = True
         except TimeoutError:
             assert not patient, f"t{flight.number} does not end"
-        except TransferError as error:
+        except (CancelledError, TransferError) as error:
             self._note(f"t{flight.number} failed: {error}")
             flight.over = True
         self._forget_what_is_over()
@@ -284,7 +284,7 @@ class Server:
 
     def wait_on(self, flight: Flight) -> None:
         self._note(f"compute waits on t{flight.number}")
-        with contextlib.suppress(TransferError, TimeoutError):
+        with contextlib.suppress(CancelledError, TransferError, TimeoutError):
             flight.transfer.wait_on(timeout_s=0.0)
             flight.ordered.update(range(LAYERS))
 

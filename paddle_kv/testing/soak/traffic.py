@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import TransferError
+from ...errors import CancelledError, TransferError
 from ...memory import DeviceCache, HostPool
 from ...schedule.scheduler import LayerwiseScheduler
 from .compute import Compute, host_blocks
@@ -212,7 +212,7 @@ class Server:
             return
         try:
             self.scheduler.onload(self.host_ids[host[:1]], device[:1])
-        except TransferError:
+        except (CancelledError, TransferError):
             self.counts["refused"] += 1
             return
         raise SoakFailure(
@@ -296,7 +296,7 @@ class Server:
             self.counts["bytes"] += flight.transfer.bytes
         except TimeoutError as error:
             raise SoakFailure(f"{self.describe(flight.number)} does not end: {error}") from error
-        except TransferError as error:
+        except (CancelledError, TransferError) as error:
             if not flight.failed:
                 raise SoakFailure(f"{self.describe(flight.number)} failed: {error}") from error
         if not flight.held:
