@@ -6,16 +6,16 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import cupy
 from cupy.cuda import runtime
 
 from .. import streams
-from ..errors import CudaError
+from ..errors import CaptureError, CudaError
 from . import binding as bindings
-from . import calibration, transfer_queue
+from . import calibration, completions, transfer_queue
 from .work import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
@@ -128,7 +128,7 @@ class CupyBackend:
         # Asked before anything else is done with the stream: a forbidden call would break the capture.
         named = streams.current(self._device_id) if stream is None else streams.handle_of(stream)
         if runtime.streamIsCapturing(named):
-            raise RuntimeError(
+            raise CaptureError(
                 "the stream is being captured into a CUDA graph; a transfer cannot become part of a graph"
             )
         return streams.resolve_on(stream, self._device_id)
@@ -155,7 +155,14 @@ class CupyBackend:
             start_event=work.start,
             record_events=work.records,
             stream=stream.ptr,
+            token=work.number,
         )
+
+    def watch(self, events: Sequence[int], report: Callable[[], None]) -> None:
+        completions.watch(self._device_id, events, report)
+
+    def cancel(self, stream: Any, number: int) -> int | None:
+        return transfer_queue.cancel(stream.ptr, number)
 
     def is_complete(self, *events: int) -> bool:
         try:
@@ -165,7 +172,8 @@ class CupyBackend:
             raise
 
     def wait(self, event: int, timeout_s: float | None) -> bool:
-        # cudaEventSynchronize has no time-out, hence the polling.
+        # For the first event of a scheduler and for failures alone. cudaEventSynchronize has no time-out, hence the
+        # polling.
         started = time.perf_counter()
         while not self.is_complete(event):
             waited = time.perf_counter() - started

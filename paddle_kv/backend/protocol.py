@@ -42,7 +42,7 @@ class Backend(Protocol):
     def compute_stream(self, stream: Any) -> Stream:
         """The stream that the user means (see :mod:`paddle_kv.streams`).
 
-        Raises RuntimeError if it is being captured into a graph: nothing that follows would be replayed."""
+        Raises CaptureError if it is being captured into a graph: nothing that follows would be replayed."""
 
     def record(self, event: Event, stream: Stream) -> None: ...
 

@@ -10,6 +10,7 @@ from ..backend.work import Event
 from ..tracking.group import change
 from ..tracking.keeper import log
 from .movement import Failure, Movement, State, movements
+from .resources import Events
 from .submission import InOrder, advance, fail
 
 
@@ -28,7 +29,7 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
             continue
         backend = movement.scheduler.backend
         try:
-            backend.watch(_asked(movement), functools.partial(_report, movement.number))
+            backend.watch(_asked(movement), functools.partial(_report, movement.number, movement.held))
         except Exception as error:  # noqa: BLE001  nobody would hear of the end
             at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
             with contextlib.suppress(Exception):
@@ -37,8 +38,8 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
     return at_an_end
 
 
-def _report(number: int) -> None:
-    """The backend says, out of any of its threads, that all events of a transfer were passed."""
+def _report(number: int, held: tuple[Events, ...]) -> None:
+    """The backend says, out of any of its threads, that all events of a transfer were passed. They live until then."""
     movement = movements.get(number)
     if movement is not None:
         movement.group.host.post(functools.partial(change, movement.target, functools.partial(look, movement)))

@@ -1,6 +1,6 @@
-"""What is shared changes under the lock alone: each write to it checks that its thread holds the lock.
+"""What is shared changes in sections alone: each write to it checks that its thread runs one.
 
-A race that a missing lock allows shows once in a million calls; a write without the lock shows each time.
+A race that a missing section allows shows once in a million calls; a write outside of one shows each time.
 """
 
 from __future__ import annotations
@@ -13,123 +13,83 @@ from typing import Any
 
 import pytest
 
-from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, Transfer, TransferError
+from paddle_kv import CancelledError, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.memory import free_extents
-from paddle_kv.offload import KVOffloadManager, index
-from paddle_kv.schedule import checksum
-from paddle_kv.tracking import hazards
+from paddle_kv.schedule import checksum, movement, settling, submission
+from paddle_kv.schedule.resources import DeviceResources
+from paddle_kv.tracking import domain, group, stamps
 from tests.schedule.rig import WAIT_S, Rig
 
 SHARED = {
-    Transfer: None,  # all attributes
-    LayerwiseScheduler: {"_closed", "_closers"},
+    movement.Movement: {"state", "failure", "ready", "events", "num_unsubmitted", "held", "depends_on", "reads_from"},
+    LayerwiseScheduler: {"_closed", "_queued_bytes", "_finished"},
     HostPool: {"_closed"},
 }
-UNDER_THE_LOCK: list[tuple[Any, list[str]]] = [
-    (Transfer, ["poll", "_advance", "_drop", "_retire", "_fence", "_take_events", "_give_back_events"]),
-    (hazards.BlockDomain, ["check", "read", "write", "poison", "release", "try_lease", "end_lease"]),
-    (HostPool, ["_reclaim"]),
+IN_SECTIONS: list[tuple[Any, list[str]]] = [
+    (movement.Movement, ["enter", "hold_events"]),
+    (settling, ["progress", "look", "look_for_failure", "_retire"]),
+    (submission, ["advance", "fail", "cancel", "fence"]),
+    (domain.BlockDomain, ["check", "read", "write", "poison", "release", "try_lease", "end_lease", "mark_rewritten"]),
+    (HostPool, ["_reclaim", "allocate_here", "free_here"]),
     (free_extents.FreeExtents, ["allocate", "free"]),
-    (hazards, ["add_in_flight", "remove_in_flight"]),
-    (checksum, ["forget"]),
+    (stamps, ["forget"]),
     (checksum.ChecksumObserver, ["check", "started", "over"]),
 ]
-OF_A_MANAGER: list[tuple[Any, list[str]]] = [
-    (index.BlockIndex, ["admit", "pin", "unpin", "remove", "evict", "lookup"]),
-    (KVOffloadManager, ["_settle", "_give_back", "_take_slots"]),
-]
+
+
+def in_a_section() -> bool:
+    return any(one.inside for one in group._groups)
 
 
 class Watch:
-    """Notes who touches what without holding the lock. ``ready`` holds what is shared by now: nobody knows an object
-    while it is being made."""
+    """Notes who touches what outside of a section."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[str] = []
-        self.manager_locks: dict[Any, Any] = {}
+        self.seen: set[str] = set()
         self._patch = monkeypatch
 
-    def calls(self, owner: Any, name: str, lock: Callable[..., Any] = lambda *_: hazards.lock) -> None:
+    def calls(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         @functools.wraps(inner)
         def checked(*arguments: Any, **named: Any) -> Any:
-            if not lock(*arguments)._is_owned():
+            self.seen.add(name)
+            if not in_a_section():
                 self.found.append(f"{name} was called")
             return inner(*arguments, **named)
 
         self._patch.setattr(owner, name, checked)
 
-    def writes(self, owner: type, attributes: set[str] | None) -> None:
+    def writes(self, owner: type, attributes: set[str]) -> None:
         def checked(instance: Any, name: str, value: Any) -> None:
             made = name in instance.__dict__  # the first one belongs to whoever makes the object
-            if made and (attributes is None or name in attributes) and not hazards.lock._is_owned():
+            if made and name in attributes and not in_a_section():
                 self.found.append(f"{owner.__name__}.{name} was set")
             object.__setattr__(instance, name, value)
 
         self._patch.setattr(owner, "__setattr__", checked)
 
 
-class Guarded(dict):
-    """A dict that belongs to the lock."""
-
-    watch: Watch
-
-    def _check(self) -> None:
-        if not hazards.lock._is_owned():
-            self.watch.found.append("a table of the tracker was changed")
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._check()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._check()
-        super().__delitem__(key)
-
-    def setdefault(self, key: Any, value: Any = None) -> Any:
-        self._check()
-        return super().setdefault(key, value)
-
-    def pop(self, *arguments: Any) -> Any:
-        self._check()
-        return super().pop(*arguments)
-
-    def copy(self) -> dict:
-        self._check()
-        return super().copy()
-
-
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     made = Watch(monkeypatch)
-    for owner, names in UNDER_THE_LOCK:
+    for owner, names in IN_SECTIONS:
         for name in names:
             made.calls(owner, name)
+    for module in (settling, submission):  # what they have from each other by name
+        for name in ("advance", "fail"):
+            monkeypatch.setattr(module, name, getattr(submission, name))
     for owner, attributes in SHARED.items():
         made.writes(owner, attributes)
-    for owner, names in OF_A_MANAGER:
-        for name in names:
-            made.calls(owner, name, lambda *arguments: made.manager_locks[arguments[0]])
-    Guarded.watch = made
-    attached = hazards._attached
-    monkeypatch.setattr(hazards, "_attached", Guarded(attached))
     yield made
-    attached.clear()
-    attached.update(hazards._attached)  # pools that this test has made
+    assert made.seen
     assert sorted(set(made.found)) == []
 
 
-def guarded_rig() -> Rig:
-    rig = Rig()
-    for pool in (rig.cache, rig.pool):
-        pool.domain._poison = Guarded()
-    return rig
-
-
 def test_saves_and_loads(watch):
-    rig = guarded_rig()
+    rig = Rig()
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         blocks = rig.pool.allocate(3)
         save = scheduler.offload([1, 2, 3], blocks, layerwise=True)
@@ -148,22 +108,21 @@ def test_saves_and_loads(watch):
         scheduler.record_event("onload").wait(WAIT_S)
         scheduler.drain(WAIT_S)
         assert scheduler.stats()["in_flight"] == 0
+        assert {"_retire", "enter", "write", "end_lease", "allocate_here"} <= watch.seen
     rig.pool.close()
 
 
 def test_events_of_a_direction(watch, monkeypatch):
-    rig = guarded_rig()
-    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, monkeypatch.context() as while_open:
-        of_resources = Watch(while_open)
-        for name in ("take_events", "give_back"):
-            of_resources.calls(scheduler.resources, name)
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        watch.calls(DeviceResources, "take_events")
         scheduler.onload([4], [1], urgent=True).wait(WAIT_S)
         scheduler.record_event("onload").wait(WAIT_S)
-        assert of_resources.found == []
+        assert "take_events" in watch.seen
 
 
 def test_what_fails(watch, copies, monkeypatch):
-    rig = guarded_rig()
+    rig = Rig()
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         copies.fail("offload", 2, OSError("broken"))
         save = scheduler.offload([1], [4])
@@ -189,46 +148,20 @@ def test_what_fails(watch, copies, monkeypatch):
         rig.pool.mark_rewritten([4, 6, 7])
         rig.cache.mark_rewritten([2])
         assert scheduler.stats()["failed"] == 3
+        assert {"fail", "cancel", "fence", "poison", "mark_rewritten"} <= watch.seen
 
 
 def test_close_that_takes_too_long(watch, copies):
-    rig = guarded_rig()
+    rig = Rig()
     copies.hold("onload", 0)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     load = scheduler.onload([5], [2])
+    assert copies.arrived.acquire(timeout=WAIT_S)
     with pytest.raises(TimeoutError):
         scheduler.close(timeout_s=0.0)
     copies.go_on()
-    load.wait(WAIT_S)
+    refuse(lambda: load.wait(WAIT_S))
     scheduler.close(WAIT_S)
-
-
-def test_a_manager(watch):
-    rig = guarded_rig()
-    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
-        manager = KVOffloadManager(scheduler)
-        watch.manager_locks = {manager: manager._lock, manager._index: manager._lock}
-        watch.calls(rig.pool, "allocate")  # nobody else may take the blocks that the manager has counted
-        manager.save([b"a", b"b", b"c"], [1, 2, 3]).wait(WAIT_S)
-        with manager.lookup([b"a", b"b", b"c"]) as lease:
-            lease.keep_first(2)
-            load = manager.onload(lease.hashes, [4, 5])
-        load.wait(WAIT_S)
-        assert manager.blocks_to_recompute(load) == []
-        assert manager.stats()["blocks"] == 3
-        assert manager.evict(1) == 1
-        manager.close()
-
-
-def test_tables_of_the_tracker(watch):
-    """Pools come and go, and the operators ask whether a block is in flight."""
-    rig = guarded_rig()
-    again = DeviceCache.adopt(
-        rig.spec, {name: [rig.cache.tensor(name, layer) for layer in range(5)] for name in rig.spec.tensor_names}
-    )
-    hazards.check_access(rig.cache.tensor("key", 0).data_ptr(), [1], True, None)
-    del again
-    rig.pool.close()
 
 
 def broken(*_: Any) -> None:
@@ -236,6 +169,6 @@ def broken(*_: Any) -> None:
 
 
 def refuse(call: Callable[[], object]) -> None:
-    with contextlib.suppress(TransferError):
+    with contextlib.suppress(TransferError, CancelledError):
         call()
         raise AssertionError("no failure was told")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...backend.work import LayerWork
+from ...errors import CaptureError
 from .device import Device, Job, Mark, SimulatedStream
 from .host import SimulatedHost
 from .log import Log, call_site
@@ -112,7 +113,7 @@ class SimulatedBackend:
         if not isinstance(stream, SimulatedStream):
             raise TypeError(f"stream is {type(stream).__name__}; a SimulatedStream is expected")
         if stream.capturing:
-            raise RuntimeError(f"stream {stream.name} is being captured into a graph")
+            raise CaptureError(f"stream {stream.name} is being captured into a graph")
         return stream
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...backend.protocol import Backend
 from ...backend.work import Event, LayerWork, Stream
+from ...errors import CaptureError
 
 REMOVALS = {
     "wait-compute-before-offload": "an offload does not wait for the compute stream (the call, or the mark of a layer)",
@@ -95,7 +96,7 @@ class MutatedBackend:
     def compute_stream(self, stream: Any) -> Stream:
         try:
             return self.inner.compute_stream(stream)
-        except RuntimeError:
+        except CaptureError:
             if "capture-check" in self._drop and stream is not None:
                 return stream
             raise
