@@ -192,13 +192,13 @@ class Server:
         self.host.written_by_others(host, contents)
 
     def _cancel(self) -> None:
-        """What waits for a mark is dropped; what is submitted is not."""
+        """What waits for a mark is dropped for certain; of what is submitted, what has not begun."""
         if not self.flights:
             return
         flight = self._random.choice(self.flights)
         was_open = flight.open
         flight.transfer.cancel()
-        if was_open:
+        if was_open or (flight.transfer.failed and not flight.failed):
             self.counts["cancelled"] += 1
             for fallen in flight.fail():
                 if fallen.transfer.error is None:
@@ -231,7 +231,8 @@ class Server:
         contents = source.contents[source_ids].copy()
         if layerwise:
             contents[:] = PENDING
-        behind = [flight for flight in self.flights if flight.held and flight.conflicts(saves, device, host)]
+        before = [flight for flight in self.flights if flight.conflicts(saves, device, host)]
+        behind = [flight for flight in before if flight.held]
         if saves:
             transfer = self.scheduler.offload(device, self.host_ids[host], layerwise=layerwise)
         else:
@@ -253,7 +254,7 @@ class Server:
             self._mask(self.device, [device]),
             self._mask(self.host, [host]),
         )
-        for writer in behind:
+        for writer in before:
             there, here = np.nonzero(
                 (source_ids[:, None] == writer.target_ids) & (source.writers[source_ids] == writer.number)[:, None]
             )
