@@ -11,7 +11,7 @@ cupy = pytest.importorskip("cupy")
 
 from cupy.cuda import runtime  # noqa: E402
 
-from paddle_kv import DeviceCache, HostPool, TransferError  # noqa: E402
+from paddle_kv import CancelledError, DeviceCache, HostPool, TransferError  # noqa: E402
 from tests.gpu.scheduler_rig import (  # noqa: E402
     DELAY_MS,
     OFFLOAD,
@@ -301,9 +301,10 @@ def test_7_cancel_drops_what_is_not_marked_and_poisons(rig):
         rig.busy(backend.streams[OFFLOAD])
         save = scheduler.offload([3], [5], layerwise=True)
         save.mark_layer_written(1)
+        save.wait_layer(1, timeout_s=WAIT_S)  # the engine has it
         save.cancel()
         assert not save.done()
-        with pytest.raises(TransferError, match=r"offload was cancelled before layer 0 was moved"):
+        with pytest.raises(CancelledError, match=r"offload was cancelled before layer 0 was moved"):
             save.wait(WAIT_S)
         with pytest.raises(TransferError, match=r"holds no usable data"):
             scheduler.onload([5], [4])
