@@ -18,18 +18,18 @@ build() {  # name, sources
   shift
   # shellcheck disable=SC2086  CXX may be "ccache g++"
   ${CXX:-g++} -std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread \
-    -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include -x c++ "$@" -o "$folder/$name"
+    -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include '-DPADDLE_KV_BUILT_CUDA_ARCHS="80"' -x c++ "$@" -o "$folder/$name"
 }
 transfer=custom_ops/transfer
 cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
-queue=(tests/native/fake_cuda/fake_cuda.cc
+queue=(tests/native/fake_cuda/fake_cuda.cc custom_ops/kernels/common/cuda/missing_architecture.cc
   "$transfer"/cuda/{check_transfer,completions,event_states,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
 build host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
 build transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
 build queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"
 build queue_stress tests/native/queue_stress_test.cc "${cpu_copies[@]}" "${queue[@]}"
 build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
-  "${queue[@]}" "$transfer"/cuda/{copy,kernel,staging}_engine.cc
+  "${queue[@]}" "$transfer"/cuda/{bulk_copies,{copy,kernel,staging}_engine}.cc
 build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
   custom_ops/kernels/common/cuda/{pointer_facts,cuda_device,page_locked}.cc
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.

@@ -16,6 +16,7 @@
 #include "check.h"
 #include "fake_cuda.h"
 #include "paddle_kv/swap/transfer_layers.h"
+#include "paddle_kv/transfer/copy_segments.h"
 #include "paddle_kv/transfer/transfer_plan.h"
 #include "queue_rig.h"
 
@@ -569,7 +570,23 @@ void ACaptureInAnotherThreadIsNotBroken() {
   }
 }
 
-// The thread looks at them under its lock, where nobody would catch what is thrown.
+// The driver compiles the PTX of an older build for a newer GPU: machine code of that, without its instructions.
+void BulkCopiesNeedKernelsThatHaveThem() {
+  const auto has = [](int ptx, int binary, int shared_bytes) {
+    SetKernelArchitectures(ptx, binary);
+    SetSharedMemory(shared_bytes);
+    bool found = false;
+    CHECK(HasBulkCopies(0, &found).ok());
+    SetKernelArchitectures(90, 90);
+    SetSharedMemory(227 << 10);
+    return found;
+  };
+  CHECK(has(90, 90, 227 << 10) && has(100, 100, 227 << 10) && has(90, 120, 227 << 10));
+  CHECK(!has(80, 90, 227 << 10) && !has(89, 100, 227 << 10) && !has(80, 80, 227 << 10));
+  CHECK(!has(90, 90, 99 << 10));
+}
+
+// Nobody would catch there what is thrown.
 void WhatHasLandedNeedsNoMemory() {
   Pools pools({64}, 1, 4, 4, false);
   OpenStream stream;
@@ -603,6 +620,7 @@ const Test kTests[] = {
     {"nothing_moves_behind_the_event_of_a_failed_allocation", NothingMovesBehindTheEventOfAFailedAllocation},
     {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
     {"a_capture_in_another_thread_is_not_broken", ACaptureInAnotherThreadIsNotBroken},
+    {"bulk_copies_need_kernels_that_have_them", BulkCopiesNeedKernelsThatHaveThem},
     {"what_has_landed_needs_no_memory", WhatHasLandedNeedsNoMemory},
 };
 

@@ -453,6 +453,26 @@ void WhatCannotBeRightIsRefused() {
   WaitFor(second.event);
 }
 
+void AMissingArchitectureIsNamed() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  before_copy = [](const EngineWork&, const DeviceStream&) {
+    return Status{cudaErrorNoKernelImageForDevice, "cudaErrorNoKernelImageForDevice", "no kernel", "a launch"};
+  };
+  Transfer transfer(plan, stream.handle(), {});
+  CHECK(transfer.Wait() == -1);
+  const Error error;
+  CHECK(error.code == cudaErrorNoKernelImageForDevice);
+  CHECK(error.text.rfind("GPU 0 has architecture 90, the operators were built for 80", 0) == 0);
+  CHECK(error.text.find("PADDLE_KV_CUDA_ARCHS=\"90\"") != std::string::npos);
+  before_copy = [](const EngineWork&, const DeviceStream&) -> Status { throw std::bad_alloc(); };
+  Transfer without(plan, stream.handle(), {});
+  CHECK(without.Wait() == -1);
+  const Error of_host;
+  CHECK(of_host.code == 0 && of_host.name == "out of host memory");
+  before_copy = nullptr;
+}
+
 std::int64_t CpuTimeUs() {
   timespec used{};
   CHECK(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used) == 0);
@@ -505,6 +525,7 @@ const Test kTests[] = {
     {"a_slow_driver_holds_nobody_else", ASlowDriverHoldsNobodyElse},
     {"each_device_has_its_thresholds", EachDeviceHasItsThresholds},
     {"what_cannot_be_right_is_refused", WhatCannotBeRightIsRefused},
+    {"a_missing_architecture_is_named", AMissingArchitectureIsNamed},
     {"nothing_is_asked_while_nothing_can_happen", NothingIsAskedWhileNothingCanHappen},
 };
 

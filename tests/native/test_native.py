@@ -19,6 +19,7 @@ PLAN = TRANSFER / "transfer_plan.cc"
 CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu.cc"]
 QUEUE = [
     FAKE / "fake_cuda.cc",
+    COMMON / "missing_architecture.cc",
     *(TRANSFER / f"cuda/{name}.cc" for name in ("check_transfer", "completions", "event_states", "queue_api")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("queued_transfer", "stream_feeder", "transfer_queue")),
 ]
@@ -30,7 +31,7 @@ SOURCES = {
     "engines_test": [
         PLAN,
         *QUEUE,
-        *(TRANSFER / f"cuda/{name}_engine.cc" for name in ("copy", "kernel", "staging")),
+        *(TRANSFER / f"cuda/{name}.cc" for name in ("bulk_copies", "copy_engine", "kernel_engine", "staging_engine")),
         FAKE / "fake_kernels.cc",
     ],
     "mapped_memory_test": [],
@@ -57,7 +58,8 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             objects.append(folder / f"{program}-{source.stem}.o")
             subprocess.run(
                 [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-pthread", f"-I{HERE}", f"-I{FAKE}",
-                 f"-I{ROOT}/custom_ops/include", "-c", "-x", "c++", str(source), "-o", str(objects[-1])],
+                 f"-I{ROOT}/custom_ops/include", '-DPADDLE_KV_BUILT_CUDA_ARCHS="80;86"', "-c", "-x", "c++", str(source),
+                 "-o", str(objects[-1])],
                 check=True,
             )  # fmt: skip
         subprocess.run([*compiler, "-pthread", *map(str, objects), "-o", str(folder / program)], check=True)

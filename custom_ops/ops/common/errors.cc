@@ -2,7 +2,7 @@
 
 #include "paddle_api.h"
 #ifdef PADDLE_KV_WITH_CUDA
-#include "paddle_kv/common/cuda_device.h"
+#include "paddle_kv/common/missing_architecture.h"
 #endif
 
 namespace paddle_kv {
@@ -32,16 +32,8 @@ void ThrowOsError(const std::string& message) { PADDLE_THROW(::common::errors::E
 void RaiseIfFailed(const Status& status, int device) {
   if (status.ok()) return;
 #ifdef PADDLE_KV_WITH_CUDA
-  const std::string name = status.name;
-  int architecture = 0;
-  if ((name == "cudaErrorNoKernelImageForDevice" || name == "cudaErrorUnsupportedPtxVersion") &&
-      ComputeCapability(device, &architecture).ok()) {
-    const std::string found = std::to_string(architecture);
-    ThrowNotImplementedError("GPU " + std::to_string(device) + " has architecture " + found +
-                             ", the operators were built for " PADDLE_KV_BUILT_CUDA_ARCHS
-                             "; rebuild with PADDLE_KV_CUDA_ARCHS=\"" +
-                             found + "\"");
-  }
+  const std::string missing = MissingArchitecture(status, device);
+  if (!missing.empty()) ThrowNotImplementedError(missing);
 #endif
   (void)device;
   ThrowOsError(std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) + ") in " + status.call +

@@ -147,7 +147,7 @@ class CopyEngine : public Engine {
     try {
       return Submit(begin, end, stream);
     } catch (const std::bad_alloc&) {
-      return ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
+      return OutOfHostMemory();
     }
   }
 

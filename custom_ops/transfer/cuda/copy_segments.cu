@@ -10,7 +10,6 @@
 #include <algorithm>
 
 #include "paddle_kv/common/copy_bytes.cuh"
-#include "paddle_kv/common/cuda_device.h"
 #include "paddle_kv/common/cuda_status.cuh"
 
 namespace paddle_kv {
@@ -19,7 +18,6 @@ namespace {
 constexpr int kWordThreads = 1024;
 constexpr int kWordCtas = 2;
 constexpr int kWordPieceBytes = 8 << 10;
-constexpr int kBulkArchitecture = 90;
 constexpr int kBulkAlignment = 16;
 
 // The items of all segments in order, dealt to the warps in turn.
@@ -372,14 +370,10 @@ __global__ void __launch_bounds__(kMostBulkThreads, 16)  // 32 registers a threa
 }  // namespace
 
 Status HasBulkCopies(int device, bool* has) {
-  int architecture = 0;
-  int largest_bytes = 0;
-  PADDLE_KV_RETURN_IF_ERROR(ComputeCapability(device, &architecture));
-  PADDLE_KV_CUDA(cudaDeviceGetAttribute(&largest_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
   // GPUs of a desktop have less shared memory than those of a server.
   constexpr int needed_bytes = std::max({kSharedBytes<ToDevice>, kSharedBytes<ToHost>, kSharedBytes<InsideDevice>});
-  *has = architecture >= kBulkArchitecture && largest_bytes >= needed_bytes;
-  return {};
+  const auto kernel = CopySegmentsByBulk<ToDevice>;  // the others are compiled with it
+  return RunsWithBulkCopies(reinterpret_cast<const void*>(kernel), needed_bytes, device, has);
 }
 
 bool BulkCopyable(const BlockRows& rows) {

@@ -10,6 +10,7 @@
 
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/missing_architecture.h"
 #include "paddle_kv/common/nvtx_range.h"
 #include "paddle_kv/transfer/check_transfer.h"
 #include "paddle_kv/transfer/transfer_plan.h"
@@ -21,8 +22,10 @@ namespace {
 thread_local Status last_error;
 thread_local std::string last_error_text;
 
-int Fail(const Status& status) {
+int Fail(const Status& status, int device = -1) {
   last_error = status;
+  last_error_text = MissingArchitecture(status, device);
+  if (!last_error_text.empty()) return -1;
   last_error_text = status.code < 0 ? status.text
                                     : std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) +
                                           ") in " + status.call + ": " + status.text;
@@ -145,7 +148,7 @@ int paddle_kv_queue_query(int device, const std::int64_t* events, std::int64_t e
       if (IsNotReady(result)) return 1;
       if (result != cudaSuccess) return Fail(ToStatus(result, "cudaEventQuery"));
       Status failure;
-      if (queue.Failure(*event, &failure)) return Fail(failure);
+      if (queue.Failure(*event, &failure)) return Fail(failure, device);
     }
     return 0;
   });

@@ -87,7 +87,7 @@ class StagingEngine : public Engine {
     try {
       status = Enqueue(work, StreamOf(where));
     } catch (const std::bad_alloc&) {
-      status = ToStatus(cudaErrorMemoryAllocation, "host memory for a transfer");
+      status = OutOfHostMemory();
     }
     open_ = status.ok() && work.more_follows;
     if (open_) return {};

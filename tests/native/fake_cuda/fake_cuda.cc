@@ -58,6 +58,7 @@ std::atomic<int> failing_call{-1};
 std::atomic<cudaError_t> failing_error{cudaSuccess};
 std::atomic<int> query_us{0};
 std::atomic<cudaError_t> query_error{cudaSuccess};
+std::atomic<int> ptx_architecture{90}, binary_architecture{90}, shared_bytes{227 << 10};
 std::atomic<bool> streams_fail{false};
 std::atomic<int> streams_alive{0};
 std::atomic<int> longest_delay_us{0};
@@ -223,6 +224,13 @@ cudaError_t Launch(cudaStream_t stream, std::function<void()> work) {
 void SetQueryTime(int microseconds) { query_us = microseconds; }
 
 void SetQueriesFail(cudaError_t error) { query_error = error; }
+
+void SetKernelArchitectures(int ptx, int binary) {
+  ptx_architecture = ptx;
+  binary_architecture = binary;
+}
+
+void SetSharedMemory(int bytes) { shared_bytes = bytes; }
 
 void SetStreamsFail(bool fail) { streams_fail = fail; }
 
@@ -393,9 +401,28 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* lowest, int* highest) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   ENTER(Enter());
-  *value = 0x7fffffff;
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = shared_bytes;
+      break;
+    default:
+      *value = 0x7fffffff;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  ENTER(Enter());
+  if (kernel == nullptr) return Leave(cudaErrorInvalidValue);
+  *attributes = {ptx_architecture, binary_architecture};
   return cudaSuccess;
 }
 

@@ -51,6 +51,9 @@ int CallsSinceFailCall();
 // Questions for events, of threads other than the first, take so long; of all threads they fail with this error.
 void SetQueryTime(int microseconds);
 void SetQueriesFail(cudaError_t error);
+// Kernels were compiled from PTX of one architecture, to machine code of another. Of the device: 90, and its memory.
+void SetKernelArchitectures(int ptx, int binary);
+void SetSharedMemory(int bytes);
 // All calls that make a stream fail.
 void SetStreamsFail(bool fail);
 // No stream can wait for a counter in memory.

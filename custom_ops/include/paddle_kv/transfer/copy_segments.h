@@ -34,8 +34,11 @@ struct SegmentCopy {
   int signal_count;
 };
 
-// Bulk copies need sm_90 with the shared memory of a server's GPU, and multiples of 16 everywhere.
+// Bulk copies need kernels that were compiled for sm_90 or newer, the shared memory of a server's GPU, and multiples of
+// 16 everywhere. The device must be current.
+constexpr int kBulkArchitecture = 90;
 Status HasBulkCopies(int device, bool* has);
+Status RunsWithBulkCopies(const void* kernel, int shared_bytes, int device, bool* runs);
 bool BulkCopyable(const BlockRows& rows);
 
 // `bulk` and `direction` are those of the launch.
