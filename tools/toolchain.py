@@ -124,7 +124,8 @@ def _import_paddle():
         ) from None
     if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
         raise BuildError(
-            f"setuptools {setuptools.__version__} of {sys.executable} is too old; it takes {OLDEST_SETUPTOOLS} or later"
+            f"setuptools {setuptools.__version__} of {sys.executable} is too old; it takes {OLDEST_SETUPTOOLS} or "
+            f"later: pip install 'setuptools>={OLDEST_SETUPTOOLS}'"
         )
     version = tuple(int(part) for part in re.findall(r"\d+", paddle.__version__)[:2])
     if (0, 0) < version < OLDEST_PADDLE:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+FEWEST_FOR_NOISE = 5
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -22,8 +24,14 @@ class Timing:
     repeats: int
 
     @property
-    def noise_percent(self) -> float:
-        """Half the distance between the 10th and the 90th percentile, relative to the median."""
+    def noise_percent(self) -> float | None:
+        """Half the distance between the 10th and the 90th percentile, relative to the median.
+
+        None of fewer than 5 runs: two that something else slowed down, and the median is one of them, with the other
+        close by.
+        """
+        if self.repeats < FEWEST_FOR_NOISE:
+            return None
         return 50 * (self.p90_ms - self.p10_ms) / self.median_ms if self.median_ms else 0.0
 
 

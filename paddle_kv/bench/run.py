@@ -60,7 +60,7 @@ class Row:
     median_ms: float
     p10_ms: float
     p90_ms: float
-    noise_percent: float | None  # None of one run, as those beside a load, whose transfers are timed together
+    noise_percent: float | None  # None of fewer than 5 runs; beside a load transfers are timed together
     host_us: float
     bandwidth_gbps: float
     percent_of_peak: float
@@ -217,7 +217,7 @@ def _row(
         median_ms=timing.median_ms,
         p10_ms=timing.p10_ms,
         p90_ms=timing.p90_ms,
-        noise_percent=timing.noise_percent if timing.repeats > 1 else None,
+        noise_percent=timing.noise_percent,
         host_us=timing.host_us,
         bandwidth_gbps=rate,
         percent_of_peak=100 * rate / peak_rate,

@@ -18,6 +18,7 @@ try:
 except ImportError:
     sys.exit("paddle-kv needs typer and rich: pip install 'paddle_kv[cli]'")
 
+from .. import __version__
 from ..bench import methods, models
 from ..bench import report as reports
 from ..bench.load import LOADS
@@ -52,7 +53,24 @@ def _line(text: str) -> None:
     rich.console.Console(soft_wrap=True).print(text)
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="KV-cache memory operations for PaddlePaddle.")
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"paddle-kv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def paddle_kv(
+    version: Annotated[
+        bool, typer.Option("--version", help="Tell the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """KV-cache memory operations for PaddlePaddle."""
+
+
 bench_app = typer.Typer(help="Measure how fast blocks move.")
 app.add_typer(bench_app, name="bench")
 app.command()(soak)
@@ -88,7 +106,9 @@ def bench(
     load: Annotated[Load, typer.Option(help="Matrix products that run beside (GPU).")] = Load.none,
     pageable: Annotated[bool, typer.Option(help="Host memory that is not page-locked.")] = False,
     warmups: Annotated[int, typer.Option(help="Runs before the first that counts.", min=0)] = 2,
-    repeats: Annotated[int, typer.Option(help="Runs of which the median is shown.", min=1)] = 7,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of which the median is shown; of fewer than 5 no noise is known.", min=1)
+    ] = 7,
     seed: Annotated[int, typer.Option(help="Of the block ids.", min=0)] = 0,
     calibrate: Annotated[
         bool,

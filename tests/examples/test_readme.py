@@ -27,3 +27,14 @@ def test_pictures_are_there():
     assert pictures
     for picture in pictures:
         assert (README.parent / picture).read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_no_line_of_code_is_cut_off():
+    """On the pages of the site a line of code has room for 88 letters."""
+    pages = [
+        README,
+        *(README.parent / "docs" / name for name in ("index.md", "install.md", "concepts.md", "commands.md")),
+    ]
+    for page in pages:
+        for block in re.findall(r"^```\w*\n(.*?)^```$", page.read_text(), re.S | re.M):
+            assert max(map(len, block.splitlines())) <= 88, page

@@ -50,6 +50,15 @@ def test_paddle_too_old(tmp_path: Path) -> None:
     check_refused(build(PYTHONPATH=str(tmp_path)), "Paddle 2.4.2 is too old")
 
 
+def test_setuptools_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new environment of Python 3.11. The page says what to do before the build does."""
+    monkeypatch.setattr("setuptools.__version__", "65.5.0")
+    newer = f"pip install 'setuptools>={toolchain.OLDEST_SETUPTOOLS}'"
+    with pytest.raises(toolchain.BuildError, match=rf"setuptools 65.5.0 of .* is too old; .*: {newer}$"):
+        toolchain._import_paddle()
+    assert newer in (ROOT / "README.md").read_text()
+
+
 def test_no_compiler(tmp_path: Path) -> None:
     for name in ("cat", "grep", "sh", "which"):  # Paddle runs them while it is imported
         (tmp_path / name).symlink_to(shutil.which(name) or f"/usr/bin/{name}")
