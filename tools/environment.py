@@ -39,7 +39,10 @@ def main() -> None:
         kind = choose_paddle() if given.paddle == "auto" else given.paddle
         python = ready(kind)
         if kind == "plugin":
-            os.environ["PADDLE_KV_REQUIRE_CUDA"] = "1"  # Paddle's own answer would be: no CUDA
+            os.environ["PADDLE_KV_REQUIRE_CUDA"] = "1"  # Paddle's own answer would be: no CUDA, and no GPU seen
+            seen = subprocess_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+            if seen:
+                os.environ.setdefault("PADDLE_KV_CUDA_ARCHS", ";".join(sorted(set(seen.replace(".", "").split()))))
             os.environ["CUSTOM_DEVICE_ROOT"] = device_plugin(python)
         if not given.no_build:
             build(python, kind)

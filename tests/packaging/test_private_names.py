@@ -40,3 +40,16 @@ def test_nothing_else_looks_them_up() -> None:
     )
     found = [path for path in (ROOT / "paddle_kv").rglob("*.py") if private_import.search(path.read_text())]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "own", "asking"),
+    [
+        ("paddle_kv", "devices.py", r"is_gpu_place|is_custom_place|gpu_device_id|CUDAPlace\(|is_compiled_with_cuda"),
+        ("custom_ops/ops", "device_of.cc", r"\.is_(gpu|cpu|gpu_pinned|custom_device)\(|GetDeviceId|AllocationType::"),
+    ],
+)
+def test_one_file_says_where_a_tensor_lies(folder: str, own: str, asking: str) -> None:
+    """Whatever asks Paddle itself takes a plugin's memory for the host's."""
+    paths = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cc", ".h")]
+    assert [path.name for path in paths if re.search(asking, path.read_text())] == [own]

@@ -4,8 +4,8 @@
     CUSTOM_DEVICE_ROOT=$(python tools/device_plugin/build.py) python ...
     python tools/device_plugin/build.py --guarded
 
-With --guarded the CUDA runtime is replaced by a stand-in that needs no GPU (see guarded_cuda.cc). Needs g++, Paddle 3
-and CUDA's headers (CUDA_HOME). What is built is kept under build/ until a source or Paddle changes.
+With --guarded the CUDA runtime is replaced by a stand-in that needs no GPU (see guarded_cuda.cc). Needs g++, Paddle 3.2
+or later and CUDA's headers (CUDA_HOME). What is built is kept under build/ until a source or Paddle changes.
 """
 
 from __future__ import annotations
