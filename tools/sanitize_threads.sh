@@ -23,7 +23,7 @@ build() {  # name, sources
 transfer=custom_ops/transfer
 cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
 queue=(tests/native/fake_cuda/fake_cuda.cc custom_ops/kernels/common/cuda/missing_architecture.cc
-  "$transfer"/cuda/{check_transfer,completions,event_states,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
+  "$transfer"/engine_choice.cc "$transfer"/cuda/{check_transfer,completions,event_states,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
 build host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
 build transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
 build queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"

@@ -26,10 +26,11 @@ class WaySizes:
 @dataclass(frozen=True)
 class EngineSizes:
     """``copy_engine_*``: of a piece that is contiguous on both sides; ``staging_*``: of one that is contiguous on the
-    host, if a block has at least ``staging_block`` bytes. What is smaller goes to the kernel."""
+    host, if a block has at least ``staging_block`` bytes. What is smaller goes to the kernel. A load goes to the copy
+    engine with pieces of 28 KiB and more only, whatever was measured."""
 
     copy_engine_d2h: WaySizes = WaySizes(64 << 10, 24 << 10)
-    copy_engine_h2d: WaySizes = WaySizes(64 << 10, 24 << 10)
+    copy_engine_h2d: WaySizes = WaySizes(64 << 10, 28 << 10)
     staging_d2h: WaySizes = WaySizes(256 << 10, 256 << 10)
     staging_h2d: WaySizes = WaySizes(256 << 10, 256 << 10)
     staging_block: int = 8 << 10

@@ -19,6 +19,7 @@ PLAN = TRANSFER / "transfer_plan.cc"
 CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu.cc"]
 QUEUE = [
     FAKE / "fake_cuda.cc",
+    TRANSFER / "engine_choice.cc",
     COMMON / "missing_architecture.cc",
     *(TRANSFER / f"cuda/{name}.cc" for name in ("check_transfer", "completions", "event_states", "queue_api")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("queued_transfer", "stream_feeder", "transfer_queue")),

@@ -55,8 +55,13 @@ void AutoTakesTheEngineForTheSizes() {
   thresholds.staging[down][false] = 200, thresholds.staging[down][true] = 400;
   thresholds.staging[up][false] = 100, thresholds.staging[up][true] = 300;
   thresholds.staging_block = 8;
+  thresholds.smallest_load = 0;
   const auto chosen = [&](std::int64_t both, std::int64_t host, std::int64_t block, Direction direction, bool beside) {
-    return ChooseEngine({both, host, block}, direction, beside, thresholds);
+    PieceSizes sizes;
+    sizes.both.Add(both, 100);
+    sizes.host.Add(host, 100);
+    sizes.block = block;
+    return ChooseEngine(sizes, direction, beside, thresholds);
   };
   const auto kDown = Direction::kDeviceToHost, kUp = Direction::kHostToDevice;
   CHECK(chosen(60, 1000, 60, kDown, false) == EngineKind::kCopyEngine);  // large pieces need no staging
@@ -79,6 +84,50 @@ void AutoTakesTheEngineForTheSizes() {
   CHECK(chosen(1000, 1000, 1000, kUp, true) == EngineKind::kCopyEngine);
   CHECK(chosen(1000, 2000, 1000, kUp, true) == EngineKind::kStaging);
   CHECK(chosen(1000, 1000, 1000, kUp, false) == EngineKind::kKernel);
+}
+
+// Batches of the copy engine are slow where the pieces of a load have 4 to 28 KiB.
+void LoadsOfMiddlingPiecesAreNotTheCopyEngines() {
+  EngineThresholds thresholds;
+  constexpr std::int64_t kKiB = 1 << 10;
+  const auto chosen = [&](Direction direction, std::vector<std::pair<std::int64_t, std::int64_t>> pieces) {
+    PieceSizes sizes;
+    for (const auto& [bytes, count] : pieces) sizes.both.Add(bytes, count), sizes.host.Add(bytes, count);
+    sizes.block = pieces[0].first;
+    return ChooseEngine(sizes, direction, true, thresholds);
+  };
+  for (const bool measured : {false, true}) {
+    if (measured) thresholds.copy_engine[1][0] = thresholds.copy_engine[1][1] = 4 * kKiB;
+    for (const std::int64_t size : {4, 16, 24, 27}) {
+      CHECK(chosen(Direction::kHostToDevice, {{size * kKiB, 50}}) == EngineKind::kKernel);
+    }
+    CHECK(chosen(Direction::kHostToDevice, {{28 * kKiB, 50}}) == EngineKind::kCopyEngine);
+    // Half of the bytes in small ones, which the average hides; and one of a hundred.
+    CHECK(chosen(Direction::kHostToDevice, {{16 * kKiB, 400}, {64 * kKiB, 100}}) == EngineKind::kKernel);
+    CHECK(chosen(Direction::kHostToDevice, {{16 * kKiB, 4}, {64 * kKiB, 100}}) == EngineKind::kCopyEngine);
+    // Hardly any bytes, but as many calls.
+    CHECK(chosen(Direction::kHostToDevice, {{512, 200}, {64 * kKiB, 100}}) == EngineKind::kKernel);
+  }
+  CHECK(chosen(Direction::kDeviceToHost, {{24 * kKiB, 50}}) == EngineKind::kCopyEngine);
+  CHECK(chosen(Direction::kDeviceToHost, {{16 * kKiB, 400}, {256 * kKiB, 100}}) == EngineKind::kKernel);
+}
+
+void PiecesAreWhatIsContiguous() {
+  TransferPlan plan;
+  plan.tensors_per_layer = 2;
+  plan.tensors = {{nullptr, nullptr, 100, 100, 100}, {nullptr, nullptr, 30, 50, 30}};  // the second: rows on the host
+  // On the host 0 to 4 and 7; on the device in three pieces.
+  const std::vector<Run> load = {{0, 10, 2}, {2, 20, 3}, {7, 30, 1}};
+  std::vector<Run> save = load;
+  for (Run& run : save) std::swap(run.source, run.target);
+  for (const auto& [direction, runs] : {std::pair(Direction::kHostToDevice, load), {Direction::kDeviceToHost, save}}) {
+    const PieceSizes sizes = SizesOfPieces(plan, direction, runs);
+    CHECK(sizes.both.AverageBytes() == (600 + 180) / (3 + 6));
+    CHECK(sizes.host.AverageBytes() == (600 + 180) / (2 + 6));
+    CHECK(sizes.block == 65);
+    CHECK(sizes.both.AreLarge(30) && !sizes.both.AreLarge(31));  // 180 of 780 bytes are in pieces of 30
+  }
+  CHECK(SizesOfPieces(plan, Direction::kHostToDevice, {}).both.AverageBytes() == 0);
 }
 
 void AllBytesArriveInBothDirections() {
@@ -749,6 +798,8 @@ void SeveralThreads() {
 const Test kTests[] = {
     {"without_a_thread_there_is_no_queue", WithoutAThreadThereIsNoQueue},
     {"auto_takes_the_engine_for_the_sizes", AutoTakesTheEngineForTheSizes},
+    {"loads_of_middling_pieces_are_not_the_copy_engines", LoadsOfMiddlingPiecesAreNotTheCopyEngines},
+    {"pieces_are_what_is_contiguous", PiecesAreWhatIsContiguous},
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
     {"one_event_for_all_layers", OneEventForAllLayers},
     {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},

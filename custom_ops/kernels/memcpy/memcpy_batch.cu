@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <vector>
 
 #include "paddle_kv/common/cuda_status.cuh"
@@ -50,6 +52,9 @@ struct BatchFunctions {
 
 BatchFunctions FindBatchFunctions() {
   BatchFunctions found;
+  // Some GPUs have hung in batches: whoever has one of those can do without.
+  const char* const wanted = std::getenv("PADDLE_KV_BATCHED_COPIES");
+  if (wanted != nullptr && std::strcmp(wanted, "0") == 0) return found;
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) {
     cudaGetLastError();
