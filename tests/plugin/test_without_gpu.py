@@ -79,7 +79,7 @@ def test_more_devices_can_be_named(plugin: str) -> None:
 
 
 HEAD = """
-import zlib, paddle, numpy as np
+import warnings, zlib, paddle, numpy as np
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, devices, ops, streams
 spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
 def error_of(what):
@@ -111,6 +111,7 @@ for name in (None, "gpu", "gpu:0", "cuda_like", "cuda_like:0"):
     cache = DeviceCache(spec, 5, name)
     print(cache.device_id, cache.tensor("key", 1).place, float(cache.tensor("key", 1).numpy().sum()))
 print(error_of(lambda: DeviceCache(spec, 5, "gpu:1")))
+warnings.simplefilter("error")  # a deprecated call of Paddle's
 stream = paddle.device.current_stream("cuda_like:0").stream_base
 print(stream.raw_stream == streams.paddle_stream(0) != 0)
 """
