@@ -271,7 +271,8 @@ class LayerwiseScheduler:
         to_host = plan.direction == "offload"
         source, target = (self.device_cache, self.host_pool) if to_host else (self.host_pool, self.device_cache)
         names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-        for holder in {*source.domain.holders(plan.source_ids), *target.domain.holders(plan.target_ids)}:
+        holders = [*source.domain.holders(plan.source_ids), *target.domain.holders(plan.target_ids)]
+        for holder in dict.fromkeys(holders):  # in an order that repeats
             holder.look()  # one that has failed must be known of
         source.domain.check(plan.source_ids, names[0], writing=False)
         target.domain.check(plan.target_ids, names[1], writing=True)

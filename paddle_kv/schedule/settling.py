@@ -65,7 +65,7 @@ def look_for_failure(movement: Movement) -> None:
                 movement.scheduler.backend.is_complete(event)
         except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
             layer = first_failed_layer(movement)
-            progress(fail(movement, Failure.of(f"{movement.direction} failed at layer {layer}: {error}", layer, error)))
+            progress(fail(movement, Failure.of(f"{movement.direction} failed{_at(layer)}: {error}", layer, error)))
     look(movement)
 
 
@@ -91,7 +91,7 @@ def _look_at_device(movement: Movement) -> list[Movement]:
             return []
     except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
         layer = first_failed_layer(movement)
-        message = f"{movement.direction} failed at layer {layer}: {error}"
+        message = f"{movement.direction} failed{_at(layer)}: {error}"
         found = _progress(fail(movement, Failure.of(message, layer, error)))
     else:
         if not movement.failed and not all(source.over for source in movement.reads_from):
@@ -175,6 +175,10 @@ def abandon(movement: Movement) -> None:
         movement.told = True  # the parent's to tell
         movement.enter(State.FAILED)
     _retire(movement)
+
+
+def _at(layer: int | None) -> str:
+    return "" if layer is None else f" at layer {layer}"
 
 
 def first_failed_layer(movement: Movement) -> int | None:

@@ -79,7 +79,10 @@ def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]
     plan = movement.plan
     first = next((i for i in range(plan.num_layers) if movement.num_unsubmitted and _is_missing(movement, i)), None)
     if also_submitted and movement.num_unsubmitted < plan.num_groups:
-        begun = movement.scheduler.backend.cancel(movement.stream, movement.number)
+        try:
+            begun = movement.scheduler.backend.cancel(movement.stream, movement.number)
+        except Exception as error:  # noqa: BLE001  whatever it has dropped must not look as if it had arrived
+            return fail(movement, Failure.of(f"the {plan.direction} could not be cancelled: {error}", None, error))
         first = min((layer for layer in (first, begun) if layer is not None), default=None)
     if first is None:
         return []

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, TransferError
+from paddle_kv import CancelledError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.testing.simulator import LateChooser, OrderingError, Simulation
 from paddle_kv.testing.simulator.chooser import Chooser
@@ -233,7 +233,7 @@ def order_behind_the_writer_before_a_cancelled_one(s: Setting) -> None:
         last.mark_layer_written(layer)
     last.wait()
     s.assert_host(2, "second")
-    refused(cancelled.wait, error=TransferError)
+    refused(cancelled.wait, error=CancelledError)
 
 
 def order_behind_the_reader_before_a_cancelled_one(s: Setting) -> None:
@@ -441,8 +441,8 @@ def cancelled_save_leaves_poison(s: Setting) -> None:
     save.mark_layer_written(0)
     save.cancel()
     refused(scheduler.onload, [2], [1], error=TransferError)
-    refused(save.wait_layer, 1, error=TransferError)
-    refused(save.wait, error=TransferError)
+    refused(save.wait_layer, 1, error=CancelledError)
+    refused(save.wait, error=CancelledError)
     scheduler.offload([0], [2])
     read_layer_by_layer(s, scheduler.onload([2], [1]), 1, "prompt")
 
@@ -504,7 +504,7 @@ def cancel_between_the_marks_of_a_group(s: Setting) -> None:
     save.mark_layer_written(0)
     refused(save.wait_layer, 0, timeout_s=0.0, error=TimeoutError)
     save.cancel()
-    refused(save.mark_layer_written, 1, error=TransferError)
+    refused(save.mark_layer_written, 1, error=CancelledError)
     refused(load.wait_layer, 0, error=TransferError)
     scheduler.offload([0], [2])
     read_layer_by_layer(s, scheduler.onload([2], [1]), 1, "prompt")
@@ -651,7 +651,7 @@ def close_of_a_scheduler_that_others_wait_for(s: Setting) -> None:
     load = second.onload([2], [3])
     save = second.offload([1], [2])
     first.close()
-    refused(dropped.wait, error=TransferError)
+    refused(dropped.wait, error=CancelledError)
     refused(load.wait, error=TransferError)
     save.wait()
     s.assert_host(2, "other")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv import HostPool, LayerwiseScheduler, Transfer, TransferError
+from paddle_kv import BackendError, CancelledError, HostPool, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.memory import host_memory
 from paddle_kv.testing.simulator.faults import CALLS, FaultyBackend, InjectedError
 from paddle_kv.tracking import memories
@@ -19,6 +19,7 @@ from .scenarios import LAYERS, SPEC, Setting, fresh
 HARMLESS = ("wait", "elapsed_ms")  # the caller asks again, or does without
 MOST_CALLS = 60
 DRAIN_TIMEOUT_S = 2.0
+INJECTED = f"{InjectedError.__name__}: "  # how the text begins that a transfer keeps of it
 
 
 class Program:
@@ -54,6 +55,8 @@ class Program:
         self._start("save again", lambda: scheduler.offload([1], [4], layerwise=True))
         for layer in range(LAYERS):
             self._call("save again", lambda transfer, layer=layer: transfer.mark_layer_written(layer))
+        self._start("dropped", lambda: scheduler.offload([0], [1]))
+        self._call("dropped", lambda transfer: transfer.cancel())
         self._retried(lambda: scheduler.record_event("offload"))
         for name in list(self.transfers):
             self._call(name, lambda transfer: transfer.wait(DRAIN_TIMEOUT_S))
@@ -70,7 +73,7 @@ class Program:
             return False
         try:
             self._retried(lambda: call(self.transfers[name]))
-        except TransferError:
+        except (CancelledError, TransferError):
             return False
         return True
 
@@ -111,9 +114,8 @@ class Program:
 
 
 def surfaced(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, InjectedError):
-        error = error.__cause__
-    return error is not None
+    cause = error.__cause__ if isinstance(error, TransferError) else error
+    return isinstance(cause, InjectedError) or (isinstance(cause, BackendError) and str(cause).startswith(INJECTED))
 
 
 @pytest.mark.parametrize("call", CALLS)

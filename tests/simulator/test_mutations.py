@@ -106,4 +106,5 @@ def test_finding_names_both_call_sites() -> None:
     with pytest.raises(OrderingError) as caught:
         play("onload_after_readers", drop=["wait-compute-before-onload"])
     text = str(caught.value)
-    assert text.count("scenarios.py:") >= 2 and "transfer.py:" in text and "layer 0" in text
+    assert text.count("scenarios.py:") >= 2 and "submission.py:" in text and "onload < scenarios.py:" in text
+    assert "layer 0" in text

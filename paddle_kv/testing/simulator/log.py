@@ -17,6 +17,7 @@ ALL_LAYERS = -1
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE_DIRECTORY = os.path.dirname(os.path.dirname(os.path.dirname(_OWN_DIRECTORY))) + os.sep
 _DRIVERS = ("traffic.py", "replay.py")  # users of the scheduler although they lie here
+_SECTIONS = os.path.join("tracking", "group.py")  # every call goes through it
 _USER_FRAMES = 2
 _RUNNERS = ("/_pytest/", "/pluggy/", "/hypothesis/", "/runpy.py", "<frozen")
 
@@ -124,7 +125,9 @@ def call_site() -> str:
         if is_user and any(runner in path for runner in _RUNNERS):
             if users:
                 break
-        elif is_user or not (path.startswith(_OWN_DIRECTORY) or (frames and name.startswith("_"))):
+        elif is_user or not (
+            path.startswith(_OWN_DIRECTORY) or path.endswith(_SECTIONS) or (frames and name[0] == "_")
+        ):
             frames.append(f"{os.path.basename(path)}:{frame.f_lineno} {name}")
             users += is_user
         frame = frame.f_back

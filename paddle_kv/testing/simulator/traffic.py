@@ -265,7 +265,7 @@ class Server:
 
     def wait(self, flight: Flight) -> None:
         """Until it is over, or not at all if a layer is still to be marked somewhere."""
-        patient = flight.transfer._all_submitted or flight.transfer.failed
+        patient = not flight.transfer._movement.num_unsubmitted or flight.transfer.failed
         try:
             flight.transfer.wait(None if patient else 0.0)
             self._note(f"waited for t{flight.number}")
