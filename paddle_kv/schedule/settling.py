@@ -189,7 +189,8 @@ def first_failed_layer(movement: Movement) -> int | None:
         try:
             if event is None or not movement.scheduler.backend.is_complete(event):
                 unknown = layer if unknown is None else unknown
-        except Exception:  # noqa: BLE001
+        except Exception as error:  # noqa: BLE001
+            error.__traceback__ = None  # the backend keeps it, and it the frames of our callers
             return layer
     return unknown
 

@@ -657,6 +657,40 @@ def close_of_a_scheduler_that_others_wait_for(s: Setting) -> None:
     s.assert_host(2, "other")
 
 
+def cancelled_save_that_ends_in_the_call_of_another(s: Setting) -> None:
+    """Its layers tell of different errors; nothing that looks at them may keep what the other call holds."""
+    scheduler = s.scheduler()
+    s.compute(writes=0, version="prompt")
+    dropped = scheduler.offload([0], [2], layerwise=True)
+    save = scheduler.offload([0], [3], layerwise=True)
+    for layer in range(LAYERS):
+        dropped.mark_layer_written(layer)
+    dropped.cancel()
+    s.simulation.run()
+    for layer in range(LAYERS):
+        save.mark_layer_written(layer)
+    save.wait()
+    s.assert_host(3, "prompt")
+
+
+def cancel_of_what_is_submitted(s: Setting) -> None:
+    """Either all of it has arrived, or nobody may read what it has not written."""
+    scheduler = s.scheduler()
+    s.compute(writes=0, version="prompt")
+    save = scheduler.offload([0], [2])
+    load = scheduler.onload([2], [1])
+    save.done()  # the device may begin
+    save.cancel()
+    try:
+        save.wait()
+    except CancelledError:
+        refused(load.wait, error=TransferError)
+        refused(scheduler.onload, [2], [3], error=TransferError)
+        scheduler.offload([0], [2]).wait()
+    s.assert_host(2, "prompt")
+    read_layer_by_layer(s, scheduler.onload([2], [1]), 1, "prompt")
+
+
 def mark_whose_submission_breaks(s: Setting) -> None:
     scheduler = s.scheduler()
     s.fill_host(3, "prefix")
