@@ -52,6 +52,13 @@ def test_the_least_of_all_groups_counts(machine: Machine, version: int, line: st
     assert cgroups.headroom_bytes() == 400 * MIB
 
 
+@pytest.mark.parametrize(("version", "line"), [(2, "0::/dbus-:1.2@0"), (1, "4:memory:/dbus-:1.2@0")])
+def test_a_group_with_a_colon_in_its_name(machine: Machine, version: int, line: str) -> None:
+    machine.member(line)
+    machine.group(version, "dbus-:1.2@0", 64 * MIB, 24 * MIB)
+    assert cgroups.headroom_bytes() == 40 * MIB
+
+
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/"), (1, "4:memory:/")])
 def test_a_group_that_sees_itself_as_the_root(machine: Machine, version: int, line: str) -> None:
     machine.member(line)

@@ -205,3 +205,8 @@ def test_integers_too_long_to_be_written() -> None:
             call(10**5000, "x")
     with pytest.raises(IndexError, match=r"^x\[1\]: an integer of 16610 bits must be in"):
         arguments.block_ids([1, 10**5000], "x")
+
+
+def test_a_dtype_that_no_operator_takes() -> None:
+    with pytest.raises(TypeError, match=r"^x has dtype paddle.complex64, which no operator takes$"):
+        arguments.strided(paddle.zeros([2]).astype("complex64"), "x")
