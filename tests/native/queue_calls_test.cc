@@ -371,7 +371,9 @@ void EachDeviceHasItsThresholds() {
   CHECK(paddle_kv_queue_set_thresholds(1, small) == 0);
   const auto engine_of = [](const Plan& plan, const OpenStream& stream) {
     ClearLog();
-    Transfer transfer(plan, stream.handle(), {});
+    Submission save;
+    save.direction = Direction::kDeviceToHost;
+    Transfer transfer(plan, stream.handle(), save);
     CHECK(transfer.Wait() == 0);
     return Log().front().engine;
   };

@@ -38,3 +38,15 @@ def test_nvcc_compiles_only_what_has_code_for_a_gpu(path):
     included = re.findall(r'#include "(paddle_kv/.+\.cuh)"', path.read_text())
     texts = [path.read_text(), *((CUSTOM_OPS / "include" / header).read_text() for header in included)]
     assert path.name == "memcpy_batch.cu" or any("__global__" in text for text in texts)
+
+
+@pytest.mark.parametrize("path", [path for path in KERNELS if path.suffix == ".cuh"], ids=lambda path: path.name)
+def test_no_header_has_kernels_of_its_own_in_each_file(path):
+    """A static kernel in a header is another one in each file, behind an inline function that has to be one."""
+    assert not re.search(r"static\s+__global__", code_of(path))
+
+
+@pytest.mark.parametrize("path", sorted((CUSTOM_OPS / "include").rglob("*.cuh")), ids=lambda path: path.name)
+def test_nothing_is_destroyed_while_threads_may_still_come(path):
+    """Threads of Python call the operators until the process is gone."""
+    assert not re.search(r"static std::(mutex|vector|map|unique_ptr)\b[^&]*;", code_of(path))

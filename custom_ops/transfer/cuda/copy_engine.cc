@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "paddle_kv/common/capture_tolerance.cuh"
+#include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/helper_thread.h"
 #include "paddle_kv/memcpy/memcpy_batch.h"
@@ -33,29 +34,23 @@ constexpr std::int64_t kLargestPitch = 0x7fffffff;
 class CopyEngine : public Engine {
  public:
   explicit CopyEngine(int device) : device_(device) {}
-  ~CopyEngine() override {
-    if (aside_ != nullptr) cudaStreamDestroy(aside_);
-    for (const cudaEvent_t turn : turns_) {
-      if (turn != nullptr) cudaEventDestroy(turn);
-    }
-  }
-
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
     const cudaStream_t stream = StreamOf(where);
     const bool is_long = more_follows_ || work.more_follows;
     more_follows_ = work.more_follows;
     // A full GPU has no memory for a second stream; then there is one.
     if (!(is_long || HasManyPieces(work)) || !ProvideStream().ok()) return CopyOn(stream, stream, work);
-    PADDLE_KV_RETURN_IF_ERROR(PutBehind(aside_, stream, turns_[0]));
-    is_aside_first_ = !is_aside_first_;
-    const Status status = is_aside_first_ ? CopyOn(aside_, stream, work) : CopyOn(stream, aside_, work);
-    const Status back = PutBehind(stream, aside_, turns_[1]);
+    PADDLE_KV_RETURN_IF_ERROR(PutBehind(turning_.get(), stream, turns_[0]));
+    is_turning_first_ = !is_turning_first_;
+    const Status status =
+        is_turning_first_ ? CopyOn(turning_.get(), stream, work) : CopyOn(stream, turning_.get(), work);
+    const Status back = PutBehind(stream, turning_.get(), turns_[1]);
     return status.ok() ? back : status;
   }
 
   Status Join(const DeviceStream& where) override {
     more_follows_ = false;
-    return turns_[kTurns - 1] == nullptr ? Status{} : PutBehind(StreamOf(where), aside_, turns_[1]);
+    return !turns_[kTurns - 1] ? Status{} : PutBehind(StreamOf(where), turning_.get(), turns_[1]);
   }
 
  private:
@@ -69,16 +64,16 @@ class CopyEngine : public Engine {
 
   // The last event is made last: if there is one, there is all.
   Status ProvideStream() {
-    if (aside_ == nullptr) PADDLE_KV_CUDA(cudaStreamCreateWithFlags(&aside_, cudaStreamNonBlocking));
-    for (cudaEvent_t& turn : turns_) {
-      if (turn == nullptr) PADDLE_KV_CUDA(cudaEventCreateWithFlags(&turn, cudaEventDisableTiming));
+    if (!turning_) PADDLE_KV_CUDA(cudaStreamCreateWithFlags(turning_.Receive(), cudaStreamNonBlocking));
+    for (CudaEvent& turn : turns_) {
+      if (!turn) PADDLE_KV_CUDA(MakeEvent(&turn));
     }
     return {};
   }
 
-  static Status PutBehind(cudaStream_t stream, cudaStream_t other, cudaEvent_t event) {
-    PADDLE_KV_CUDA(cudaEventRecord(event, other));
-    PADDLE_KV_CUDA(cudaStreamWaitEvent(stream, event, 0));
+  static Status PutBehind(cudaStream_t stream, cudaStream_t other, const CudaEvent& event) {
+    PADDLE_KV_CUDA(cudaEventRecord(event.get(), other));
+    PADDLE_KV_CUDA(cudaStreamWaitEvent(stream, event.get(), 0));
     return {};
   }
 
@@ -162,9 +157,9 @@ class CopyEngine : public Engine {
 
   const int device_;
   std::vector<CopyPair> pieces_;
-  cudaStream_t aside_ = nullptr;
-  cudaEvent_t turns_[kTurns] = {};
-  bool is_aside_first_ = true;  // the last time
+  CudaStream turning_;  // takes turns with the transfer stream
+  CudaEvent turns_[kTurns];
+  bool is_turning_first_ = true;  // the last time
   bool more_follows_ = false;
   HelperThread helper_;
 };

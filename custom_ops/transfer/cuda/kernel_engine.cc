@@ -6,8 +6,10 @@
 // cannot be met by another one. The kernel is enqueued before the waits: should the two streams share a hardware queue,
 // the waits do not keep the kernel from starting.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
+#include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/stream_waits.cuh"
 #include "paddle_kv/common/upload_buffers.cuh"
@@ -23,13 +25,8 @@ class KernelEngine : public Engine {
  public:
   explicit KernelEngine(int device) : device_(device) {}
   ~KernelEngine() override {
-    const DeviceGuard guard(device_);
-    if (side_ != nullptr) {
-      cudaStreamSynchronize(side_);
-      cudaStreamDestroy(side_);
-    }
+    if (events_stream_) cudaStreamSynchronize(events_stream_.get());
     tables_.clear();  // waits for the kernels, which write the counters
-    for (std::uint32_t* counters : all_counters_) cudaFree(counters);
   }
 
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
@@ -89,8 +86,8 @@ class KernelEngine : public Engine {
     PADDLE_KV_RETURN_IF_ERROR(LaunchCopySegments(copy, bulk, direction, where));
     for (int g = 0; g < copy.signal_count; ++g) reached_[g] += WarpsOf(bulk, direction);
     for (int g = 0; g < copy.signal_count; ++g) {
-      PADDLE_KV_RETURN_IF_ERROR(WaitUntilReached(counters_ + g, reached_[g], side_));
-      PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[g]), side_));
+      PADDLE_KV_RETURN_IF_ERROR(WaitUntilReached(counters_ + g, reached_[g], events_stream_.get()));
+      PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[g]), events_stream_.get()));
     }
     PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[groups - 1]), StreamOf(where)));
     return {};
@@ -114,9 +111,11 @@ class KernelEngine : public Engine {
     int lowest = 0;
     int highest = 0;
     PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-    if (side_ == nullptr) PADDLE_KV_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest));
+    if (!events_stream_) {
+      PADDLE_KV_CUDA(cudaStreamCreateWithPriority(events_stream_.Receive(), cudaStreamNonBlocking, highest));
+    }
     PADDLE_KV_RETURN_IF_ERROR(ProvideCounters(1));
-    can_wait_ = WaitUntilReached(counters_, 0, side_).ok();
+    can_wait_ = WaitUntilReached(counters_, 0, events_stream_.get()).ok();
     return {};
   }
 
@@ -124,13 +123,13 @@ class KernelEngine : public Engine {
   Status ProvideCounters(std::int64_t count) {
     if (count <= static_cast<std::int64_t>(reached_.size())) return {};
     const std::size_t size = std::max<std::size_t>(kSmallestCounters, count);
-    all_counters_.reserve(all_counters_.size() + 1);  // or an exception would come between the memory and its owner
-    void* counters = nullptr;
-    PADDLE_KV_CUDA(cudaMalloc(&counters, size * sizeof(std::uint32_t)));
-    all_counters_.push_back(static_cast<std::uint32_t*>(counters));
-    PADDLE_KV_CUDA(cudaMemsetAsync(counters, 0, size * sizeof(std::uint32_t), side_));
-    PADDLE_KV_CUDA(cudaStreamSynchronize(side_));
-    counters_ = all_counters_.back();
+    DeviceMemory counters;
+    PADDLE_KV_CUDA(cudaMalloc(counters.Receive(), size * sizeof(std::uint32_t)));
+    all_counters_.push_back(std::move(counters));
+    void* const memory = all_counters_.back().get();
+    PADDLE_KV_CUDA(cudaMemsetAsync(memory, 0, size * sizeof(std::uint32_t), events_stream_.get()));
+    PADDLE_KV_CUDA(cudaStreamSynchronize(events_stream_.get()));
+    counters_ = static_cast<std::uint32_t*>(memory);
     reached_.assign(size, 0);
     return {};
   }
@@ -140,9 +139,9 @@ class KernelEngine : public Engine {
   int device_;
   bool has_bulk_copies_ = false;
   bool can_wait_ = false;
-  cudaStream_t side_ = nullptr;  // where events are recorded while the kernel runs on
+  CudaStream events_stream_;  // where events are recorded while the kernel runs on
   std::uint32_t* counters_ = nullptr;
-  std::vector<std::uint32_t*> all_counters_;
+  std::vector<DeviceMemory> all_counters_;
   std::vector<std::uint32_t> reached_;  // the value of each counter when all that is enqueued is done
   UploadBuffers tables_;
 };

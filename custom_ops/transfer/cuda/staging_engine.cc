@@ -12,8 +12,10 @@
 // wait is for an event that was recorded before it.
 #include <algorithm>
 #include <new>
+#include <utility>
 #include <vector>
 
+#include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/upload_buffers.cuh"
 #include "paddle_kv/transfer/copy_segments.h"
@@ -66,17 +68,10 @@ class StagingEngine : public Engine {
  public:
   explicit StagingEngine(int device) : device_(device) {}
   ~StagingEngine() override {
-    const DeviceGuard guard(device_);
-    for (cudaStream_t stream : {aside_, side_}) {
-      if (stream == nullptr) continue;
-      cudaStreamSynchronize(stream);
-      cudaStreamDestroy(stream);
+    for (const CudaStream* stream : {&tables_stream_, &scatter_stream_}) {
+      if (*stream) cudaStreamSynchronize(stream->get());
     }
-    for (cudaEvent_t event : events_) {
-      cudaEventSynchronize(event);
-      cudaEventDestroy(event);
-    }
-    if (ring_ != nullptr) cudaFree(ring_);
+    for (const CudaEvent& event : events_) cudaEventSynchronize(event.get());
   }
 
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
@@ -97,7 +92,7 @@ class StagingEngine : public Engine {
 
   Status Join(const DeviceStream& where) override {
     open_ = false;
-    return side_ == nullptr || end_ == nullptr ? Status{} : Order(side_, end_, StreamOf(where));
+    return !scatter_stream_ || end_ == nullptr ? Status{} : Order(scatter_stream_.get(), end_, StreamOf(where));
   }
 
  private:
@@ -126,20 +121,20 @@ class StagingEngine : public Engine {
                                  Direction::kDeviceToDevice);
       }
     }
-    // The table of a load goes in front of its blocks: on the side stream it would wait for the blocks of other calls
-    // that the copy engine is busy with, and the slots would stay full. It takes a stream of its own, for which the
-    // blocks wait: the copy engine stays with a stream as long as that has copies, and an urgent load is let in here
-    // alone. The side stream waits for it in any case: there the table is released, also where an error comes before
-    // the first kernel.
+    // The table of a load goes in front of its blocks: on the stream of scatters it would wait for the blocks of other
+    // calls that the copy engine is busy with, and the slots would stay full. It takes a stream of its own, for which
+    // the blocks wait: the copy engine stays with a stream as long as that has copies, and an urgent load is let in
+    // here alone. The stream of scatters waits for it in any case: there the table is released, also where an error
+    // comes before the first kernel.
     if (!to_host) {
-      PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, aside_));
-      PADDLE_KV_RETURN_IF_ERROR(table->Upload(table_bytes, aside_));
-      PADDLE_KV_RETURN_IF_ERROR(Order(aside_, uploaded_, stream));
+      PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, tables_stream_.get()));
+      PADDLE_KV_RETURN_IF_ERROR(table->Upload(table_bytes, tables_stream_.get()));
+      PADDLE_KV_RETURN_IF_ERROR(Order(tables_stream_.get(), uploaded_, stream));
     }
-    if (!to_host || !open_) PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, side_));
-    Status status = to_host ? table->Upload(table_bytes, side_) : Status{};
+    if (!to_host || !open_) PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, scatter_stream_.get()));
+    Status status = to_host ? table->Upload(table_bytes, scatter_stream_.get()) : Status{};
     if (status.ok()) status = EnqueueFills(work, fills, parts, pairs, table->device(), stream);
-    const Status released = table->ReleaseBehind(side_);
+    const Status released = table->ReleaseBehind(scatter_stream_.get());
     return status.ok() ? released : status;
   }
 
@@ -155,7 +150,7 @@ class StagingEngine : public Engine {
       copy.segments_per_group = copy.segment_count;
       (to_host ? copy.source_ids : copy.target_ids) = ids;
       return LaunchCopySegments(copy, fill.bulk, Direction::kDeviceToDevice,
-                                {device_, reinterpret_cast<std::int64_t>(side_)});
+                                {device_, reinterpret_cast<std::int64_t>(scatter_stream_.get())});
     };
     const auto copy_runs = [&](const Fill& fill) -> Status {
       for (std::size_t p = fill.first_part; p < fill.end_part; ++p) {
@@ -163,7 +158,8 @@ class StagingEngine : public Engine {
       }
       return {};
     };
-    const cudaStream_t last = to_host ? stream : side_;  // the blocks of a fill have arrived behind this
+    const cudaStream_t last =
+        to_host ? stream : scatter_stream_.get();  // the blocks of a fill have arrived behind this
     const std::int64_t groups = (work.end_layer - work.first_layer + work.layers_per_event - 1) / work.layers_per_event;
     std::int64_t group = 0;  // the first whose event is not recorded
     const auto record_until = [&](std::int64_t end) -> Status {
@@ -175,17 +171,17 @@ class StagingEngine : public Engine {
     for (const Fill& fill : fills) {
       const std::size_t slot = next_fill_ % kSlots;
       if (to_host) {
-        PADDLE_KV_CUDA(cudaStreamWaitEvent(side_, emptied_[slot], 0));
+        PADDLE_KV_CUDA(cudaStreamWaitEvent(scatter_stream_.get(), emptied_[slot].get(), 0));
         PADDLE_KV_RETURN_IF_ERROR(launch(fill));
-        PADDLE_KV_RETURN_IF_ERROR(Order(side_, filled_[slot], stream));
+        PADDLE_KV_RETURN_IF_ERROR(Order(scatter_stream_.get(), filled_[slot].get(), stream));
         PADDLE_KV_RETURN_IF_ERROR(copy_runs(fill));
       } else {
-        PADDLE_KV_CUDA(cudaStreamWaitEvent(stream, emptied_[slot], 0));
+        PADDLE_KV_CUDA(cudaStreamWaitEvent(stream, emptied_[slot].get(), 0));
         PADDLE_KV_RETURN_IF_ERROR(copy_runs(fill));
-        PADDLE_KV_RETURN_IF_ERROR(Order(stream, filled_[slot], side_));
+        PADDLE_KV_RETURN_IF_ERROR(Order(stream, filled_[slot].get(), scatter_stream_.get()));
         PADDLE_KV_RETURN_IF_ERROR(launch(fill));
       }
-      PADDLE_KV_CUDA(cudaEventRecord(emptied_[slot], last));
+      PADDLE_KV_CUDA(cudaEventRecord(emptied_[slot].get(), last));
       ++next_fill_;
       // The groups before the one that the next fill begins with.
       if (fill.end_part < parts.size()) PADDLE_KV_RETURN_IF_ERROR(record_until(parts[fill.end_part].group));
@@ -193,7 +189,9 @@ class StagingEngine : public Engine {
     return record_until(groups);
   }
 
-  std::uint8_t* Slot(std::size_t fill) const { return ring_ + fill % kSlots * kSlotBytes; }
+  std::uint8_t* Slot(std::size_t fill) const {
+    return static_cast<std::uint8_t*>(ring_.get()) + fill % kSlots * kSlotBytes;
+  }
 
   static BlockRows RowsOfPart(const Part& part, std::uint8_t* slot, bool to_host) {
     const LayerTensor& tensor = part.tensor;
@@ -271,45 +269,45 @@ class StagingEngine : public Engine {
   }
 
   Status SetUp() {
-    if (ring_ != nullptr) return {};
+    if (ring_) return {};
     PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(device_, &has_bulk_copies_));
     PADDLE_KV_CUDA(cudaDeviceGetAttribute(&largest_pitch_, cudaDevAttrMaxPitch, device_));
-    if (side_ == nullptr) {
+    if (!scatter_stream_) {
       int lowest = 0;
       int highest = 0;
       PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
-      PADDLE_KV_CUDA(cudaStreamCreateWithPriority(&side_, cudaStreamNonBlocking, highest));
+      PADDLE_KV_CUDA(cudaStreamCreateWithPriority(scatter_stream_.Receive(), cudaStreamNonBlocking, highest));
     }
-    if (aside_ == nullptr) PADDLE_KV_CUDA(cudaStreamCreateWithFlags(&aside_, cudaStreamNonBlocking));
+    if (!tables_stream_) {
+      PADDLE_KV_CUDA(cudaStreamCreateWithFlags(tables_stream_.Receive(), cudaStreamNonBlocking));
+    }
     events_.reserve(2 * kSlots + 3);
     while (events_.size() < 2 * kSlots + 3) {
-      cudaEvent_t event = nullptr;
-      PADDLE_KV_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-      events_.push_back(event);
+      CudaEvent event;
+      PADDLE_KV_CUDA(MakeEvent(&event));
+      events_.push_back(std::move(event));
     }
-    start_ = events_[0];
-    end_ = events_[1];
-    uploaded_ = events_[2];
+    start_ = events_[0].get();
+    end_ = events_[1].get();
+    uploaded_ = events_[2].get();
     filled_ = &events_[3];
     emptied_ = &events_[3 + kSlots];
-    void* ring = nullptr;
-    PADDLE_KV_CUDA(cudaMalloc(&ring, kSlots * kSlotBytes));
-    ring_ = static_cast<std::uint8_t*>(ring);
+    PADDLE_KV_CUDA(cudaMalloc(ring_.Receive(), kSlots * kSlotBytes));
     return {};
   }
 
   int device_;
   bool has_bulk_copies_ = false;
   int largest_pitch_ = 0;
-  cudaStream_t side_ = nullptr;   // scatters and gathers, before other kernels that wait
-  cudaStream_t aside_ = nullptr;  // tables of loads
-  std::vector<cudaEvent_t> events_;
+  CudaStream scatter_stream_;  // scatters and gathers, before other kernels that wait
+  CudaStream tables_stream_;   // tables of loads
+  std::vector<CudaEvent> events_;
   cudaEvent_t start_ = nullptr;
   cudaEvent_t end_ = nullptr;
   cudaEvent_t uploaded_ = nullptr;
-  cudaEvent_t* filled_ = nullptr;   // one a slot
-  cudaEvent_t* emptied_ = nullptr;  // one a slot
-  std::uint8_t* ring_ = nullptr;
+  const CudaEvent* filled_ = nullptr;   // one a slot
+  const CudaEvent* emptied_ = nullptr;  // one a slot
+  DeviceMemory ring_;
   std::size_t next_fill_ = 0;  // counts over all calls; fill f lies in slot f modulo kSlots
   bool open_ = false;          // the last call said that more follows
   UploadBuffers tables_;

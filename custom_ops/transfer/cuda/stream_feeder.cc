@@ -1,5 +1,7 @@
 #include "paddle_kv/transfer/stream_feeder.h"
 
+#include <utility>
+
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/nvtx_range.h"
@@ -15,9 +17,9 @@ cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(
 }  // namespace
 
 void StreamFeeder::UpdateFlights() {
-  while (!flights_.empty() && !IsNotReady(cudaEventQuery(flights_.front().end))) {
+  while (!flights_.empty() && !IsNotReady(cudaEventQuery(flights_.front().end.get()))) {
     bytes_in_flight_ -= flights_.front().bytes;
-    idle_events_.push_back(flights_.front().end);
+    idle_events_.push_back(std::move(flights_.front().end));
     flights_.pop_front();
   }
 }
@@ -43,13 +45,14 @@ Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_comp
   PADDLE_KV_RETURN_IF_ERROR(Copy(transfer, step));
   if (idle_events_.empty()) {
     idle_events_.reserve(flights_.size() + 1);  // room for all that there are: they come back where nothing may throw
-    cudaEvent_t made = nullptr;
-    PADDLE_KV_CUDA(cudaEventCreateWithFlags(&made, cudaEventDisableTiming));
-    idle_events_.push_back(made);
+    CudaEvent made;
+    PADDLE_KV_CUDA(MakeEvent(&made));
+    idle_events_.push_back(std::move(made));
   }
-  PADDLE_KV_CUDA(cudaEventRecord(idle_events_.back(), handle));
-  flights_.push_back({idle_events_.back(), step->bytes});
+  CudaEvent end = std::move(idle_events_.back());
   idle_events_.pop_back();
+  PADDLE_KV_CUDA(cudaEventRecord(end.get(), handle));
+  flights_.push_back({std::move(end), step->bytes});
   bytes_in_flight_ += step->bytes;
   return {};
 }
@@ -110,8 +113,6 @@ Status StreamFeeder::Close() {
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   const CaptureTolerance tolerance;  // CUDA would refuse to free memory, and end the capture
   const Status status = ToStatus(cudaStreamSynchronize(StreamOf(where_)), "cudaStreamSynchronize");
-  for (const Flight& flight : flights_) cudaEventDestroy(flight.end);
-  for (const cudaEvent_t event : idle_events_) cudaEventDestroy(event);
   flights_.clear();
   idle_events_.clear();
   for (auto& engine : engines_) engine.reset();

@@ -26,7 +26,7 @@ struct TableRegion {
 class TableRing {
  public:
   static TableRing& Of(int device) {
-    static std::mutex mutex;
+    static std::mutex& mutex = *new std::mutex;
     static auto& rings = *new std::vector<std::unique_ptr<TableRing>>;  // never destroyed: CUDA may be gone by then
     const std::lock_guard<std::mutex> lock(mutex);
     while (rings.size() <= static_cast<std::size_t>(device)) rings.push_back(std::make_unique<TableRing>());

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 
 namespace paddle_kv {
@@ -18,20 +19,15 @@ class UploadBuffer {
  public:
   UploadBuffer() = default;
   ~UploadBuffer() {
-    if (released_ != nullptr) {
-      cudaEventSynchronize(released_);
-      cudaEventDestroy(released_);
-    }
-    if (host_ != nullptr) cudaFreeHost(host_);
-    if (device_ != nullptr) cudaFree(device_);
+    if (released_) cudaEventSynchronize(released_.get());
   }
   UploadBuffer(const UploadBuffer&) = delete;
   UploadBuffer& operator=(const UploadBuffer&) = delete;
 
   Status Allocate(std::size_t bytes) {
-    PADDLE_KV_CUDA(cudaEventCreateWithFlags(&released_, cudaEventDisableTiming));
-    PADDLE_KV_CUDA(cudaHostAlloc(&host_, bytes, cudaHostAllocDefault));
-    PADDLE_KV_CUDA(cudaMalloc(&device_, bytes));
+    PADDLE_KV_CUDA(MakeEvent(&released_));
+    PADDLE_KV_CUDA(cudaHostAlloc(host_.Receive(), bytes, cudaHostAllocDefault));
+    PADDLE_KV_CUDA(cudaMalloc(device_.Receive(), bytes));
     bytes_ = bytes;
     return {};
   }
@@ -39,22 +35,22 @@ class UploadBuffer {
   // One that was taken and never released stays in use: what was enqueued with it may still be to come.
   bool IsFree() const {
     if (is_taken_) return false;
-    const cudaError_t state = cudaEventQuery(released_);
+    const cudaError_t state = cudaEventQuery(released_.get());
     if (state != cudaSuccess) cudaGetLastError();
     return state == cudaSuccess;
   }
   void Take() { is_taken_ = true; }
   std::size_t bytes() const { return bytes_; }
-  std::uint8_t* host() const { return static_cast<std::uint8_t*>(host_); }
-  std::uint8_t* device() const { return static_cast<std::uint8_t*>(device_); }
+  std::uint8_t* host() const { return static_cast<std::uint8_t*>(host_.get()); }
+  std::uint8_t* device() const { return static_cast<std::uint8_t*>(device_.get()); }
 
   Status Upload(std::size_t bytes, cudaStream_t stream) {
-    PADDLE_KV_CUDA(cudaMemcpyAsync(device_, host_, bytes, cudaMemcpyHostToDevice, stream));
+    PADDLE_KV_CUDA(cudaMemcpyAsync(device_.get(), host_.get(), bytes, cudaMemcpyHostToDevice, stream));
     return {};
   }
   // The work that is on the stream now is the last to use the buffer.
   Status ReleaseBehind(cudaStream_t stream) {
-    PADDLE_KV_CUDA(cudaEventRecord(released_, stream));
+    PADDLE_KV_CUDA(cudaEventRecord(released_.get(), stream));
     is_taken_ = false;
     return {};
   }
@@ -62,9 +58,9 @@ class UploadBuffer {
  private:
   bool is_taken_ = false;
   std::size_t bytes_ = 0;
-  void* host_ = nullptr;
-  void* device_ = nullptr;
-  cudaEvent_t released_ = nullptr;
+  PinnedMemory host_;
+  DeviceMemory device_;
+  CudaEvent released_;
 };
 
 class UploadBuffers {

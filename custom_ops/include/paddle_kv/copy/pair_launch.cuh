@@ -5,8 +5,8 @@
 // 2. Descriptors, and the ids where the host knows them, travel as kernel parameters: copied at the launch, they need
 // no
 //    device buffer, no synchronisation and no lifetime, and can be captured into a graph. 4 KiB of parameters serve
-//    short lists; long ones take the 32,764 bytes that CUDA 12.1 allows, because a launch of 4 KiB moves too little,
-//    and 16 bits for each id where the caches have no more blocks: thousands of pairs then are one launch.
+//    short lists; long ones take the 32,764 bytes that CUDA 12.1 and its drivers allow, because a launch of 4 KiB moves
+//    too little, and 16 bits for each id where the caches have no more blocks: thousands of pairs then are one launch.
 // 3. Persistent CTAs walk over the items.
 #pragma once
 
@@ -15,6 +15,7 @@
 
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/kernel_parameters.cuh"
 #include "paddle_kv/copy/block_table.h"
 
 namespace paddle_kv {
@@ -23,11 +24,7 @@ struct PairTuning {
   static constexpr std::int64_t kChunkBytes = 8 << 10;
   static constexpr int kThreads = 512;
   static constexpr int kCtasPerMultiprocessor = 2;
-#if CUDART_VERSION >= 12010
-  static constexpr int kParameterBytes = 32764;
-#else
-  static constexpr int kParameterBytes = 4096;
-#endif
+  static constexpr int kParameterBytes = kLargestParameterBytes;
   static constexpr int kFewCaches = 64;
   static constexpr int kFewPairs = 280;
   static constexpr int kManyCaches = kParameterBytes > 4096 ? 256 : 128;
@@ -178,7 +175,7 @@ Status RunOnHostPairs(const CacheBlocks* caches, std::int64_t cache_count, const
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   using Tuning = PairTuning;
   const bool few_pairs = pair_count <= Tuning::kFewPairs || Tuning::kManyPairs < Tuning::kFewPairs;
-  if (cache_count <= Tuning::kFewCaches && few_pairs) {
+  if ((cache_count <= Tuning::kFewCaches && few_pairs) || !HasLargeParameters()) {
     return RunWithHostPairs<Action, CacheTable<Tuning::kFewCaches>, FewPairs>(caches, cache_count, source_ids,
                                                                               target_ids, pair_count, where);
   }
@@ -197,7 +194,7 @@ Status RunOnDevicePairs(const CacheBlocks* caches, std::int64_t cache_count, con
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   const PairsOnDevice ids{pairs, pairs.count};
   const auto launch = [&](const auto& table) { return LaunchOnPairs<Action>(table, ids, where); };
-  if (cache_count <= PairTuning::kFewCaches) {
+  if (cache_count <= PairTuning::kFewCaches || !HasLargeParameters()) {
     return ForEachTable<CacheTable<PairTuning::kFewCaches>>(caches, cache_count, launch);
   }
   return ForEachTable<CacheTable<PairTuning::kManyCaches>>(caches, cache_count, launch);

@@ -28,7 +28,7 @@ struct EngineWork {
   bool more_follows = false;
 };
 
-// Belongs to one transfer stream; called by one thread at a time.
+// Belongs to one transfer stream; called by one thread at a time, and destroyed, with its device current.
 class Engine {
  public:
   virtual ~Engine() = default;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/device_stream.h"
 #include "paddle_kv/common/status.h"
 #include "paddle_kv/transfer/engine.h"
@@ -43,7 +44,7 @@ class StreamFeeder {
 
  private:
   struct Flight {
-    cudaEvent_t end;
+    CudaEvent end;
     std::int64_t bytes;
   };
 
@@ -53,7 +54,7 @@ class StreamFeeder {
   const DeviceStream where_;
   std::array<std::unique_ptr<Engine>, kEngineKinds> engines_;
   std::deque<Flight> flights_;
-  std::vector<cudaEvent_t> idle_events_;
+  std::vector<CudaEvent> idle_events_;
   std::int64_t bytes_in_flight_ = 0;
 };
 
