@@ -58,8 +58,6 @@ class Transfer:
         ('done', None, 'cancelled', True)
     """
 
-    _movement: Movement | None = None  # so for one whose construction went wrong
-
     def __init__(self, movement: Movement) -> None:
         self.bytes: int = movement.bytes
         self._movement: Movement = movement
@@ -79,7 +77,7 @@ class Transfer:
 
     def __del__(self) -> None:
         # May run in the middle of anything, also of a section: it only leaves a note.
-        movement = self._movement
+        movement: Movement | None = vars(self).get("_movement")  # its construction may have gone wrong
         with contextlib.suppress(Exception):  # the interpreter ends
             if movement is None or movement.state is State.DONE or movement.told:
                 return

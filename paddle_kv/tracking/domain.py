@@ -105,9 +105,10 @@ class BlockDomain:
     # ---- transfers ----
     def read(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the reads; returns the transfers whose result is read."""
-        ids = np.unique(self._grown(_array(block_ids)))
-        if not ids.size:
+        given = self._grown(_array(block_ids))
+        if not given.size:
             return set()
+        ids = np.flatnonzero(self._mask(given))  # each once: one source may have many targets
         number = self._hold(transfer)
         shared = ids[self._num_readers[ids] > 0]
         if shared.size:
@@ -127,8 +128,7 @@ class BlockDomain:
         readers = self._readers_of(ids)
         before = {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
         if readers:
-            asked = np.zeros(self._writer.size, bool)
-            asked[ids] = True
+            asked = self._mask(ids)
             for reader in readers:
                 held = self._reads[reader]
                 self._reads[reader] = held[~asked[held]]
@@ -199,10 +199,14 @@ class BlockDomain:
         found = dict.fromkeys(_numbers(self._reader[ids]))
         several = ids[self._reader[ids] == SEVERAL]
         if several.size:
-            asked = np.zeros(self._writer.size, bool)
-            asked[several] = True
+            asked = self._mask(several)
             found.update((number, None) for number in self._sharing if asked[self._reads[number]].any())
         return list(found)
+
+    def _mask(self, ids: Ids) -> np.ndarray:
+        mask = np.zeros(self._writer.size, bool)
+        mask[ids] = True
+        return mask
 
     def _known(self, ids: Ids) -> Ids:
         return ids[ids < self._writer.size]
@@ -226,4 +230,6 @@ def _array(block_ids: Sequence[int] | Ids) -> Ids:
 
 def _numbers(of_blocks: Ids) -> list[int]:
     """The transfers among the entries, each once."""
+    if not of_blocks.size or of_blocks.max() < 0:  # the rule: nobody
+        return []
     return np.unique(of_blocks[of_blocks >= 0]).tolist()  # type: ignore[no-any-return]
