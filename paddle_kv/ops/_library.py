@@ -49,6 +49,7 @@ _PADDLE_DECORATION = re.compile(
     r"^.*?\((?:InvalidArgument|OutOfRange|Unimplemented|ResourceExhausted|External)\) ", re.S
 )
 _PADDLE_POSITION = re.compile(r"\s*(\[Hint:[^\n]*)?\(at [^\n]*:\d+\)\s*.*$", re.S)
+_NO_PLUGIN_MEMORY = "CustomDevice error, the error code is : 2"  # cudaErrorMemoryAllocation
 _CUDA_ERROR = re.compile(r"CUDA error (\w+) \((\d+)\)")
 
 
@@ -58,6 +59,8 @@ def _translated(error: Exception) -> Exception:
     cuda = _CUDA_ERROR.search(message)
     if cuda:
         return CudaError(cuda[1], int(cuda[2]), message)
+    if _NO_PLUGIN_MEMORY in message:
+        return MemoryError(f"the device has not so much memory ({message.strip()})")
     return type(error)(message)
 
 
