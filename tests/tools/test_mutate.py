@@ -1,0 +1,80 @@
+"""The edits that ``tools/mutate.py`` tries, and the list of those that nobody could see."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import mutate
+import pytest
+from mutation_edits import edits
+
+SOURCE = '''
+LIMIT = 3
+
+class Counter:
+    def count(self, values, *, most=None):
+        """Up to ``most``."""
+        found = 0
+        for value in values:
+            if value <= LIMIT and value:
+                found += 1
+        self.found = max(found, 0)
+        return sorted([found, self.found], key=abs)
+'''
+
+
+def test_each_kind_of_edit_is_made() -> None:
+    made = {(edit.where, edit.before, edit.after) for edit in edits(SOURCE)}
+    where, test = "Counter.count", "if value <= LIMIT and value:"
+    assert {
+        ("", "LIMIT = 3", "LIMIT = 4"),
+        (where, test, "if value < LIMIT and value:"),
+        (where, test, "if value <= LIMIT or value:"),
+        (where, test, "if value:"),
+        (where, test, "if value <= LIMIT:"),
+        (where, test, "if not (value <= LIMIT and value):"),
+        (where, "found += 1", "found -= 1"),
+        (where, "found += 1", "pass"),
+        (where, "self.found = max(found, 0)", "self.found = min(found, 0)"),
+        (where, "self.found = max(found, 0)", "pass"),
+        (where, "return sorted([found, self.found], key=abs)", "return sorted([found, self.found])"),
+        (where, "return sorted([found, self.found], key=abs)", "return None"),
+    } <= made
+    assert len(made) == len(edits(SOURCE))
+
+
+def test_an_edit_is_one_edit_and_leaves_the_source_as_it_was() -> None:
+    found = edits(SOURCE)
+    results = []
+    for edit in found:
+        namespace: dict[str, object] = {}
+        exec(edit.code("<edited>"), namespace)
+        results.append(namespace["LIMIT"])
+    assert results.count(4) == 1 and results.count(3) == len(found) - 1
+
+
+@pytest.mark.parametrize("row", sorted(mutate.listed()), ids=lambda row: f"{row[0]} {row[1]} {row[3]}")
+def test_each_edit_that_is_listed_still_applies(row: tuple[str, str, str, str]) -> None:
+    file, *key = row
+    made = {edit.key: edit for edit in edits((mutate.ROOT / file).read_text())}
+    assert tuple(key) in made, "write the row anew, or delete it"
+    made[tuple(key)].code(file)
+
+
+def test_every_row_of_the_list_is_read() -> None:
+    rows = [line for line in mutate.LISTED.read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(mutate.listed())
+
+
+def test_an_edited_module_is_imported_without_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    source = tmp_path / "edited_here.py"
+    source.write_text("LIMIT = 3\n")
+    [edit] = edits(source.read_text())
+    monkeypatch.setattr(sys, "meta_path", [mutate.EditedSource(source, edit.code(str(source))), *sys.meta_path])
+    import edited_here
+
+    monkeypatch.delitem(sys.modules, "edited_here")
+    assert edited_here.LIMIT == 4
+    assert source.read_text() == "LIMIT = 3\n"
