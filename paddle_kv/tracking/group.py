@@ -223,7 +223,7 @@ class Deadline:
     """The end of a time-out, on the clock that cannot be set."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._end_s = None if timeout_s is None else time.monotonic() + float(timeout_s)  # NumPy's lose digits
 
     def left_s(self) -> float | None:
         """Seconds until then, 0 once it is over; None: there is no end."""

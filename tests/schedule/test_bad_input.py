@@ -215,6 +215,7 @@ def test_a_closed_scheduler(rig):
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     load = scheduler.onload([1], [2])
     rig.expect_onload([1], [2])
+    load.wait(WAIT_S)  # close would drop it if it had not begun
     scheduler.close()
     for call in (
         lambda: scheduler.onload([99], [2]),  # nobody looks at arguments any more
