@@ -82,7 +82,7 @@ def extension():
             "nvcc": ["-O3", "-std=c++17", "-w", *gencode],
         },
         # A symbol that this Paddle lacks has to show when the library is loaded, not end the process at the first call.
-        extra_link_args=["-Wl,-z,now"],
+        extra_link_args=["-Wl,-z,now", f"-Wl,--version-script={ROOT / 'custom_ops' / 'exports.map'}"],
     )
     made.name = NAME  # Paddle 2.6 does not take the name as an argument
     made.runtime_library_dirs = []  # Paddle is loaded before the library: no path into this machine is needed
