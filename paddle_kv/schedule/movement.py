@@ -133,6 +133,9 @@ class Movement:
         self.after: list[Event] = []  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
+        self.computed_from: tuple[Movement, ...] | None = (
+            None  # the loads that a save was computed from, if it is known
+        )
         self.dependents: dict[Movement, None] = {}
         self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
         self.num_unsubmitted = plan.num_groups
@@ -174,6 +177,11 @@ class Movement:
     @property
     def over(self) -> bool:
         return self.state.is_end
+
+    @property
+    def over_after(self) -> set[Movement]:
+        """Those that must be over before it can be: of one that moves nothing, all that it stands behind."""
+        return self.reads_from if self.plan.num_groups else self.depends_on
 
     @property
     def retired(self) -> bool:

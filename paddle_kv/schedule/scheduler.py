@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -240,9 +241,12 @@ class LayerwiseScheduler:
     ) -> Transfer:
         start = self.prepare(direction, device_ids, host_ids, layerwise=layerwise, urgent=urgent)
         try:
-            started: Transfer = change(self, start)
+            return self.check_started(change(self, start))
         finally:
             del start
+
+    def check_started(self, started: Transfer) -> Transfer:
+        """Outside of sections: raises if already the submission has failed."""
         movement = started._movement
         if movement.submission_failed:
             # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
@@ -255,7 +259,12 @@ class LayerwiseScheduler:
     ) -> functools.partial[Transfer]:
         """What a call checks before anything happens; the rest is the section that is returned."""
         self._check_open()
-        plan = make_plan(
+        plan = self.plan(direction, device_ids, host_ids)
+        return functools.partial(self.start_here, plan, self.compute_stream(None), layerwise, urgent)
+
+    def plan(self, direction: Direction, device_ids: Any, host_ids: Any) -> TransferPlan:
+        """Checked."""
+        return make_plan(
             direction,
             arguments.block_id_array(device_ids, "device_block_ids"),
             arguments.block_id_array(host_ids, "host_block_ids"),
@@ -264,9 +273,16 @@ class LayerwiseScheduler:
             num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self._layers_per_event,
         )
-        return functools.partial(self._start_here, plan, self.compute_stream(None), layerwise, urgent)
 
-    def _start_here(self, plan: TransferPlan, compute: Stream, layerwise: bool, urgent: bool | None) -> Transfer:
+    def start_here(
+        self,
+        plan: TransferPlan,
+        compute: Stream,
+        layerwise: bool,
+        urgent: bool | None,
+        behind: Iterable[Movement] = (),
+    ) -> Transfer:
+        """In a section: starts it behind what its blocks, and ``behind``, ask for."""
         self._check_open()
         to_host = plan.direction == "offload"
         source, target = (self.device_cache, self.host_pool) if to_host else (self.host_pool, self.device_cache)
@@ -300,7 +316,7 @@ class LayerwiseScheduler:
         others: set[Any] = movement.target.write(plan.target_ids, movement)
         # Of one that failed before, only blocks that were rewritten since are read: it gives the order, not the data.
         movement.reads_from = {before for before in reads_from if not before.failed}
-        movement.depends_on = reads_from | others
+        movement.depends_on = {*reads_from, *others, *behind}
         for before in movement.depends_on:
             before.dependents[movement] = None
         movements[movement.number] = movement

@@ -52,7 +52,7 @@ def look(movement: Movement) -> None:
     while left:
         one = left.pop()
         if not one.failed:  # else theirs decides nothing any more
-            left += [source for source in one.reads_from if not source.over and source not in asked]
+            left += [source for source in one.over_after if not source.over and source not in asked]
             asked.update(dict.fromkeys(left))
     _look_at_all(asked)
 
@@ -94,7 +94,7 @@ def _look_at_device(movement: Movement) -> list[Movement]:
         message = f"{movement.direction} failed{_at(layer)}: {error}"
         found = _progress(fail(movement, Failure.of(message, layer, error)))
     else:
-        if not movement.failed and not all(source.over for source in movement.reads_from):
+        if not movement.failed and not all(source.over for source in movement.over_after):
             return []  # a failure of theirs would be one of this transfer
     if scheduler.observer is not None:
         mismatch = scheduler.observer.over(movement, movement.failure)

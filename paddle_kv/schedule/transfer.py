@@ -106,9 +106,13 @@ class Transfer:
         layer = self._layer_index(layer)
         check_timeout(timeout_s)
         queue = self._scheduler.compute_stream(stream)
-        if self._movement.plan.num_groups:
-            group = self._movement.plan.group_of(layer)
-            self._wait_behind(queue, lambda: self._movement.events[group], {group}, timeout_s, layer)
+        if not self._movement.plan.num_groups:
+            self._wait_behind_others(
+                lambda other, left_s: other.wait_layer(layer, stream=queue, timeout_s=left_s), timeout_s
+            )
+            return
+        group = self._movement.plan.group_of(layer)
+        self._wait_behind(queue, lambda: self._movement.events[group], {group}, timeout_s, layer)
 
     def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
         """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers.
@@ -120,6 +124,9 @@ class Transfer:
         check_timeout(timeout_s)
         queue = self._scheduler.compute_stream(stream)
         movement = self._movement
+        if not movement.plan.num_groups:
+            self._wait_behind_others(lambda other, left_s: other.wait_on(queue, timeout_s=left_s), timeout_s)
+            return
         groups = set(range(movement.plan.num_groups))
         self._wait_behind(
             queue, lambda: None if movement.num_unsubmitted else movement.last_event, groups, timeout_s, None
@@ -297,6 +304,18 @@ class Transfer:
                 with contextlib.suppress(ValueError):  # released meanwhile
                     movement.waiters.remove(waiter)
         return True
+
+    def _wait_behind_others(self, wait: Callable[[Transfer, float | None], object], timeout_s: float | None) -> None:
+        """Of one that moves nothing: behind those that it stands behind, whatever their end."""
+        deadline = Deadline(timeout_s)
+        for movement in tuple(self._movement.depends_on):
+            other, told = movement.handle() or Transfer(movement), movement.told
+            try:
+                wait(other, deadline.left_s())
+            except (TransferError, CancelledError):  # what was submitted of it still touches the blocks
+                with contextlib.suppress(TransferError, CancelledError):
+                    other.wait(deadline.left_s())
+                movement.told = told  # not to those whose it is
 
     def _wait_behind(
         self,
