@@ -7,8 +7,9 @@
 from .arc import Arc
 from .hashing import BlockHasher, cache_salt
 from .index import BlockIndex
+from .lease import Lease
 from .lru import Lru
-from .manager import KVOffloadManager, Lease
+from .manager import KVOffloadManager
 from .policies import POLICIES, make_policy
 from .policy import Policy
 from .ranks import lookup_common, paddle_all_reduce_min

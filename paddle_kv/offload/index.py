@@ -17,7 +17,7 @@ class BlockIndex(Generic[Key]):
     Attributes:
         slots: block -> its slot, also for blocks that are still arriving.
         arriving: blocks whose bytes are not there yet; the owner keeps it, and :meth:`lookup` stops at them.
-        pins: block -> how often it is held; see :meth:`pin`.
+        pins: block -> how often it is held; see :meth:`pin`. Also blocks that were removed while they were held.
         evicted_blocks: blocks that made room for others.
     """
 
@@ -32,55 +32,98 @@ class BlockIndex(Generic[Key]):
         self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
 
     def lookup(self, keys: Sequence[Key]) -> int:
-        """Length of the longest prefix of ``keys`` whose blocks are all there; counts as a use of these blocks."""
-        slots, arriving, on_access = self.slots, self.arriving, self._policy.on_access
+        """Length of the longest prefix of ``keys`` whose blocks are all there; counts as a use of these blocks, the
+        last one first: of blocks that were used together, the head of a prefix goes last."""
+        count = self.peek(keys)
+        on_access = self._policy.on_access
+        try:
+            for key in reversed(keys[:count]):
+                on_access(key)
+        except BaseException:
+            self._tell_anew()
+            raise
+        return count
+
+    def peek(self, keys: Sequence[Key]) -> int:
+        """As :meth:`lookup`, and no use."""
+        slots, arriving = self.slots, self.arriving
         count = 0
         for key in keys:
             if key not in slots or key in arriving:
                 break
-            on_access(key)
             count += 1
         return count
 
     def admit(self, keys: Sequence[Key], free_slots: list[int]) -> dict[Key, int]:
-        """Gives slots to those of the blocks that are absent, in order: free ones (taken from the list), then those of
-        victims. Returns the blocks that are new, with their slots.
+        """Gives slots to those of the blocks that are absent: free ones (taken from the list), then those of victims.
+        Returns the blocks that are new, in order, with their slots.
 
         A block that is there already keeps its place; it counts as used only behind an absent one, since
-        :meth:`lookup` has counted the others. The policy may choose a block of this very call as victim: then that one
-        is not admitted. Of more blocks than there are slots in all, the first are taken; blocks behind one for which
-        there is no room because all others are pinned are left out.
+        :meth:`lookup` has counted the others. Where there is room for some of the absent blocks, the first are taken.
+        The policy hears of the last block first, as in :meth:`lookup`, and may choose a block of this very call as
+        victim: then that one is not admitted.
+
+        If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
+        admitted: dict[Key, int] = {}
+        try:
+            self._admit(self._with_room(keys, len(free_slots)), free_slots, admitted)
+        except BaseException:
+            free_slots += [self.slots.pop(key) for key in admitted]
+            self._tell_anew(admitted)
+            raise
+        return dict(reversed(admitted.items()))
+
+    def _with_room(self, keys: Sequence[Key], num_free: int) -> Sequence[Key]:
+        """From the first absent block on, up to the last one for which there is room."""
+        slots = self.slots
+        num_pinned = sum(key in slots for key in self.pins)  # a dropped block may still be pinned
+        room = min(num_free, self.capacity_blocks - len(slots)) + len(slots) - num_pinned
+        absent: set[Key] = set()
+        first, end = len(keys), len(keys)
+        for position, key in enumerate(keys):
+            if key not in slots and key not in absent:
+                if len(absent) == room:
+                    end = position
+                    break
+                first = min(first, position)
+                absent.add(key)
+        return keys[first:end]
+
+    def _admit(self, keys: Sequence[Key], free_slots: list[int], admitted: dict[Key, int]) -> None:
         slots, pins = self.slots, self.pins
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
         make_room = self._replace or self._policy.victim
         free = min(len(free_slots), self.capacity_blocks - len(slots))
-        admitted: dict[Key, int] = {}
-        behind_absent = False
-        for key in keys[: len(slots) + free]:
+        for key in reversed(keys):
             if key in slots:
-                if behind_absent:
-                    on_access(key)
+                on_access(key)
                 continue
-            behind_absent = True
             told = False
             if free:
                 free -= 1
                 slot = free_slots.pop()
             else:
-                victim = make_room(key, pins)
+                try:
+                    victim = make_room(key, pins)
+                except BaseException:
+                    self._forget(key)  # it may have been let in
+                    raise
+                told = self._replace is not None and victim is not None
+                if victim is not None and (victim not in slots or victim in pins):
+                    if told:
+                        self._forget(key)
+                    victim, told = self._another_victim(victim), False
                 if victim is None:
-                    break
+                    continue
                 slot = slots.pop(victim)
                 if victim in admitted:
                     del admitted[victim]
                 else:
                     self.evicted_blocks += 1
-                told = self._replace is not None
             admitted[key] = slots[key] = slot
             if not told:
                 on_insert(key)
-        return admitted
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
@@ -98,28 +141,63 @@ class BlockIndex(Generic[Key]):
                 pins[key] -= 1
 
     def remove(self, key: Key) -> int:
-        """Forgets a block that will never arrive; its slot."""
+        """Forgets a block, also one that is arriving or held; its slot."""
         slot = self.slots.pop(key)
-        self._policy.on_remove(key)
+        self.arriving.discard(key)
+        try:
+            self._policy.on_remove(key)
+        except Exception:  # noqa: BLE001  the block is gone, whatever the policy says
+            self._tell_anew()
         return slot
 
-    def undo(self, keys: Iterable[Key]) -> list[int]:
-        """Forgets blocks whose :meth:`admit` went wrong half way, whatever the policy knows of them; their slots."""
-        taken = [(key, self.slots.pop(key)) for key in keys]
-        for key, _ in taken:
-            self.arriving.discard(key)
-            self.pins.pop(key, None)
-            with suppress(Exception):
-                self._policy.on_remove(key)
-        return [slot for _, slot in taken]
+    def clear(self) -> list[int]:
+        """Forgets all blocks, whoever holds them; their slots."""
+        taken: list[int] = []
+        with suppress(Exception):
+            while (victim := self._policy.victim(None, ())) in self.slots:  # some policies remove slowly
+                taken.append(self.slots.pop(victim))  # type: ignore[arg-type]
+        self.arriving.clear()
+        return taken + [self.remove(key) for key in list(self.slots)]
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Lets go of up to so many blocks that nothing holds; their slots."""
+        """Lets go of up to so many blocks that nothing holds; their slots. Of one it may raise what the policy does."""
         taken: list[int] = []
-        while len(taken) < num_blocks:
-            victim = self._policy.victim(None, self.pins)
-            if victim is None:
-                break
-            taken.append(self.slots.pop(victim))
+        try:
+            while len(taken) < num_blocks:
+                victim = self._policy.victim(None, self.pins)
+                if victim is not None and (victim not in self.slots or victim in self.pins):
+                    victim = self._another_victim(victim)
+                if victim is None:
+                    break
+                taken.append(self.slots.pop(victim))
+        except Exception:
+            self._tell_anew()
+            if not taken:
+                raise
         self.evicted_blocks += len(taken)
         return taken
+
+    # ---- policies that go wrong ----
+    def _another_victim(self, wrong: Key) -> Key | None:
+        """Behind one that is not there or held: such a policy is told of what is there, and asked again."""
+        for _ in range(len(self.slots) + 1):
+            if wrong in self.slots:
+                self._policy.on_insert(wrong)
+            victim = self._policy.victim(None, self.pins)
+            if victim is None or (victim in self.slots and victim not in self.pins):
+                return victim
+            wrong = victim
+        return None
+
+    def _tell_anew(self, gone: Iterable[Key] = ()) -> None:
+        """The policy has raised and may have lost any block, or keep one that is gone."""
+        for key in gone:
+            self._forget(key)
+        for key in self.slots:
+            self._forget(key)
+            with suppress(Exception):
+                self._policy.on_insert(key)
+
+    def _forget(self, key: Key) -> None:
+        with suppress(Exception):
+            self._policy.on_remove(key)

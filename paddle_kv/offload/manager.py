@@ -2,120 +2,29 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from ..checks import check_ids
-from ..memory import HostPool
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
+from ..tracking.group import change
+from .books import Books
 from .hashing import BlockHasher, spec_salt
 from .index import BlockIndex
+from .lease import Lease
 from .policies import make_policy
 from .policy import Policy
 
-_COUNTERS = (
-    "lookups",
-    "looked_up_blocks",
-    "hit_blocks",
-    "saved_blocks",
-    "deduplicated_blocks",
-    "left_out_blocks",
-    "loaded_blocks",
-    "failed_saves",
-    "failed_loads",
-)
-
-
-class Lease:
-    """Blocks that :meth:`KVOffloadManager.lookup` has found. They are not evicted until it is released: by
-    :meth:`release`, at the end of a ``with`` block, or when nobody refers to it any more.
-
-    Attributes:
-        hashes: of the blocks, the longest prefix that is present.
-        num_blocks: how many.
-
-    Any thread may call. It stays valid after :meth:`KVOffloadManager.close`, and then holds nothing.
-
-    Example:
-        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
-        >>> from paddle_kv.offload import KVOffloadManager
-        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
-        >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
-        >>> manager = KVOffloadManager(scheduler)
-        >>> hashes = manager.block_hashes(range(9))
-        >>> manager.save(hashes, [0, 3, 1]).wait()
-        >>> lease = manager.lookup(hashes)
-        >>> lease.keep_first(2); lease.num_blocks, manager.evict(3)  # what it holds stays
-        (2, 1)
-        >>> lease.release(); manager.evict(3), manager.stats()["evicted_blocks"]
-        (2, 3)
-        >>> manager.close(); scheduler.close()
-    """
-
-    _held = False  # so for one whose construction was interrupted
-
-    def __init__(self, manager: KVOffloadManager, hashes: list[bytes]) -> None:
-        self.hashes = hashes
-        self._manager = manager
-        self._held = True
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks it has, after :meth:`keep_first` those that it kept."""
-        return len(self.hashes)
-
-    def keep_first(self, num_blocks: int) -> None:
-        """Releases all but the first so many, for a server that uses only those.
-
-        Raises:
-            TypeError: not an integer.
-            ValueError: it does not hold so many.
-        """
-        num_blocks = arguments.integer(num_blocks, "num_blocks")
-        if not 0 <= num_blocks <= len(self.hashes):
-            raise ValueError(f"num_blocks = {num_blocks} must be in [0, {len(self.hashes)}]")
-        self._manager._release_behind(self, num_blocks)
-
-    def release(self) -> None:
-        """The blocks may be evicted again. Again: does nothing."""
-        self._manager._release(self)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        # May run in the middle of anything, also of a call of this manager: it only leaves a note.
-        if self._held:
-            self._manager._lost.append(self.hashes)
-
-
-class _Moving:
-    """A transfer in flight, and the blocks that it holds. A save fails with the loads that it was computed from."""
-
-    def __init__(
-        self, transfer: Transfer, keys: Sequence[bytes], *, saving: bool, computed_from: Sequence[Transfer] = ()
-    ) -> None:
-        self.transfer = transfer
-        self.keys = keys
-        self.saving = saving
-        self._computed_from = computed_from
-
-    def done(self) -> bool:
-        return self.transfer.done() and all(load.done() for load in self._computed_from)
-
-    @property
-    def failed(self) -> bool:
-        return any(transfer.error is not None for transfer in (self.transfer, *self._computed_from))
+_BYTES = {
+    "saved_bytes": ["saved_blocks"],
+    "loaded_bytes": ["loaded_blocks"],
+    "used_bytes": ["blocks", "saving_blocks"],
+    "capacity_bytes": ["capacity_blocks"],
+}
 
 
 class KVOffloadManager:
@@ -136,10 +45,8 @@ class KVOffloadManager:
         TypeError: not a scheduler, a policy or a salt.
         ValueError: an unknown policy, or ``capacity_bytes`` below one block (all layers).
 
-    Any thread may call; calls are serialised.
-
-    A block is found from the moment on at which its bytes have arrived in host memory: not before its save is over, and
-    never if that failed or was cancelled. While a transfer or a lease holds a block, it is not evicted.
+    Any thread may call; calls are serialised, and whole whatever a signal handler raises. What is promised is in
+    ``docs/offload.md``. A ``with`` block closes it.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -168,9 +75,8 @@ class KVOffloadManager:
         check_scheduler(scheduler)
         spec = scheduler.device_cache.spec
         self._scheduler = scheduler
-        self._pool: HostPool = scheduler.host_pool
         self._block_bytes = spec.block_bytes * spec.num_layers
-        capacity_blocks = self._pool.num_blocks
+        capacity_blocks = scheduler.host_pool.num_blocks
         if capacity_bytes is not None:
             capacity_blocks = min(
                 capacity_blocks, arguments.integer(capacity_bytes, "capacity_bytes") // self._block_bytes
@@ -184,15 +90,9 @@ class KVOffloadManager:
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
         self.write_through = write_through
+        self._block_size = spec.block_size
         self._hasher = BlockHasher(spec.block_size, spec_salt(spec) + salt)
-        self._index: BlockIndex[bytes] = BlockIndex(policy, capacity_blocks)
-        self._taken: set[int] = set()  # blocks of the pool that are the manager's, also between two places
-        self._lock = threading.RLock()
-        self._moving: list[_Moving] = []
-        self._targets: weakref.WeakKeyDictionary[Transfer, list[int]] = weakref.WeakKeyDictionary()
-        self._lost: list[list[bytes]] = []  # of leases that nobody released; appended without the lock
-        self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._closed = False
+        self._books = Books(scheduler, BlockIndex(policy, capacity_blocks))
 
     # ---- what is there ----
     def block_hashes(self, token_ids: Sequence[int], *, request_salt: bytes = b"") -> list[bytes]:
@@ -214,28 +114,37 @@ class KVOffloadManager:
         """
         return self._hasher(token_ids, request_salt)
 
-    def lookup(self, hashes: Sequence[bytes]) -> Lease:
+    def lookup(self, hashes: Sequence[bytes], *, num_tokens: int | None = None) -> Lease:
         """The longest prefix of ``hashes`` that is present, held against eviction until the lease is released.
 
-        Counts as a use of these blocks, so call it once per request. Looks at the transfers in flight and waits for
-        none.
+        Counts as a use of these blocks, so call it once per request. Waits for no transfer.
 
         Args:
             hashes: of :meth:`block_hashes`, from the first block on.
+            num_tokens: of the prompt. Its last token has to be computed in any case, since its result is the first one
+                of the answer: a block that holds it is not asked for. None: all are.
 
         Raises:
-            TypeError: not a list of bytes.
-            RuntimeError: closed.
+            TypeError: not a list of bytes, not an integer.
+            ValueError: so many tokens do not have so many full blocks.
+            ClosedError: closed.
         """
         keys = _checked_hashes(hashes)
-        with self._lock:
-            self._settle()
-            found = keys[: self._index.lookup(keys)]
-            self._index.pin(found)
-            self._counters["lookups"] += 1
-            self._counters["looked_up_blocks"] += len(keys)
-            self._counters["hit_blocks"] += len(found)
-            return Lease(self, found)
+        if num_tokens is not None:
+            num_tokens = arguments.integer(num_tokens, "num_tokens")
+            if num_tokens < len(keys) * self._block_size:
+                raise ValueError(f"num_tokens = {num_tokens} must be at least {len(keys) * self._block_size}")
+            keys = keys[: max(0, num_tokens - 1) // self._block_size]
+        found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys)))
+        return found
+
+    def peek(self, hashes: Sequence[bytes]) -> int:
+        """How many blocks :meth:`lookup` would find. Counts as no use, and holds nothing.
+
+        Raises:
+            As :meth:`lookup`.
+        """
+        return int(change(self._books, functools.partial(self._books.peek, _checked_hashes(hashes))))
 
     # ---- transfers ----
     def onload(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:
@@ -244,7 +153,7 @@ class KVOffloadManager:
 
         The blocks are held until the transfer is over; a lease on them may be released as soon as this has returned. If
         the transfer fails, :meth:`blocks_to_recompute` says what the server has to compute instead; the blocks in host
-        memory stay.
+        memory stay, except such as a checksum has found damaged: they are dropped.
 
         Args:
             hashes: ``lease.hashes``, or some of them; none at all is a transfer that is over at once.
@@ -254,23 +163,15 @@ class KVOffloadManager:
             KeyError: a block is not present. Nothing has moved.
             ValueError: as many ids as hashes are expected.
             TypeError: not a list of bytes.
-            RuntimeError: closed.
+            ClosedError: closed.
+            TransferError: a block is damaged, or was dropped while a lease held it: nothing has moved, compute instead.
             As :meth:`LayerwiseScheduler.onload`.
         """
         keys = _checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
-        with self._lock:
-            self._settle()
-            slots, arriving = self._index.slots, self._index.arriving
-            for position, key in enumerate(keys):
-                if key not in slots or key in arriving:
-                    raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
-            transfer = self._scheduler.onload([slots[key] for key in keys], device_ids)
-            self._index.pin(keys)
-            self._moving.append(_Moving(transfer, keys, saving=False))
-            self._targets[transfer] = device_ids
-            self._counters["loaded_blocks"] += len(keys)
-            return transfer
+        compute = self._scheduler.compute_stream(None)  # of this thread
+        start = functools.partial(self._books.onload, keys, device_ids, compute)
+        return self._scheduler.check_started(change(self._books, start))
 
     def save(
         self,
@@ -284,9 +185,10 @@ class KVOffloadManager:
         :meth:`LayerwiseScheduler.offload`.
 
         Blocks that are present, or that another save is already bringing, are not moved again; the transfer carries the
-        others (none of them: it is over at once). Room is made by evicting. What finds no room (the prompt is longer
-        than the pool, or leases and transfers hold everything) is left out: the cache may always forget, and
-        :meth:`lookup` tells what it has.
+        others. It is over when also the other transfers are that touch these device blocks now: behind its ``wait``,
+        ``wait_on`` or ``wait_layer`` the blocks may be written again. Room is made by evicting others. What finds no
+        room (the prompt is longer than the pool, or leases and transfers hold everything) is left out, from the end of
+        the prompt: see :meth:`left_out`.
 
         Args:
             hashes: of :meth:`block_hashes`, also from the middle of a prompt.
@@ -299,8 +201,8 @@ class KVOffloadManager:
         Raises:
             ValueError: as many ids as hashes are expected.
             TypeError: not a list of bytes, or of transfers.
-            RuntimeError: closed.
-            As :meth:`LayerwiseScheduler.offload`. Then none of the blocks becomes visible.
+            ClosedError: closed.
+            As :meth:`LayerwiseScheduler.offload`, and what the policy raises. Then none of the blocks becomes visible.
 
         Example:
             >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -324,30 +226,9 @@ class KVOffloadManager:
         keys = _checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
         loads = transfer_list(computed_from, "computed_from")
-        with self._lock:
-            self._settle()
-            source = dict(zip(keys, device_ids, strict=True))
-            index = self._index
-            before = {key: index.slots[key] for key in source if key in index.slots}
-            free_slots = self._take_slots(len(source) - len(before))
-            admitted: dict[bytes, int] | None = None
-            try:
-                admitted = index.admit(list(source), free_slots)  # takes all: as many blocks at least are absent
-                index.arriving.update(admitted)
-                transfer = self._scheduler.offload(
-                    [source[key] for key in admitted], list(admitted.values()), layerwise=layerwise
-                )
-                index.pin(admitted)
-                self._moving.append(_Moving(transfer, list(admitted), saving=True, computed_from=loads))
-            except BaseException:  # also from a policy of the user, or a signal handler: nothing may seem to be there
-                new = [key for key in source if key in index.slots and index.slots[key] != before.get(key)]
-                self._give_back([*free_slots, *index.undo(new if admitted is None else admitted)])
-                raise
-            left_out = sum(key not in index.slots for key in source) if len(admitted) < len(source) else 0
-            self._counters["saved_blocks"] += len(admitted)
-            self._counters["deduplicated_blocks"] += len(source) - len(admitted) - left_out
-            self._counters["left_out_blocks"] += left_out
-            return transfer
+        compute = self._scheduler.compute_stream(None)  # of this thread
+        start = functools.partial(self._books.save, keys, device_ids, loads, layerwise, compute)
+        return self._scheduler.check_started(change(self._books, start))
 
     def blocks_full(
         self,
@@ -403,10 +284,28 @@ class KVOffloadManager:
             [0, 1]
             >>> manager.close(); scheduler.close()
         """
-        if load not in self._targets:
+        if not isinstance(load, Transfer) or load._movement not in self._books.loads:
             raise ValueError("load is not a transfer that this manager's onload has returned")
-        device_ids = self._targets[load]
-        return [] if load.error is None else list(range(len(device_ids)))
+        return [] if load.error is None else list(range(len(load.plan.device_ids)))
+
+    def left_out(self, save: Transfer) -> list[int]:
+        """Positions in the ``hashes`` of that :meth:`save` for which there was no room.
+
+        Raises:
+            ValueError: ``save`` is not a transfer of this manager's :meth:`save`.
+        """
+        found = self._books.left_out.get(save._movement) if isinstance(save, Transfer) else None
+        if found is None:
+            raise ValueError("save is not a transfer that this manager's save has returned")
+        return list(found)
+
+    def in_flight(self) -> list[Transfer]:
+        """Its loads and saves that are not over, in order."""
+        return [movement.handle() or Transfer(movement) for movement in change(self._books, self._books.in_flight)]
+
+    def cancel_all(self) -> None:
+        """:meth:`Transfer.cancel` of all of them."""
+        change(self._books, self._books.cancel_all)
 
     # ---- room ----
     def evict(self, num_blocks: int) -> int:
@@ -416,113 +315,58 @@ class KVOffloadManager:
         Raises:
             TypeError: not an integer.
             ValueError: negative.
-            RuntimeError: closed.
+            ClosedError: closed.
         """
         num_blocks = arguments.integer(num_blocks, "num_blocks")
         if num_blocks < 0:
             raise ValueError(f"num_blocks = {num_blocks} must not be negative")
-        with self._lock:
-            self._settle()
-            slots = self._index.evict(num_blocks)
-            self._give_back(slots)
-            return len(slots)
+        return int(change(self._books, functools.partial(self._books.evict, num_blocks)))
+
+    def drop(self, hashes: Sequence[bytes]) -> int:
+        """Forgets these blocks, also such as are arriving or held: no lookup finds them until they are saved again.
+        Loads in flight go on. Returns how many there were.
+
+        Raises:
+            TypeError: not a list of bytes.
+            ClosedError: closed.
+        """
+        return int(change(self._books, functools.partial(self._books.drop_now, _checked_hashes(hashes))))
+
+    def clear(self) -> int:
+        """:meth:`drop` of all blocks: for weights that have changed. What is being saved now is never found."""
+        return int(change(self._books, self._books.clear))
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks that can be kept at the same time."""
-        return self._index.capacity_blocks
+        """Blocks that are kept at the same time, at most."""
+        return self._books.index.capacity_blocks
 
     @property
     def capacity_bytes(self) -> int:
         """Bytes of host memory that they take."""
-        return self._index.capacity_blocks * self._block_bytes
+        return self.capacity_blocks * self._block_bytes
 
     def stats(self) -> dict[str, int | float]:
         """Counts since the manager was made (blocks, calls, bytes), and what it holds now: the names are in
         ``docs/offload.md``. Works after :meth:`close`."""
-        with self._lock:
-            if not self._closed:
-                self._settle()
-            index = self._index
-            counters = self._counters
-            return {
-                **counters,
-                "hit_rate": counters["hit_blocks"] / max(1, counters["looked_up_blocks"]),
-                "saved_bytes": counters["saved_blocks"] * self._block_bytes,
-                "loaded_bytes": counters["loaded_blocks"] * self._block_bytes,
-                "evicted_blocks": index.evicted_blocks,
-                "blocks": len(index.slots) - len(index.arriving),
-                "saving_blocks": len(index.arriving),
-                "pinned_blocks": len(index.pins),
-                "used_bytes": len(index.slots) * self._block_bytes,
-                "capacity_blocks": self.capacity_blocks,
-                "capacity_bytes": self.capacity_bytes,
-            }
+        found: dict[str, int | float] = change(self._books, self._books.stats)
+        found["hit_rate"] = found["hit_blocks"] / max(1, found["looked_up_blocks"])
+        for name, blocks in _BYTES.items():
+            found[name] = sum(found[one] for one in blocks) * self._block_bytes
+        return found
 
     def close(self) -> None:
         """Drops what its saves have not submitted yet, forgets all blocks and gives them back to the pool, which hands
         them out again once no transfer holds them. Again: does nothing."""
-        with self._lock:
-            self._closed = True
-            try:
-                for moving in self._moving:
-                    if moving.saving:
-                        moving.transfer.cancel()
-            finally:
-                self._moving.clear()
-                for blocks in (self._index.slots, self._index.arriving, self._index.pins):
-                    blocks.clear()
-                self._give_back(list(self._taken))
+        change(self._books, self._books.close)
 
-    # ---- under the lock ----
-    def _settle(self) -> None:
-        """Looks at the transfers in flight: what has arrived becomes visible, what failed is forgotten."""
-        if self._closed:
-            raise RuntimeError("the offload manager is closed")
-        while self._lost:
-            self._index.unpin(self._lost.pop())
-        running = []
-        for moving in self._moving:
-            if not moving.done():
-                running.append(moving)
-                continue
-            self._index.unpin(moving.keys)
-            failed = moving.failed
-            if not moving.saving:
-                self._counters["failed_loads"] += failed
-                continue
-            self._index.arriving.difference_update(moving.keys)
-            if failed:
-                self._counters["failed_saves"] += 1
-                self._forget(moving.keys)
-        self._moving = running
+    def __enter__(self) -> KVOffloadManager:
+        return self
 
-    def _release_behind(self, lease: Lease, num_blocks: int) -> None:
-        with self._lock:
-            kept, dropped = lease.hashes[:num_blocks], lease.hashes[num_blocks:]
-            lease.hashes = kept
-            if lease._held and not self._closed:
-                self._index.unpin(dropped)
-
-    def _release(self, lease: Lease) -> None:
-        with self._lock:
-            if lease._held and not self._closed:
-                self._index.unpin(lease.hashes)
-            lease._held = False
-
-    def _forget(self, keys: Iterable[bytes]) -> None:
-        self._give_back([self._index.remove(key) for key in keys])
-
-    def _take_slots(self, num_absent: int) -> list[int]:
-        room = self._index.capacity_blocks - len(self._index.slots)
-        slots = self._pool.allocate(max(0, min(num_absent, room, self._pool.num_free_blocks)))
-        self._taken.update(slots)
-        return slots[::-1]  # taken from the end: neighbours of a prompt become neighbours here, in the same order
-
-    def _give_back(self, slots: list[int]) -> None:
-        self._taken.difference_update(slots)
-        if slots and not self._pool.closed:
-            self._pool.free(slots)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _device_ids(self, device_block_ids: Any, num_hashes: int) -> list[int]:
         ids = arguments.block_ids(device_block_ids, "device_block_ids")

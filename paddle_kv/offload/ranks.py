@@ -9,10 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .manager import KVOffloadManager, Lease
+from .lease import Lease
+from .manager import KVOffloadManager
 
 
-def lookup_common(manager: KVOffloadManager, hashes: Sequence[bytes], all_reduce_min: Callable[[int], int]) -> Lease:
+def lookup_common(
+    manager: KVOffloadManager,
+    hashes: Sequence[bytes],
+    all_reduce_min: Callable[[int], int],
+    *,
+    num_tokens: int | None = None,
+) -> Lease:
     """:meth:`KVOffloadManager.lookup`, cut to the shortest prefix that any rank has found.
 
     Call it on all ranks for the same prompts in the same order; each with the hashes of its own manager, whose salts
@@ -21,6 +28,7 @@ def lookup_common(manager: KVOffloadManager, hashes: Sequence[bytes], all_reduce
     Args:
         all_reduce_min: gives every rank the smallest of the numbers that they pass: :func:`paddle_all_reduce_min`, or
             what the server has. What it raises is raised, with nothing held.
+        num_tokens: as for :meth:`KVOffloadManager.lookup`.
 
     Raises:
         TypeError: ``all_reduce_min`` cannot be called, or gave no integer.
@@ -41,7 +49,7 @@ def lookup_common(manager: KVOffloadManager, hashes: Sequence[bytes], all_reduce
     """
     if not callable(all_reduce_min):
         raise TypeError(f"all_reduce_min is {type(all_reduce_min).__name__}; a function of a number is expected")
-    lease = manager.lookup(hashes)
+    lease = manager.lookup(hashes, num_tokens=num_tokens)
     try:
         lease.keep_first(all_reduce_min(lease.num_blocks))
     except BaseException:

@@ -28,7 +28,7 @@ def test_admitting_gives_slots_only_to_absent_blocks() -> None:
 
 def test_a_block_behind_an_absent_one_counts_as_used() -> None:
     index, slots = filled("abc", 4)
-    index.admit(["x", "a"], slots)  # b is the oldest now, not a
+    index.admit(["x", "c"], slots)  # b is the next one to go, not c
     index.admit(["y"], slots)
     assert set(index.slots) == {"a", "c", "x", "y"}
 

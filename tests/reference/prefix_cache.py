@@ -30,17 +30,22 @@ def best_hits(prompts: Sequence[Sequence[int]], capacity: int) -> int:
 def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[list[int], int, int]:
     """Blocks found by each prompt; blocks saved; blocks that made room.
 
-    Every block of a prompt is one use, in order; found are those of the prefix that was present before. Behind them, no
-    more blocks than the capacity are offered. One that is evicted by a later one of the same prompt was never saved.
+    Every block of a prompt is one use: those of the prefix that was present before, from its end, then the others, from
+    their end and from the first absent one on. No more absent blocks than the capacity are offered. One that is evicted
+    by a later one of the same prompt was never saved.
     """
     hits, saved, evicted = [], 0, 0
     for prompt in prompts:
         found = prefix_hits(reference, prompt)
         hits.append(found)
-        for block in prompt[:found]:
+        for block in reversed(prompt[:found]):
             reference.request(block)
+        rest = prompt[found:]
+        absent = [block for block in dict.fromkeys(rest) if block not in reference]
+        if len(absent) > capacity:
+            rest = rest[: rest.index(absent[capacity])]
         new: set[int] = set()
-        for block in prompt[found : found + capacity]:
+        for block in reversed(rest):
             was_present = block in reference
             out = reference.request(block)
             evicted += out is not None and out not in new

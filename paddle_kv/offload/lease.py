@@ -1,0 +1,97 @@
+"""What a lookup has found, held against eviction."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from types import TracebackType
+from typing import Any
+
+from ..ops import _arguments as arguments
+from ..tracking.group import change, note
+from .books import Books
+
+
+class Lease:
+    """Blocks that :meth:`KVOffloadManager.lookup` has found. They are not evicted until it is released: by
+    :meth:`release`, at the end of a ``with`` block, or when nobody refers to it any more.
+
+    Attributes:
+        hashes: of the blocks, the longest prefix that is present.
+        num_blocks: how many.
+        num_arriving: so many more, right behind them, are there once the saves are over that bring them now. They are
+            not held.
+
+    Any thread may call. It stays valid after :meth:`KVOffloadManager.close`, and then holds nothing.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.offload import KVOffloadManager
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 5, "cpu"), HostPool(spec, 8))
+        >>> manager = KVOffloadManager(scheduler)
+        >>> hashes = manager.block_hashes(range(9))
+        >>> manager.save(hashes, [0, 3, 1]).wait()
+        >>> lease = manager.lookup(hashes)
+        >>> lease.keep_first(2); lease.num_blocks, manager.evict(3)  # what it holds stays
+        (2, 1)
+        >>> lease.release(); manager.evict(3), manager.stats()["evicted_blocks"]
+        (2, 3)
+        >>> manager.close(); scheduler.close()
+    """
+
+    _held = False  # so for one whose construction was interrupted
+
+    def __init__(self, books: Books, hashes: list[bytes], num_arriving: int) -> None:
+        """In a section."""
+        self.hashes = hashes
+        self.num_arriving = num_arriving
+        self._books = books
+        self._held = True
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks it has, after :meth:`keep_first` those that it kept."""
+        return len(self.hashes)
+
+    def keep_first(self, num_blocks: int) -> None:
+        """Releases all but the first so many, for a server that uses only those.
+
+        Raises:
+            TypeError: not an integer.
+            ValueError: it does not hold so many.
+        """
+        change(self._books, functools.partial(self._keep_here, arguments.integer(num_blocks, "num_blocks")))
+
+    def _keep_here(self, num_blocks: int) -> None:
+        if not 0 <= num_blocks <= len(self.hashes):
+            raise ValueError(f"num_blocks = {num_blocks} must be in [0, {len(self.hashes)}]")
+        self.hashes, dropped = self.hashes[:num_blocks], self.hashes[num_blocks:]
+        if self._held:
+            self._books.unpin(dropped)
+
+    def release(self) -> None:
+        """The blocks may be evicted again. Again: does nothing."""
+        change(self._books, self._release_here)
+
+    def _release_here(self) -> None:
+        if self._held:
+            self._held = False
+            self._books.unpin(self.hashes)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # May run in the middle of anything, also of a section: it only leaves a note.
+        if self._held:
+            with contextlib.suppress(Exception):  # the interpreter ends
+                note(self._books, functools.partial(self._books.unpin, self.hashes))
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Lease cannot be pickled or copied: it holds blocks of this process")
