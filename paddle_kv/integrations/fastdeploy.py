@@ -6,9 +6,11 @@ raises (there: False, and the layer counts as done); an event stands for the lay
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..errors import CancelledError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
@@ -36,6 +38,8 @@ class CacheTransferManager:
     Args:
         scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner.
 
+    Any thread may call.
+
     Raises:
         TypeError: not a scheduler.
 
@@ -57,18 +61,31 @@ class CacheTransferManager:
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
         check_scheduler(scheduler)
         self._scheduler = scheduler
-        self._loads: list[Transfer] = []
-        self._saves: list[Transfer] = []
-        self._submitting: LayerEvent | None = None
+        self._loads, self._saves = _Unfinished(), _Unfinished()
+        self._of_thread = threading.local()  # the event of the layer that is being submitted
 
-    def evict_to_host_async(self, device_block_ids: Any, host_block_ids: Any) -> Transfer:
-        """Saves all layers. The transfer that it returns is true, as the bool there; keep it: the device blocks may be
-        written again after its ``wait_on()``, and the host blocks hold data only if its ``wait()`` does not raise.
+    def evict_to_host_async(
+        self, device_block_ids: Any, host_block_ids: Any, *, order_compute: bool = True
+    ) -> Transfer:
+        """Saves all layers. The transfer that it returns is true, as the bool there, and need not be kept: loads, and
+        what the model does from now on, come behind it. On a GPU the host is held until the copies have come near.
+
+        Args:
+            order_compute: False: the call returns at once, and the device blocks may be written again only after
+                ``wait_on()`` of the transfer.
 
         Raises:
+            TransferError: it has failed already; nothing of it runs any more.
             As :meth:`LayerwiseScheduler.offload`.
         """
-        return _kept(self._saves, self._scheduler.offload(device_block_ids, host_block_ids))
+        save = self._scheduler.offload(device_block_ids, host_block_ids)
+        if order_compute:
+            try:
+                save.wait_on()
+            except (TransferError, CancelledError):
+                save.wait_over()
+                raise
+        return self._saves.add(save)
 
     def load_layers_to_device_async(
         self,
@@ -93,20 +110,20 @@ class CacheTransferManager:
         layers = arguments.block_ids(layer_indices, "layer_indices")
         if layers != list(range(num_layers)):
             raise ValueError(f"layer_indices = {layers} must be all layers in order, 0 to {num_layers - 1}")
-        load = _kept(self._loads, self._scheduler.onload(host_block_ids, device_block_ids))
+        load = self._loads.add(self._scheduler.onload(host_block_ids, device_block_ids))
         if on_layer_complete is not None:
             try:
                 for layer in layers:
-                    self._submitting = LayerEvent(load, layer)
+                    self._of_thread.event = LayerEvent(load, layer)
                     on_layer_complete(layer)
             finally:
-                self._submitting = None
+                self._of_thread.event = None
         return load
 
     def record_input_stream_event(self) -> Any:
-        """Inside ``on_layer_complete``: a :class:`LayerEvent` of that layer. Elsewhere an event behind all loads so
-        far, as :meth:`LayerwiseScheduler.record_event`."""
-        return self._submitting or self._scheduler.record_event("onload")
+        """In ``on_layer_complete``, in its thread: a :class:`LayerEvent` of that layer. Elsewhere an event behind all
+        loads so far, as :meth:`LayerwiseScheduler.record_event`."""
+        return getattr(self._of_thread, "event", None) or self._scheduler.record_event("onload")
 
     def sync_input_stream(self) -> None:
         """Blocks the host until all loads so far are over.
@@ -114,7 +131,7 @@ class CacheTransferManager:
         Raises:
             TransferError: one of them failed.
         """
-        _wait_for(self._loads)
+        self._loads.wait()
 
     def sync_output_stream(self) -> None:
         """Blocks the host until all saves so far are over.
@@ -122,15 +139,35 @@ class CacheTransferManager:
         Raises:
             TransferError: one of them failed.
         """
-        _wait_for(self._saves)
+        self._saves.wait()
 
 
-def _kept(transfers: list[Transfer], transfer: Transfer) -> Transfer:
-    transfers[:] = [one for one in transfers if not one.done() or one.failed]
-    transfers.append(transfer)
-    return transfer
+class _Unfinished:
+    """Transfers of one direction that nobody has waited for; of those that failed the first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # nothing is waited for, and no section run, while it is held
+        self._transfers: list[Transfer] = []
+        self._failed: Transfer | None = None
+
+    def add(self, transfer: Transfer) -> Transfer:
+        with self._lock:
+            self._failed = self._failed or next((one for one in self._transfers if _ended(one) and one.failed), None)
+            self._transfers = [*(one for one in self._transfers if not _ended(one)), transfer]
+        return transfer
+
+    def wait(self) -> None:
+        with self._lock:
+            waited, failed = list(self._transfers), self._failed
+        for transfer in waited:
+            transfer.wait_over()
+        with self._lock:
+            self._transfers = [one for one in self._transfers if one not in waited]
+            self._failed = None if self._failed is failed else self._failed
+        for transfer in (failed, *waited):
+            if transfer is not None and transfer.error is not None:
+                raise transfer.error
 
 
-def _wait_for(transfers: list[Transfer]) -> None:
-    while transfers:
-        transfers.pop(0).wait()
+def _ended(transfer: Transfer) -> bool:
+    return transfer.state.is_end

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from ..errors import CancelledError, TransferError
 from ..schedule.transfer import Transfer, transfer_list
 
 
@@ -24,12 +26,20 @@ class ForwardPass:
 
     Raises:
         TypeError: ``loads`` or ``saves`` is not a list of transfers.
-        ValueError: among the loads a layerwise offload whose layers are not marked (the pass would wait for marks that
-            it makes later), or among the saves something else. The layerwise saves are cancelled.
+        ValueError: the pass would wait for marks that it makes later: among the loads a layerwise offload whose layers
+            are not marked, or a load that stands behind one of the saves, which was started before it. Or among the
+            saves something else. The layerwise saves are cancelled.
 
     As a context manager it ends the saves: those that lack a layer, because the pass was left early or raised, are
     cancelled, or they would wait for that layer forever. The loads are the caller's: what was computed is valid only
     after ``wait()`` of each has returned.
+
+    A pass serves several requests, and keeps them apart. A load that fails takes with it the saves that were computed
+    from it: those that :meth:`KVOffloadManager.save` was told so of, and such as nothing is known of. The others go on,
+    and the end of the ``with`` block raises the failure, which names the load. Where none goes on it is raised at once.
+
+    Attributes:
+        failed_loads: number in ``loads`` -> what has failed, so far.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -54,45 +64,78 @@ class ForwardPass:
         stream: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        self._loads = transfer_list(loads, "loads")
-        self._unfinished = transfer_list(saves, "saves")
+        self._loads = dict(enumerate(transfer_list(loads, "loads")))  # without those that have failed
+        self._saves = dict(enumerate(transfer_list(saves, "saves")))
+        self.failed_loads: dict[int, TransferError | CancelledError] = {}
         self._marked: set[int] = set()
         self._stream = stream
         self._timeout_s = timeout_s
         try:
             self._check_kinds()
         except ValueError:
-            self.__exit__(None, None, None)
+            self._cancel(list(self._saves))
             raise
 
     def _check_kinds(self) -> None:
-        for number, load in enumerate(self._loads):
+        for number, load in self._loads.items():
             if load.unmarked_layers:
                 raise ValueError(
                     f"loads[{number}] is a layerwise offload whose layers are not marked: {load}; name it in saves"
                 )
-        for number, save in enumerate(self._unfinished):
+        for number, save in self._saves.items():
             if not save.layerwise:
                 raise ValueError(f"saves[{number}] is not a layerwise offload: {save}; layerwise=True is expected")
+            for other, load in self._loads.items() if save.unmarked_layers else ():
+                if load.stands_behind(save):
+                    raise ValueError(
+                        f"loads[{other}] waits for the layers of saves[{number}], which was started before it "
+                        "and reads a block that it writes; start the load first"
+                    )
 
     def before(self, layer: int) -> None:
         """Work submitted to the stream from now on sees this layer of all loads. Call it before the layer's cache is
         touched, be it to write the new tokens: a block in which the prefix ends belongs to both.
 
         Raises:
-            As :meth:`Transfer.wait_layer`.
+            As :meth:`Transfer.wait_layer`; failures only where nothing is left that goes on.
         """
-        for load in self._loads:
-            load.wait_layer(layer, stream=self._stream, timeout_s=self._timeout_s)
+        for number, load in list(self._loads.items()):
+            try:
+                load.wait_layer(layer, stream=self._stream, timeout_s=self._timeout_s)
+            except (TransferError, CancelledError) as error:
+                self._fail(number, error)
+        if self.failed_loads and not self._loads and not self._saves:
+            self._raise()
+
+    def _fail(self, number: int, error: TransferError | CancelledError) -> None:
+        load = self._loads.pop(number)._movement
+        named = type(error)(f"loads[{number}]: {error}", layer=error.layer, block_ids=error.block_ids)
+        named.__cause__ = error.__cause__
+        self.failed_loads[number] = named
+        origins = {other: save._movement.computed_from for other, save in self._saves.items()}
+        self._cancel([other for other, known in origins.items() if known is None or load in known])
+
+    def _raise(self) -> None:
+        raise next(iter(self.failed_loads.values()))
+
+    def _cancel(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            save = self._saves.pop(number)
+            if save.layerwise and len(self._marked) < save.num_layers:
+                save.cancel()
 
     def after(self, layer: int) -> None:
-        """The work submitted to the stream so far has written this layer: it may be saved.
+        """The work submitted to the stream so far has written this layer: it may be saved. A save that has failed or
+        was cancelled is passed over.
 
         Raises:
-            As :meth:`Transfer.mark_layer_written`.
+            IndexError, ValueError: as :meth:`Transfer.mark_layer_written`.
         """
-        for save in self._unfinished:
-            save.mark_layer_written(layer, stream=self._stream)
+        for number, save in list(self._saves.items()):
+            try:
+                save.mark_layer_written(layer, stream=self._stream)
+            except (TransferError, CancelledError):  # it tells its owner
+                del self._saves[number]
         self._marked.add(layer)
 
     @contextmanager
@@ -108,15 +151,14 @@ class ForwardPass:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for save in self._unfinished:
-            if save.layerwise and len(self._marked) < save.num_layers:
-                save.cancel()
-        self._unfinished = []
+        self._cancel(list(self._saves))
+        if error is None and self.failed_loads:
+            self._raise()
 
 
 class LayerHooks:
-    """Hooks on the layers of a model: a call of ``layers[i]`` is layer i of the :meth:`forward_pass` that is running.
-    Outside of one the model runs as if there were no hooks.
+    """Hooks on the layers of a model: a call of ``layers[i]`` is layer i of the :meth:`forward_pass` that is running in
+    the same thread. Outside of one the model runs as if there were no hooks.
 
     The layers have to be called once per pass, by the thread that has opened it, in dygraph: a traced program
     (``paddle.jit.to_static``) and a replayed CUDA graph do not run Python hooks.
@@ -146,7 +188,7 @@ class LayerHooks:
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self._running: ForwardPass | None = None
+        self._of_thread = threading.local()
         self._handles: list[Any] = []
         layers = list(layers)
         seen: dict[int, int] = {}
@@ -173,24 +215,28 @@ class LayerHooks:
         cannot begin (RuntimeError, ValueError).
 
         Raises:
-            RuntimeError: another pass is running, or there are loads and the hooks are removed.
+            RuntimeError: another pass is running in this thread, or there are loads and the hooks are removed.
             TypeError: ``loads`` or ``saves`` is not a list of transfers.
             ValueError: as :class:`ForwardPass`, or a transfer has another number of layers than there are hooks.
         """
         with ForwardPass(loads, saves, stream=stream, timeout_s=timeout_s) as running:
-            self._check_ready(running._loads, running._unfinished)
-            self._running = running
+            self._check_ready(running)
+            self._of_thread.running = running
             try:
                 yield running
             finally:
-                self._running = None
+                self._of_thread.running = None
 
-    def _check_ready(self, loads: list[Transfer], saves: list[Transfer]) -> None:
+    @property
+    def _running(self) -> ForwardPass | None:
+        return getattr(self._of_thread, "running", None)
+
+    def _check_ready(self, given: ForwardPass) -> None:
         if self._running is not None:
-            raise RuntimeError("a forward pass is running already; passes of one model come one after another")
-        if loads and not self._handles:
+            raise RuntimeError("a forward pass is running already in this thread; its passes come one after another")
+        if given._loads and not self._handles:
             raise RuntimeError("the hooks are removed: nothing would wait for the loads")
-        for transfer in (*loads, *saves):
+        for transfer in (*given._loads.values(), *given._saves.values()):
             if transfer.num_layers != self._num_layers:
                 raise ValueError(
                     f"the hooks are on {self._num_layers} layers, a transfer has {transfer.num_layers}; "

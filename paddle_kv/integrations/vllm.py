@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from .. import ops
+from ..checks import check_ids
+from ..errors import CancelledError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
+from ..tracking.group import change
 
 
 class CacheEngine:
@@ -43,7 +47,6 @@ class CacheEngine:
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
         check_scheduler(scheduler)
         self._scheduler = scheduler
-        self._in_flight: list[Transfer] = []
 
     def swap_out(self, src_to_dst: Any) -> Transfer:
         """Device to host. The device blocks may be written again after ``wait_on()`` of the transfer.
@@ -52,7 +55,7 @@ class CacheEngine:
             As :meth:`LayerwiseScheduler.offload`.
         """
         device_ids, host_ids = arguments.block_pairs(src_to_dst, "src_to_dst")
-        return self._kept(self._scheduler.offload(device_ids, host_ids))
+        return self._scheduler.offload(device_ids, host_ids)
 
     def swap_in(self, src_to_dst: Any) -> Transfer:
         """Host to device. The model may touch the device blocks of a layer after ``wait_layer`` of the transfer.
@@ -61,27 +64,36 @@ class CacheEngine:
             As :meth:`LayerwiseScheduler.onload`.
         """
         host_ids, device_ids = arguments.block_pairs(src_to_dst, "src_to_dst")
-        return self._kept(self._scheduler.onload(host_ids, device_ids))
+        return self._scheduler.onload(host_ids, device_ids)
 
     def copy(self, src_to_dsts: Any) -> None:
         """Blocks to other blocks of the device cache, all layers and tensors, on the compute stream, after the
-        transfers of this engine that are in flight.
+        transfers in flight that write its sources or touch its targets, whoever has started them.
 
         Raises:
-            TransferError: one of these transfers failed.
+            TransferError: a source holds no usable data after a transfer that failed.
             As :func:`paddle_kv.ops.copy_blocks`.
         """
-        for transfer in self._in_flight:
-            transfer.wait_on()
-        cache = self._scheduler.device_cache
+        cache, stream = self._scheduler.device_cache, self._scheduler._default_stream
+        sources, targets = arguments.block_pairs(src_to_dsts, "src_to_dsts")
+        for ids in (sources, targets):
+            check_ids(ids, "src_to_dsts", cache.num_blocks)
+        for transfer in change(cache.domain, functools.partial(_conflicts, cache.domain, sources, targets)):
+            try:
+                transfer.wait_on(stream)
+            except (TransferError, CancelledError):
+                transfer.wait_over()
+        change(cache.domain, functools.partial(cache.domain.check, sources, "device cache", writing=False))
         layers = range(cache.spec.num_layers)
         tensors = [_as_cache(cache.tensor(name, layer)) for name in cache.spec.tensor_names for layer in layers]
-        ops.copy_blocks(tensors, None, src_to_dsts, stream=self._scheduler._default_stream)
+        ops.copy_blocks(tensors, None, src_to_dsts, stream=stream)
+        cache.mark_rewritten(targets)
 
-    def _kept(self, transfer: Transfer) -> Transfer:
-        self._in_flight = [one for one in self._in_flight if not one.done()]
-        self._in_flight.append(transfer)
-        return transfer
+
+def _conflicts(domain: Any, sources: list[int], targets: list[int]) -> list[Transfer]:
+    found = [*domain.users(sources, writing=False), *domain.users(targets, writing=True)]
+    movements = dict.fromkeys(movement for _, movement, _ in found)
+    return [movement.handle() or Transfer(movement) for movement in movements]
 
 
 def _as_cache(tensor: Any) -> Any:

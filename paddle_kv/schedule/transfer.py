@@ -180,6 +180,15 @@ class Transfer:
             TimeoutError: ``timeout_s`` is over; the transfer goes on.
             TransferError, CancelledError: it failed or was cancelled; ``__cause__`` says what the device reported.
         """
+        self.wait_over(timeout_s)
+        self._movement.raise_if_failed()
+
+    def wait_over(self, timeout_s: float | None = None) -> None:
+        """:meth:`wait`, whatever its end: behind it nothing of the transfer touches memory any more.
+
+        Raises:
+            TimeoutError: ``timeout_s`` is over; the transfer goes on.
+        """
         check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         movement = self._movement
@@ -189,7 +198,6 @@ class Transfer:
             if not movement.over:
                 self._raise_not_submitted(timeout_s, None)
                 raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
-        movement.raise_if_failed()
 
     def done(self) -> bool:
         """Whether the transfer is over: all data in place, failed, or cancelled with nothing of it running any more."""
@@ -268,6 +276,11 @@ class Transfer:
         """Which blocks it moves."""
         return self._movement.plan
 
+    def stands_behind(self, other: Transfer) -> bool:
+        """Whether a layer of this one can be submitted only behind the same layer of the other, because of their
+        blocks."""
+        return bool(change(self._movement, functools.partial(_stands_behind, self._movement, other._movement)))
+
     @property
     def failed(self) -> bool:
         """Whether something is known to have gone wrong; does not look at the device."""
@@ -313,8 +326,7 @@ class Transfer:
             try:
                 wait(other, deadline.left_s())
             except (TransferError, CancelledError):  # what was submitted of it still touches the blocks
-                with contextlib.suppress(TransferError, CancelledError):
-                    other.wait(deadline.left_s())
+                other.wait_over(deadline.left_s())
                 movement.told = told  # not to those whose it is
 
     def _wait_behind(
@@ -388,6 +400,14 @@ def _mark(movement: Movement, layer: int, event: Event, held: object) -> None:
     if None not in movement.marks[layers.start : layers.stop]:
         bisect.insort(movement.ready, group)
         settling.progress([movement])
+
+
+def _stands_behind(movement: Movement, other: Movement) -> bool:
+    found = [movement]
+    for one in found:  # grows meanwhile
+        if one.num_unsubmitted and not one.failed:
+            found += [before for before in one.depends_on if before not in found]
+    return other in found[1:]
 
 
 def _cancel(movement: Movement) -> None:

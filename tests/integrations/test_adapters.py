@@ -10,6 +10,7 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.integrations import CacheEngine, CacheTransferManager
+from paddle_kv.integrations.fastdeploy import LayerEvent
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
 LAYERS = 5
@@ -62,7 +63,9 @@ def test_fastdeploy_failures_raise(scheduler: LayerwiseScheduler, copies: Copies
     with pytest.raises(IndexError, match="host_block_ids"):
         manager.evict_to_host_async([0], [17])
     copies.fail("offload", 1, OSError("lost"))
-    manager.evict_to_host_async([0], [1])
+    with pytest.raises(TransferError):
+        manager.evict_to_host_async([0], [1])
+    manager.evict_to_host_async([0], [1], order_compute=False)
     with pytest.raises(TransferError):
         manager.sync_output_stream()
     manager.sync_output_stream()  # it was told
@@ -131,4 +134,99 @@ def test_fastdeploy_events_behind_all_loads_can_be_synchronized(
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
     rig.expect_onload([3], [0])
+    rig.check()
+
+
+def test_fastdeploy_orders_what_follows_a_save_whose_result_is_dropped(
+    rig: Rig, scheduler: LayerwiseScheduler, copies: Copies
+) -> None:
+    """The device block is written by the model, and loaded into, right behind the call."""
+    manager = CacheTransferManager(scheduler)
+    copies.hold("offload", 3)
+    threading.Timer(SHORT_S, copies.go_on).start()
+    manager.evict_to_host_async([3], [11])
+    rig.expect_offload([3], [11])
+    rig.write_device(3)
+    manager.load_layers_to_device_async(range(LAYERS), [4], [3])
+    manager.sync_input_stream()
+    rig.expect_onload([4], [3])
+    rig.check()
+
+
+def test_fastdeploy_failed_transfers_are_not_kept(scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    manager = CacheTransferManager(scheduler)
+    copies.fail("onload", 1, OSError("lost"))
+    for _ in range(20):
+        load = manager.load_layers_to_device_async(range(LAYERS), [3], [0])
+        with pytest.raises(TransferError):
+            load.wait(WAIT_S)
+    assert len(manager._loads._transfers) == 1
+    copies.heal()
+    manager.load_layers_to_device_async(range(LAYERS), [3], [0])
+    with pytest.raises(TransferError, match="lost"):  # the first that nobody has asked about
+        manager.sync_input_stream()
+    manager.sync_input_stream()
+
+
+def test_fastdeploy_events_belong_to_the_thread_that_loads(scheduler: LayerwiseScheduler) -> None:
+    """Four threads submit at once: each event is one of the load of its own thread."""
+    manager, meet = CacheTransferManager(scheduler), threading.Barrier(4)
+    wrong: list[object] = []
+
+    def serve(block: int) -> None:
+        events: list[LayerEvent] = []
+
+        def on_layer_complete(layer: int) -> None:
+            meet.wait(WAIT_S)
+            events.append(manager.record_input_stream_event())
+            meet.wait(WAIT_S)
+
+        try:
+            load = manager.load_layers_to_device_async(range(LAYERS), [block], [block], on_layer_complete)
+            for layer, event in enumerate(events):
+                event.synchronize()
+                if event._load is not load or event._layer != layer:
+                    wrong.append(event)
+            manager.evict_to_host_async([block], [block + 4])
+            manager.sync_input_stream()
+            manager.sync_output_stream()
+        except BaseException as error:  # noqa: BLE001  told by the main thread
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve, args=(block,)) for block in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert wrong == []
+
+
+def test_vllm_does_not_copy_what_a_failed_swap_left(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    """Also one that was over, and forgotten, long before."""
+    engine = CacheEngine(scheduler)
+    copies.fail("onload", 3, OSError("lost"))
+    with pytest.raises(TransferError):
+        engine.swap_in({4: 1}).wait(WAIT_S)
+    copies.heal()
+    engine.swap_in({4: 2}).wait(WAIT_S)
+    with pytest.raises(TransferError, match="block 1 of the device cache holds no usable data"):
+        engine.copy({1: [6]})
+    engine.copy({2: [1]})  # rewrites it
+    engine.copy({1: [6]})
+    rig.expect_onload([4], [2])
+    for name in rig.spec.tensor_names:
+        for target in (1, 6):
+            rig.device[name][:, target] = rig.device[name][:, 2]
+    rig.check()
+
+
+def test_vllm_copies_behind_transfers_of_others(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    copies.hold("onload", 4)
+    load = scheduler.onload([5], [6])
+    threading.Timer(SHORT_S, copies.go_on).start()
+    CacheEngine(scheduler).copy({6: [8]})
+    load.wait(WAIT_S)
+    rig.expect_onload([5], [6])
+    for name in rig.spec.tensor_names:
+        rig.device[name][:, 8] = rig.device[name][:, 6]
     rig.check()

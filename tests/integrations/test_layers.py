@@ -9,8 +9,9 @@ from typing import Any
 import paddle
 import pytest
 
-from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass, LayerHooks
+from paddle_kv.offload import KVOffloadManager
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
 LAYERS = 5
@@ -114,7 +115,7 @@ def test_a_pass_that_raises_ends_its_saves(rig: Rig, scheduler: LayerwiseSchedul
 
     with pytest.raises(ZeroDivisionError):
         runner.run(work, [], [save])
-    with pytest.raises(TransferError, match="cancelled"):
+    with pytest.raises(CancelledError, match="cancelled"):
         save.wait(WAIT_S)
     runner.run(lambda layer: None)  # the next pass is not disturbed
 
@@ -122,7 +123,7 @@ def test_a_pass_that_raises_ends_its_saves(rig: Rig, scheduler: LayerwiseSchedul
 def test_a_pass_that_leaves_layers_out_ends_its_saves(scheduler: LayerwiseScheduler, runner: Runner) -> None:
     save = scheduler.offload([5], [2], layerwise=True)
     runner.run(lambda layer: None, [], [save], count=LAYERS - 1)
-    with pytest.raises(TransferError, match="cancelled"):
+    with pytest.raises(CancelledError, match="cancelled"):
         save.wait(WAIT_S)
 
 
@@ -132,7 +133,7 @@ def test_a_failed_load_stops_the_model(scheduler: LayerwiseScheduler, runner: Ru
     with pytest.raises(TransferError):
         load.wait(WAIT_S)
     reached: list[int] = []
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError, match=r"loads\[0\]: onload failed at layer 1"):
         runner.run(reached.append, [load])
     assert reached == []
 
@@ -147,7 +148,7 @@ def test_hooks_do_nothing_outside_of_a_pass_and_can_be_removed(scheduler: Layerw
     with runner.hooks.forward_pass(saves=[save]):
         runner.blocks[0](paddle.zeros([1]))
         save.mark_layer_written(0)  # would raise if the hook had done it
-    with pytest.raises(TransferError):
+    with pytest.raises(CancelledError):
         save.wait(WAIT_S)
 
 
@@ -252,3 +253,93 @@ def test_a_pass_waits_for_a_layerwise_save_that_is_marked(scheduler: LayerwiseSc
         for layer in range(LAYERS):
             layers.before(layer)  # compute may overwrite block 5 behind it
     assert save.layerwise and not scheduler.onload([2], [5]).layerwise
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_load_behind_a_save_of_the_same_pass_is_refused(scheduler: LayerwiseScheduler, number: int) -> None:
+    """It waits for the marks of the save, also through another load, and the pass would wait for it before the first
+    one."""
+    save = scheduler.offload([5], [2], layerwise=True)
+    loads = [scheduler.onload([3], [5]), scheduler.onload([4], [5])]
+    other = scheduler.offload([6], [0], layerwise=True)
+    with pytest.raises(ValueError, match=r"loads\[0\] waits for the layers of saves\[1\].*start the load first"):
+        ForwardPass(loads[number:], [other, save])
+    assert "cancelled" in str(other.error) and "cancelled" in str(save.error)
+    loads[1].wait(WAIT_S)
+
+
+def computed_from(scheduler: LayerwiseScheduler, *loads: Any) -> list[Any]:
+    """Layerwise saves of a manager, one computed from each of the loads, and one from none."""
+    manager = KVOffloadManager(scheduler)
+    given = [[load] for load in loads] + [[]]
+    return [
+        manager,
+        *(
+            manager.save([bytes([number])], [8 + number], layerwise=True, computed_from=of)
+            for number, of in enumerate(given)
+        ),
+    ]
+
+
+def test_a_failed_load_takes_no_healthy_request_with_it(
+    rig: Rig, scheduler: LayerwiseScheduler, runner: Runner, copies: Copies
+) -> None:
+    host = rig.pool.allocate(2)
+    copies.fail("onload", 2, OSError("lost"))
+    bad = scheduler.onload(host[:1], [0])
+    with pytest.raises(TransferError):
+        bad.wait(WAIT_S)
+    copies.heal()
+    good = scheduler.onload(host[1:], [1])
+    manager, of_bad, of_good, of_none = computed_from(scheduler, bad, good)
+    reached: list[int] = []
+    with pytest.raises(TransferError, match=r"loads\[0\]: onload failed at layer 2: lost") as caught:
+        runner.run(reached.append, [bad, good], [of_bad, of_good, of_none])
+    assert (caught.value.layer, caught.value.block_ids) == (2, [0])
+    assert reached == list(range(LAYERS))
+    of_good.wait(WAIT_S)
+    of_none.wait(WAIT_S)
+    with pytest.raises(CancelledError):
+        of_bad.wait(WAIT_S)
+    assert [manager.peek([bytes([number])]) for number in range(3)] == [0, 1, 1]
+    manager.close()
+    rig.pool.free(host)
+
+
+def test_a_save_that_is_cancelled_does_not_end_the_pass(scheduler: LayerwiseScheduler, runner: Runner) -> None:
+    saves = [scheduler.offload([block], [block], layerwise=True) for block in (5, 6)]
+
+    def work(layer: int) -> None:
+        if layer == 2:
+            saves[0].cancel()
+
+    runner.run(work, [], saves)
+    saves[1].wait(WAIT_S)
+    with pytest.raises(CancelledError):
+        saves[0].wait(WAIT_S)
+
+
+def test_passes_of_several_threads_share_the_hooks(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+    meet = threading.Barrier(2)
+    layers = [Block(number, lambda _: meet.wait(WAIT_S)) for number in range(LAYERS)]
+    hooks = LayerHooks(layers)
+    saves = [scheduler.offload([block], [block], layerwise=True) for block in (5, 6)]
+    errors: list[BaseException] = []
+
+    def run(save: Any) -> None:
+        try:
+            with hooks.forward_pass([], [save]):
+                for layer in layers:
+                    layer(paddle.zeros([2]))
+        except BaseException as error:  # noqa: BLE001  told by the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(save,)) for save in saves]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert errors == []
+    scheduler.drain(WAIT_S)
+    rig.expect_offload([5, 6], [5, 6])
+    rig.check()
