@@ -59,43 +59,28 @@ class BlockIndex(Generic[Key]):
         Returns the blocks that are new, in order, with their slots.
 
         A block that is there already keeps its place; it counts as used only behind an absent one, since
-        :meth:`lookup` has counted the others. Where there is room for some of the absent blocks, the first are taken.
-        The policy hears of the last block first, as in :meth:`lookup`, and may choose a block of this very call as
-        victim: then that one is not admitted.
+        :meth:`lookup` has counted the others. Of more blocks than there are slots in all, the first are taken. The
+        policy hears of the last block first, as in :meth:`lookup`, and may choose a block of this very call as victim:
+        then that one is not admitted. So, where others are pinned, the first blocks get the room that there is.
 
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
         admitted: dict[Key, int] = {}
         try:
-            self._admit(self._with_room(keys, len(free_slots)), free_slots, admitted)
+            self._admit(keys, free_slots, admitted)
         except BaseException:
             free_slots += [self.slots.pop(key) for key in admitted]
             self._tell_anew(admitted)
             raise
         return dict(reversed(admitted.items()))
 
-    def _with_room(self, keys: Sequence[Key], num_free: int) -> Sequence[Key]:
-        """From the first absent block on, up to the last one for which there is room."""
-        slots = self.slots
-        num_pinned = sum(key in slots for key in self.pins)  # a dropped block may still be pinned
-        room = min(num_free, self.capacity_blocks - len(slots)) + len(slots) - num_pinned
-        absent: set[Key] = set()
-        first, end = len(keys), len(keys)
-        for position, key in enumerate(keys):
-            if key not in slots and key not in absent:
-                if len(absent) == room:
-                    end = position
-                    break
-                first = min(first, position)
-                absent.add(key)
-        return keys[first:end]
-
     def _admit(self, keys: Sequence[Key], free_slots: list[int], admitted: dict[Key, int]) -> None:
         slots, pins = self.slots, self.pins
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
         make_room = self._replace or self._policy.victim
         free = min(len(free_slots), self.capacity_blocks - len(slots))
-        for key in reversed(keys):
+        first = next((position for position, key in enumerate(keys) if key not in slots), len(keys))
+        for key in reversed(keys[first : len(slots) + free]):
             if key in slots:
                 on_access(key)
                 continue
@@ -147,7 +132,7 @@ class BlockIndex(Generic[Key]):
         try:
             self._policy.on_remove(key)
         except Exception:  # noqa: BLE001  the block is gone, whatever the policy says
-            self._tell_anew()
+            self._tell_anew([key])
         return slot
 
     def clear(self) -> list[int]:

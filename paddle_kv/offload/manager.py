@@ -129,12 +129,7 @@ class KVOffloadManager:
             ValueError: so many tokens do not have so many full blocks.
             ClosedError: closed.
         """
-        keys = _checked_hashes(hashes)
-        if num_tokens is not None:
-            num_tokens = arguments.integer(num_tokens, "num_tokens")
-            if num_tokens < len(keys) * self._block_size:
-                raise ValueError(f"num_tokens = {num_tokens} must be at least {len(keys) * self._block_size}")
-            keys = keys[: max(0, num_tokens - 1) // self._block_size]
+        keys = self._reusable(_checked_hashes(hashes), num_tokens)
         found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys)))
         return found
 
@@ -367,6 +362,14 @@ class KVOffloadManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _reusable(self, keys: list[bytes], num_tokens: int | None) -> list[bytes]:
+        if num_tokens is None:
+            return keys
+        num_tokens, full = arguments.integer(num_tokens, "num_tokens"), len(keys) * self._block_size
+        if num_tokens < full:
+            raise ValueError(f"num_tokens = {num_tokens} must be at least {full}, the tokens of {len(keys)} blocks")
+        return keys[: max(0, num_tokens - 1) // self._block_size]
 
     def _device_ids(self, device_block_ids: Any, num_hashes: int) -> list[int]:
         ids = arguments.block_ids(device_block_ids, "device_block_ids")

@@ -12,9 +12,12 @@ class Policy(Protocol[Key]):
     """Which block goes when room is needed. One object serves one index; calls are serialised by its owner.
 
     The index tells it every event, so the policy knows exactly the blocks that are resident. It may remember more
-    (ghosts). A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no
-    victim was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and
-    returns the victim; the index then calls that instead, for speed. Subclasses do not inherit it.
+    (ghosts). Of blocks that are used together, those of a prompt, it hears the last one first: whoever goes by the
+    order of use lets go of a prompt from its end. One that raises is told anew of all that is resident.
+
+    A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no victim
+    was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and returns
+    the victim; the index then calls that instead, for speed. Subclasses do not inherit it.
 
     Example:
         >>> from paddle_kv.offload import BlockIndex
@@ -34,7 +37,7 @@ class Policy(Protocol[Key]):
         >>> index = BlockIndex(Fifo(), capacity_blocks=2)
         >>> slots = index.admit(["a", "b"], [0, 1])
         >>> index.lookup(["a"]), index.admit(["c"], []), index.lookup(["a"]), index.lookup(["b", "c"])
-        (1, {'c': 1}, 0, 2)
+        (1, {'c': 1}, 1, 0)
     """
 
     def on_insert(self, key: Key) -> None:
@@ -44,7 +47,7 @@ class Policy(Protocol[Key]):
         """A resident block was used."""
 
     def on_remove(self, key: Key) -> None:
-        """A resident block is gone for another reason than ``victim`` (its save failed). Nothing is learnt from it."""
+        """A resident block is gone for another reason than ``victim`` (its save failed, or it was dropped)."""
 
     def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """Takes out the resident block that makes room for ``incoming`` (None: for nothing in particular).

@@ -30,9 +30,9 @@ def best_hits(prompts: Sequence[Sequence[int]], capacity: int) -> int:
 def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) -> tuple[list[int], int, int]:
     """Blocks found by each prompt; blocks saved; blocks that made room.
 
-    Every block of a prompt is one use: those of the prefix that was present before, from its end, then the others, from
-    their end and from the first absent one on. No more absent blocks than the capacity are offered. One that is evicted
-    by a later one of the same prompt was never saved.
+    Every block of a prompt is one use, from the end of the prompt: first those of the prefix that was present before,
+    then the others, of which no more than the capacity are offered. One that is evicted by a later one of the same
+    prompt was never saved.
     """
     hits, saved, evicted = [], 0, 0
     for prompt in prompts:
@@ -40,10 +40,7 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
         hits.append(found)
         for block in reversed(prompt[:found]):
             reference.request(block)
-        rest = prompt[found:]
-        absent = [block for block in dict.fromkeys(rest) if block not in reference]
-        if len(absent) > capacity:
-            rest = rest[: rest.index(absent[capacity])]
+        rest = prompt[found : found + capacity]
         new: set[int] = set()
         for block in reversed(rest):
             was_present = block in reference
