@@ -70,13 +70,15 @@ METRICS = (
            {"deduplicated": "deduplicated_blocks", "left_out": "left_out_blocks"}, "reason"),
     Metric("paddle_kv_evicted_blocks_total", "counter", "blocks", "Blocks that made room", "manager",
            _one("evicted_blocks")),
+    Metric("paddle_kv_damaged_blocks_total", "counter", "blocks", "Blocks that were dropped because of a checksum",
+           "manager", _one("damaged_blocks")),
     Metric("paddle_kv_unfinished_moves_total", "counter", "transfers", "Loads and saves of the manager that did not "
            "move everything", "manager", {"load": "failed_loads", "save": "failed_saves"}, "kind"),
     Metric("paddle_kv_cached_blocks", "gauge", "blocks", "Blocks in the index: present, arriving; and those held",
            "manager", {"present": "blocks", "saving": "saving_blocks", "pinned": "pinned_blocks"}, "state"),
     Metric("paddle_kv_cached_bytes", "gauge", "bytes", "Host memory of the blocks in the index", "manager",
            _one("used_bytes")),
-    Metric("paddle_kv_capacity_bytes", "gauge", "bytes", "Host memory that the index may use", "manager",
+    Metric("paddle_kv_capacity_bytes", "gauge", "bytes", "Host memory that the index may use now", "manager",
            _one("capacity_bytes")),
 )  # fmt: skip
 

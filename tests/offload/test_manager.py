@@ -12,6 +12,7 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager, Lru
+from paddle_kv.schedule.movement import Failure, State
 from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory
 
 HOST_BLOCKS = 17
@@ -552,3 +553,133 @@ def test_loads_may_come_from_a_generator(server: Server, copies: Copies, call: s
     assert server.manager.stats()["failed_saves"] == 1
     with pytest.raises(TypeError, match="computed_from is None; a list of Transfer is expected"):
         getattr(server.manager, call)(hashes[1:], [3], computed_from=None)
+
+
+def test_a_load_that_finds_damage_at_its_end_drops_the_block(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The save was not over when the load was started, so it is compared behind it."""
+    monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
+    made = Server()
+    hashes = made.hashes(3)
+    made.save(hashes, [0, 1, 2])
+    copies.hold("onload", 4)
+    load = made.manager.onload(hashes, [4, 5, 6])
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    movement = load._movement
+    slot = made.manager._books.index.slots[hashes[1]]
+    monkeypatch.setattr(made.scheduler.observer, "over", lambda *_: Failure(State.FAILED, "wrong", damaged=(slot,)))
+    copies.go_on()
+    load.wait_over(WAIT_S)
+    assert movement.failure is not None
+    assert made.manager.blocks_to_recompute(load) == [0, 1, 2]
+    assert made.present(hashes) == 1
+    stats = made.manager.stats()
+    assert (stats["damaged_blocks"], stats["failed_loads"], stats["pinned_blocks"]) == (1, 1, 0)
+    assert made.free == HOST_BLOCKS - 2
+    made.manager.close()
+    made.scheduler.close(WAIT_S)
+
+
+def test_damage_is_found_once_and_a_lease_on_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten requests, one damaged block: the first load fails, and no lookup counts it as a hit again."""
+    monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
+    made = Server()
+    hashes = made.hashes(3)
+    made.save(hashes, [0, 1, 2])
+    made.rig.pool.view("key", 2, made.manager._books.index.slots[hashes[0]])[...] = 1
+    leases = [made.manager.lookup(hashes) for _ in range(2)]
+    for lease in leases:
+        with pytest.raises(TransferError):
+            made.manager.onload(lease.hashes, [4, 5, 6])
+        lease.release()
+    before = made.manager.stats()
+    assert (before["damaged_blocks"], before["pinned_blocks"], before["loaded_blocks"]) == (1, 0, 0)
+    for _ in range(10):
+        assert made.present(hashes) == 0
+    assert made.manager.stats()["hit_blocks"] == before["hit_blocks"] == 6
+    made.save(hashes, [0, 1, 2])
+    assert made.present(hashes) == 3
+    made.manager.close()
+    made.scheduler.close(WAIT_S)
+
+
+def test_the_capacity_leaves_out_what_others_have(server: Server) -> None:
+    mine = server.rig.pool.allocate(12)
+    server.save(server.hashes(2), [0, 1])
+    stats = server.manager.stats()
+    assert (stats["capacity_blocks"], server.manager.capacity_blocks) == (HOST_BLOCKS - 12, HOST_BLOCKS)
+    assert stats["capacity_bytes"] == (HOST_BLOCKS - 12) * LAYERS * server.rig.spec.block_bytes
+    server.rig.pool.free(mine)
+    assert server.manager.stats()["capacity_blocks"] == HOST_BLOCKS
+
+
+def test_a_lookup_tells_what_is_arriving(server: Server, copies: Copies) -> None:
+    """Requests with one prompt at once: the later ones may wait for the save of the first."""
+    hashes = server.hashes(5)
+    server.save(hashes[:1], [0])
+    copies.hold("offload", 2)
+    save = server.manager.save(hashes[:4], [0, 1, 2, 3])
+    with server.manager.lookup(hashes) as lease:
+        assert (lease.num_blocks, lease.num_arriving) == (1, 3)
+    copies.go_on()
+    save.wait(WAIT_S)
+    with server.manager.lookup(hashes) as lease:
+        assert (lease.num_blocks, lease.num_arriving) == (4, 0)
+
+
+def test_a_peek_is_no_use(server: Server) -> None:
+    server.save(server.hashes(2), [0, 1])
+    server.save(server.hashes(2, 1), [2, 3])
+    assert server.manager.peek([*server.hashes(2), b"other"]) == 2
+    assert server.manager.evict(2) == 2
+    assert server.manager.peek(server.hashes(2)) == 0  # it was still the oldest
+    assert server.manager.peek(server.hashes(2, 1)) == 2
+    stats = server.manager.stats()
+    assert stats["lookups"] == stats["looked_up_blocks"] == 0
+
+
+def test_all_in_flight_can_be_cancelled(server: Server, copies: Copies) -> None:
+    hashes = server.hashes(4)
+    server.save(hashes[:1], [0])
+    copies.hold("onload", 0)
+    load = server.manager.onload(hashes[:1], [5])
+    save = server.manager.save(hashes[1:], [1, 2, 3], layerwise=True)
+    other = server.scheduler.offload([7], server.rig.pool.allocate(1), layerwise=True)
+    assert server.manager.in_flight() == [load, save]
+    server.manager.cancel_all()
+    assert save.failed and not other.failed
+    copies.go_on()
+    settle_failure(save)
+    load.wait_over(WAIT_S)
+    assert server.manager.in_flight() == []
+    assert server.present(hashes) == 1
+    server.rig.pool.free(other.plan.host_ids)
+    other.cancel()
+
+
+def test_what_was_not_left_out_is_an_empty_list(server: Server) -> None:
+    save = server.manager.save(server.hashes(2), [0, 1])
+    save.wait(WAIT_S)
+    assert server.manager.left_out(save) == []
+    with pytest.raises(ValueError, match="not a transfer"):
+        server.manager.left_out(server.manager.onload(server.hashes(2), [3, 4]))
+
+
+def test_num_tokens_have_to_fit_the_hashes(server: Server) -> None:
+    with pytest.raises(ValueError, match="num_tokens = 13 must be at least 14, the tokens of 2 blocks"):
+        server.manager.lookup(server.hashes(2), num_tokens=13)
+    with pytest.raises(TypeError, match="num_tokens"):
+        server.manager.lookup(server.hashes(2), num_tokens=1.5)  # type: ignore[arg-type]
+    assert server.manager.lookup([], num_tokens=0).num_blocks == 0
+
+
+def test_a_save_that_is_dropped_half_way_keeps_nothing_of_another(server: Server, copies: Copies) -> None:
+    """The first save fails behind a second one of the same block: the block is the second one's."""
+    hashes = server.hashes(1)
+    first = server.manager.save(hashes, [0], layerwise=True)
+    assert server.manager.drop(hashes) == 1
+    second = server.manager.save(hashes, [1])
+    first.cancel()
+    second.wait(WAIT_S)
+    assert server.present(hashes) == 1
+    assert server.free == HOST_BLOCKS - 1
+    assert server.manager.stats()["failed_saves"] == 1
