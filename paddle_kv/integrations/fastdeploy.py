@@ -164,9 +164,10 @@ class _Unfinished:
         with self._lock:
             self._transfers = [one for one in self._transfers if one not in waited]
             self._failed = None if self._failed is failed else self._failed
-        for transfer in (failed, *waited):
-            if transfer is not None and transfer.error is not None:
-                raise transfer.error
+        for told in (failed, *waited):
+            error = None if told is None else told.error
+            if error is not None:
+                raise error
 
 
 def _ended(transfer: Transfer) -> bool:

@@ -140,7 +140,7 @@ class BlockIndex(Generic[Key]):
         taken: list[int] = []
         with suppress(Exception):
             while (victim := self._policy.victim(None, ())) in self.slots:  # some policies remove slowly
-                taken.append(self.slots.pop(victim))  # type: ignore[arg-type]
+                taken.append(self.slots.pop(victim))
         self.arriving.clear()
         return taken + [self.remove(key) for key in list(self.slots)]
 

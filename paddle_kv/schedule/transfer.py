@@ -279,7 +279,9 @@ class Transfer:
     def stands_behind(self, other: Transfer) -> bool:
         """Whether a layer of this one can be submitted only behind the same layer of the other, because of their
         blocks."""
-        return bool(change(self._movement, functools.partial(_stands_behind, self._movement, other._movement)))
+        movement = self._movement
+        behind = functools.partial(_stands_behind, movement, other._movement)
+        return bool(movement.depends_on and change(movement, behind))  # it never comes to stand behind more
 
     @property
     def failed(self) -> bool:
@@ -403,11 +405,13 @@ def _mark(movement: Movement, layer: int, event: Event, held: object) -> None:
 
 
 def _stands_behind(movement: Movement, other: Movement) -> bool:
-    found = [movement]
-    for one in found:  # grows meanwhile
+    found = {movement: None}
+    left = [movement]
+    for one in left:  # grows meanwhile
         if one.num_unsubmitted and not one.failed:
-            found += [before for before in one.depends_on if before not in found]
-    return other in found[1:]
+            left += [before for before in one.depends_on if before not in found]
+            found.update(dict.fromkeys(one.depends_on))
+    return other in found
 
 
 def _cancel(movement: Movement) -> None:

@@ -258,6 +258,23 @@ def compute_overwrites_a_saved_block_behind_wait_on(s: Setting) -> None:
     s.assert_host(2, "prompt")
 
 
+def compute_overwrites_a_block_that_another_save_brings(s: Setting) -> None:
+    manager = KVOffloadManager(s.scheduler())
+    s.compute(writes=0, version="prompt")
+    s.compute(writes=1, version="prompt")
+    manager.save([b"a", b"b"], [0, 1])
+    for block, key in enumerate((b"a", b"b")):
+        again = manager.blocks_evicted([key], [block])  # moves nothing
+        if block:
+            again.wait_on()
+        for layer in range(LAYERS):
+            again.wait_layer(layer)
+            s.simulation.compute(writes=[(s.cache, block, layer)], version="next")
+        again.wait()
+        s.assert_host(manager._books.index.slots[key], "prompt")
+    manager.close()
+
+
 def compute_overwrites_a_saved_block_behind_wait_layer(s: Setting) -> None:
     s.compute(writes=0, version="prompt")
     save = s.scheduler().offload([0], [2])

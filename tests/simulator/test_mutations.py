@@ -40,6 +40,7 @@ MUTATIONS = [
     (4, "record-before-copy", "onload_over_a_block_being_saved", "write after read"),
     (5, "wait-layer", "compute_overwrites_a_saved_block_behind_wait_on", "write after read"),
     (5, "wait-layer", "compute_overwrites_a_saved_block_behind_wait_layer", "write after read"),
+    (5, "wait-layer", "compute_overwrites_a_block_that_another_save_brings", "write after read"),
     (5, "completion", "compute_overwrites_a_saved_block_behind_wait", RACE),
     (5, "completion", "compute_overwrites_a_saved_block_behind_done", "write after read"),
     (6, "completion", "freed_host_block_stays_in_quarantine", "write after read"),
