@@ -99,6 +99,12 @@ class Owner(Protocol):
     record_layer_times: bool
     observer: Any
 
+    def compute_stream(self, stream: Any) -> Stream:
+        """The stream that the caller means; None stands for that of the scheduler."""
+
+    def note_start(self, movement: Movement) -> None:
+        """The transfer is about to be submitted."""
+
     def note_end(self, movement: Movement) -> None:
         """The transfer is over."""
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
-import math
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Literal
@@ -23,35 +20,20 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from ..tracking.domain import BlockDomain
 from ..tracking.group import Deadline, MemoryGroup, change, unite, wait_until
 from ..tracking.memories import check_access
 from . import checksum, settling, submission
-from .movement import Movement, State, movements
+from .at_exit import EXIT_TIMEOUT_S, schedulers
+from .finished import Finished
+from .movement import Movement
 from .plan import make_plan
 from .resources import DeviceResources, Events, abandoned, release_abandoned
+from .starting import start
+from .statistics import Statistics
 from .transfer import Transfer
-
-EXIT_TIMEOUT_S = 30.0
-URGENT_SHARE = 8
-URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
+from .uses import Use, notify
 
 _check.access_checks.append(check_access)
-_schedulers: weakref.WeakSet[LayerwiseScheduler] = weakref.WeakSet()
-
-
-def _notify(domain: BlockDomain) -> None:
-    domain.group.notify()
-
-
-class _Use:
-    """One thread in a call that needs the scheduler open, or that closes it; ends with the call, however that ends."""
-
-    def __init__(self, group: MemoryGroup) -> None:
-        self._group = group
-
-    def __del__(self) -> None:
-        self._group.notify()
 
 
 class LayerwiseScheduler:
@@ -125,17 +107,12 @@ class LayerwiseScheduler:
         self._layers_per_event = min(layers_per_event, device_cache.spec.num_layers)  # it has to fit in 64 bits
         self.backend = backends.create(backend, device_cache.device_id)
         self._process_id = os.getpid()
-        self._counters = dict.fromkeys(
-            ["onload_transfers", "offload_transfers", "onload_bytes", "offload_bytes", "failed", "cancelled"], 0
-        )
-        self._copying_ms = {"onload": 0.0, "offload": 0.0}
+        self._statistics = Statistics()
         self._in_flight: dict[Movement, None] = {}
-        self._queued_bytes = 0  # of loads that are not urgent
-        self._finished: deque[Transfer] | None = None
-        self._descriptor: int | None = None
+        self._finished = Finished()
         self._closed = False
-        self._closers: weakref.WeakSet[_Use] = weakref.WeakSet()
-        self._users: weakref.WeakSet[_Use] = weakref.WeakSet()
+        self._closers: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Use] = weakref.WeakSet()
         host = getattr(self.backend, "host", None)
         if host is not None:
             device_cache.domain.group.host = host
@@ -145,8 +122,8 @@ class LayerwiseScheduler:
 
     def _open(self) -> None:
         release_abandoned()
-        notify = functools.partial(_notify, self.host_pool.domain)
-        self.resources = DeviceResources(self.backend, self.device_cache, self.host_pool, notify)
+        given_back = functools.partial(notify, self.host_pool.domain)
+        self.resources = DeviceResources(self.backend, self.device_cache, self.host_pool, given_back)
         self.origin_event = self.resources.origin_event
         self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
         try:
@@ -157,7 +134,7 @@ class LayerwiseScheduler:
             raise
         self._abandon = weakref.finalize(self, abandoned.append, self.resources)
         self._abandon.atexit = False
-        _schedulers.add(self)
+        schedulers.add(self)
 
     @property
     def group(self) -> MemoryGroup:
@@ -284,54 +261,7 @@ class LayerwiseScheduler:
     ) -> Transfer:
         """In a section: starts it behind what its blocks, and ``behind``, ask for."""
         self._check_open()
-        to_host = plan.direction == "offload"
-        source, target = (self.device_cache, self.host_pool) if to_host else (self.host_pool, self.device_cache)
-        names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-        holders = [*source.domain.holders(plan.source_ids), *target.domain.holders(plan.target_ids)]
-        for holder in dict.fromkeys(holders):  # in an order that repeats
-            holder.look()  # one that has failed must be known of
-        source.domain.check(plan.source_ids, names[0], writing=False)
-        target.domain.check(plan.target_ids, names[1], writing=True)
-        if self.observer is not None and not to_host:
-            self.observer.check(plan.host_ids)
-        moved_bytes = len(plan.device_ids) * self.bytes_per_block
-        if urgent is None:
-            urgent = self._queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
-        stream = self.resources.urgent_stream() if urgent else self.resources.streams[plan.direction]
-        movement = Movement(self, plan, stream, layerwise=layerwise)
-        if plan.num_groups:
-            events = movement.hold_events(plan.num_layers if layerwise else 1)
-            if layerwise:
-                movement.unmarked = dict(enumerate(events))
-            else:
-                try:
-                    self.backend.record(events[0], compute)
-                except BaseException:
-                    movement.held = ()  # the exception keeps this frame
-                    raise
-                movement.after = events
-        transfer = Transfer(movement)
-        movement.handle = weakref.ref(transfer)
-        reads_from: set[Any] = movement.source.read(plan.source_ids, movement)
-        others: set[Any] = movement.target.write(plan.target_ids, movement)
-        # Of one that failed before, only blocks that were rewritten since are read: it gives the order, not the data.
-        movement.reads_from = {before for before in reads_from if not before.failed}
-        movement.depends_on = {*reads_from, *others, *behind}
-        for before in movement.depends_on:
-            before.dependents[movement] = None
-        movements[movement.number] = movement
-        self.group.transfers[movement.number] = movement
-        self._in_flight[movement] = None
-        movement.queued = stream is self.resources.streams["onload"]
-        if movement.queued:
-            self._queued_bytes += moved_bytes
-        self._counters[f"{plan.direction}_transfers"] += 1
-        self._counters[f"{plan.direction}_bytes"] += moved_bytes
-        if self.observer is not None:
-            self.observer.started(movement)
-        settling.progress([movement])
-        movement.submission_failed = movement.failed
-        return transfer
+        return start(self, plan, compute, self._statistics, layerwise=layerwise, urgent=urgent, behind=behind)
 
     def _hold(self, movement: Movement, compute: Stream) -> None:
         """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
@@ -368,7 +298,7 @@ class LayerwiseScheduler:
         """
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
-        use = _Use(self.group)
+        use = Use(self.group)
         streams, events = change(self, functools.partial(self._use_streams, direction, use))
         try:
             # Outside of the lock: the caller may be held until all that is enqueued is submitted.
@@ -380,7 +310,7 @@ class LayerwiseScheduler:
             self._users.discard(use)
             self.group.notify()
 
-    def _use_streams(self, direction: str, use: _Use) -> tuple[dict[str, Stream], Events | list[Event]]:
+    def _use_streams(self, direction: str, use: Use) -> tuple[dict[str, Stream], Events | list[Event]]:
         self._check_open()
         self._users.add(use)  # close waits for it
         streams = dict(self.resources.streams)
@@ -397,10 +327,7 @@ class LayerwiseScheduler:
 
     def _open_descriptor(self) -> int:
         self._check_open()
-        if self._descriptor is None:
-            self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._collect_finished()
-        return self._descriptor
+        return self._finished.open_descriptor()
 
     def finished(self) -> list[Transfer]:
         """The transfers that have ended since the last call, in that order, whatever their end; for a server that looks
@@ -418,15 +345,7 @@ class LayerwiseScheduler:
             ...     scheduler.finished() == [save], scheduler.finished()
             (True, [])
         """
-        return list(change(self, self._collect_finished))
-
-    def _collect_finished(self) -> list[Transfer]:
-        found = list(self._finished or ())
-        self._finished = deque()
-        if self._descriptor is not None:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._descriptor)
-        return found
+        return list(change(self, self._finished.take))
 
     def in_flight(self) -> list[Transfer]:
         """The transfers that are not over, in order of submission, also those whose handle was lost."""
@@ -470,7 +389,7 @@ class LayerwiseScheduler:
         if self._process_id != os.getpid():
             return
         check_timeout(timeout_s)
-        closer = _Use(self.group)  # or threads that go on submitting would keep it open
+        closer = Use(self.group)  # or threads that go on submitting would keep it open
         try:
             if not self._closed:
                 deadline = Deadline(timeout_s)
@@ -486,7 +405,7 @@ class LayerwiseScheduler:
 
     _released = False
 
-    def _begin_close(self, closer: _Use) -> None:
+    def _begin_close(self, closer: Use) -> None:
         self._closers.add(closer)
         self.drop(also_submitted=True)
 
@@ -502,9 +421,7 @@ class LayerwiseScheduler:
     def _release(self) -> None:
         try:
             self._abandon.detach()
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
+            self._finished.close()
             self.resources.release()
             release_abandoned()
         finally:
@@ -538,8 +455,7 @@ class LayerwiseScheduler:
     def _stats_here(self) -> dict[str, int]:
         self._look_at_all()
         return {
-            **self._counters,
-            **{f"{direction}_us": round(total_ms * 1e3) for direction, total_ms in self._copying_ms.items()},
+            **self._statistics.as_dict(),
             "in_flight": len(self._in_flight),
             "events": self.resources.num_events,
             "streams": len(self.resources.streams),
@@ -563,21 +479,20 @@ class LayerwiseScheduler:
         """The stream that the caller means; None stands for that of the scheduler."""
         return self.backend.compute_stream(self._default_stream if stream is None else stream)
 
+    def note_start(self, movement: Movement) -> None:
+        """In a section: the transfer is about to be submitted."""
+        self._in_flight[movement] = None
+        self._statistics.started(movement)
+        if self.observer is not None:
+            self.observer.started(movement)
+
     def note_end(self, movement: Movement) -> None:
         """In a section: the transfer is over."""
         self._in_flight.pop(movement, None)
         if self._process_id != os.getpid():
             return
-        if movement.queued:
-            self._queued_bytes -= movement.bytes
-        if movement.failure is not None:
-            self._counters["cancelled" if movement.state is State.CANCELLED else "failed"] += 1
-        elif not math.isnan(movement.elapsed_ms):
-            self._copying_ms[movement.direction] += movement.elapsed_ms
-        if self._finished is not None:
-            self._finished.append(movement.handle() or Transfer(movement))
-        if self._descriptor is not None:
-            os.eventfd_write(self._descriptor, 1)
+        self._statistics.ended(movement)
+        self._finished.add(movement)
 
     def look_at(self, movement: Movement) -> None:
         """In a section: asks the device how far it is."""
@@ -600,14 +515,3 @@ def check_scheduler(scheduler: Any) -> None:
     """TypeError unless it is a scheduler."""
     if not isinstance(scheduler, LayerwiseScheduler):
         raise TypeError(f"scheduler is {type(scheduler).__name__}; a LayerwiseScheduler is expected")
-
-
-@atexit.register
-def _close_all() -> None:
-    """No memory may go away while a copy runs, not even at exit."""
-    for scheduler in list(_schedulers):
-        with contextlib.suppress(Exception):  # nobody is left to be told
-            change(scheduler, functools.partial(scheduler.drop, also_submitted=False))
-            scheduler.drain(EXIT_TIMEOUT_S)
-            scheduler.close(EXIT_TIMEOUT_S)
-    release_abandoned()

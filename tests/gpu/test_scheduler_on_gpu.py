@@ -338,7 +338,7 @@ import zlib, warnings
 warnings.simplefilter("ignore")
 import numpy as np
 from tests.gpu.scheduler_rig import GpuRig, Watched, OFFLOAD
-from paddle_kv.schedule import scheduler as module
+from paddle_kv.schedule import at_exit as module
 rig, backend = GpuRig(), Watched()
 made = rig.scheduler(backend)
 rig.write(3, 7)
@@ -357,7 +357,7 @@ assert not (seen["host"] == 7).all()
         ("", "arrived"),
         ("del made, rig\n", "arrived"),
         ("raise KeyError('the end')\n", "arrived"),
-        ("atexit.unregister(module._close_all)\n", "lost"),
+        ("atexit.unregister(module.close_all)\n", "lost"),
     ],
     ids=["end of the program", "everything deleted", "exception", "without the wait"],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.schedule import scheduler as scheduling
+from paddle_kv.schedule import starting as scheduling
 
 SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
 WAIT_S = 20.0

@@ -1,0 +1,78 @@
+"""The section that starts a transfer: looks, checks, notes its hazards, submits what is ready."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from ..backend.work import Stream, TransferPlan
+from . import settling
+from .movement import Movement, Owner, movements
+from .statistics import Statistics
+from .transfer import Transfer
+
+URGENT_SHARE = 8
+URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
+
+
+def start(
+    scheduler: Owner,
+    plan: TransferPlan,
+    compute: Stream,
+    statistics: Statistics,
+    *,
+    layerwise: bool,
+    urgent: bool | None,
+    behind: Iterable[Movement],
+) -> Transfer:
+    """Behind what its blocks, and ``behind``, ask for. ``urgent=None``: as the statistics say."""
+    to_host = plan.direction == "offload"
+    source, target = (
+        (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
+    )
+    names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
+    holders = [*source.domain.holders(plan.source_ids), *target.domain.holders(plan.target_ids)]
+    for holder in dict.fromkeys(holders):  # in an order that repeats
+        holder.look()  # one that has failed must be known of
+    source.domain.check(plan.source_ids, names[0], writing=False)
+    target.domain.check(plan.target_ids, names[1], writing=True)
+    if scheduler.observer is not None and not to_host:
+        scheduler.observer.check(plan.host_ids)
+    if urgent is None:
+        moved_bytes = len(plan.device_ids) * scheduler.bytes_per_block
+        urgent = statistics.queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
+    resources = scheduler.resources
+    stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
+    movement = Movement(scheduler, plan, stream, layerwise=layerwise)
+    movement.queued = stream is resources.streams["onload"]
+    if plan.num_groups:
+        events = movement.hold_events(plan.num_layers if layerwise else 1)
+        if layerwise:
+            movement.unmarked = dict(enumerate(events))
+        else:
+            try:
+                scheduler.backend.record(events[0], compute)
+            except BaseException:
+                movement.held = ()  # the exception keeps this frame
+                raise
+            movement.after = events
+    transfer = Transfer(movement)
+    movement.handle = weakref.ref(transfer)
+    _note_hazards(movement, behind)
+    movements[movement.number] = movement
+    movement.group.transfers[movement.number] = movement
+    scheduler.note_start(movement)
+    settling.progress([movement])
+    movement.submission_failed = movement.failed
+    return transfer
+
+
+def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
+    reads_from: set[Any] = movement.source.read(movement.plan.source_ids, movement)
+    others: set[Any] = movement.target.write(movement.plan.target_ids, movement)
+    # Of one that failed before, only blocks that were rewritten since are read: it gives the order, not the data.
+    movement.reads_from = {before for before in reads_from if not before.failed}
+    movement.depends_on = {*reads_from, *others, *behind}
+    for before in movement.depends_on:
+        before.dependents[movement] = None
