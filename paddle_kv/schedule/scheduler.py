@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import time
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Literal
 
 from .. import backend as backends
@@ -28,7 +26,7 @@ from .finished import Finished
 from .movement import Movement
 from .plan import make_plan
 from .resources import DeviceResources, Events, abandoned, release_abandoned
-from .starting import start
+from .starting import hold, start
 from .statistics import Statistics
 from .transfer import Transfer
 from .uses import Use, notify
@@ -227,7 +225,7 @@ class LayerwiseScheduler:
         movement = started._movement
         if movement.submission_failed:
             # The caller gets no handle to wait with, so the compute stream waits for what of it may run.
-            self._hold(movement, self.compute_stream(None))
+            hold(movement, self.compute_stream(None))
             movement.raise_if_failed()
         return started
 
@@ -262,19 +260,6 @@ class LayerwiseScheduler:
         """In a section: starts it behind what its blocks, and ``behind``, ask for."""
         self._check_open()
         return start(self, plan, compute, self._statistics, layerwise=layerwise, urgent=urgent, behind=behind)
-
-    def _hold(self, movement: Movement, compute: Stream) -> None:
-        """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
-        held = movement.held
-        event = movement.last_event
-        if event is None or movement.over:
-            return
-        with contextlib.suppress(Exception):  # a second failure; the device is lost
-            if compute is None:
-                self.backend.wait(event, None)
-            else:
-                self.backend.wait_on_stream(compute, event, None)
-        del held
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
         """An event behind everything submitted so far in that direction, on its streams.
@@ -469,9 +454,7 @@ class LayerwiseScheduler:
     def __enter__(self) -> LayerwiseScheduler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close(EXIT_TIMEOUT_S)
 
     # ---- for the transfers ----

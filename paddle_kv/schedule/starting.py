@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -76,3 +77,17 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     movement.depends_on = {*reads_from, *others, *behind}
     for before in movement.depends_on:
         before.dependents[movement] = None
+
+
+def hold(movement: Movement, compute: Stream) -> None:
+    """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
+    held, event = movement.held, movement.last_event
+    if event is None or movement.over:
+        return
+    backend = movement.scheduler.backend
+    with contextlib.suppress(Exception):  # a second failure; the device is lost
+        if compute is None:
+            backend.wait(event, None)
+        else:
+            backend.wait_on_stream(compute, event, None)
+    del held
