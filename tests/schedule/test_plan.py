@@ -92,3 +92,8 @@ sys.exit(any(name.split(".")[0] in ("paddle", "cupy") for name in sys.modules))
 """
     root = __file__.rsplit("/tests/", 1)[0]
     assert run([sys.executable, "-c", program, root], check=False, timeout=60).returncode == 0
+
+
+def test_each_side_has_its_own_bound():
+    with pytest.raises(IndexError, match=r"host_block_ids\[0\] = 7 must be in \[0, 5\)"):
+        make_plan("onload", [7], [7], device_blocks=9, host_blocks=5, num_layers=1, layers_per_event=1)
