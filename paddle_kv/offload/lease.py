@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from types import TracebackType
-from typing import Any
 
 from ..ops import _arguments as arguments
 from ..tracking.group import change, note
@@ -92,6 +91,3 @@ class Lease:
         if self._held:
             with contextlib.suppress(Exception):  # the interpreter ends
                 note(self._books, functools.partial(self._books.unpin, self.hashes))
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Lease cannot be pickled or copied: it holds blocks of this process")

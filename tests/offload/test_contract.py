@@ -259,7 +259,7 @@ def interrupted(call: Callable[[], object], lines: int) -> bool:
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.startswith(package) or frame.f_code.co_name in ("__del__", "_put", "_start"):
+        if not frame.f_code.co_filename.startswith(package) or frame.f_code.co_name == "__del__":
             return None
         if event == "line":
             left -= 1
