@@ -33,6 +33,7 @@ try:
 except toolchain.BuildError as error:
     sys.exit(f"paddle_kv: {error}")
 
+from paddle.sysconfig import get_include as paddle_include  # noqa: E402
 from paddle.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 from setuptools import setup  # noqa: E402
 from setuptools.command.build_ext import build_ext  # noqa: E402
@@ -40,6 +41,9 @@ from setuptools.command.build_ext import build_ext  # noqa: E402
 NAME = "paddle_kv_ops"
 LIBRARY = f"{NAME}-paddle{TOOLS.paddle}.so"
 WITH_CUDA = TOOLS.cuda_home is not None
+# Warnings are about our own files: the headers of others are the system's, though setuptools names them with -I too.
+OTHERS = [paddle_include(), f"{paddle_include()}/third_party", *([f"{TOOLS.cuda_home}/include"] if WITH_CUDA else [])]
+WARNINGS = ["-Wall", "-Wextra", *(f"-isystem{folder}" for folder in OTHERS)]
 WORK = ROOT / "build" / f"{NAME}-paddle{TOOLS.paddle}-{'cuda' if WITH_CUDA else 'cpu'}"
 
 
@@ -78,7 +82,15 @@ def extension():
         include_dirs=[str(ROOT / "custom_ops" / "include"), str(WORK)],
         library_dirs=TOOLS.cudart_directories if WITH_CUDA else [],
         extra_compile_args={
-            "cxx": ["-O2", "-g0", "-std=c++17", "-w", *macros],
+            "cxx": [
+                "-O2",
+                "-g0",
+                "-std=c++17",
+                "-Wall",
+                "-Wextra",
+                *(f"-isystem{folder}" for folder in OTHERS),
+                *macros,
+            ],
             "nvcc": ["-O3", "-std=c++17", "-w", *gencode],
         },
         # A symbol that this Paddle lacks has to show when the library is loaded, not end the process at the first call.

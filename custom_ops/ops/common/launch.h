@@ -36,8 +36,9 @@ inline std::uint8_t* BytesOf(const paddle::Tensor& tensor) {
 #ifdef PADDLE_KV_WITH_CUDA
 #define LAUNCH_CUDA(device, call) ::paddle_kv::RaiseIfFailed((call), (device))
 #else
-#define LAUNCH_CUDA(device, call)                                                                                    \
-  ::paddle_kv::ThrowNotImplementedError(                                                                             \
-      "a GPU tensor was given, but these operators were built without CUDA; rebuild with nvcc (python setup_ops.py " \
-      "build)")
+#define LAUNCH_CUDA(device, call)                                                                                     \
+  (static_cast<void>(sizeof((call), 0)),                                                                              \
+   ::paddle_kv::ThrowNotImplementedError(                                                                             \
+       "a GPU tensor was given, but these operators were built without CUDA; rebuild with nvcc (python setup_ops.py " \
+       "build)"))
 #endif

@@ -18,8 +18,8 @@ std::vector<int64_t> ShapeOf(const std::string& text) {
 
 }  // namespace
 
-// Two tensors of different `number` never become one when Paddle merges operators that are alike.
-std::vector<paddle::Tensor> MakeNewTensor(const paddle::Tensor& like, const std::string& shape, int64_t number) {
+// Two tensors of different number never become one when Paddle merges operators that are alike.
+std::vector<paddle::Tensor> MakeNewTensor(const paddle::Tensor& like, const std::string& shape, int64_t /*number*/) {
   return {NewTensor(ShapeOf(shape), like.dtype(), like)};
 }
 
