@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
 from paddle_kv.offload import POLICIES, BlockIndex, make_policy
-from paddle_kv.offload.trace import read_trace
+from paddle_kv.testing.prefixes.trace import read_trace
 
 PROMPT_BLOCKS = 64
 

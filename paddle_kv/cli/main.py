@@ -25,10 +25,10 @@ from ..bench.load import LOADS
 from ..bench.run import Axes, WrongBytes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..devices import has_gpu
-from ..offload.live_replay import shrunk
 from ..offload.policies import POLICIES
-from ..offload.replay import Costs
-from ..offload.trace import TOKENS_PER_BLOCK, not_of_prefixes, read_trace
+from ..testing.prefixes.live_replay import shrunk
+from ..testing.prefixes.replay import Costs
+from ..testing.prefixes.trace import TOKENS_PER_BLOCK, not_of_prefixes, read_trace
 from . import calibrate as calibration
 from . import doctor as checks
 from . import environment

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..offload.live_replay import link_bytes_per_s, live_replay, shrunk
-from ..offload.replay import OPTIMUM, WAYS, Costs, Run, replay
-from ..offload.trace import Request
+from ..testing.prefixes.live_replay import link_bytes_per_s, live_replay, shrunk
+from ..testing.prefixes.replay import OPTIMUM, WAYS, Costs, Run, replay
+from ..testing.prefixes.trace import Request
 
 PARTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # capacities if none is named: parts of the distinct blocks of the trace
 PARTS_TEXT = ", ".join(f"{part:.0%}" for part in PARTS)

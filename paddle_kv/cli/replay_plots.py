@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..offload.replay import OPTIMUM, Costs, Run
-from ..offload.trace import Request
+from ..testing.prefixes.replay import OPTIMUM, Costs, Run
+from ..testing.prefixes.trace import Request
 
 TIMELINE_REQUESTS = 6
 WINDOW_S = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv.offload.live_replay import live_replay
-from paddle_kv.offload.replay import Costs, replay
+from paddle_kv.testing.prefixes.live_replay import live_replay
+from paddle_kv.testing.prefixes.replay import Costs, replay
 from tests.offload.test_live_replay import requests_of
 
 COSTS = Costs(block_bytes=1 << 20, num_layers=4, link_bytes_per_s=50e9, prefill_tokens_per_s=60_000.0)

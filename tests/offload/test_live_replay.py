@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from paddle_kv.memory.host_pool import HostPool
-from paddle_kv.offload.live_replay import link_bytes_per_s, live_replay, shrunk, spec_of
 from paddle_kv.offload.manager import KVOffloadManager
-from paddle_kv.offload.replay import WAYS, Costs, replay
-from paddle_kv.offload.trace import Request
+from paddle_kv.testing.prefixes.live_replay import link_bytes_per_s, live_replay, shrunk, spec_of
+from paddle_kv.testing.prefixes.replay import WAYS, Costs, replay
+from paddle_kv.testing.prefixes.trace import Request
 from tests.offload.test_replay import prompts_of
 
 COSTS = Costs(block_bytes=480, num_layers=3, link_bytes_per_s=1e9, prefill_tokens_per_s=60_000.0)

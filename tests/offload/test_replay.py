@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_kv.offload.replay import OPTIMUM, Costs, Run, replay
-from paddle_kv.offload.trace import Request, read_trace
-from paddle_kv.testing.optimum import optimal_hits
+from paddle_kv.testing.prefixes.optimum import optimal_hits
+from paddle_kv.testing.prefixes.replay import OPTIMUM, Costs, Run, replay
+from paddle_kv.testing.prefixes.trace import Request, read_trace
 from tests.reference.policies import ArcReference, LruReference, S3FifoReference
 from tests.reference.prefix_cache import best_hits, policy_run
 

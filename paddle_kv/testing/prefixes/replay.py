@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..testing.optimum import optimal_hits
-from .index import BlockIndex
-from .policies import make_policy
+from ...offload.index import BlockIndex
+from ...offload.policies import make_policy
+from .optimum import optimal_hits
 from .trace import TOKENS_PER_BLOCK, Request
 
 OPTIMUM = "optimum"

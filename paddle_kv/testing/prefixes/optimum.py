@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from ..offload.trace import Request
+from .trace import Request
 
 NEVER = 1 << 62
 

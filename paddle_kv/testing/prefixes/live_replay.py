@@ -17,13 +17,13 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from ..devices import has_gpu
-from ..integrations.layers import ForwardPass
-from ..layout import KVCacheSpec
-from ..memory import DeviceCache, HostPool
-from ..schedule.scheduler import LayerwiseScheduler
-from ..schedule.transfer import Transfer
-from .manager import KVOffloadManager
+from ...devices import has_gpu
+from ...integrations.layers import ForwardPass
+from ...layout import KVCacheSpec
+from ...memory import DeviceCache, HostPool
+from ...offload.manager import KVOffloadManager
+from ...schedule.scheduler import LayerwiseScheduler
+from ...schedule.transfer import Transfer
 from .replay import WAYS, Costs, Prefill, Progress, Run
 from .trace import Request
 
