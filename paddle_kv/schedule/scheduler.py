@@ -382,8 +382,7 @@ class LayerwiseScheduler:
                 self.drain(timeout_s)
                 if not wait_until(self, self._is_unused, deadline.left_s()):
                     raise TimeoutError(f"other threads were still about to wait after timeout_s = {timeout_s}")
-                if change(self, self._end_close):
-                    self.group.host.call(self._release)
+                self.group.host.call(self._finish_close)
             wait_until(self, lambda: self._released, None)  # another thread may be at it
         finally:
             self._closers.discard(closer)
@@ -398,6 +397,11 @@ class LayerwiseScheduler:
         """In a section: cancels all transfers, or only those of which layers are not submitted."""
         for movement in list(self._in_flight):
             settling.progress(submission.cancel(movement, also_submitted=also_submitted))
+
+    def _finish_close(self) -> None:
+        """By one hand-over: an exception of a signal handler between its two halves would leave it closed for ever."""
+        if change(self, self._end_close):
+            self._release()
 
     def _end_close(self) -> bool:
         was_open, self._closed = not self._closed, True

@@ -51,10 +51,23 @@ def look(movement: Movement) -> None:
     left = [movement]
     while left:
         one = left.pop()
-        if not one.failed:  # else theirs decides nothing any more
-            left += [source for source in one.over_after if not source.over and source not in asked]
-            asked.update(dict.fromkeys(left))
+        # Those that it ends behind decide only where its own copies are through: a chain is asked from its beginning.
+        if one.over_after and not one.failed and _is_through(one):
+            new = [source for source in one.over_after if not source.over and source not in asked]
+            asked.update(dict.fromkeys(new))
+            left += new
     _look_at_all(asked)
+
+
+def _is_through(movement: Movement) -> bool:
+    if movement.state is not State.ARRIVING:
+        return False
+    try:
+        return movement.last_event is None or movement.scheduler.backend.is_complete(*_asked(movement))
+    except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
+        layer = first_failed_layer(movement)
+        progress(fail(movement, Failure.of(f"{movement.direction} failed at layer {layer}: {error}", layer, error)))
+        return False
 
 
 def look_for_failure(movement: Movement) -> None:

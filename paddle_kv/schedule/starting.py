@@ -33,7 +33,7 @@ def start(
         (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
     )
     names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-    holders = [*source.domain.holders(plan.source_ids), *target.domain.holders(plan.target_ids)]
+    holders = [*source.domain.holders(plan.source_ids, writing=False), *target.domain.holders(plan.target_ids)]
     for holder in dict.fromkeys(holders):  # in an order that repeats
         holder.look()  # one that has failed must be known of
     source.domain.check(plan.source_ids, names[0], writing=False)

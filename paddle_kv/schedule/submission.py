@@ -48,9 +48,16 @@ def advance(movements: Iterable[Movement]) -> list[Movement]:
                 else:
                     movement.notify()
         queue.extend(failed)
-        if submitted or movement.failed:
+        if submitted or (movement.failed and not _retires_now(movement)):
             queue.extend(movement.dependents)
     return ended
+
+
+def _retires_now(movement: Movement) -> bool:
+    """Nothing of it runs and nothing is left to wait for: those behind it are told when it retires, in this section.
+    Else the end of each link of a chain would go through the rest of it."""
+    nothing_runs = movement.last_event is None and movement.state is not State.PENDING
+    return nothing_runs and all(before.retired for before in movement.depends_on)
 
 
 def fail(movement: Movement, failure: Failure) -> list[Movement]:

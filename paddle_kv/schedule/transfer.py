@@ -158,14 +158,21 @@ class Transfer:
 
     def _mark(self, layer: int, queue: Stream, held: tuple[Events, ...]) -> None:
         movement = self._movement
-        event = movement.unmarked.pop(layer, None)  # of several threads one gets it
+        event = None
         try:
+            # Not ``pop``: behind a call a signal handler may raise, and the event would be lost.
+            if layer in movement.unmarked:
+                event = movement.unmarked[layer]
+                del movement.unmarked[layer]  # of several threads one succeeds
             if event is not None:
                 self._scheduler.backend.record(event, queue)
                 change_soon(movement, functools.partial(_mark, movement, layer, event, held))
                 return
+        except KeyError:
+            pass
         except BaseException:  # waiting for an event that is not recorded would be no wait: it is no mark
-            movement.unmarked[layer] = event
+            if event is not None and movement.marks[layer] is None:
+                movement.unmarked[layer] = event
             raise
         finally:
             del held
@@ -394,7 +401,8 @@ class Transfer:
 
 # ---- sections ----
 def _mark(movement: Movement, layer: int, event: Event, held: object) -> None:
-    if movement.over or movement.failed:
+    movement.unmarked.pop(layer, None)  # there again if an exception came to the caller behind the hand-over
+    if movement.over or movement.failed or movement.marks[layer] is not None:
         return
     movement.marks[layer] = event
     group = movement.plan.group_of(layer)

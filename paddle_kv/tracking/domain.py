@@ -67,10 +67,11 @@ class BlockDomain:
         ids = self._known(np.fromiter(map(int, block_ids), np.int64))
         return ids[self._poisoned[ids]].tolist()  # type: ignore[no-any-return]
 
-    def holders(self, block_ids: Sequence[int] | Ids) -> list[Tracked]:
-        """The transfers that hold any of the blocks, in order of submission."""
+    def holders(self, block_ids: Sequence[int] | Ids, *, writing: bool = True) -> list[Tracked]:
+        """The transfers that an access to the blocks has to do with, in order of submission: those that write them,
+        and where it writes, those that read them."""
         ids = self._known(_array(block_ids))
-        numbers = {*_numbers(self._writer[ids]), *self._readers_of(ids)}
+        numbers = {*_numbers(self._writer[ids]), *(self._readers_of(ids) if writing else ())}
         return [self._transfers[number] for number in sorted(numbers)]
 
     def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
