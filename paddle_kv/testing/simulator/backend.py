@@ -117,15 +117,18 @@ class SimulatedBackend:
         return stream
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
+        self._device.switch_point()
         self._refuse_capture(stream, "record")
         event.mark = self._device.record(stream)
 
     def wait_on_stream(self, stream: SimulatedStream, event: SimulatedEvent, timeout_s: float | None) -> None:
+        self._device.switch_point()
         self._refuse_capture(stream, "wait")
         if event.mark is not None:
             self._device.wait(stream, event.mark)
 
     def copy_layers(self, binding: Binding, work: LayerWork, stream: SimulatedStream) -> None:
+        self._device.switch_point()
         device = self._device
         breaks = device.submission_breaks()
         plan = work.plan
@@ -149,9 +152,11 @@ class SimulatedBackend:
             self._layers[mark] = plan.layers_of(group).start
 
     def watch(self, events: Sequence[SimulatedEvent], report: Callable[[], None]) -> None:
+        self._device.switch_point()
         self._device.watch([event.mark for event in events if event.mark is not None], report)
 
     def cancel(self, stream: SimulatedStream, number: int) -> int | None:
+        self._device.switch_point()
         mark = self._device.cancel(stream, number)
         return None if mark is None else self._layers[mark]
 
@@ -167,9 +172,11 @@ class SimulatedBackend:
         return float(end.mark.time - start.mark.time)
 
     def user_event(self, stream: SimulatedStream) -> SimulatedUserEvent:
+        self._device.switch_point()
         return SimulatedUserEvent(self._device, self._device.record(stream))
 
     def _look(self, event: SimulatedEvent, timeout_s: float | None) -> bool:
+        self._device.switch_point()
         if event.mark is None:
             return True  # as CUDA answers for an event that was never recorded
         passed = self._device.look(event.mark, timeout_s)

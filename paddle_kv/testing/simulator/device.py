@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from .chooser import Chooser, Transition
 from .memory import Cell, Memory
+from .threads import HostThread, HostThreads
 
 PATIENCE = 4  # so often the host may ask for an event in a row and hear no: somebody who polls would poll for ever
 
@@ -96,6 +98,7 @@ class Device:
         self._num_looks = 0
         self._polls: dict[Mark | None, int] = {}
         self._watched: list[tuple[list[Mark], Callable[[], None]]] = []
+        self.threads: HostThreads | None = None  # of the host, while there are several
 
     # ---- what is submitted ----
     def add_stream(self, name: str) -> SimulatedStream:
@@ -127,28 +130,27 @@ class Device:
         Time stands still here: without a time-out the host waits, with one it leaves only where nothing can run any
         more, and with one of 0 whenever the chooser says so.
         """
-        self._num_looks += 1
-        host = Transition(("host", self._num_looks), frozenset([("mark", mark.number)]), frozenset())
+        host = self._host([("mark", mark.number)])
         while not mark.passed:
             polls = self._polls.get(mark, 0)
             hurried = timeout_s is not None and timeout_s <= 0 and polls < PATIENCE
             leave = hurried or (timeout_s is not None and not self._can_run())
-            if not self._go_on(host if leave else None, f"event {mark.number} is never passed"):
+            ready = functools.partial(getattr, mark, "passed")
+            if not self._go_on(host if leave else None, f"event {mark.number} is never passed", ready, timeout_s):
                 self._polls[mark] = polls + 1
                 return False
         return True
 
     def run_until(self, over: Callable[[], bool], timeout_s: float | None) -> bool:
         """As :meth:`look`, for a condition of the host."""
-        self._num_looks += 1
+        key = self._host().key
         while not over():
             polls = self._polls.get(None, 0)
             hurried = timeout_s is not None and timeout_s <= 0 and polls < PATIENCE
             leave = hurried or (timeout_s is not None and not self._can_run())
             marks = [item.mark for stream in self.streams for item in stream.items if isinstance(item, _Record)]
-            asked = frozenset(("mark", mark.number) for mark in marks if not mark.passed)
-            host = Transition(("host", self._num_looks), asked, frozenset())
-            if not self._go_on(host if leave else None, "what the host waits for never comes"):
+            host = Transition(key, frozenset(("mark", mark.number) for mark in marks if not mark.passed), frozenset())
+            if not self._go_on(host if leave else None, "what the host waits for never comes", over, timeout_s):
                 self._polls[None] = polls + 1
                 return False
         return True
@@ -190,10 +192,26 @@ class Device:
 
     def pause(self, reads: Iterable[Cell], writes: Iterable[Cell]) -> None:
         """The host is about to touch memory: others may come first."""
-        self._num_looks += 1
-        host = Transition(("host", self._num_looks), frozenset(reads), frozenset(writes))
+        host = self._host(reads, writes)
         while self._can_run() and self._go_on(host, ""):
             continue
+
+    def switch_point(self) -> None:
+        """Another thread of the host may come first."""
+        if self.threads is None:
+            return
+        others = self.threads.others(must=False)
+        if others:
+            options = [other.transition for other in others] + [self._host()]
+            chosen = options.index(self.chooser.choose(options))
+            if chosen < len(others):
+                self.threads.switch(others[chosen], must=False)
+
+    def _host(self, reads: Iterable[Any] = (), writes: Iterable[Any] = ()) -> Transition:
+        """The thread that runs goes on."""
+        self._num_looks += 1
+        key = ("host", self._num_looks) if self.threads is None else self.threads.current.transition.key
+        return Transition(key, frozenset(reads), frozenset(writes))
 
     @property
     def time(self) -> int:
@@ -201,23 +219,48 @@ class Device:
 
     # ---- running ----
     def _can_run(self) -> bool:
-        return any(self._runnable(stream) for stream in self.streams)
+        return any(map(self._runnable, self.streams)) or bool(self.threads and self.threads.others(must=True))
 
     def _runnable(self, stream: SimulatedStream) -> bool:
         return not stream.held and not stream.idle and isinstance(stream.items[stream.position], Step)
 
-    def _go_on(self, host: Transition | None, dead: str) -> bool:
-        """One step of the device; False if the chooser lets the host go on instead."""
-        runnable = [stream for stream in self.streams if self._runnable(stream)]
+    def _go_on(
+        self,
+        host: Transition | None,
+        dead: str,
+        ready: Callable[[], bool] = lambda: False,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """One step of the device, or of another thread until it comes to a choice; False if the chooser lets the host
+        go on instead. ``ready``: what this thread waits for, if it cannot go on."""
+        runnable: list[SimulatedStream | HostThread] = [s for s in self.streams if self._runnable(s)]
+        if self.threads is not None:
+            runnable += self.threads.others(must=host is None)
+            if not runnable and host is None:
+                runnable += self.threads.late()
         if not runnable and host is None:
             queues = ", ".join(f"{s.name}: {len(s.items) - s.position} left" for s in self.streams if not s.idle)
             raise Deadlock(f"{dead}; nothing can run ({queues})")
-        options = [self._transition(stream) for stream in runnable] + ([host] if host else [])
+        options = [self._transition(one) if isinstance(one, SimulatedStream) else one.transition for one in runnable]
+        options += [host] if host else []
         chosen = options.index(self.chooser.choose(options))
         if host and chosen == len(runnable):
             return False
-        self._run(runnable[chosen])
+        one = runnable[chosen]
+        if isinstance(one, SimulatedStream):
+            self._run(one)
+        else:
+            self._leave(one, host is None, ready, timeout_s)
         return True
+
+    def _leave(self, other: HostThread, must: bool, ready: Callable[[], bool], timeout_s: float | None) -> None:
+        assert self.threads is not None
+        me = self.threads.current
+        me.ready, me.timed = (ready, timeout_s is not None) if must else (lambda: True, False)
+        try:
+            self.threads.switch(other, must=must)
+        finally:
+            me.ready, me.timed = (lambda: True), False
 
     def _transition(self, stream: SimulatedStream) -> Transition:
         key = (stream.number, stream.position)

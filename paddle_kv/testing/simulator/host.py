@@ -1,47 +1,103 @@
-"""The host of a simulation: sections run where they are called, and waiting lets the device run."""
+"""The host of a simulation: sections run where they are called, and waiting lets the device and other threads run."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...tracking.keeper import Waiter
 from .device import Device
+from .threads import HostThreads
 
 
 class SimulatedHost:
     """See :class:`~paddle_kv.tracking.keeper.Host`. What the library's thread would do is done before the next section,
-    or while the caller waits."""
+    or while the caller waits; with several threads, whenever the chooser says so."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._posted: deque[Callable[[], object]] = deque()
         self._depth = 0
+        self._ending = False
 
+    def run(
+        self, functions: Sequence[Callable[[], object]], *, most_switches: int | None = None, lines: bool = False
+    ) -> None:
+        """Runs the functions in threads of their own, and the library's thread beside them; see :class:`HostThreads`.
+        The first function is what a process does in its main thread."""
+        device = self._device
+        self._ending = False
+        threads = device.threads = HostThreads([*functions, self._serve], most_switches, lines=lines)
+        try:
+            threads.start(lambda over: device.run_until(lambda: self._all_over(over), None), device.switch_point)
+        finally:
+            device.threads = None
+
+    def _all_over(self, over: Callable[[], bool]) -> bool:
+        threads = self._device.threads
+        assert threads is not None
+        self._ending = all(one.over for one in threads.all[:-1])
+        return over()
+
+    def _serve(self) -> None:
+        """The library's thread."""
+        while True:
+            self._device.run_until(lambda: bool(self._posted) or self._ending, None)
+            if not self._posted:
+                return
+            self._posted.popleft()()
+
+    # ---- what the library asks ----
     def call(self, function: Callable[[], Any]) -> Any:
-        self._run_posted()
-        self._depth += 1
+        threads = self._device.threads
+        if threads is None:
+            self._run_posted()
+            self._depth += 1
+            try:
+                return function()
+            finally:
+                self._depth -= 1
+        me = threads.current
+        if me.number == 1 and me.depth == 0:  # its calls keep their order
+            self._device.run_until(lambda: not self._posted, None)
+        me.depth += 1
         try:
             return function()
         finally:
-            self._depth -= 1
+            me.depth -= 1
+            if me.depth == 0 and threads.section is me:
+                threads.section = None
 
     def soon(self, function: Callable[[], object]) -> None:
-        self.call(function)
+        threads = self._device.threads
+        if threads is not None and threads.current.number == 1:
+            self.post(function)
+        else:
+            self.call(function)
 
     def post(self, function: Callable[[], object]) -> None:
         self._posted.append(function)
 
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
+        over = False
+
         def released() -> bool:
-            self._run_posted()
-            return waiter.sleep(0.0)
+            nonlocal over
+            if self._device.threads is None:
+                self._run_posted()
+            over = over or waiter.sleep(0.0)
+            return over
 
         return self._device.run_until(released, timeout_s)
 
     def pause(self) -> None:
-        pass
+        threads = self._device.threads
+        if threads is not None and threads.section is not threads.current and not threads.abandoned:
+            me = threads.current
+            self._device.switch_point()
+            self._device.run_until(lambda: threads.section in (None, me), None)
+            threads.section = me
 
     def _run_posted(self) -> None:
         while self._posted and not self._depth:
