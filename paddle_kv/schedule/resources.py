@@ -93,15 +93,16 @@ class DeviceResources:
             for event in events:
                 destroy(event)
 
-    def release(self) -> None:
-        """Gives everything back, once. Not under a lock: a stream that ends may wait for a thread that wants it."""
+    def release(self, in_section: Callable[[Callable[[], None]], object] = lambda function: function()) -> None:
+        """Gives everything back, once. Not under a lock: a stream that ends may wait for a thread that wants it. But
+        others may be counting the events."""
         if self._process_id != os.getpid():
             return  # forked: the parent has them
         with contextlib.ExitStack() as steps:  # one that fails (a lost device) must not keep the others
             steps.callback(self.backend.close)
             steps.callback(self.backend.unbind, self.binding)
             self._own_events = None
-            steps.callback(self._collect_events)
+            steps.callback(in_section, self._collect_events)
             while self.streams:
                 steps.callback(self.backend.destroy_stream, self.streams.popitem()[1])
 

@@ -411,7 +411,7 @@ class LayerwiseScheduler:
         try:
             self._abandon.detach()
             self._finished.close()
-            self.resources.release()
+            self.resources.release(functools.partial(change, self))
             release_abandoned()
         finally:
             self._released = True

@@ -56,6 +56,8 @@ MUTATIONS = [
     (7, "record-fence", "freed_block_of_a_broken_submission_stays_in_quarantine", "write after write"),
     (7, "record-fence", "another_scheduler_behind_a_broken_submission", "write after read"),
     (7, "wait-layer", "compute_behind_a_broken_submission", "write after write"),
+    (7, "cancel-told", "cancel_of_what_is_submitted", "holds|saw"),
+    (8, "watch-report", "each_transfer_ends", "does not end"),
     (8, "completion-report", "each_transfer_ends", "does not end"),
     (9, "capture-check", "calls_on_a_captured_stream_are_refused", "was not refused"),
     (9, "wait-layer", "calls_on_a_captured_stream_are_refused", "read after write"),

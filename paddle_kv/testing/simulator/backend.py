@@ -91,6 +91,7 @@ class SimulatedBackend:
 
     def destroy_stream(self, stream: SimulatedStream) -> None:
         self._streams.remove(stream)
+        stream.given_back = True
         self._device.drain([stream])
 
     def create_event(self) -> SimulatedEvent:
@@ -118,12 +119,12 @@ class SimulatedBackend:
 
     def record(self, event: SimulatedEvent, stream: SimulatedStream) -> None:
         self._device.switch_point()
-        self._refuse_capture(stream, "record")
+        self._check(stream, "record")
         event.mark = self._device.record(stream)
 
     def wait_on_stream(self, stream: SimulatedStream, event: SimulatedEvent, timeout_s: float | None) -> None:
         self._device.switch_point()
-        self._refuse_capture(stream, "wait")
+        self._check(stream, "wait")
         if event.mark is not None:
             self._device.wait(stream, event.mark)
 
@@ -173,6 +174,7 @@ class SimulatedBackend:
 
     def user_event(self, stream: SimulatedStream) -> SimulatedUserEvent:
         self._device.switch_point()
+        self._check(stream, "record")
         return SimulatedUserEvent(self._device, self._device.record(stream))
 
     def _look(self, event: SimulatedEvent, timeout_s: float | None) -> bool:
@@ -184,9 +186,11 @@ class SimulatedBackend:
             raise event.mark.error
         return passed
 
-    def _refuse_capture(self, stream: SimulatedStream, call: str) -> None:
+    def _check(self, stream: SimulatedStream, call: str) -> None:
         if stream.capturing:
             self._log.misuse(stream.name, f"{call} on a stream that is being captured breaks the capture")
+        if stream.given_back:
+            self._log.misuse(stream.name, f"{call} on a stream that was given back")
 
 
 def _cells(binding: Binding, work: LayerWork, layer: int) -> list[tuple[Cell, Cell]]:

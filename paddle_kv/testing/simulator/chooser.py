@@ -17,6 +17,10 @@ class Transition:
     writes: frozenset[Any]
 
     @property
+    def party(self) -> Any:
+        return self.key[:2] if self.key[0] == "thread" else self.key[0]
+
+    @property
     def is_host(self) -> bool:
         return bool(self.key[0] == "host")
 
@@ -56,7 +60,7 @@ class RandomChooser:
     def choose(self, options: Sequence[Transition]) -> Transition:
         if self._random.random() < 0.02:
             self._speeds.clear()
-        return self._random.choices(options, [self._speed(option.key[0]) for option in options])[0]
+        return self._random.choices(options, [self._speed(option.party) for option in options])[0]
 
     def _speed(self, party: Any) -> float:
         if party not in self._speeds:

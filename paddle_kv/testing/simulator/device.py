@@ -75,6 +75,7 @@ class SimulatedStream:
     position: int = 0
     capturing: bool = False
     held: bool = False
+    given_back: bool = False
 
     @property
     def idle(self) -> bool:

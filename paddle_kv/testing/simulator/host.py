@@ -47,6 +47,7 @@ class SimulatedHost:
             if not self._posted:
                 return
             self._posted.popleft()()
+            self._leave_section()
 
     # ---- what the library asks ----
     def call(self, function: Callable[[], Any]) -> Any:
@@ -66,8 +67,7 @@ class SimulatedHost:
             return function()
         finally:
             me.depth -= 1
-            if me.depth == 0 and threads.section is me:
-                threads.section = None
+            self._leave_section()
 
     def soon(self, function: Callable[[], object]) -> None:
         threads = self._device.threads
@@ -93,11 +93,17 @@ class SimulatedHost:
 
     def pause(self) -> None:
         threads = self._device.threads
-        if threads is not None and threads.section is not threads.current and not threads.abandoned:
+        if threads is not None and threads.section is not threads.current:
             me = threads.current
+            threads.check()
             self._device.switch_point()
             self._device.run_until(lambda: threads.section in (None, me), None)
             threads.section = me
+
+    def _leave_section(self) -> None:
+        threads = self._device.threads
+        if threads is not None and threads.section is threads.current:
+            threads.section = None
 
     def _run_posted(self) -> None:
         while self._posted and not self._depth:

@@ -24,6 +24,8 @@ REMOVALS = {
     "record-fence": "no event behind a submission that broke half way",
     "completion": "each event counts as passed: blocks, events and memory are given back too early",
     "completion-report": "no event ever counts as passed",
+    "watch-report": "nobody is told that the events of a transfer were passed",
+    "cancel-told": "copies that were dropped by a cancel look as if they had been made",
     "copy-error": "the error of a copy is not reported",
     "submission-error": "the error of a submission is not reported",
     "capture-check": "a stream that is being captured is used like any other",
@@ -136,11 +138,12 @@ class MutatedBackend:
     def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
         if "completion" in self._drop:
             report()
-        elif "completion-report" not in self._drop:
+        elif not self._drop & {"completion-report", "watch-report"}:
             self.inner.watch(events, report)
 
     def cancel(self, stream: Stream, number: int) -> int | None:
-        return self.inner.cancel(stream, number)
+        first = self.inner.cancel(stream, number)
+        return None if "cancel-told" in self._drop else first
 
     def is_complete(self, *events: Event) -> bool:
         if "completion" in self._drop or "completion-report" in self._drop:
@@ -167,7 +170,7 @@ class MutatedBackend:
     def _without_error(self, ask: Any) -> bool:
         try:
             return bool(ask())
-        except Exception:
-            if "copy-error" in self._drop:
+        except Exception as error:
+            if "copy-error" in self._drop or ("cancel-told" in self._drop and "cancelled" in str(error)):
                 return True
             raise

@@ -17,6 +17,7 @@ from .chooser import Transition
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _AT_EACH_LINE = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("tracking", "schedule", "memory", "offload"))
+_PRIMITIVES = "keeper.py"  # what this module itself asks
 
 
 class Abandoned(BaseException):
@@ -103,7 +104,7 @@ class HostThreads:
 
     def late(self) -> list[HostThread]:
         """Those whose time is over, since nothing else can happen."""
-        return [one for one in self.all if one is not self.current and not one.over and one.timed]
+        return [one for one in self.all if one is not self.current and one.timed and not (one.over or self.abandoned)]
 
     def switch(self, other: HostThread, *, must: bool) -> None:
         """Comes back when somebody switches to the caller."""
@@ -111,6 +112,10 @@ class HostThreads:
             self._left -= 1
         other.turns += 1
         self._switch_to(other)
+        self.check()
+
+    def check(self) -> None:
+        """Raises in a thread that is to end: who held a lock may have been left behind."""
         if self.abandoned and self.current is not self._caller:
             raise Abandoned
 
@@ -120,12 +125,24 @@ class HostThreads:
         here.baton.acquire()
 
     def _on_call(self, frame: FrameType, event: str, argument: object) -> Any:
-        return self._on_line if frame.f_code.co_filename.startswith(_AT_EACH_LINE) else None
+        file = frame.f_code.co_filename
+        if not file.startswith(_AT_EACH_LINE) or file.endswith(_PRIMITIVES) or _in_finalizer(frame):
+            return None
+        return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and self.current.depth == 0:
+        if event == "line" and self.section is not self.current:
             self._switch_here()
         return self._on_line
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    """One may come in the middle of a choice."""
+    for _ in range(6):
+        if frame is None or frame.f_code.co_name == "__del__":
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 def _always() -> bool:
