@@ -22,3 +22,19 @@ def test_a_lease_for_reading_that_ends_takes_nothing_from_a_later_one_for_writin
     assert caught.value.block_ids == [3]
     domain.end_lease([3], write=True)
     domain.check([1, 3], "host pool", writing=True)
+
+
+class Moves:
+    failed = False
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_holders_are_told_in_order_of_submission(domain):
+    """Also where a set of their numbers has another order."""
+    transfers = [Moves(number) for number in (9, 16, 27, 40)]
+    for block, transfer in enumerate(transfers):
+        domain.write([block], transfer)
+    assert domain.holders([3, 1, 0, 2]) == transfers
+    assert list({9, 16, 27, 40}) != [9, 16, 27, 40]
