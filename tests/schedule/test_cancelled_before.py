@@ -1,0 +1,62 @@
+"""Cancelling where the device does not take part, and what later transfers wait for behind a cancelled one."""
+
+from __future__ import annotations
+
+import pytest
+
+from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
+from tests.schedule.rig import WAIT_S
+
+
+class Watched(CpuBackend):
+    """Keeps what each submission waits for."""
+
+    def __init__(self) -> None:
+        self.waits = {}
+
+    def copy_layers(self, binding, work, stream):
+        self.waits.setdefault(work.number, []).extend(event for events in work.waits for event in events)
+        super().copy_layers(binding, work, stream)
+
+
+def test_a_cancel_that_the_device_refuses_is_a_failure(rig, copies):
+    class Refusing(CpuBackend):
+        def cancel(self, stream, number):
+            raise RuntimeError("refused")
+
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=Refusing()) as scheduler:
+        load = scheduler.onload([3], [2])
+        load.cancel()
+        assert load.failed
+        copies.go_on()
+        with pytest.raises(TransferError, match="the onload could not be cancelled: refused") as caught:
+            load.wait(WAIT_S)
+        assert caught.value.block_ids == [2]
+        with pytest.raises(TransferError, match="block 2 of the device cache holds no usable data"):
+            scheduler.offload([2], [1])
+
+
+def test_events_that_were_given_back_are_not_waited_for(rig, copies):
+    backend = Watched()
+    copies.hold("onload", 1)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        load = scheduler.onload([4], [1])
+        cancelled = scheduler.offload([1], [5], layerwise=True)
+        cancelled.mark_layer_written(0)
+        cancelled.wait_layer(0, timeout_s=WAIT_S)
+        given_back = [event for event in cancelled._movement.events if event is not None]
+        cancelled.cancel()
+        behind_the_load = cancelled.done() and not cancelled._movement.retired
+        save = scheduler.offload([3], [5])
+        compute, waits = list(save._movement.after), backend.waits[save._movement.number]
+        copies.go_on()
+        save.wait(WAIT_S)
+    assert behind_the_load
+    assert given_back and not set(given_back) & set(waits)
+    assert compute and set(compute) <= set(waits)
+    assert set(load._movement.events[1:]) <= set(waits)
+    rig.expect_onload([4], [1])
+    rig.expect_offload([3], [5])
+    rig.check()
