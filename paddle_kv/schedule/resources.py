@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,16 +24,38 @@ class Events:
     """Events that are given back together, when the last reference to them goes: whoever waits for one of them keeps
     them by a reference, and an exception that ends the wait lets go of it by itself."""
 
-    def __init__(self, events: list[Event], given_back: deque[list[Event]], notify: Callable[[], object]) -> None:
+    def __init__(
+        self, events: list[Event], ties: set[_Tie], given_back: deque[Any], notify: Callable[[], object]
+    ) -> None:
         self._events = events
-        self._given_back = given_back
-        self._notify = notify
+        ties.add(_Tie(self, events, given_back))
+        self._notice = _Notice(notify)  # goes behind the tie
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
 
+
+class _Tie(weakref.ref):  # type: ignore[type-arg]
+    """When the owner goes, it lies in ``given_back``: by C code alone, which no signal handler interrupts."""
+
+    def __new__(cls, owner: Events, events: list[Event], given_back: deque[Any]) -> _Tie:
+        return super().__new__(cls, owner, given_back.append)
+
+    def __init__(self, owner: Events, events: list[Event], given_back: deque[Any]) -> None:
+        super().__init__(owner, given_back.append)
+        self.events = events
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class _Notice:
+    """Tells, when it goes, that events were given back."""
+
+    def __init__(self, notify: Callable[[], object]) -> None:
+        self._notify = notify
+
     def __del__(self) -> None:
-        self._given_back.append(self._events)
         self._notify()
 
 
@@ -46,7 +69,8 @@ class DeviceResources:
         self._notify = notify  # events were given back
         self.streams: dict[str, Stream] = {}
         self._num_events = 0
-        self._given_back: deque[list[Event]] = deque()
+        self._ties: set[_Tie] = set()
+        self._given_back: deque[_Tie] = deque()
         self._process_id = os.getpid()
         self.binding = backend.bind(device_cache, host_pool)
         try:
@@ -74,13 +98,13 @@ class DeviceResources:
         """So many. Only under the lock, as all of this."""
         self._collect_events()
         taken: list[Event] = []
-        events = Events(taken, self._given_back, self._notify)  # has those that could be made if one cannot
+        events = Events(taken, self._ties, self._given_back, self._notify)  # has those that could be made if one cannot
         try:
             for _ in range(count):
                 taken.append(self.backend.create_event())
                 self._num_events += 1
         except BaseException:
-            self._given_back.append(taken.copy())
+            Events(taken.copy(), self._ties, self._given_back, self._notify)  # gone at once
             taken.clear()  # the exception keeps this frame
             raise
         return events
@@ -88,9 +112,10 @@ class DeviceResources:
     def _collect_events(self) -> None:
         destroy = self.backend.destroy_event
         while self._given_back:
-            events = self._given_back.popleft()
-            self._num_events -= len(events)
-            for event in events:
+            tie = self._given_back.popleft()
+            self._ties.discard(tie)
+            self._num_events -= len(tie.events)
+            for event in tie.events:
                 destroy(event)
 
     def release(self, in_section: Callable[[Callable[[], None]], object] = lambda function: function()) -> None:

@@ -12,6 +12,7 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, LeasedError, TransferError
 from paddle_kv.schedule import movement as movement_module
 from paddle_kv.schedule import settling
+from paddle_kv.schedule.resources import Events
 from paddle_kv.schedule.scheduler import LayerwiseScheduler
 from paddle_kv.schedule.transfer import Transfer
 from paddle_kv.testing.simulator import Exploration, RandomChooser, explore
@@ -279,8 +280,9 @@ def without_references(patch: pytest.MonkeyPatch) -> None:
 
     def ends(movement: Any) -> None:
         for events in movement.held:
-            events._given_back.append(events._events)
-            events._events = []
+            resources = movement.scheduler.resources
+            Events(events._events.copy(), resources._ties, resources._given_back, lambda: None)
+            events._events.clear()
         end(movement)
 
     patch.setattr(settling, "_end", ends)
