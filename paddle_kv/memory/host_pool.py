@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -362,7 +365,9 @@ class HostPool:
         check_ids(ids, "block_ids", self.num_blocks)
         check_distinct("block_ids", ids)
         check_timeout(timeout_s)
-        lease = wait_until(self.domain, functools.partial(self._try_lease, ids, write), timeout_s)
+        lease = wait_until(
+            self.domain, functools.partial(self._try_lease, ids, write, threading.get_ident()), timeout_s
+        )
         if lease is None:
             raise TimeoutError(f"blocks {ids[:8]} were still in use after timeout_s = {timeout_s}")
         try:
@@ -370,11 +375,11 @@ class HostPool:
         finally:
             change(self.domain, lease.end)
 
-    def _try_lease(self, ids: list[int], write: bool) -> _Lease | None:
+    def _try_lease(self, ids: list[int], write: bool, thread: int) -> _Lease | None:
         self._check_open()
         for transfer in self.domain.holders(ids):
             transfer.look()
-        return _Lease(self.domain, ids, write) if self.domain.try_lease(ids, write=write) else None
+        return _Lease(self.domain, ids, write, thread) if self.domain.try_lease(ids, write=write) else None
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """The host has rewritten these blocks: they may be read again although an offload into them failed.
@@ -418,11 +423,13 @@ class _Allocated:
 class _Lease:
     """Ends once, at the latest with the last reference to it: an exception of a signal handler may come at any time."""
 
-    def __init__(self, domain: BlockDomain, ids: list[int], write: bool) -> None:
+    def __init__(self, domain: BlockDomain, ids: list[int], write: bool, thread: int | None = None) -> None:
+        self.thread = thread  # whose it is
         self._domain = domain
         self._ids = ids
         self._write = write
         self._ended = False
+        _leases.add(self)
 
     def end(self) -> None:
         """In a section."""
@@ -440,6 +447,19 @@ class _Lease:
 
 def _end(domain: BlockDomain, ids: list[int], write: bool) -> None:
     _Lease(domain, ids, write).end()
+
+
+_leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
+
+
+def _end_those_of_lost_threads() -> None:
+    """In a forked child, where only the forking thread goes on: nobody would end the leases of the others."""
+    for lease in list(_leases):
+        if lease.thread != threading.get_ident():
+            lease.end()
+
+
+os.register_at_fork(after_in_child=_end_those_of_lost_threads)
 
 
 class _Foreign:

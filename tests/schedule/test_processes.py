@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -61,6 +62,36 @@ def test_what_a_forked_child_does_to_its_blocks_stays_there(rig):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     rig.check()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_keeps_the_leases_of_its_own_thread_alone(rig):
+    held, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with rig.pool.lease([3], write=True):
+            held.set()
+            end.wait(WAIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(WAIT_S)
+    with rig.pool.lease([5], write=True):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            code = 1
+            with contextlib.suppress(BaseException), rig.pool.lease([3], write=True, timeout_s=1):
+                with pytest.raises(TimeoutError), rig.pool.lease([5], timeout_s=0):
+                    pass
+                code = 0
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+    with pytest.raises(TimeoutError), rig.pool.lease([3], timeout_s=0):
+        pass
+    end.set()
+    thread.join(WAIT_S)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_nothing_that_holds_memory_can_be_sent(rig):
