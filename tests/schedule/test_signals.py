@@ -20,6 +20,9 @@ SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=3, block_size=1, dtype
 BLOCK_BYTES = SPEC.block_bytes
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
+
+
 class Interrupted(BaseException):
     """What a handler raises."""
 

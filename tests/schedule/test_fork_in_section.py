@@ -1,0 +1,57 @@
+"""A fork while another thread changes state: the child finds it changed as a whole, and no lock held."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+
+from paddle_kv.tracking import group as group_module
+from paddle_kv.tracking.group import change
+from tests.schedule.rig import WAIT_S, Rig
+
+
+def child_status(rig: Rig, state: list[int]) -> int:
+    """0 if the child finds both halves and can change state itself."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(5)
+        whole = state[0] == state[1] and change(rig.pool.domain, lambda: True)
+        os._exit(0 if whole else 1)
+    return os.waitpid(pid, 0)[1]
+
+
+def fork_beside_a_section(rig: Rig, in_keeper: bool) -> int:
+    state, inside, found = [0, 0], threading.Event(), []
+
+    def section() -> None:
+        state[0] = 1
+        inside.set()
+        time.sleep(0.1)
+        state[1] = 1
+
+    def fork() -> None:
+        assert inside.wait(WAIT_S)
+        found.append(child_status(rig, state))
+
+    # Sections of the main thread run in the keeper.
+    tasks = (fork, lambda: change(rig.pool.domain, section))
+    other, main = tasks if in_keeper else tasks[::-1]
+    thread = threading.Thread(target=other)
+    thread.start()
+    main()
+    thread.join(WAIT_S)
+    return found[0]
+
+
+@pytest.mark.parametrize("in_keeper", [True, False])
+@pytest.mark.parametrize("locked", [True, False])
+def test_fork_beside_a_section(in_keeper: bool, locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    if not locked:  # as if the fork took no lock: that is noticed
+        monkeypatch.setattr(group_module, "_groups", weakref.WeakSet())
+    assert (fork_beside_a_section(rig, in_keeper) == 0) == locked
