@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import BackendError
+from ..tracking.keeper import Waiter
 from . import binding as bindings
 from .work import LayerWork
 
@@ -46,11 +47,17 @@ class CpuEvent:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until the event was passed; False if the time is over first."""
-        return self._passed.wait(timeout_s)
+        # Not on the event's own condition: an exception of a signal handler can leave the lock of that one held, or
+        # free it twice, and then the stream could not set the event.
+        if self._passed.is_set():
+            return True
+        waiter = Waiter()
+        self.watch(waiter.release)
+        return waiter.sleep(timeout_s) or self._passed.is_set()
 
     def synchronize(self) -> None:
         """:meth:`wait` without a time-out, under the name that CUDA events have."""
-        self._passed.wait()
+        self.wait()
 
 
 class CpuStream:
