@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import os
 import select
 import threading
 from collections.abc import Callable, Sequence
 
+from ..tracking.keeper import END_S, keeper
 from . import transfer_queue
 
 _tokens = itertools.count(1)
@@ -33,14 +36,22 @@ def _start() -> None:
     with _starting:
         if _thread is None:
             descriptor = transfer_queue.completions_fd()
-            _thread = threading.Thread(target=_serve, args=(descriptor,), name="paddle_kv-completions", daemon=True)
+            end = os.eventfd(0)
+            _thread = threading.Thread(target=_serve, args=(descriptor, end), name="paddle_kv-completions", daemon=True)
             _thread.start()
+            keeper.at_end.append(functools.partial(_end, _thread, end))
 
 
-def _serve(descriptor: int) -> None:
+def _serve(descriptor: int, end: int) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    while True:
-        poll.poll()
+    poll.register(end, select.POLLIN)
+    while all(ready != end for ready, _ in poll.poll()):
         for token in transfer_queue.take_completions():
             _reports.pop(token)()
+
+
+def _end(thread: threading.Thread, end: int) -> None:
+    # It must not come out of C while the interpreter goes.
+    os.eventfd_write(end, 1)
+    thread.join(END_S)

@@ -8,6 +8,7 @@ themselves.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+END_S = 5.0  # what the last job may take at exit
 LOOK_S = 0.001  # how often a callback that waits looks beside the jobs
 
 log = logging.getLogger("paddle_kv")
@@ -94,10 +96,12 @@ class Keeper:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ended = False
+        self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        if not _in_main_thread():
+        if self._ended or not _in_main_thread():
             return function()
         job = _Job(function)
         self._put(job)
@@ -105,7 +109,7 @@ class Keeper:
         return job.take()
 
     def soon(self, function: Callable[[], object]) -> None:
-        if _in_main_thread():
+        if _in_main_thread() and not self._ended:
             self._put(function)
         else:
             function()
@@ -142,8 +146,18 @@ class Keeper:
             if self._thread is not None:
                 return
             self._thread = threading.current_thread()
-        while True:
+        while not self._ended:
             self._run(self._jobs.get())
+
+    def end(self) -> None:
+        """At exit, behind everything else: a thread that comes out of C while the interpreter goes may end the process.
+        From then on functions run where they are called."""
+        self._ended = True
+        if self._thread is not None:
+            self._jobs.put(_nothing)
+            self._thread.join(END_S)
+        for end in self.at_end:
+            end()
 
     def _run(self, job: Callable[[], object]) -> None:
         try:
@@ -159,5 +173,10 @@ def _in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
+def _nothing() -> None:
+    pass
+
+
 keeper = Keeper()
+atexit.register(keeper.end)  # before all that need it: those run before
 os.register_at_fork(after_in_child=keeper.after_fork_in_child)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import paddle
 import pytest
@@ -63,7 +64,7 @@ def test_what_concat_and_cache_mla_writes(machine: Machine, form: Any) -> None:
     slots = [block * 16 + position for _, block, position in
              reference.slots(used.table, used.lengths, used.tokens, cache.blocks, 16)]  # fmt: skip
     random = np.random.default_rng(2).standard_normal((used.tokens, 80), np.float32)
-    new = paddle.to_tensor(random, place=machine.place).astype("bfloat16")
+    new = as_tensor(machine, random.astype(ml_dtypes.bfloat16), "bfloat16")
     scale = None if form == "auto" else 0.03
     slot_mapping = paddle.to_tensor(np.array(slots), place=machine.place)
     ops.concat_and_cache_mla(new[:, :64], new[:, 64:], cache.tensor, slot_mapping, kv_cache_dtype=form, scale=scale)
@@ -74,7 +75,7 @@ def test_what_concat_and_cache_mla_writes(machine: Machine, form: Any) -> None:
     if form == "auto":
         check_rows(machine, rows, new.numpy(), "bfloat16")
     else:
-        exact = new.astype("float32").numpy()
+        exact = random.astype(ml_dtypes.bfloat16).astype(np.float32)
         codes = float_formats.quantize(exact, 0.03, form)
         check_rows(machine, rows, float_formats.dequantize(codes, 0.03, form, "float32"), "float32")
 
