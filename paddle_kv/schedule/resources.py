@@ -42,7 +42,7 @@ class _Tie(weakref.ref):  # type: ignore[type-arg]
         return super().__new__(cls, owner, given_back.append)
 
     def __init__(self, owner: Events, events: list[Event], given_back: deque[Any]) -> None:
-        super().__init__(owner, given_back.append)
+        super().__init__(owner, given_back.append)  # type: ignore[call-arg]
         self.events = events
 
     __hash__ = object.__hash__
