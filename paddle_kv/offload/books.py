@@ -119,7 +119,6 @@ class Books:
     ) -> Transfer:
         self.settle()
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
-        there = self.hold_present(source)
         free_slots = self._take_slots(sum(key not in index.slots for key in source))
         admitted: dict[bytes, int] = {}
         try:
@@ -130,7 +129,6 @@ class Books:
             self._give_back([index.remove(key) for key in admitted])
             raise
         finally:
-            index.unpin(there)
             self._give_back(free_slots)
         movement = transfer._movement
         movement.computed_from = tuple(load._movement for load in loads)
@@ -226,12 +224,6 @@ class Books:
                     self.drop(moving.slots)
             elif moving.movement.failure is not None:
                 self.drop_damaged(moving.slots, moving.movement.failure.damaged)
-
-    def hold_present(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Pins those that are there or arriving: a save must not evict what it relies on."""
-        there = [key for key in keys if key in self.index.slots]
-        self.index.pin(there)
-        return there
 
     def users_of(self, device_ids: list[int]) -> list[Any]:
         """The transfers in flight that touch these device blocks: of other saves of the same blocks, for example."""

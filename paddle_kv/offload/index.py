@@ -61,18 +61,28 @@ class BlockIndex(Generic[Key]):
         A block that is there already keeps its place; it counts as used only behind an absent one, since
         :meth:`lookup` has counted the others. Of more blocks than there are slots in all, the first are taken. The
         policy hears of the last block first, as in :meth:`lookup`, and may choose a block of this very call as victim:
-        then that one is not admitted. So, where others are pinned, the first blocks get the room that there is.
+        then that one is not admitted. So, where others are pinned, the first blocks get the room that there is. Those
+        of the blocks that were there before are pinned meanwhile: they make no room for the others.
 
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
         admitted: dict[Key, int] = {}
+        there = self._hold_present(keys)
         try:
             self._admit(keys, free_slots, admitted)
         except BaseException:
             free_slots += [self.slots.pop(key) for key in admitted]
             self._tell_anew(admitted)
             raise
+        finally:
+            self.unpin(there)
         return dict(reversed(admitted.items()))
+
+    def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
+        """Pins those that are there or arriving: a save must not evict what it relies on."""
+        there = [key for key in keys if key in self.slots]
+        self.pin(there)
+        return there
 
     def _admit(self, keys: Sequence[Key], free_slots: list[int], admitted: dict[Key, int]) -> None:
         slots, pins = self.slots, self.pins

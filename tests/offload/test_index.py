@@ -62,6 +62,15 @@ def test_no_room_where_everything_is_pinned() -> None:
     assert set(index.slots) == {"a", "c", "x"}
 
 
+def test_a_block_of_the_call_that_is_there_makes_no_room_for_the_others() -> None:
+    index, slots = filled("abc", 3)
+    assert list(index.admit(["x", "a", "y"], slots)) == ["x", "y"]
+    assert set(index.slots) == {"a", "x", "y"}
+    assert index.admit(["p", "x", "a", "y"], slots) == {}
+    assert set(index.slots) == {"a", "x", "y"}
+    assert index.pins == {}
+
+
 def test_the_policy_may_refuse_a_block_of_the_same_call() -> None:
     index: BlockIndex[int] = BlockIndex(S3Fifo(20), 20)
     slots = list(range(20))

@@ -31,8 +31,8 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
     """Blocks found by each prompt; blocks saved; blocks that made room.
 
     Every block of a prompt is one use, from the end of the prompt: first those of the prefix that was present before,
-    then the others, of which no more than the capacity are offered. One that is evicted by a later one of the same
-    prompt was never saved.
+    then the others, of which no more than the capacity are offered. Such of the others as were present make room for
+    none of the prompt. One that is evicted by a later one of the same prompt was never saved.
     """
     hits, saved, evicted = [], 0, 0
     for prompt in prompts:
@@ -40,14 +40,14 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
         hits.append(found)
         for block in reversed(prompt[:found]):
             reference.request(block)
-        rest = prompt[found : found + capacity]
+        held = {block for block in prompt[found:] if block in reference}
         new: set[int] = set()
-        for block in reversed(rest):
+        for block in reversed(prompt[found : found + capacity]):
             was_present = block in reference
-            out = reference.request(block)
+            out = reference.request(block, held)
             evicted += out is not None and out not in new
             new.discard(out)  # type: ignore[arg-type]
-            if not was_present:
+            if not was_present and block in reference:
                 new.add(block)
         saved += len(new)
     return hits, saved, evicted
