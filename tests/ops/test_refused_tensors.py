@@ -234,8 +234,13 @@ def test_slots_and_shapes_in_the_debug_mode(
 
 def test_more_tokens_than_there_is_memory_for(machine: Machine) -> None:
     given = Given(machine)
-    with pytest.raises(MemoryError, match=f"^total_tokens = {2**50}: "):
-        ops.gather_cache(given["cache"], given["table"], given["lengths"], total_tokens=2**50)
+    try:
+        with pytest.raises(MemoryError, match=f"^total_tokens = {2**50}: "):
+            ops.gather_cache(given["cache"], given["table"], given["lengths"], total_tokens=2**50)
+    except OSError as error:
+        if "no kernel image" not in str(error):
+            raise
+        pytest.skip("Paddle 2.6 has no kernels for this GPU, and reports that instead of the lack of memory")
 
 
 @pytest.mark.parametrize(("op", "shape"), [("universal", [1, 1, 0, 1, 2, 2]), ("universal", [1, 1, 1, 0, 2, 2]),
