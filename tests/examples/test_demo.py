@@ -97,12 +97,13 @@ def late_loads(monkeypatch):
 
         monkeypatch.setattr(Transfer, name, noted)
 
-    def late_copy(binding, work):
+    def late_copy(binding, task, stream):
+        work = task.work
         if work.plan.direction == "onload" and work.plan not in started:
             assert asked[work.plan].wait(WAIT_S)
             time.sleep(LAYER_DELAY_S)
             started.add(work.plan)
-        copy(binding, work)
+        copy(binding, task, stream)
 
     monkeypatch.setattr(cpu_backend, "_copy", late_copy)
     note_who_is_asked("wait")

@@ -139,6 +139,7 @@ def tree_with_one_source(folder: Path) -> Path:
     shutil.copy(ROOT / "paddle_kv" / "__init__.py", folder / "paddle_kv")
     source = folder / "custom_ops" / "ops" / "swap" / "one.cc"
     source.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "custom_ops" / "exports.map", folder / "custom_ops")
     source.write_text("int One() { return 1; }\n")
     return source
 

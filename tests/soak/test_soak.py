@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from paddle_kv import Transfer
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.cli.main import app
+from paddle_kv.schedule.movement import Movement
 from paddle_kv.schedule.resources import release_abandoned
 from paddle_kv.testing.soak import meters
 from paddle_kv.testing.soak.mismatch import SoakFailure
@@ -140,17 +140,17 @@ def test_a_transfer_that_is_not_copied(monkeypatch):
     the server: those are the same in each run, the order of the copies is not."""
     from paddle_kv.backend import binding
 
-    copy, init, plans = binding.copy, Transfer.__init__, []
+    copy, init, plans = binding.copy, Movement.__init__, []
 
-    def counted(transfer, scheduler, plan, *arguments, **named):
+    def counted(movement, scheduler, plan, *arguments, **named):
         plans.append(plan)
-        init(transfer, scheduler, plan, *arguments, **named)
+        init(movement, scheduler, plan, *arguments, **named)
 
     def forgetful(number, plan, layers):
         if plans[FORGOTTEN : FORGOTTEN + 1] != [plan] or layers.start != 1:
             copy(number, plan, layers)
 
-    monkeypatch.setattr(Transfer, "__init__", counted)
+    monkeypatch.setattr(Movement, "__init__", counted)
     monkeypatch.setattr(binding, "copy", forgetful)
     with Soak(with_seed(4)) as soak:
         report = soak.run(minutes=LONGEST_MINUTES, max_moves=30_000)
