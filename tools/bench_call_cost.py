@@ -75,6 +75,12 @@ class NoBackend:
     def compute_stream(self, stream: Any) -> str:
         return "compute"
 
+    def watch(self, events: Any, report: Any) -> None:
+        report()
+
+    def cancel(self, stream: Any, number: int) -> None:
+        return None
+
     def is_complete(self, *events: int) -> bool:
         return True
 

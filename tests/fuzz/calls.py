@@ -420,6 +420,8 @@ def gather_or_scatter(ground: Ground) -> Call:
     shared = {"cache": cache, "block_table": table, "cu_seq_lens": starts}
 
     def sequences_of(given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        if len(given["cache"].shape) == 3:  # became that of an MLA model: tests/ops/test_latent_cache.py
+            raise EitherMayWin
         table, starts = given["block_table"].numpy(), given["cu_seq_lens"].numpy()
         assert table.ndim == 2 and starts.shape == (len(table) + 1,) and table.dtype.kind == starts.dtype.kind == "i"
         if (np.diff(starts) < 0).any():
