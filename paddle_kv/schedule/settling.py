@@ -64,9 +64,8 @@ def _is_through(movement: Movement) -> bool:
         return False
     try:
         return movement.last_event is None or movement.scheduler.backend.is_complete(*_asked(movement))
-    except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
-        layer = first_failed_layer(movement)
-        progress(fail(movement, Failure.of(f"{movement.direction} failed at layer {layer}: {error}", layer, error)))
+    except Exception as error:  # noqa: BLE001
+        progress(_fail_by_device(movement, error))
         return False
 
 
@@ -76,9 +75,8 @@ def look_for_failure(movement: Movement) -> None:
         try:
             if event is not None:
                 movement.scheduler.backend.is_complete(event)
-        except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
-            layer = first_failed_layer(movement)
-            progress(fail(movement, Failure.of(f"{movement.direction} failed{_at(layer)}: {error}", layer, error)))
+        except Exception as error:  # noqa: BLE001
+            progress(_fail_by_device(movement, error))
     look(movement)
 
 
@@ -102,10 +100,8 @@ def _look_at_device(movement: Movement) -> list[Movement]:
     try:
         if movement.last_event is not None and not scheduler.backend.is_complete(*_asked(movement)):
             return []
-    except Exception as error:  # noqa: BLE001  found out by asking: the copies failed
-        layer = first_failed_layer(movement)
-        message = f"{movement.direction} failed{_at(layer)}: {error}"
-        found = _progress(fail(movement, Failure.of(message, layer, error)))
+    except Exception as error:  # noqa: BLE001
+        found = _progress(_fail_by_device(movement, error))
     else:
         if not movement.failed and not all(source.over for source in movement.over_after):
             return []  # a failure of theirs would be one of this transfer
@@ -190,8 +186,11 @@ def abandon(movement: Movement) -> None:
     _retire(movement)
 
 
-def _at(layer: int | None) -> str:
-    return "" if layer is None else f" at layer {layer}"
+def _fail_by_device(movement: Movement, error: Exception) -> list[Movement]:
+    """Found out by asking the device: the copies failed. Returns all that fail by that, to be advanced."""
+    layer = first_failed_layer(movement)
+    at = "" if layer is None else f" at layer {layer}"
+    return fail(movement, Failure.of(f"{movement.direction} failed{at}: {error}", layer, error))
 
 
 def first_failed_layer(movement: Movement) -> int | None:
