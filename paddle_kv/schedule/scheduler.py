@@ -18,7 +18,8 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from ..tracking.group import Deadline, MemoryGroup, change, unite, wait_until
+from ..tracking.group import MemoryGroup, change, unite, wait_until
+from ..tracking.keeper import Deadline
 from ..tracking.memories import check_access
 from . import checksum, settling, submission
 from .at_exit import EXIT_TIMEOUT_S, schedulers

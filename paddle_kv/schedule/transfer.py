@@ -17,8 +17,8 @@ from typing import Any
 from ..backend.work import Event, Stream, TransferPlan
 from ..checks import check_timeout
 from ..errors import CancelledError, TransferError
-from ..tracking.group import Deadline, change, change_soon, note
-from ..tracking.keeper import Waiter, log
+from ..tracking.group import change, change_soon, note
+from ..tracking.keeper import Deadline, Waiter, log
 from . import settling, submission
 from .movement import Movement, State
 from .resources import Events

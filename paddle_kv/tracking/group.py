@@ -12,14 +12,13 @@ import functools
 import itertools
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import ReentryError
-from .keeper import Host, Waiter, keeper, log
+from .keeper import Deadline, Host, Waiter, keeper, log
 
 
 class Grouped(Protocol):
@@ -217,18 +216,3 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-
-
-class Deadline:
-    """The end of a time-out, on the clock that cannot be set."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._end_s = None if timeout_s is None else time.monotonic() + float(timeout_s)  # NumPy's lose digits
-
-    def left_s(self) -> float | None:
-        """Seconds until then, 0 once it is over; None: there is no end."""
-        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
-
-    @property
-    def over(self) -> bool:
-        return self._end_s is not None and time.monotonic() >= self._end_s

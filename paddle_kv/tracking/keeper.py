@@ -41,6 +41,21 @@ class Waiter:
         return self._lock.acquire(timeout=min(max(0.0, timeout_s), threading.TIMEOUT_MAX))
 
 
+class Deadline:
+    """The end of a time-out, on the clock that cannot be set."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._end_s = None if timeout_s is None else time.monotonic() + float(timeout_s)  # NumPy's lose digits
+
+    def left_s(self) -> float | None:
+        """Seconds until then, 0 once it is over; None: there is no end."""
+        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return self._end_s is not None and time.monotonic() >= self._end_s
+
+
 class Host(Protocol):
     """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it."""
 
@@ -121,9 +136,9 @@ class Keeper:
         if threading.current_thread() is not self._thread:
             return waiter.sleep(timeout_s)
         # A callback waits: nobody else would do what it waits for. Another thread may release it without a job.
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while not waiter.sleep(0.0):
-            if deadline is not None and time.monotonic() >= deadline:
+            if deadline.over:
                 return False
             with contextlib.suppress(queue.Empty):
                 self._run(self._jobs.get(timeout=LOOK_S))
