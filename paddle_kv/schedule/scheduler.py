@@ -215,11 +215,10 @@ class LayerwiseScheduler:
     def _start(
         self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
     ) -> Transfer:
-        start = self.prepare(direction, device_ids, host_ids, layerwise=layerwise, urgent=urgent)
-        try:
-            return self.check_started(change(self, start))
-        finally:
-            del start
+        self._check_open()
+        plan = self.plan(direction, device_ids, host_ids)
+        section = functools.partial(self.start_here, plan, self.compute_stream(None), layerwise, urgent)
+        return self.check_started(change(self, section))
 
     def check_started(self, started: Transfer) -> Transfer:
         """Outside of sections: raises if already the submission has failed."""
@@ -229,14 +228,6 @@ class LayerwiseScheduler:
             hold(movement, self.compute_stream(None))
             movement.raise_if_failed()
         return started
-
-    def prepare(
-        self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
-    ) -> functools.partial[Transfer]:
-        """What a call checks before anything happens; the rest is the section that is returned."""
-        self._check_open()
-        plan = self.plan(direction, device_ids, host_ids)
-        return functools.partial(self.start_here, plan, self.compute_stream(None), layerwise, urgent)
 
     def plan(self, direction: Direction, device_ids: Any, host_ids: Any) -> TransferPlan:
         """Checked."""
