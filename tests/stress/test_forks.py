@@ -13,12 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from paddle_kv import CancelledError, ForkedError, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, ForkedError, LayerwiseScheduler, LeasedError, TransferError
 from paddle_kv.offload import KVOffloadManager
 from tests.schedule.rig import WAIT_S, Rig
 
 FORKS = 60 * int(os.environ.get("PADDLE_KV_STRESS", "1"))
-REFUSED = (TransferError, CancelledError, MemoryError, TimeoutError)
+REFUSED = (TransferError, CancelledError, LeasedError, MemoryError, TimeoutError)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -77,6 +77,13 @@ def test_forks(quick_switches: None, where: str) -> None:
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     manager = KVOffloadManager(scheduler, capacity_bytes=4 * 5 * rig.spec.block_bytes)
     transfers: list = []
+    failures: list[BaseException] = []
+
+    def run(seed: int) -> None:
+        try:
+            call(seed)
+        except BaseException as error:  # noqa: BLE001  told by the main thread
+            failures.append(error)
 
     def call(seed: int) -> None:
         choose = random.Random(seed)
@@ -99,7 +106,7 @@ def test_forks(quick_switches: None, where: str) -> None:
     def forks() -> None:
         codes.extend(fork(rig, scheduler, manager, transfers) for _ in range(FORKS // 2))
 
-    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(2)]
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
     for thread in threads:
         thread.start()
     try:
@@ -117,3 +124,4 @@ def test_forks(quick_switches: None, where: str) -> None:
     manager.close()
     scheduler.close(WAIT_S)
     assert codes == [0] * (FORKS // 2)
+    assert failures == []

@@ -119,8 +119,8 @@ class Client:
 
     def run(self) -> None:
         try:
-            for _ in range(self._calls):
-                call = self._choose.choices(CALLS, WEIGHTS)[0]
+            at_random = self._choose.choices(CALLS, WEIGHTS, k=self._calls)
+            for call in (*self._choose.sample(CALLS, len(CALLS)), *at_random):  # each at least once
                 self._stress.counts[call.__name__.strip("_")] += 1  # a torn count would be no harm
                 try:
                     call(self, *self._choose.choice(self._stress.servers))
