@@ -5,9 +5,10 @@
     python tools/mutate.py --survivors-only
 
 Nothing is written into the tree: each edit is compiled in memory, in a process of its own (a fork of one that has
-Paddle imported), which runs the tests that execute the edited lines, those that have noticed most edits first, until
-one fails. A test that takes five times as long as without the edit counts as failed. Tests that start processes of
-their own see the source without the edit there.
+Paddle imported), which runs the tests that execute the edited lines, those that have failed for most edits first, then
+the shortest, until one fails or ``--seconds`` are spent. A test that takes five times as long as without the edit
+counts as failed. Tests that start processes of their own see the source without the edit there, and are not known to
+execute lines that only those processes execute; an edit of a function of which no test executes the line survives.
 
 What was noticed is remembered, until the source changes; what was not is tried again. Edits that change nothing
 anybody could see stand in docs/mutations.md, each with the reason.
@@ -21,6 +22,7 @@ import csv
 import hashlib
 import importlib.abc
 import importlib.machinery
+import itertools
 import json
 import os
 import random
@@ -48,14 +50,14 @@ LISTED = ROOT / "docs" / "mutations.md"
 # Which tests may notice an edit of a file, by the longest prefix that fits.
 TESTS = {
     "paddle_kv/tracking/": ["tests/schedule", "tests/memory/test_host_pool.py"],
-    "paddle_kv/schedule/": ["tests/schedule", "tests/backend"],
+    "paddle_kv/schedule/": ["tests/schedule", "tests/backend", "tests/simulator"],
     "paddle_kv/backend/": ["tests/backend", "tests/schedule"],
     "paddle_kv/memory/": ["tests/memory", "tests/schedule/test_lifetime.py", "tests/schedule/test_threads.py"],
     "paddle_kv/offload/": ["tests/offload"],
     "paddle_kv/testing/simulator/": ["tests/simulator"],
 }
 SLOW_S = 2.5  # tests that take longer are left out
-TIMES_AS_LONG, LEAST_LIMIT_S = 5.0, 12.0
+TIMES_AS_LONG, LEAST_LIMIT_S = 5.0, 4.0
 COLLECTING_S = 60.0
 LIKELY = 10  # tests that are tried before the others
 PACKAGE = f"{ROOT / 'paddle_kv'}/"
@@ -258,14 +260,14 @@ def unescaped(cell: str) -> str:
 
 
 # ---- one file ----
-def try_edits(file: str, chosen: Sequence[Edit], memory: Memory) -> list[dict[str, Any]]:
-    """One row for each edit."""
+def try_edits(file: str, chosen: Sequence[Edit], memory: Memory, most_s: float) -> list[dict[str, Any]]:
+    """One row for each edit, with ``most_s`` seconds of tests at the most."""
     known = listed()
     covering = memory.covering(file)
     held = memory.results.setdefault(file, {})
     if held.get("digest") != digest(file):
         held.update(digest=digest(file), killers={})
-    kills = Counter(held["killers"].values())
+    fails: Counter[str] = Counter()
     rows = []
     for number, edit in enumerate(chosen, 1):
         key = " | ".join(edit.key)
@@ -276,10 +278,9 @@ def try_edits(file: str, chosen: Sequence[Edit], memory: Memory) -> list[dict[st
             continue
         if key not in held["killers"]:
             began_s = time.monotonic()
-            killer = killer_of(file, edit, covering, kills)
+            killer = killer_of(file, edit, covering, fails, most_s)
             if killer is not None:
                 held["killers"][key] = killer
-                kills[killer] += 1
             memory.save()
             status = "survived" if killer is None else "killed"
             say(f"{number}/{len(chosen)} {time.monotonic() - began_s:5.1f} s {status}: {text(row)}")
@@ -288,21 +289,24 @@ def try_edits(file: str, chosen: Sequence[Edit], memory: Memory) -> list[dict[st
     return rows
 
 
-def killer_of(file: str, edit: Edit, covering: dict[str, tuple[float, set[int]]], kills: Counter[str]) -> str | None:
+def killer_of(
+    file: str, edit: Edit, covering: dict[str, tuple[float, set[int]]], fails: Counter[str], most_s: float
+) -> str | None:
     """The test that notices it, or why it cannot live."""
     path = ROOT / file
-    touching = [name for name, (_, lines) in covering.items() if not lines.isdisjoint(edit.lines)]
-    names = touching or list(covering)  # what runs at import is part of no test
-    names.sort(key=lambda name: (-kills[name], covering[name][0]))
-    if not names:
-        return None
+    names = [name for name, (_, lines) in covering.items() if edit.at_import or not lines.isdisjoint(edit.lines)]
+    names.sort(key=lambda name: (-fails[name], covering[name][0]))
+    spent_s = itertools.accumulate(covering[name][0] for name in names)
+    names = [name for name, until_s in zip(names, spent_s, strict=True) if until_s <= most_s]
     limits_s = {name: max(LEAST_LIMIT_S, TIMES_AS_LONG * covering[name][0]) for name in names}
     edited = EditedSource(path, edit.code(str(path)))
     for some in (names[:LIKELY], names[LIKELY:]):  # few files are collected sooner
         files = list(dict.fromkeys(name.partition("::")[0] for name in some))
         status, told = run_tests(files, some, edited=edited, limits_s=limits_s) if some else (0, [])
         if status != 0:
-            return str(next((what[1] for what in reversed(told) if what[0] in ("begins", "failed")), "the import"))
+            killer = str(next((what[1] for what in reversed(told) if what[0] in ("begins", "failed")), "the import"))
+            fails[killer] += status == 1  # one that hangs takes long to notice
+            return killer
     return None
 
 
@@ -319,6 +323,7 @@ def main() -> None:
     parser.add_argument("--file", action="append", help="a source, from the root of the checkout; default: all")
     parser.add_argument("--sample", type=int, help="so many edits of each file, at random")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of tests, for each edit at the most")
     parser.add_argument("--lines", help="FIRST-LAST: only edits of these lines")
     parser.add_argument("--survivors-only", action="store_true", help="only what survived the last time")
     parser.add_argument(
@@ -345,7 +350,7 @@ def main() -> None:
             chosen = [edit for edit in chosen if int(first) <= edit.lines.start <= int(end)]
         if asked.sample is not None:
             chosen = random.Random(asked.seed).sample(chosen, min(asked.sample, len(chosen)))
-        here = try_edits(file, chosen, memory)
+        here = try_edits(file, chosen, memory, asked.seconds)
         before.write_text(json.dumps(here, indent=1) + "\n")
         counts = Counter(row["status"] for row in here)
         say(f"{file}: {len(here)} edits, {', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}")

@@ -43,6 +43,7 @@ class Edit:
     lines: range  # of the statement, or of its head
     before: str
     after: str
+    at_import: bool  # it runs before any test does
     _tree: ast.Module
     _change: _Change
 
@@ -82,7 +83,7 @@ def edits(source: str) -> list[Edit]:
     """All of a source, in order of lines; those that read alike in one function once."""
     tree = ast.parse(source)
     found: dict[tuple[str, str, str], Edit] = {}
-    for where, parent, field, index in _statements(tree, ()):
+    for where, at_import, parent, field, index in _statements(tree, (), True):
         statement = getattr(parent, field)[index]
         before = _head(statement)
         for change in _changes_of(statement, parent, field, index):
@@ -91,24 +92,27 @@ def edits(source: str) -> list[Edit]:
                 after = _head(getattr(parent, field)[index])
             finally:
                 change.swap()
-            edit = Edit(".".join(where), _lines(statement), before, after, tree, change)
+            edit = Edit(".".join(where), _lines(statement), before, after, at_import, tree, change)
             if after != before:
                 found.setdefault(edit.key, edit)
     return sorted(found.values(), key=lambda edit: edit.lines.start)
 
 
-def _statements(node: ast.AST, where: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ast.AST, str, int]]:
+def _statements(
+    node: ast.AST, where: tuple[str, ...], at_import: bool
+) -> Iterator[tuple[tuple[str, ...], bool, ast.AST, str, int]]:
     for field in ("body", "handlers", "orelse", "finalbody"):
         inner = getattr(node, field, None)
         for index, statement in enumerate(inner if isinstance(inner, list) else ()):
             below = where
+            function = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 below = (*where, statement.name)
                 bases = map(ast.unparse, getattr(statement, "bases", ()))
                 if statement.name in _TEXT_ALONE or "Protocol" in bases:
                     continue
-            yield below, node, field, index
-            yield from _statements(statement, below)
+            yield below, at_import, node, field, index
+            yield from _statements(statement, below, at_import and not function)
 
 
 def _head(statement: ast.AST) -> str:

@@ -44,6 +44,12 @@ def test_each_kind_of_edit_is_made() -> None:
     assert len(made) == len(edits(SOURCE))
 
 
+def test_what_runs_at_import_is_told_from_what_a_test_has_to_run() -> None:
+    at_import = {edit.before for edit in edits(SOURCE) if edit.at_import}
+    assert at_import == {"LIMIT = 3"}
+    assert [edit.at_import for edit in edits("def f(a=1):\n    return a + 2\n")] == [True, False, False, False]
+
+
 def test_an_edit_is_one_edit_and_leaves_the_source_as_it_was() -> None:
     found = edits(SOURCE)
     results = []
