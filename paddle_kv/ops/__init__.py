@@ -23,6 +23,7 @@ from .permute import (
 from .swap import (
     swap_cache_all_layers,
     swap_cache_all_layers_async,
+    swap_cache_layout,
     swap_cache_per_layer,
     swap_cache_per_layer_async,
     transfer_blocks,
@@ -50,6 +51,7 @@ __all__ = [
     "swap_blocks",
     "swap_cache_all_layers",
     "swap_cache_all_layers_async",
+    "swap_cache_layout",
     "swap_cache_per_layer",
     "swap_cache_per_layer_async",
     "transfer_blocks",

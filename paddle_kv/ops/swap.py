@@ -161,6 +161,58 @@ def swap_cache_all_layers_async(
 
 
 @arguments.dygraph_only
+def swap_cache_layout(
+    cache_gpu_tensors: Sequence[Tensor],
+    cache_cpu_ptrs: int,
+    cache_shape: Sequence[int],
+    gpu_block_ids: Any,
+    cpu_block_ids: Any,
+    rank: Any,
+    mode: int | None = None,
+) -> Sequence[Tensor]:
+    """:func:`swap_cache_all_layers` with host memory in which the layers of a block lie together:
+    ``[block, layer, *cache_shape[1:]]``, as storage wants it.
+
+    Args:
+        cache_gpu_tensors: one tensor per layer, of one dtype and block shape; the numbers of blocks may differ.
+        cache_cpu_ptrs: one address, of as many blocks as ``cpu_block_ids`` reaches.
+        cache_shape: ``[num_blocks, ...]``; only the size of a block is taken from it.
+        gpu_block_ids: ids of blocks in each tensor.
+        cpu_block_ids: positions in host memory, as many. Releases of FastDeploy that leave this argument out (six
+            arguments) mean position i for the i-th block, and so does such a call here.
+        rank: accepted and ignored.
+        mode: 0 device to host, 1 host to device.
+
+    Raises:
+        As :func:`swap_cache_per_layer`, ValueError also where the block of a tensor has another size than
+        ``cache_shape`` says, or the tensors have several dtypes.
+
+    Example:
+        >>> import numpy as np, paddle
+        >>> from paddle_kv import ops
+        >>> caches = [paddle.to_tensor(np.full((3, 1, 1, 2), i, "int8"), place=paddle.CPUPlace()) for i in (1, 2)]
+        >>> host = np.zeros((2, 2, 1, 1, 2), "int8")
+        >>> _ = ops.swap_cache_layout(caches, host.ctypes.data, [3, 1, 1, 2], [2], [1], 0, 0)
+        >>> host[:, :, 0, 0].tolist()  # [position][layer]
+        [[[0, 0], [0, 0]], [[1, 1], [2, 2]]]
+    """
+    caches = arguments.caches(cache_gpu_tensors, "cache_gpu_tensors")
+    gpu_ids = arguments.block_ids(gpu_block_ids, "gpu_block_ids")
+    if mode is None:
+        cpu_block_ids, mode = range(len(gpu_ids)), rank
+    cpu_ids = arguments.block_ids(cpu_block_ids, "cpu_block_ids")
+    pointer = arguments.integer(cache_cpu_ptrs, "cache_cpu_ptrs")
+    shape, to_device = arguments.block_ids(cache_shape, "cache_shape"), arguments.integer(mode, "mode")
+    if not caches:
+        raise ValueError("cache_gpu_tensors is empty; one tensor per layer is expected")
+    handle = streams.resolve(None, caches[0])
+    for cache in caches:
+        _check.block_access(cache, gpu_ids, writing=to_device == 1, stream=handle)
+    call("swap_cache_layout", caches, pointer, shape, gpu_ids, cpu_ids, to_device, handle)
+    return cache_gpu_tensors
+
+
+@arguments.dygraph_only
 def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, stream: Any = None) -> Tensor:
     """Copies blocks of ``source`` to blocks of ``target`` and returns ``target``.
 

@@ -149,6 +149,46 @@ def swap_cache(ground: Ground) -> Call:
     return Call(op, arguments, {}, expected)
 
 
+def swap_cache_layout(ground: Ground) -> Call:
+    random = ground.random
+    blocks, positions, layers = (int(n) for n in random.integers(1, 7, 3))
+    count, shape, dtype = min(blocks, positions), some_shape(random), pick(random, ELEMENTS)
+    caches = [ground.tensor((blocks, *shape), dtype) for _ in range(layers)]
+    host = ground.host(positions * layers * bits(caches[0]).shape[1] * LARGER)
+    ids = [random.permutation(n)[:count].tolist() for n in (blocks, positions)]
+    arguments = {
+        "cache_gpu_tensors": caches,
+        "cache_cpu_ptrs": host.ctypes.data,
+        "cache_shape": [blocks, *shape],
+        "gpu_block_ids": form_of_ids(ids[0], ground),
+        # No tensor: one with other numbers in it would reach beyond the host memory, which a CPU cannot see.
+        "cpu_block_ids": pick(random, [ids[1], tuple(ids[1]), np.array(ids[1], np.int32)]),
+        "rank": 0,
+        "mode": int(random.integers(2)),
+    }
+
+    def expected(given: dict[str, Any]) -> Outcome:
+        tensors, device_ids = as_list(given["cache_gpu_tensors"]), as_ids(given["gpu_block_ids"])
+        six = given["mode"] is None
+        places = list(range(len(device_ids))) if six else as_ids(given["cpu_block_ids"])
+        mode = given["rank"] if six else given["mode"]
+        assert mode in (0, 1) and not isinstance(mode, bool) and len(device_ids) == len(places)
+        assert len({tensor.dtype for tensor in tensors}) == 1
+        before = [bits(tensor) for tensor in tensors]
+        size = int(np.prod(as_ids(given["cache_shape"])[1:])) * tensors[0].element_size()
+        assert all(one.shape[1] == size for one in before) and all(place >= 0 for place in places)
+        for one in before:
+            in_range(device_ids, len(one))
+        distinct(places if mode == swap.TO_HOST else device_ids)
+        end = (max(places, default=-1) + 1) * len(tensors) * size
+        rows = host[:end].reshape(-1, size).copy()
+        after, host_after = swap.swapped_layout(before, rows, device_ids, places, mode)
+        pairs = zip(tensors, after, strict=True)
+        return [*(written(tensor, one) for tensor, one in pairs), (host.ctypes.data, host_after.ravel())], None
+
+    return Call("swap_cache_layout", arguments, {}, expected)
+
+
 def transfer_blocks(ground: Ground) -> Call:
     random = ground.random
     shape, dtype = some_shape(random), pick(random, ELEMENTS)
@@ -694,6 +734,7 @@ def memcpy_family(ground: Ground) -> Call:
 
 FAMILIES: list[Callable[[Ground], Call]] = [
     swap_cache,
+    swap_cache_layout,
     transfer_blocks,
     copy_family,
     reshape_and_cache,

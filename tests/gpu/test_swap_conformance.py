@@ -12,6 +12,16 @@ from tests.ops.test_swap_cache_all_layers import (  # noqa: F401
 from tests.ops.test_swap_cache_all_layers import (  # noqa: F401
     test_one_source_many_targets as test_one_source_many_targets_in_all_layers,
 )
+from tests.ops.test_swap_cache_layout import (  # noqa: F401
+    test_dtypes,
+    test_layers_with_more_blocks,
+    test_no_blocks_move_nothing,
+    test_one_source_has_many_targets,
+    test_shapes,
+    test_six_arguments_fill_positions_in_order,
+    test_tensors_that_do_not_fit_each_other,
+    test_wrong_arguments,
+)
 from tests.ops.test_swap_cache_per_layer import (  # noqa: F401
     test_a_cache_that_requires_a_gradient,
     test_a_pool_of_no_blocks,

@@ -65,6 +65,8 @@ def cache_of(pages: int) -> paddle.Tensor:
 def swap(op: str, cache: paddle.Tensor, address: int, blocks: int, ids: list[int], mode: int) -> None:
     if op == "swap_cache_per_layer":
         ops.swap_cache_per_layer(cache, address, blocks, ids, ids, 0, mode)
+    elif op == "swap_cache_layout":
+        ops.swap_cache_layout([cache], address, [blocks, 1, 1, PAGE], ids, ids, 0, mode)
     else:
         ops.swap_cache_all_layers([cache], [address], blocks, ids, ids, 0, mode)
 
@@ -75,7 +77,7 @@ def swap(op: str, cache: paddle.Tensor, address: int, blocks: int, ids: list[int
     ("trouble", "mode"),
     [("hole", TO_HOST), ("hole", TO_DEVICE), ("guard", TO_HOST), ("guard", TO_DEVICE), ("read only", TO_HOST)],
 )
-@pytest.mark.parametrize("op", ["swap_cache_per_layer", "swap_cache_all_layers"])
+@pytest.mark.parametrize("op", ["swap_cache_per_layer", "swap_cache_all_layers", "swap_cache_layout"])
 def test_swaps(pages: Pages, op: str, trouble: str, mode: int, page: int) -> None:
     cache, ids = cache_of(PAGES), list(range(PAGES))
     swap(op, cache, pages.address, PAGES, ids, TO_DEVICE)  # all is well, and known to be

@@ -29,3 +29,18 @@ def transferred(source: np.ndarray, target: np.ndarray, pairs: Iterable[tuple[in
     for source_id, target_id in pairs:
         target[target_id] = source[source_id]
     return target
+
+
+def swapped_layout(
+    caches: Sequence[np.ndarray], host: np.ndarray, device_ids: Sequence[int], positions: Sequence[int], mode: int
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """(caches, host) after swap_cache_layout; the host is [positions x layers, bytes of a block]."""
+    caches, host = [cache.copy() for cache in caches], host.copy()
+    for device_id, position in zip(device_ids, positions, strict=True):
+        for layer, cache in enumerate(caches):
+            row = position * len(caches) + layer
+            if mode == TO_HOST:
+                host[row] = cache[device_id]
+            else:
+                cache[device_id] = host[row]
+    return caches, host

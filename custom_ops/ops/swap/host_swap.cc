@@ -19,14 +19,30 @@ std::string Indexed(const std::string& name, std::size_t i, std::size_t count) {
   return count == 1 ? name : name + "[" + std::to_string(i) + "]";
 }
 
-struct MemoryRange {
-  const std::uint8_t* first;
-  const std::uint8_t* end;
-  bool written;
-};
+}  // namespace
 
-// Memory that is written must not share bytes with any other of the call: the result would depend on the order of the
-// copies. Sources may coincide.
+bool CheckMode(int64_t mode) {
+  if (mode != kDeviceToHostMode && mode != kHostToDeviceMode) {
+    ThrowValueError("mode = " + std::to_string(mode) + " must be 0 (device to host) or 1 (host to device)");
+  }
+  return mode == kDeviceToHostMode;
+}
+
+int CheckPlaces(const std::vector<paddle::Tensor>& caches, const std::string& name) {
+  const int place = DeviceOf(caches.front());
+  for (std::size_t i = 0; i < caches.size(); ++i) {
+    if (DeviceOf(caches[i]) != place) {
+      ThrowValueError(Indexed(name, i, caches.size()) + " is on another device than " + name +
+                      "[0]; all must be on one");
+    }
+    if (place == kPinned) {
+      ThrowValueError(Indexed(name, i, caches.size()) +
+                      " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
+    }
+  }
+  return place;
+}
+
 void CheckApart(std::vector<MemoryRange> ranges, const HostSwapNames& names, bool to_host) {
   std::sort(ranges.begin(), ranges.end(), [](const MemoryRange& a, const MemoryRange& b) { return a.first < b.first; });
   const std::uint8_t* end_of_written = nullptr;
@@ -46,14 +62,26 @@ void CheckApart(std::vector<MemoryRange> ranges, const HostSwapNames& names, boo
   }
 }
 
-}  // namespace
+void MoveRows(const std::vector<BlockRows>& rows, const std::vector<int64_t>& device_ids,
+              const std::vector<int64_t>& host_ids, bool to_host, const paddle::Tensor& cache, int64_t stream) {
+  const Ids& source_ids = to_host ? device_ids : host_ids;
+  const Ids& target_ids = to_host ? host_ids : device_ids;
+  const auto tensor_count = static_cast<int64_t>(rows.size());
+  const auto block_count = static_cast<int64_t>(source_ids.size());
+  if (DeviceOf(cache) >= 0) {
+    const DeviceStream where = WhereOf(cache, stream);
+    LAUNCH_CUDA(where.device, TransferBlocksCuda(rows.data(), tensor_count,
+                                                 MergeRuns(source_ids.data(), target_ids.data(), block_count),
+                                                 to_host ? Direction::kDeviceToHost : Direction::kHostToDevice, where));
+  } else {
+    TransferBlocksCpu(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count);
+  }
+}
 
 void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<int64_t>& host_pointers,
                   int64_t max_block_num_cpu, const std::vector<int64_t>& device_ids,
                   const std::vector<int64_t>& host_ids, int64_t mode, int64_t stream, const HostSwapNames& names) {
-  if (mode != kDeviceToHostMode && mode != kHostToDeviceMode) {
-    ThrowValueError("mode = " + std::to_string(mode) + " must be 0 (device to host) or 1 (host to device)");
-  }
+  const bool to_host = CheckMode(mode);
   if (max_block_num_cpu < 0) {
     ThrowValueError("max_block_num_cpu = " + std::to_string(max_block_num_cpu) + " must not be negative");
   }
@@ -64,9 +92,7 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
   CheckSameLength(device_ids, "swap_block_ids_gpu", host_ids, "swap_block_ids_cpu");
   CheckIds(host_ids, "swap_block_ids_cpu", max_block_num_cpu);
 
-  const bool to_host = mode == kDeviceToHostMode;
-  const int place = DeviceOf(caches.front());
-  const bool on_gpu = place >= 0;
+  const int place = CheckPlaces(caches, names.caches);
   std::vector<BlockRows> rows;
   std::vector<MemoryRange> ranges;
   MappedMemory memory;
@@ -75,13 +101,6 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
     const std::string cache_name = Indexed(names.caches, i, caches.size());
     const std::string pointer_name = Indexed(names.pointers, i, caches.size());
     const int64_t block_bytes = CheckCache(cache, cache_name);
-    if (DeviceOf(cache) != place) {
-      ThrowValueError(cache_name + " is on another device than " + names.caches + "[0]; all must be on one");
-    }
-    if (place == kPinned) {
-      ThrowValueError(cache_name +
-                      " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
-    }
     CheckIds(device_ids, "swap_block_ids_gpu", cache.shape()[0]);
     if (device_ids.empty()) continue;  // nothing moves, whatever is at the address
     const int64_t host_bytes = CheckedProduct(max_block_num_cpu, block_bytes, "max_block_num_cpu x bytes of one block");
@@ -95,20 +114,8 @@ void SwapWithHost(const std::vector<paddle::Tensor>& caches, const std::vector<i
     ranges.push_back({host, host + host_bytes, to_host});
   }
   CheckApart(std::move(ranges), names, to_host);
-  const Ids& source_ids = to_host ? device_ids : host_ids;
-  const Ids& target_ids = to_host ? host_ids : device_ids;
-  CheckDistinct(target_ids, to_host ? "swap_block_ids_cpu" : "swap_block_ids_gpu");
-
-  const auto tensor_count = static_cast<int64_t>(rows.size());
-  const auto block_count = static_cast<int64_t>(source_ids.size());
-  if (on_gpu) {
-    const DeviceStream where = WhereOf(caches.front(), stream);
-    LAUNCH_CUDA(where.device, TransferBlocksCuda(rows.data(), tensor_count,
-                                                 MergeRuns(source_ids.data(), target_ids.data(), block_count),
-                                                 to_host ? Direction::kDeviceToHost : Direction::kHostToDevice, where));
-  } else {
-    TransferBlocksCpu(rows.data(), tensor_count, source_ids.data(), target_ids.data(), block_count);
-  }
+  CheckDistinct(to_host ? host_ids : device_ids, to_host ? "swap_block_ids_cpu" : "swap_block_ids_gpu");
+  MoveRows(rows, device_ids, host_ids, to_host, caches.front(), stream);
 }
 
 void RefuseCapture(const paddle::Tensor& cache, int64_t stream) {
