@@ -1,34 +1,33 @@
 """KV-cache memory operations for PaddlePaddle: operators on paged caches, and a scheduler that overlaps their transfer
-to and from host memory with the model's computation."""
+to and from host memory with the model's computation.
 
-import sys as _sys
+Names are imported when they are asked for: ``paddle_kv.offload.Directory`` runs where there is no Paddle.
+"""
 
-try:
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
     from . import ops
-except ImportError as _error:
-    # `paddle-kv doctor` is meant for such an installation: the command says in one line what is wrong.
-    _name = _sys.argv[0].rpartition("/")[2] if _sys.argv else ""
-    if _name == "paddle-kv" or (_name == "-m" and "paddle_kv" in _sys.orig_argv):
-        _sys.exit(f"paddle-kv: {_error}")
-    raise
-from .errors import (
-    BackendError,
-    CancelledError,
-    CaptureError,
-    ClosedError,
-    CudaError,
-    ForkedError,
-    LeasedError,
-    PaddleKVError,
-    ReentryError,
-    TransferError,
-)
-from .layout import KVCacheSpec
-from .memory import DeviceCache, HostPool
-from .schedule.movement import State
-from .schedule.scheduler import LayerwiseScheduler
-from .schedule.trace import Span, write_trace
-from .schedule.transfer import Transfer
+    from .errors import (
+        BackendError,
+        CancelledError,
+        CaptureError,
+        ClosedError,
+        CudaError,
+        ForkedError,
+        LeasedError,
+        PaddleKVError,
+        ReentryError,
+        TransferError,
+    )
+    from .layout import KVCacheSpec
+    from .memory import DeviceCache, HostPool
+    from .schedule.movement import State
+    from .schedule.scheduler import LayerwiseScheduler
+    from .schedule.trace import Span, write_trace
+    from .schedule.transfer import Transfer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,3 +51,28 @@ __all__ = [
     "ops",
     "write_trace",
 ]
+_MODULE_OF = {
+    **{name: "errors" for name in __all__ if name.endswith("Error")},
+    "KVCacheSpec": "layout",
+    "DeviceCache": "memory",
+    "HostPool": "memory",
+    "State": "schedule.movement",
+    "LayerwiseScheduler": "schedule.scheduler",
+    "Span": "schedule.trace",
+    "write_trace": "schedule.trace",
+    "Transfer": "schedule.transfer",
+}
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "ops":
+        return _importlib.import_module(f"{__name__}.ops")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(_importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

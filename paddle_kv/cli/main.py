@@ -18,6 +18,10 @@ try:
 except ImportError:
     sys.exit("paddle-kv needs typer and rich: pip install 'paddle_kv[cli]'")
 
+try:
+    from .. import ops as _ops  # noqa: F401  `paddle-kv doctor` is meant for an installation where they are missing
+except ImportError as error:
+    sys.exit(f"paddle-kv: {error}")
 from .. import __version__
 from ..bench import methods, models
 from ..bench import report as reports

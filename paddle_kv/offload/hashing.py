@@ -16,6 +16,7 @@ import numpy as np
 from ..layout import KVCacheSpec
 
 DIGEST_BYTES = 32
+TOKEN_BYTES = 8
 _PERSON = b"paddle_kv"
 
 
@@ -85,23 +86,73 @@ class BlockHasher:
             TypeError: ``token_ids`` does not hold integers, or ``request_salt`` is not bytes.
             ValueError: ``token_ids`` is not 1-D.
         """
+        prefix = self.prefix(request_salt)
+        prefix.append(token_ids)
+        return prefix.hashes
+
+    def prefix(self, request_salt: bytes = b"") -> PrefixHasher:
+        """The hashes of a prompt that grows: an answer costs its own blocks, not those before it.
+
+        Raises:
+            TypeError: ``request_salt`` is not bytes.
+        """
         if not isinstance(request_salt, (bytes, bytearray)):
             raise TypeError(f"request_salt is {type(request_salt).__name__}; bytes are expected")
-        tokens = np.asarray(token_ids)
-        if tokens.ndim == 0 and tokens.dtype.kind not in "iu":  # None, text, a generator
-            raise TypeError(f"token_ids is {type(token_ids).__name__}; a 1-D sequence of integers is expected")
-        if tokens.ndim != 1:
-            raise ValueError(f"token_ids has shape {list(tokens.shape)}; a 1-D sequence of integers is expected")
-        if tokens.size and tokens.dtype.kind not in "iu":
-            raise TypeError(f"token_ids has dtype {tokens.dtype}; integers are expected")
-        content = tokens.astype("<i8").tobytes()
-        step = 8 * self._block_size
-        parent = _digest(_joined([self._salt, bytes(request_salt)]))
+        return PrefixHasher(self._block_size, _digest(_joined([self._salt, bytes(request_salt)])))
+
+
+class PrefixHasher:
+    """What :meth:`BlockHasher.prefix` makes. Of one thread.
+
+    Attributes:
+        hashes: of the full blocks so far; do not change it.
+        num_tokens: appended so far.
+
+    Example:
+        >>> hasher = BlockHasher(2, b"model")
+        >>> prefix = hasher.prefix()
+        >>> len(prefix.append([7, 8, 9])), len(prefix.append([10])), prefix.num_tokens
+        (1, 1, 4)
+        >>> prefix.hashes == hasher([7, 8, 9, 10])
+        True
+    """
+
+    def __init__(self, block_size: int, parent: bytes) -> None:
+        self.hashes: list[bytes] = []
+        self.num_tokens = 0
+        self._step = TOKEN_BYTES * block_size
+        self._parent = parent
+        self._rest = b""  # tokens that do not fill a block yet
+
+    def append(self, token_ids: Any) -> list[bytes]:
+        """The hashes of the blocks that these tokens fill.
+
+        Raises:
+            TypeError: ``token_ids`` does not hold integers.
+            ValueError: ``token_ids`` is not 1-D. Nothing was appended.
+        """
+        added = _content(token_ids)
+        content, step, parent = self._rest + added, self._step, self._parent
+        full = len(content) // step * step
         hashes = []
-        for start in range(0, len(content) - step + 1, step):
+        for start in range(0, full, step):
             parent = _digest(parent + content[start : start + step])
             hashes.append(parent)
+        self._parent, self._rest = parent, content[full:]
+        self.num_tokens += len(added) // TOKEN_BYTES
+        self.hashes += hashes
         return hashes
+
+
+def _content(token_ids: Any) -> bytes:
+    tokens = np.asarray(token_ids)
+    if tokens.ndim == 0 and tokens.dtype.kind not in "iu":  # None, text, a generator
+        raise TypeError(f"token_ids is {type(token_ids).__name__}; a 1-D sequence of integers is expected")
+    if tokens.ndim != 1:
+        raise ValueError(f"token_ids has shape {list(tokens.shape)}; a 1-D sequence of integers is expected")
+    if tokens.size and tokens.dtype.kind not in "iu":
+        raise TypeError(f"token_ids has dtype {tokens.dtype}; integers are expected")
+    return tokens.astype("<i8").tobytes()
 
 
 def _digest(content: bytes) -> bytes:

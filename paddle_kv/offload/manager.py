@@ -13,7 +13,7 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
 from ..tracking.group import change
 from .books import Books
-from .hashing import BlockHasher, spec_salt
+from .hashing import BlockHasher, PrefixHasher, spec_salt
 from .index import BlockIndex
 from .lease import Lease
 from .policies import make_policy
@@ -113,6 +113,14 @@ class KVOffloadManager:
             ValueError: not 1-D.
         """
         return self._hasher(token_ids, request_salt)
+
+    def prefix(self, *, request_salt: bytes = b"") -> PrefixHasher:
+        """The same hashes for a prompt that grows: its ``append(token_ids)`` costs the blocks that these tokens fill.
+
+        Raises:
+            TypeError: a salt that is not bytes.
+        """
+        return self._hasher.prefix(request_salt)
 
     def lookup(self, hashes: Sequence[bytes], *, num_tokens: int | None = None) -> Lease:
         """The longest prefix of ``hashes`` that is present, held against eviction until the lease is released.

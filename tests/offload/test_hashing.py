@@ -8,9 +8,10 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv.offload import BlockHasher, cache_salt
+from paddle_kv import LayerwiseScheduler
+from paddle_kv.offload import BlockHasher, KVOffloadManager, cache_salt, hashing
 from paddle_kv.offload.hashing import spec_salt
-from tests.schedule.rig import make_spec
+from tests.schedule.rig import Rig, make_spec
 
 
 def test_one_hash_for_each_full_block() -> None:
@@ -93,3 +94,43 @@ def test_the_parts_of_a_salt_are_strings() -> None:
         cache_salt(b"model")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="lora is NoneType"):
         cache_salt("model", lora=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_prompt_that_grows_has_the_hashes_of_the_whole(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    tokens, hasher = random.integers(0, 1 << 17, 200), BlockHasher(7, b"s")
+    cuts = np.sort(random.integers(0, 201, 12))
+    prefix, fresh = hasher.prefix(b"r"), []
+    for part in np.split(tokens, cuts):
+        fresh += prefix.append(part)
+    assert fresh == prefix.hashes == hasher(tokens, b"r")
+    assert prefix.num_tokens == 200
+
+
+def test_a_token_costs_no_block_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = BlockHasher(4).prefix()
+    prefix.append(range(4 * 1000 + 3))
+    digest, calls = hashing._digest, []
+    monkeypatch.setattr(hashing, "_digest", lambda content: calls.append(len(content)) or digest(content))
+    prefix.append([5])
+    assert calls == [32 + 4 * 8]
+
+
+def test_what_is_refused_is_not_appended() -> None:
+    prefix = BlockHasher(2).prefix()
+    prefix.append([1])
+    with pytest.raises(TypeError, match="token_ids"):
+        prefix.append([2.5])
+    prefix.append([2])
+    assert (prefix.hashes, prefix.num_tokens) == (BlockHasher(2)([1, 2]), 2)
+
+
+def test_the_manager_gives_the_hashes_of_a_prompt_that_grows() -> None:
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, KVOffloadManager(scheduler, salt=b"m") as manager:
+        prefix = manager.prefix(request_salt=b"r")
+        prefix.append(range(10))
+        prefix.append(range(10, 30))
+        assert prefix.hashes == manager.block_hashes(range(30), request_salt=b"r")
+        assert prefix.hashes != manager.block_hashes(range(30))

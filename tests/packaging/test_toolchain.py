@@ -202,7 +202,7 @@ def run_without_library(
 
 
 def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
-    done = run_without_library(tmp_path, "-c", "import paddle_kv")
+    done = run_without_library(tmp_path, "-c", "import paddle_kv.ops")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: paddle_kv has no operators for Paddle ")
@@ -210,7 +210,7 @@ def test_import_without_a_library_says_how_to_build_it(tmp_path: Path) -> None:
 
 
 def test_import_of_a_broken_library_says_what_the_loader_said(tmp_path: Path) -> None:
-    done = run_without_library(tmp_path, "-c", "import paddle_kv", library=b"no library")
+    done = run_without_library(tmp_path, "-c", "from paddle_kv import ops", library=b"no library")
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: ")
     assert re.search(r"cannot be loaded by Paddle \S+ \(file too short\); .*: python setup_ops.py build$", last)
@@ -229,7 +229,7 @@ def test_the_command_without_a_library_says_it_in_one_line(tmp_path: Path, comma
 
 def test_another_program_that_is_run_as_a_module_gets_the_error(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
-    (tmp_path / "server" / "__init__.py").write_text("try:\n    import paddle_kv\nexcept ImportError:\n    pass\n")
+    (tmp_path / "server" / "__init__.py").write_text("try:\n    import paddle_kv.ops\nexcept ImportError:\n    pass\n")
     (tmp_path / "server" / "__main__.py").write_text("print('serves without it')\n")
     done = run_without_library(tmp_path, "-m", "server")
     assert (done.returncode, done.stdout) == (0, "serves without it\n")
