@@ -11,8 +11,11 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .arc import Arc
-    from .hashing import BlockHasher, PrefixHasher, cache_salt
+    from .directory import BlockState, Directory, Found
+    from .events import Mirror
+    from .hashing import BlockHasher, PrefixHasher, cache_salt, spec_digest
     from .index import BlockIndex
+    from .jobs import BlockKey, Event, Hello, Job, Namespace, Outcome, Result, SavePlan, Snapshot
     from .lease import Lease
     from .lru import Lru
     from .manager import KVOffloadManager
@@ -26,32 +29,60 @@ __all__ = [
     "Arc",
     "BlockHasher",
     "BlockIndex",
+    "BlockKey",
+    "BlockState",
+    "Directory",
+    "Event",
+    "Found",
+    "Hello",
+    "Job",
     "KVOffloadManager",
     "Lease",
     "Lru",
+    "Mirror",
+    "Namespace",
+    "Outcome",
     "Policy",
     "PrefixHasher",
+    "Result",
     "S3Fifo",
+    "SavePlan",
+    "Snapshot",
     "cache_salt",
     "lookup_common",
     "make_policy",
     "paddle_all_reduce_min",
+    "spec_digest",
 ]
 _MODULE_OF = {
     "Arc": "arc",
     "BlockHasher": "hashing",
     "BlockIndex": "index",
+    "BlockKey": "jobs",
+    "BlockState": "directory",
+    "Directory": "directory",
+    "Event": "jobs",
+    "Found": "directory",
+    "Hello": "jobs",
+    "Job": "jobs",
     "KVOffloadManager": "manager",
     "Lease": "lease",
     "Lru": "lru",
+    "Mirror": "events",
+    "Namespace": "jobs",
+    "Outcome": "jobs",
     "POLICIES": "policies",
     "Policy": "policy",
     "PrefixHasher": "hashing",
+    "Result": "jobs",
     "S3Fifo": "s3fifo",
+    "SavePlan": "jobs",
+    "Snapshot": "jobs",
     "cache_salt": "hashing",
     "lookup_common": "ranks",
     "make_policy": "policies",
     "paddle_all_reduce_min": "ranks",
+    "spec_digest": "hashing",
 }
 
 

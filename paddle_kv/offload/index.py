@@ -19,6 +19,7 @@ class BlockIndex(Generic[Key]):
         arriving: blocks whose bytes are not there yet; the owner keeps it, and :meth:`lookup` stops at them.
         pins: block -> how often it is held; see :meth:`pin`. Also blocks that were removed while they were held.
         evicted_blocks: blocks that made room for others.
+        evicted: which ones, since the owner last emptied it; None: nobody wants to know.
     """
 
     def __init__(self, policy: Policy[Key], capacity_blocks: int) -> None:
@@ -27,7 +28,10 @@ class BlockIndex(Generic[Key]):
         self.pins: dict[Key, int] = {}
         self.capacity_blocks = capacity_blocks
         self.evicted_blocks = 0
+        self.evicted: list[Key] | None = None
         self._policy = policy
+        if hasattr(policy, "attach"):
+            policy.attach(self.slots)
         # Not one that a subclass inherits: it would pass by the methods that the subclass overrides.
         self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
 
@@ -115,7 +119,7 @@ class BlockIndex(Generic[Key]):
                 if victim in admitted:
                     del admitted[victim]
                 else:
-                    self.evicted_blocks += 1
+                    self._count_evicted(victim)
             admitted[key] = slots[key] = slot
             if not told:
                 on_insert(key)
@@ -137,11 +141,14 @@ class BlockIndex(Generic[Key]):
 
     def remove(self, key: Key) -> int:
         """Forgets a block, also one that is arriving or held; its slot."""
-        slot = self.slots.pop(key)
-        self.arriving.discard(key)
+        confused = False
         try:
             self._policy.on_remove(key)
         except Exception:  # noqa: BLE001  the block is gone, whatever the policy says
+            confused = True
+        slot = self.slots.pop(key)
+        self.arriving.discard(key)
+        if confused:
             self._tell_anew([key])
         return slot
 
@@ -165,12 +172,17 @@ class BlockIndex(Generic[Key]):
                 if victim is None:
                     break
                 taken.append(self.slots.pop(victim))
+                self._count_evicted(victim)
         except Exception:
             self._tell_anew()
             if not taken:
                 raise
-        self.evicted_blocks += len(taken)
         return taken
+
+    def _count_evicted(self, key: Key) -> None:
+        self.evicted_blocks += 1
+        if self.evicted is not None:
+            self.evicted.append(key)
 
     # ---- policies that go wrong ----
     def _another_victim(self, wrong: Key) -> Key | None:

@@ -1,0 +1,160 @@
+"""Jobs in flight: one counts as done where every rank says so, and is over at its deadline whoever has not."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+
+from .jobs import Job, Outcome, Result
+
+REMEMBERED_FAILURES = 4096
+
+
+class Pending:
+    """A job in flight.
+
+    Attributes:
+        waiting: ranks that have not said how it ended.
+        after: loads that a save was computed from, of which it is not decided how they end.
+        damaged: positions that some rank found damaged.
+    """
+
+    __slots__ = ("after", "damaged", "decided", "dependents", "failed", "job", "planned_s", "reason", "waiting")
+
+    def __init__(self, job: Job, planned_s: float, waiting: set[int]) -> None:
+        self.job = job
+        self.planned_s = planned_s
+        self.waiting = waiting
+        self.after: set[int] = set()
+        self.dependents: list[Pending] = []
+        self.failed: set[int] = set()
+        self.damaged: set[int] = set()
+        self.reason = ""
+        self.decided = False
+
+    def fail(self, reason: str) -> None:
+        self.failed.update(range(len(self.job.keys)))
+        self.reason = self.reason or reason
+
+    def outcome(self) -> Outcome:
+        job = self.job
+        late = tuple(sorted(self.waiting))
+        return Outcome(job.id, job.kind, job.keys, job.device_ids, tuple(sorted(self.failed)), late, self.reason)
+
+
+class Ranks:
+    """Which ranks there are, in which of their lives, and the jobs that they have not ended.
+
+    ``settle`` is called once for each job, when it is decided how it ends.
+    """
+
+    def __init__(self, num_ranks: int, clock: Callable[[], float], settle: Callable[[Pending], None]) -> None:
+        self.epochs: list[int | None] = [None] * num_ranks
+        self.pending: dict[int, Pending] = {}
+        self._clock = clock
+        self._settle = settle
+        self._due: list[tuple[float, int, bool]] = []  # when, whose, and whether its time is over for the second time
+        self._numbers = itertools.count(1)
+        self._failed: dict[int, None] = {}  # loads, the oldest first
+        self._forgotten = 0  # the largest number of a failed load that is not remembered any more
+
+    @property
+    def ready(self) -> bool:
+        return None not in self.epochs
+
+    def next_id(self) -> int:
+        return next(self._numbers)
+
+    def add(self, job: Job, computed_from: Iterable[int] = ()) -> None:
+        """It is about to be sent to all ranks."""
+        pending = Pending(job, self._clock(), set(range(len(self.epochs))))
+        self.pending[job.id] = pending
+        for number in computed_from:
+            load = self.pending.get(number)
+            if load is not None and not load.decided:
+                pending.after.add(number)
+                load.dependents.append(pending)
+        if job.timeout_s is not None:
+            heapq.heappush(self._due, (pending.planned_s + job.timeout_s, job.id, False))
+
+    def has_failed(self, load_id: int) -> bool:
+        """Whether a load has ended as failed, or may have, so long ago that nobody knows."""
+        return load_id in self._failed or (load_id <= self._forgotten and load_id not in self.pending)
+
+    def lose(self, rank: int, reason: str) -> list[Outcome]:
+        """The rank is gone with all that it had: what was not decided has failed."""
+        self.epochs[rank] = None
+        found = []
+        for pending in list(self.pending.values()):
+            waited = rank in pending.waiting
+            pending.waiting.discard(rank)
+            if not pending.decided:
+                pending.fail(reason)
+                found += self._decide(pending)
+            elif waited and not pending.waiting:
+                found.append(self._end(pending))
+        return found
+
+    def take(self, results: Iterable[Result]) -> list[Outcome]:
+        """What the ranks have said; of another life of theirs it does not count."""
+        found = []
+        for result in results:
+            if self.epochs[result.rank] != result.epoch:
+                continue
+            pending = self.pending.get(result.job_id)
+            if pending is None:
+                continue
+            pending.waiting.discard(result.rank)
+            if pending.decided:
+                found += [] if pending.waiting else [self._end(pending)]
+                continue
+            if result.failed or result.damaged:
+                pending.failed.update(result.failed, result.damaged)
+                pending.damaged.update(result.damaged)
+                pending.reason = pending.reason or f"rank {result.rank}: {result.reason}"
+            if not pending.waiting and not pending.after:
+                found += self._decide(pending)
+        return found
+
+    def expire(self) -> tuple[list[Outcome], list[int]]:
+        """What is over because its time is; and the ranks that have not ended a job after twice its time."""
+        found: list[Outcome] = []
+        stuck: dict[int, None] = {}
+        now_s = self._clock()
+        while self._due and self._due[0][0] <= now_s:
+            due_s, number, again = heapq.heappop(self._due)
+            pending = self.pending.get(number)
+            if pending is None or pending.job.timeout_s is None:
+                continue
+            if again:
+                stuck.update(dict.fromkeys(sorted(pending.waiting)))
+                continue
+            if not pending.decided:
+                pending.fail(f"ranks {sorted(pending.waiting)} were not done after timeout_s = {pending.job.timeout_s}")
+                found += self._decide(pending)
+            heapq.heappush(self._due, (due_s + pending.job.timeout_s, number, True))
+        return found, list(stuck)
+
+    def _decide(self, pending: Pending) -> list[Outcome]:
+        """With the saves that wait for it."""
+        pending.decided = True
+        if pending.job.kind == "load" and pending.failed:
+            self._failed[pending.job.id] = None
+            if len(self._failed) > REMEMBERED_FAILURES:
+                oldest = next(iter(self._failed))
+                del self._failed[oldest]
+                self._forgotten = max(self._forgotten, oldest)
+        self._settle(pending)
+        found = [pending.outcome() if pending.waiting else self._end(pending)]
+        for save in pending.dependents:
+            save.after.discard(pending.job.id)
+            if pending.failed:
+                save.fail(f"load {pending.job.id}, from which it was computed, failed")
+            if not save.decided and not save.waiting and not save.after:
+                found += self._decide(save)
+        return found
+
+    def _end(self, pending: Pending) -> Outcome:
+        del self.pending[pending.job.id]
+        return pending.outcome()
