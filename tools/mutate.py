@@ -6,9 +6,9 @@
 
 Nothing is written into the tree: each edit is compiled in memory, in a process of its own (a fork of one that has
 Paddle imported), which runs the tests that execute the edited lines, those that have failed for most edits first, then
-the shortest, until one fails or ``--seconds`` are spent. A test that takes five times as long as without the edit
-counts as failed. Tests that start processes of their own see the source without the edit there, and are not known to
-execute lines that only those processes execute; an edit of a function of which no test executes the line survives.
+one variant of each, the shortest first, until one fails or ``--seconds`` are spent. A test that takes five times as
+long as without the edit counts as failed. Programs that tests start see the source without the edit; an edit of a
+function in a line that no test executes survives.
 
 What was noticed is remembered, until the source changes; what was not is tried again. Edits that change nothing
 anybody could see stand in docs/mutations.md, each with the reason.
@@ -90,6 +90,8 @@ class Reporter:
         self._descriptor = descriptor
         self._place = {name: place for place, name in enumerate(order)}
         self._traces = traces
+        self._process_id = os.getpid()
+        self._running = ""
         self._lines: set[tuple[str, int]] = set()
 
     def pytest_sessionstart(self) -> None:
@@ -107,7 +109,7 @@ class Reporter:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         self._tell("begins", item.nodeid)
-        self._lines = set()
+        self._running, self._lines = item.nodeid, set()
         began_s = time.monotonic()
         try:
             return (yield)
@@ -126,7 +128,11 @@ class Reporter:
         return self._trace_line if frame.f_code.co_filename.startswith(PACKAGE) else None
 
     def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        self._lines.add((frame.f_code.co_filename[len(PACKAGE) - len("paddle_kv/") :], frame.f_lineno))
+        line = (frame.f_code.co_filename[len(PACKAGE) - len("paddle_kv/") :], frame.f_lineno)
+        if line not in self._lines:
+            self._lines.add(line)
+            if os.getpid() != self._process_id:  # a test has forked
+                self._tell("ran", self._running, line)
         return self._trace_line
 
 
@@ -212,9 +218,12 @@ class Memory:
         if failed:
             say(f"  fail without an edit, left out: {', '.join(sorted(failed))}")
         tests: dict[str, Any] = {}
+        forked: dict[str, list[tuple[str, int]]] = {}
+        for name, line in (what[1:] for what in told if what[0] == "ran"):
+            forked.setdefault(name, []).append(line)
         for name, took_s, lines in (what[1:] for what in told if what[0] == "took" and what[1] not in failed):
             by_file: dict[str, list[int]] = {}
-            for path, line in lines:
+            for path, line in [*lines, *forked.get(name, [])]:
                 by_file.setdefault(path, []).append(line)
             tests[name] = (took_s, by_file)
         files = {path for _, lines in tests.values() for path in lines}
@@ -295,7 +304,14 @@ def killer_of(
     """The test that notices it, or why it cannot live."""
     path = ROOT / file
     names = [name for name, (_, lines) in covering.items() if edit.at_import or not lines.isdisjoint(edit.lines)]
-    names.sort(key=lambda name: (-fails[name], covering[name][0]))
+    names.sort(key=lambda name: covering[name][0])
+    variants: Counter[str] = Counter()
+    place = {}
+    for name in names:
+        function = name.partition("[")[0]
+        place[name] = variants[function]
+        variants[function] += 1
+    names.sort(key=lambda name: (-fails[name], place[name]))
     spent_s = itertools.accumulate(covering[name][0] for name in names)
     names = [name for name, until_s in zip(names, spent_s, strict=True) if until_s <= most_s]
     limits_s = {name: max(LEAST_LIMIT_S, TIMES_AS_LONG * covering[name][0]) for name in names}

@@ -87,11 +87,15 @@ def _look_at_all(given: Iterable[Movement]) -> None:
 
 
 def _look(movement: Movement) -> list[Movement]:
-    """Returns those that may be over by that."""
+    """Returns those that may be over, or retire, by that."""
     if movement.retired:
         return []
     found = _look_at_device(movement) if movement.state is State.ARRIVING else []
-    return [*found, *_retire_all([movement])] if movement.over else found
+    if not movement.over or (movement.failed and not all(before.retired for before in movement.depends_on)):
+        return found
+    dependents = list(movement.dependents)
+    _retire(movement)
+    return [*found, *_progress(dependents), *dependents]
 
 
 def _look_at_device(movement: Movement) -> list[Movement]:
@@ -147,22 +151,8 @@ def log_untold(movement: Movement) -> None:
         log.error("%s; nobody has waited for this transfer", movement.failure.message)
 
 
-def _retire_all(ended: list[Movement]) -> list[Movement]:
-    """Gives back the blocks of those for which nothing is left to wait, and of those that waited for that. Returns
-    those that may be over by that."""
-    found: list[Movement] = []
-    for movement in ended:  # grows meanwhile
-        if movement.retired or (movement.failed and not all(before.retired for before in movement.depends_on)):
-            continue
-        dependents = list(movement.dependents)
-        _retire(movement)
-        found += _progress(dependents)
-        found += [dependent for dependent in dependents if dependent.state is State.ARRIVING]
-        ended.extend(dependent for dependent in dependents if dependent.over)
-    return found
-
-
 def _retire(movement: Movement) -> None:
+    """Gives back its blocks: nothing is left to wait for."""
     movements.pop(movement.number, None)
     movement.source.release(movement, written=False)
     movement.target.release(movement, written=movement.failure is None)
