@@ -24,7 +24,7 @@ def check_ids(ids: Sequence[int] | Ids, name: str, num_blocks: int) -> None:
 def check_distinct(name: str, ids: Sequence[int] | Ids) -> None:
     """ValueError if an id, none of them negative, occurs twice."""
     found = np.asarray(ids, np.int64)
-    if not found.size:
+    if found.size < 2:
         return
     seen = np.zeros(found.max() + 1, bool)
     seen[found] = True

@@ -1,7 +1,8 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
 Called through ctypes: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called for every layer of a
-model. ctypes gives up the GIL for the time of a call. Streams and events are handles. The C side is
+model. ctypes gives up the GIL for the time of a call; those that only look into the queue, under a lock that nobody
+holds while CUDA works, keep it: to get it back costs more than they do. Streams and events are handles. The C side is
 ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
@@ -18,6 +19,7 @@ from ..errors import CudaError
 from ..ops import _library
 
 NO_END = -1
+FEW_BLOCKS = 1024  # sorted in less time than it takes to get the GIL back
 
 
 class _Transfer(ctypes.Structure):
@@ -45,8 +47,9 @@ class Cancelled(Exception):
 
 
 @functools.cache
-def _functions() -> Any:
-    library = ctypes.CDLL(str(_library.LIBRARY))  # loaded already: the same one
+def _functions(keeping_the_gil: bool = False) -> Any:
+    kind = ctypes.PyDLL if keeping_the_gil else ctypes.CDLL
+    library = kind(str(_library.LIBRARY))  # loaded already: the same one
     library.paddle_kv_queue_error.restype = ctypes.c_char_p
     arguments = {
         "open": [ctypes.c_int, ctypes.c_int64, ctypes.c_int],
@@ -132,7 +135,7 @@ def submit(
         stream,
         token,
     )
-    _checked(_functions().paddle_kv_queue_submit(ctypes.byref(transfer)))
+    _checked(_functions(len(device_ids) <= FEW_BLOCKS).paddle_kv_queue_submit(ctypes.byref(transfer)))
 
 
 def cancel(stream: int, token: int) -> int | None:
@@ -142,7 +145,7 @@ def cancel(stream: int, token: int) -> int | None:
     Returns the first layer of which not everything was given to an engine, None if nothing was dropped.
     """
     layer = ctypes.c_int64()
-    _checked(_functions().paddle_kv_queue_cancel(stream, token, ctypes.byref(layer)))
+    _checked(_functions(True).paddle_kv_queue_cancel(stream, token, ctypes.byref(layer)))
     return None if layer.value < 0 else layer.value
 
 
@@ -150,7 +153,7 @@ def watch(device_id: int, token: int, events: Sequence[int]) -> None:
     """The token is reported once all of the events are recorded and passed, with or without a failure (:func:`query`
     tells), or the device is lost. The events must live until then."""
     handles = (ctypes.c_int64 * len(events))(*events)
-    _checked(_functions().paddle_kv_queue_watch(device_id, token, handles, len(events)))
+    _checked(_functions(True).paddle_kv_queue_watch(device_id, token, handles, len(events)))
 
 
 def completions_fd() -> int:
@@ -162,7 +165,7 @@ def take_completions() -> list[int]:
     """The tokens reported since the last call, the oldest first; perhaps none although the descriptor was readable."""
     taken: list[int] = []
     tokens = (ctypes.c_int64 * 256)()
-    while count := _functions().paddle_kv_completions_take(tokens, len(tokens)):
+    while count := _functions(True).paddle_kv_completions_take(tokens, len(tokens)):
         taken += tokens[:count]
     return taken
 
@@ -182,12 +185,12 @@ def completions_count() -> int:
 
 def enqueued() -> int:
     """How many transfers were enqueued in this process."""
-    return int(_functions().paddle_kv_queue_enqueued())
+    return int(_functions(True).paddle_kv_queue_enqueued())
 
 
 def submitted() -> int:
     """How many of the first of them are submitted: none of those waits for an event any more that is not recorded."""
-    return int(_functions().paddle_kv_queue_submitted())
+    return int(_functions(True).paddle_kv_queue_submitted())
 
 
 def flush(stream: int, timeout_s: float | None = None) -> bool:
@@ -222,7 +225,7 @@ def pop_device() -> None:
 
 def forget(event: int) -> bool:
     """Forgets the failure of an event; whether there was one."""
-    return _checked(_functions().paddle_kv_queue_forget(event)) == 1
+    return _checked(_functions(True).paddle_kv_queue_forget(event)) == 1
 
 
 def set_thresholds(device_id: int, sizes: Sequence[int]) -> None:

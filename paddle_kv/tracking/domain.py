@@ -35,26 +35,41 @@ class BlockDomain:
         group: see :mod:`paddle_kv.tracking.group`.
     """
 
-    def __init__(self, tensors: Sequence[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, tensors: Sequence[tuple[int, int, int]] = (), num_blocks: int = 0) -> None:
         self.tensors = tuple(tensors)
         self.group = MemoryGroup(self)
-        # Of each block up to the largest that was ever named:
+        # Of each block:
         self._writer = np.zeros(0, np.int64)  # number of the transfer
         self._reader = np.zeros(0, np.int64)  # of the only transfer that reads it
         self._num_readers = np.zeros(0, np.int32)
         self._leases = np.zeros(0, np.int32)
         self._write_leases = np.zeros(0, np.int32)
         self._poisoned = np.zeros(0, bool)
+        self._place = np.zeros(0, np.int64)  # in the ids of the last read
+        self._num_leases = 0
         self._why_poisoned: dict[int, str] = {}
         self._transfers: dict[int, Tracked] = {}  # those that hold blocks
         self._writes: dict[int, Ids] = {}  # by number; ids that others have written since are still in there
         self._reads: dict[int, Ids] = {}  # and nobody has written since
         self._sharing: dict[int, None] = {}  # those of which a block has, or had, several readers
 
+        self.grow(num_blocks)
+
+    def grow(self, num_blocks: int) -> None:
+        """Room for so many blocks: whoever names one has checked that it is one of them."""
+        missing = max(0, num_blocks - self._writer.size)
+        self._writer = np.append(self._writer, np.full(missing, NOBODY))
+        self._reader = np.append(self._reader, np.full(missing, NOBODY))
+        self._num_readers = np.append(self._num_readers, np.zeros(missing, np.int32))
+        self._leases = np.append(self._leases, np.zeros(missing, np.int32))
+        self._write_leases = np.append(self._write_leases, np.zeros(missing, np.int32))
+        self._poisoned = np.append(self._poisoned, np.zeros(missing, bool))
+        self._place = np.append(self._place, np.zeros(missing, np.int64))
+
     # ---- what is asked ----
     def busy(self, block_ids: Iterable[int]) -> list[int]:
         """Those of the blocks that a transfer or a lease holds."""
-        ids = self._known(np.fromiter(block_ids, np.int64))
+        ids = np.fromiter(block_ids, np.int64)
         held = (self._writer[ids] != NOBODY) | (self._num_readers[ids] > 0) | (self._leases[ids] > 0)
         return ids[held].tolist()  # type: ignore[no-any-return]
 
@@ -64,20 +79,26 @@ class BlockDomain:
 
     def poisoned(self, block_ids: Iterable[int]) -> list[int]:
         """Those of the blocks whose content is not usable."""
-        ids = self._known(np.fromiter(map(int, block_ids), np.int64))
+        ids = np.fromiter(map(int, block_ids), np.int64)
         return ids[self._poisoned[ids]].tolist()  # type: ignore[no-any-return]
 
     def holders(self, block_ids: Sequence[int] | Ids, *, writing: bool = True) -> list[Tracked]:
         """The transfers that an access to the blocks has to do with, in order of submission: those that write them,
         and where it writes, those that read them."""
-        ids = self._known(_array(block_ids))
+        ids = _array(block_ids)
         numbers = {*_numbers(self._writer[ids]), *(self._readers_of(ids) if writing else ())}
         return [self._transfers[number] for number in sorted(numbers)]
 
+    def lone_holders(self, block_ids: Sequence[int] | Ids) -> list[Tracked]:
+        """Those that write one of the blocks, or read it alone. The blocks may be free when these have been looked at;
+        of one that several read, and there may be thousands, the last one will be heard of."""
+        ids = _array(block_ids)
+        return [self._transfers[one] for one in sorted({*_numbers(self._writer[ids]), *_numbers(self._reader[ids])})]
+
     def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
         """Raises where a lease forbids the access, or a poisoned block would be read."""
-        ids = self._grown(_array(block_ids))
-        leased = ids[(self._leases if writing else self._write_leases)[ids] > 0]
+        ids = _array(block_ids)
+        leased = ids[(self._leases if writing else self._write_leases)[ids] > 0] if self._num_leases else ids[:0]
         if leased.size:
             raise LeasedError(
                 f"block {leased[0]} of the {pool} is leased; release the lease before moving the block", leased.tolist()
@@ -97,7 +118,8 @@ class BlockDomain:
 
     def users(self, block_ids: Iterable[int], *, writing: bool) -> Iterator[tuple[int, Tracked, bool]]:
         """Transfers that an access conflicts with: a block, who holds it, and whether that one writes it."""
-        ids = self._known(np.fromiter(block_ids, np.int64))
+        ids = np.fromiter(block_ids, np.int64)
+        ids = ids[ids < self._writer.size]  # of an operator's tensor that goes beyond the pool
         for number in _numbers(self._writer[ids]):
             yield int(ids[self._writer[ids] == number][0]), self._transfers[number], True
         for number in self._readers_of(ids) if writing else ():
@@ -106,10 +128,12 @@ class BlockDomain:
     # ---- transfers ----
     def read(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the reads; returns the transfers whose result is read."""
-        given = self._grown(_array(block_ids))
+        given = _array(block_ids)
         if not given.size:
             return set()
-        ids = np.flatnonzero(self._mask(given))  # each once: one source may have many targets
+        places = np.arange(given.size)
+        self._place[given] = places
+        ids = given[self._place[given] == places]  # each once: one source may have many targets
         number = self._hold(transfer)
         shared = ids[self._num_readers[ids] > 0]
         if shared.size:
@@ -122,7 +146,7 @@ class BlockDomain:
 
     def write(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the writes; returns the transfers that must be over first."""
-        ids = self._grown(_array(block_ids))
+        ids = _array(block_ids)
         if not ids.size:
             return set()
         number = self._hold(transfer)
@@ -141,7 +165,7 @@ class BlockDomain:
 
     def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, why: str) -> None:
         """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
-        ids = self._known(_array(block_ids))
+        ids = _array(block_ids)
         own = ids[self._writer[ids] == transfer.number]
         self._poisoned[own] = True
         self._why_poisoned.update(dict.fromkeys(own.tolist(), why))
@@ -166,7 +190,7 @@ class BlockDomain:
         """The blocks hold usable data again."""
         if not self._why_poisoned:
             return
-        ids = self._known(_array(block_ids))
+        ids = _array(block_ids)
         for block_id in ids[self._poisoned[ids]].tolist():
             self._why_poisoned.pop(block_id, None)
         self._poisoned[ids] = False
@@ -174,7 +198,7 @@ class BlockDomain:
     # ---- leases ----
     def try_lease(self, block_ids: Sequence[int], *, write: bool) -> bool:
         """Takes the lease, unless a transfer or another lease conflicts with it."""
-        ids = self._grown(_array(block_ids))
+        ids = _array(block_ids)
         conflicts = self._writer[ids] != NOBODY
         conflicts |= (self._leases if write else self._write_leases)[ids] > 0
         if write:
@@ -183,12 +207,14 @@ class BlockDomain:
             return False
         self._leases[ids] += 1
         self._write_leases[ids] += write
+        self._num_leases += 1
         return True
 
     def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
         ids = _array(block_ids)
         self._leases[ids] -= 1
         self._write_leases[ids] -= write
+        self._num_leases -= 1
 
     # ---- helpers ----
     def _hold(self, transfer: Tracked) -> int:
@@ -209,21 +235,6 @@ class BlockDomain:
         mask[ids] = True
         return mask
 
-    def _known(self, ids: Ids) -> Ids:
-        return ids[ids < self._writer.size]
-
-    def _grown(self, ids: Ids) -> Ids:
-        """The ids, with room for them in the arrays."""
-        missing = int(ids.max()) + 1 - self._writer.size if ids.size else 0
-        if missing > 0:
-            self._writer = np.append(self._writer, np.full(missing, NOBODY))
-            self._reader = np.append(self._reader, np.full(missing, NOBODY))
-            self._num_readers = np.append(self._num_readers, np.zeros(missing, np.int32))
-            self._leases = np.append(self._leases, np.zeros(missing, np.int32))
-            self._write_leases = np.append(self._write_leases, np.zeros(missing, np.int32))
-            self._poisoned = np.append(self._poisoned, np.zeros(missing, bool))
-        return ids
-
 
 def _array(block_ids: Sequence[int] | Ids) -> Ids:
     return np.asarray(block_ids, np.int64)
@@ -231,6 +242,5 @@ def _array(block_ids: Sequence[int] | Ids) -> Ids:
 
 def _numbers(of_blocks: Ids) -> list[int]:
     """The transfers among the entries, each once."""
-    if not of_blocks.size or of_blocks.max() < 0:  # the rule: nobody
-        return []
-    return np.unique(of_blocks[of_blocks >= 0]).tolist()  # type: ignore[no-any-return]
+    found = of_blocks[of_blocks >= 0]
+    return np.unique(found).tolist() if found.size else []  # the rule: nobody

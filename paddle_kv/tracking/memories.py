@@ -27,6 +27,10 @@ class Extent:
     stride_bytes: int
     layer: int = -1  # -1: all layers of a block lie together
 
+    @property
+    def num_blocks(self) -> int:
+        return -(-(self.end - self.start) // self.stride_bytes)
+
 
 @dataclass
 class _Attached:
@@ -72,6 +76,8 @@ def _attach(owner: object, extents: tuple[Extent, ...]) -> tuple[BlockDomain, Ca
                         "other blocks or layers; give both pools the same tensors"
                     )
         domain = domain or BlockDomain(tensors)
+        with domain.group.lock:  # it cannot be united with another one meanwhile
+            domain.grow(max(extent.num_blocks for extent in extents))
         for extent in extents:
             _attached.setdefault(extent, _Attached(domain)).owners += 1
         end = weakref.finalize(owner, _ended.append, extents)

@@ -10,7 +10,7 @@ from paddle_kv.tracking.domain import BlockDomain
 
 @pytest.fixture
 def domain() -> BlockDomain:
-    return BlockDomain()
+    return BlockDomain(num_blocks=16)
 
 
 def test_a_lease_for_reading_that_ends_takes_nothing_from_a_later_one_for_writing(domain):

@@ -31,7 +31,7 @@ class Moves:
 
 @pytest.fixture
 def domain():
-    return BlockDomain()
+    return BlockDomain(num_blocks=16)
 
 
 def test_a_read_depends_on_the_last_writer(domain):
@@ -127,7 +127,7 @@ def test_a_failure_does_not_poison_what_a_later_one_rewrites(domain):
 
 
 def test_the_lease_that_ends_is_that_of_the_same_blocks():
-    domain = BlockDomain()
+    domain = BlockDomain(num_blocks=16)
     assert domain.try_lease([1, 2], write=False)
     assert domain.try_lease([3], write=False)
     domain.end_lease([3], write=False)

@@ -49,7 +49,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.domain = BlockDomain()
+        self.domain = BlockDomain(num_blocks=16)
         self.blocks: dict[int, Block] = defaultdict(Block)
         self.poison: set[int] = set()
 
@@ -58,6 +58,8 @@ class Machine(RuleBasedStateMachine):
             block = self.blocks[block_id]
             if block.write_lease or (writes and block.read_leases):
                 return LeasedError, f"block {block_id} of the pool is leased"
+        for block_id in ids:
+            block = self.blocks[block_id]
             if not writes and block_id in self.poison and (block.writer is None or block.writer.failed):
                 return TransferError, f"block {block_id} of the pool holds no usable data"
         return None
