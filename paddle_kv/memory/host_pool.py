@@ -331,7 +331,7 @@ class HostPool:
 
     def _still_busy(self, block_ids: Iterable[int]) -> list[int]:
         ids = list(block_ids)
-        for transfer in self.domain.holders(ids):
+        for transfer in self.domain.lone_holders(ids):
             transfer.look()
         return self.domain.busy(ids)
 
@@ -377,7 +377,7 @@ class HostPool:
 
     def _try_lease(self, ids: list[int], write: bool, thread: int) -> _Lease | None:
         self._check_open()
-        for transfer in self.domain.holders(ids):
+        for transfer in self.domain.lone_holders(ids):
             transfer.look()
         return _Lease(self.domain, ids, write, thread) if self.domain.try_lease(ids, write=write) else None
 

@@ -181,6 +181,11 @@ class Movement:
         return self.failure is not None
 
     @property
+    def dropped(self) -> bool:
+        """Whether layers of it will never be submitted: what is behind it is behind what it was behind, for those."""
+        return self.failure is not None and self.num_unsubmitted > 0
+
+    @property
     def over(self) -> bool:
         return self.state.is_end
 

@@ -168,7 +168,7 @@ def abandon(movement: Movement) -> None:
     """In a forked child: nothing moves here any more."""
     message = f"the process forked while the {movement.direction} was in flight"
     for failed in fail(movement, Failure(State.FAILED, message)):
-        if failed.state is not State.ARRIVING and not failed.over:
+        if failed.failed and failed.state is not State.ARRIVING and not failed.over:
             failed.enter(State.ARRIVING)
     if not movement.over:
         movement.told = True  # the parent's to tell

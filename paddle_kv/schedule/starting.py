@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..backend.work import Stream, TransferPlan
-from . import settling
+from . import settling, submission
 from .movement import Movement, Owner, movements
 from .statistics import Statistics
 from .transfer import Transfer
@@ -77,6 +77,8 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     movement.depends_on = {*reads_from, *others, *behind}
     for before in movement.depends_on:
         before.dependents[movement] = None
+    if movement.num_unsubmitted:
+        submission.inherit(movement)
 
 
 def hold(movement: Movement, compute: Stream) -> None:

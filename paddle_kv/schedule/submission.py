@@ -48,21 +48,14 @@ def advance(movements: Iterable[Movement]) -> list[Movement]:
                 else:
                     movement.notify()
         queue.extend(failed)
-        if submitted or (movement.failed and not _retires_now(movement)):
+        if submitted:
             queue.extend(movement.dependents)
     return ended
 
 
-def _retires_now(movement: Movement) -> bool:
-    """Nothing of it runs and nothing is left to wait for: those behind it are told when it retires, in this section.
-    Else the end of each link of a chain would go through the rest of it."""
-    nothing_runs = movement.last_event is None and movement.state is not State.PENDING
-    return nothing_runs and all(before.retired for before in movement.depends_on)
-
-
 def fail(movement: Movement, failure: Failure) -> list[Movement]:
-    """Nothing more of it is submitted; its targets are poisoned; what reads the result fails too. Returns all that
-    fail by that, to be advanced."""
+    """Nothing more of it is submitted; its targets are poisoned; what reads the result fails too. Returns what has to
+    be advanced by that: all that fail, in order, and those that are now behind what these were behind."""
     if movement.failed:
         return []
     movement.failure = failure
@@ -76,7 +69,47 @@ def fail(movement: Movement, failure: Failure) -> list[Movement]:
                 message = f"it reads blocks of a transfer that failed ({reason})"
                 dependent.failure = Failure(State.FAILED, message, None, one.failure.cause, reason)
                 failed.append(dependent)
-    return failed
+    failed.sort(key=_number)
+    dependents = (dependent for one in failed for dependent in one.dependents)
+    behind = dict.fromkeys(one for one in dependents if one.num_unsubmitted and not one.failed)
+    for one in failed:
+        _pass_over(one)
+    for one in behind:
+        inherit(one)
+    return [*failed, *behind]
+
+
+def inherit(movement: Movement) -> None:
+    """Those that were dropped among what it depends on leave their place to what they depended on themselves."""
+    dropped = {before for before in movement.depends_on if before.dropped}
+    left = list(dropped)
+    for one in left:  # grows meanwhile
+        found = {before for before in one.depends_on if before.dropped} - dropped
+        dropped |= found
+        left += found
+    for one in sorted(dropped, key=_number):
+        _pass_over(one)
+        _depend(movement, one.depends_on)
+    _pass_over(movement)
+
+
+def _pass_over(movement: Movement) -> None:
+    """Leaves out those of which nothing was submitted, or nothing runs any more. Or each that comes to stand behind a
+    long chain of them would go through all of it."""
+    for before in [one for one in movement.depends_on if one.dropped and (one.last_event is None or one.over)]:
+        movement.depends_on.discard(before)
+        before.dependents.pop(movement, None)
+        _depend(movement, before.depends_on)
+
+
+def _depend(movement: Movement, others: Iterable[Movement]) -> None:
+    movement.depends_on.update(others)
+    for other in others:
+        other.dependents[movement] = None
+
+
+def _number(movement: Movement) -> int:
+    return movement.number
 
 
 def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]:
@@ -144,16 +177,10 @@ def _ready_runs(movement: Movement) -> list[tuple[int, list[list[Event]]]]:
 
 def _others(movement: Movement) -> list[Movement]:
     """Those whose layers have to be submitted before the same layers of this one, and be waited for."""
-    found = list(movement.depends_on)
-    seen = set(found)
-    for before in found:  # grows meanwhile
-        if before.failed and before.num_unsubmitted:  # what it would have waited for
-            found.extend(before.depends_on - seen)
-            seen |= before.depends_on
     # The order of the stream is enough for one that is submitted as a whole on the same stream.
     return [
         before
-        for before in found
+        for before in movement.depends_on
         if not before.retired and not (not before.num_unsubmitted and (before.over or before.stream is movement.stream))
     ]
 

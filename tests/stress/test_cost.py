@@ -36,23 +36,29 @@ def start(scheduler: LayerwiseScheduler, kind: str, count: int) -> list[Any]:
     return chain
 
 
+def calls_of(call: Callable[[], Any]) -> tuple[int, Any]:
+    """How many functions are called by it in this thread, and what it returns."""
+    calls = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    return calls, result
+
+
 def costs(kind: str, count: int) -> dict[str, int]:
     cache, pool = DeviceCache(SPEC, count + 20, "cpu"), HostPool(SPEC, count + 20)
     scheduler = LayerwiseScheduler(cache, pool)
     found: dict[str, int] = {}
 
     def measure(name: str, call: Callable[[], Any]) -> Any:
-        calls = [0]
-
-        def note(frame: object, event: str, argument: object) -> None:
-            calls[0] += event in ("call", "c_call")
-
-        sys.setprofile(note)
-        try:
-            result = call()
-        finally:
-            sys.setprofile(None)
-        found[name] = calls[0]
+        found[name], result = calls_of(call)
         return result
 
     def lease() -> None:
@@ -72,15 +78,20 @@ def costs(kind: str, count: int) -> dict[str, int]:
     free = count + 10
     held = start(scheduler, kind, count)
     tail = int(held[-1].plan.host_ids[0])
-    thread = threading.Thread(target=run)  # in the main thread another one would do it
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    beside_the_main_thread(run)
     for transfer in held:
         transfer.cancel()
     scheduler.close(WAIT_S)
     pool.close()
     return found
+
+
+def beside_the_main_thread(run: Callable[[], object]) -> None:
+    """For that one another thread would do it."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("kind", ["apart", "one source", "chain"])
@@ -122,3 +133,62 @@ def test_a_long_chain_ends_in_a_time_of_its_length(end: str) -> None:
     thread.join()
     assert len(found) == 2
     assert found[1] < 4 * 2 * found[0]
+
+
+def test_a_chain_that_is_cancelled_from_its_end_costs_its_length_and_a_save_behind_it_nothing() -> None:
+    def run() -> None:
+        for count in (FEW, MANY, 4 * MANY):
+            cache, pool = DeviceCache(SPEC, count + 20, "cpu"), HostPool(SPEC, count + 20)
+            with LayerwiseScheduler(cache, pool) as scheduler:
+                chain = start(scheduler, "chain", count)
+                found[count] = [sum(calls_of(transfer.cancel)[0] for transfer in reversed(chain[1:]))]
+                tail = int(chain[-1].plan.host_ids[0])
+                saves = [calls_of(lambda: scheduler.offload([count + 1], [tail])) for _ in range(3)]  # noqa: B023
+                found[count].append(min(calls for calls, _ in saves))
+                assert not any(save.done() for _, save in saves), "the first save was not marked"
+                chain[0].cancel()
+                saves[-1][1].wait(WAIT_S)
+            pool.close()
+
+    found: dict[int, list[int]] = {}
+    beside_the_main_thread(run)
+    assert found[4 * MANY][0] < 4.5 * found[MANY][0]
+    assert found[MANY][1] <= 1.5 * found[FEW][1]
+
+
+def test_a_save_behind_a_chain_that_has_failed_costs_the_same_whatever_its_length() -> None:
+    def run() -> None:
+        for count in (FEW, FEW, MANY):
+            cache, pool = DeviceCache(SPEC, count + 20, "cpu"), HostPool(SPEC, count + 20)
+            with LayerwiseScheduler(cache, pool) as scheduler:
+                chain = start(scheduler, "chain", count)
+                chain[1].cancel()
+                assert scheduler.stats()["events"] == 3, "those of the cancelled ones are given back"
+                tail = int(chain[-1].plan.host_ids[0])
+                found[count], save = calls_of(lambda: scheduler.offload([count + 1], [tail]))  # noqa: B023
+                chain[0].cancel()
+                save.wait(WAIT_S)
+            pool.close()
+
+    found: dict[int, int] = {}
+    beside_the_main_thread(run)
+    assert found[MANY] <= 1.5 * found[FEW]
+
+
+def test_to_free_a_block_costs_the_same_whoever_reads_it() -> None:
+    def run() -> None:
+        for count in (FEW, FEW, MANY):
+            cache, pool = DeviceCache(SPEC, count + 20, "cpu"), HostPool(SPEC, count + 20)
+            with LayerwiseScheduler(cache, pool) as scheduler:
+                block = pool.allocate(1)
+                first, *_ = start(scheduler, "one source", count)
+                asked = {"free": lambda: pool.free(block), "free blocks": lambda: pool.num_free_blocks}  # noqa: B023
+                found[count] = {name: calls_of(call)[0] for name, call in asked.items()}
+                first.cancel()
+                scheduler.drain(WAIT_S)
+                assert pool.num_free_blocks == count + 20
+            pool.close()
+
+    found: dict[int, dict[str, int]] = {}
+    beside_the_main_thread(run)
+    assert {name: found[MANY][name] for name in found[FEW] if found[MANY][name] > 1.5 * found[FEW][name]} == {}
