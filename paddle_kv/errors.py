@@ -145,3 +145,7 @@ class ForkedError(PaddleKVError):
 
 class ReentryError(PaddleKVError):
     """A finalizer, a policy or a backend has called a scheduler out of one of its own calls."""
+
+
+class TierError(PaddleKVError):
+    """Storage that cannot be used: a folder that another process has, or that cannot be written to."""

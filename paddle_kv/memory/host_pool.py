@@ -208,10 +208,12 @@ class HostPool:
         address = self.pointer(name, layer)
         block_id = arguments.integer(block_id, "block_id")
         check_ids([block_id], "block_id", self.num_blocks)
-        block_bytes = self.spec.tensor_block_bytes(name)
-        start = address + block_id * self._strides[name]
-        flat = _bytes_at(start, block_bytes, self._memory)
+        flat = self.bytes_at(address + block_id * self._strides[name], self.spec.tensor_block_bytes(name))
         return flat.view(self.spec.numpy_dtype(name)).reshape(self.spec.block_shape(name))
+
+    def bytes_at(self, address: int, size_bytes: int) -> np.ndarray:
+        """Memory of the pool as a writable array, which keeps it alive if it is the pool's own."""
+        return _bytes_at(address, size_bytes, self._memory)
 
     def close(self) -> None:
         """Gives the memory back. Again: does nothing.

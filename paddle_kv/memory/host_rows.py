@@ -35,3 +35,20 @@ def host_rows(pool: HostPool) -> list[list[np.ndarray]]:
         ]
         for layer in range(spec.num_layers)
     ]
+
+
+def block_rows(pool: HostPool) -> np.ndarray:
+    """uint8 ``[num_blocks, bytes of all layers of a block]`` over a block-first pool, whose own memory it keeps alive.
+
+    Raises:
+        ValueError: the layers of a block are not adjacent.
+    """
+    spec = pool.spec
+    names, size = spec.tensor_names, spec.num_layers * spec.block_bytes
+    start = pool.pointer(names[0], 0)
+    for name in names:
+        offset = spec.tensor_offset_bytes(name)
+        apart = [pool.pointer(name, layer) - start - offset for layer in range(spec.num_layers)]
+        if pool.stride_bytes(name) != size or apart != [layer * spec.block_bytes for layer in range(spec.num_layers)]:
+            raise ValueError("the layers of a block are not adjacent in the pool; make it with layout='block_first'")
+    return pool.bytes_at(start, pool.num_blocks * size).reshape(pool.num_blocks, size)

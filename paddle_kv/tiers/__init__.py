@@ -1,0 +1,8 @@
+"""What lies below host memory: blocks as checked objects, by default in files."""
+
+from .files import FilesEngine
+from .job import Job, Observer
+from .protocol import Engine, Outcome, Read, Write
+from .tier import Tier
+
+__all__ = ["Engine", "FilesEngine", "Job", "Observer", "Outcome", "Read", "Tier", "Write"]

@@ -1,0 +1,138 @@
+"""The engine "files": folders, and nothing to start."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..checks import check_timeout
+from ..errors import ForkedError
+from ..layout import check_positive
+from ..tracking.keeper import Deadline
+from .folder import Folder
+from .protocol import Outcome, Read, Write
+from .root import Root
+
+EXIT_TIMEOUT_S = 5.0
+
+
+class FilesEngine:
+    """Objects as files: direct I/O by a few threads for each root, without a copy on the host.
+
+    Args:
+        roots: folder -> capacity in bytes. Each is made if it is not there, is held by one engine at a time, and gets
+            its part of the objects by the rate that was measured of it.
+        threads_per_root: calls of the system at once.
+
+    Raises:
+        TierError: a folder is in use, or cannot be used.
+        ValueError: no folder, or a capacity below 1.
+
+    What evicts, what survives a crash and what an error does is in docs/tiers.md.
+    """
+
+    name = "files"
+
+    def __init__(self, roots: Mapping[str | os.PathLike[str], int], *, threads_per_root: int = 4) -> None:
+        if not isinstance(roots, Mapping):
+            raise TypeError(f"roots is {type(roots).__name__}; a mapping folder -> capacity in bytes is expected")
+        if not roots:
+            raise ValueError("roots is empty; at least one folder is needed")
+        capacities = {path: check_positive(capacity, f"roots[{path!r}]") for path, capacity in roots.items()}
+        threads_per_root = check_positive(threads_per_root, "threads_per_root")
+        folders: list[Folder] = []
+        try:
+            for path, capacity in capacities.items():
+                folders.append(Folder(path, capacity))
+        except BaseException:
+            for folder in folders:
+                folder.close()
+            raise
+        self.roots = [Root(folder, threads_per_root) for folder in folders]
+        self._process_id = os.getpid()
+        self._closed = False
+        _engines.add(self)
+
+    def register(self, memory: np.ndarray) -> None:
+        """Files need no registration."""
+
+    def write(self, items: Sequence[Write]) -> None:
+        self._check_process()
+        for item in items:
+            there = [root for root in self.roots if item.name in root.folder]
+            rested = there or [root for root in self.roots if not root.writes.resting]
+            if rested:
+                min(rested, key=lambda root: (root.queued_bytes + item.size_bytes) / root.rate).write(item)
+            else:
+                item.ended(Outcome.DROPPED)
+
+    def read(self, items: Sequence[Read]) -> None:
+        self._check_process()
+        for item in items:
+            root = next((root for root in self.roots if root.folder.present(item.name)), None)
+            if root is None:
+                item.ended(Outcome.MISSING)
+            else:
+                root.read(item)
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        folders = [root.folder for root in self.roots if not root.reads.resting]
+        return [any(folder.present(name) for folder in folders) for name in names]
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            for root in self.roots:
+                root.folder.delete(name)
+
+    def stats(self) -> dict[str, float]:
+        """``objects``, ``used_bytes``, ``capacity_bytes``, ``evicted``, ``errors``, ``resting_roots``."""
+        folders = [root.folder for root in self.roots]
+        return {
+            "objects": sum(len(folder) for folder in folders),
+            "used_bytes": sum(folder.used_bytes for folder in folders),
+            "capacity_bytes": sum(folder.capacity_bytes for folder in folders),
+            "evicted": sum(folder.evicted for folder in folders),
+            "errors": sum(root.reads.errors + root.writes.errors for root in self.roots),
+            "resting_roots": sum(root.reads.resting or root.writes.resting for root in self.roots),
+        }
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Drops what has not begun, and waits for what has. Again: does nothing.
+
+        Raises:
+            TimeoutError: a call of the system has not returned.
+        """
+        check_timeout(timeout_s)
+        if self._closed or self._process_id != os.getpid():
+            return
+        deadline = Deadline(timeout_s)
+        stuck = [root for root in self.roots if not root.close(deadline)]
+        if stuck:
+            raise TimeoutError(f"{stuck[0].folder.path} did not answer within timeout_s = {timeout_s}")
+        self._closed = True
+
+    def __enter__(self) -> FilesEngine:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close(30.0)
+
+    def _check_process(self) -> None:
+        if self._process_id != os.getpid():
+            raise ForkedError("the engine was made before a fork; make one in this process")
+
+
+_engines: weakref.WeakSet[FilesEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """What is being written is completed, what is queued is dropped."""
+    for engine in list(_engines):
+        with contextlib.suppress(Exception):  # nobody is left to be told
+            engine.close(EXIT_TIMEOUT_S)

@@ -1,0 +1,138 @@
+"""One object of a job, as an engine sees it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from .checksum import checksum
+from .job import Job
+from .object_format import ALIGN_BYTES, ObjectFormat
+from .protocol import Outcome
+
+FIRST_STAGE_LAYERS = 1
+LEAST_STAGE_BYTES = 16 << 10  # below that a storage is asked more often than it is read
+
+
+class Owner(Protocol):
+    """The tier, as its items see it."""
+
+    format: ObjectFormat
+    aligned: bool
+
+    def payload(self, block_id: int) -> memoryview:
+        """The bytes of a block."""
+
+    def item_ended(self, item: Item, job: Job, position: int, outcome: Outcome) -> None:
+        """Nothing touches the block any more."""
+
+
+class Item:
+    """What storing and loading share. ``ended`` counts once, whatever the engine calls."""
+
+    def __init__(self, tier: Owner, job: Job, position: int, header: memoryview) -> None:
+        self.key = job.keys[position]
+        self.name = tier.format.name_of(self.key)
+        self.size_bytes = tier.format.object_bytes
+        self.deadline = job.deadline
+        self.aligned = tier.aligned
+        self.header = header
+        self._tier = tier
+        self._job = job
+        self._position = position
+        self._payload = tier.payload(job.block_ids[position])
+        self._open = True
+        self._ending = threading.Lock()
+
+    @property
+    def _unwanted(self) -> bool:
+        return self._job.cancelled or self.deadline.over
+
+    def ended(self, outcome: Outcome) -> None:
+        with self._ending:
+            was_open, self._open = self._open, False
+        if was_open:
+            self._tier.item_ended(self, self._job, self._position, self.checked(outcome))
+
+    def checked(self, outcome: Outcome) -> Outcome:
+        """What the engine says, and what is known here."""
+        if self._unwanted and outcome is not Outcome.DONE:
+            return Outcome.DROPPED if self._job.cancelled else Outcome.LATE
+        return outcome
+
+
+class WriteItem(Item):
+    """See :class:`~paddle_kv.tiers.protocol.Write`."""
+
+    def buffers(self) -> list[memoryview] | None:
+        if self._unwanted or not self._open:
+            return None
+        self._tier.format.write_header(self.header, self.key, self._payload)
+        return [self.header, self._payload]
+
+
+class ReadItem(Item):
+    """See :class:`~paddle_kv.tiers.protocol.Read`."""
+
+    def __init__(self, tier: Owner, job: Job, position: int, header: memoryview, stages: Sequence[range]) -> None:
+        super().__init__(tier, job, position, header)
+        self.num_stages = len(stages)
+        self._stages = stages
+        self._num_arrived = 0
+        self._sums: Sequence[int] = ()
+        self._wrong: Outcome | None = None
+
+    def buffers(self, stage: int) -> tuple[int, list[memoryview]] | None:
+        if self._unwanted or not self._open:
+            return None
+        step, header = self._tier.format.layer_bytes, len(self.header)
+        layers = self._stages[stage]
+        start, stop = layers.start * step, layers.stop * step
+        part = self._payload[start:stop]
+        return (0, [self.header, part]) if stage == 0 else (header + start, [part])
+
+    def arrived(self, stage: int) -> bool:
+        with self._ending:
+            if not self._open or stage != self._num_arrived or self._wrong is not None:
+                return False  # an engine that says it twice
+            self._num_arrived += 1
+        self._wrong = self._verify(stage)
+        if self._wrong is not None:
+            return False
+        self._job.stage_arrived(stage, self._stages)
+        return not self._unwanted
+
+    def _verify(self, stage: int) -> Outcome | None:
+        if stage == 0:
+            found = self._tier.format.read_header(self.header, self.key)
+            if isinstance(found, Outcome):
+                return found
+            self._sums = found
+        step = self._tier.format.layer_bytes
+        for layer in self._stages[stage]:
+            if checksum(self._payload[layer * step : (layer + 1) * step]) != self._sums[layer]:
+                return Outcome.DAMAGED
+        return None
+
+    def checked(self, outcome: Outcome) -> Outcome:
+        if self._wrong is not None:
+            return self._wrong
+        if outcome is Outcome.DONE and self._num_arrived < self.num_stages:
+            outcome = Outcome.FAILED  # nothing is there that was not looked at
+        return super().checked(outcome)
+
+
+def stages_of(num_layers: int, layer_bytes: int, *, layerwise: bool, aligned: bool) -> list[range]:
+    """Ranges of layers that are read at once: each as long as all before it, so that the first one is there early and
+    few are needed. With ``aligned`` they begin at multiples of 4 KiB."""
+    stages: list[range] = []
+    first = 0
+    while first < num_layers:
+        count = max(FIRST_STAGE_LAYERS, first, -(-LEAST_STAGE_BYTES // layer_bytes)) if layerwise else num_layers
+        stop = min(first + count, num_layers)
+        while aligned and stop < num_layers and stop * layer_bytes % ALIGN_BYTES:
+            stop += 1
+        stages.append(range(first, stop))
+        first = stop
+    return stages

@@ -1,0 +1,160 @@
+"""Blocks of a pool on their way to a tier or from it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..checks import check_timeout
+from ..ops import _arguments as arguments
+from ..tracking.keeper import Deadline
+from .object_format import MOST_KEY_BYTES
+from .protocol import Outcome
+
+_numbers = itertools.count(1)
+
+
+class Observer(Protocol):
+    """Hears of a job in threads of the tier; does not wait for anything."""
+
+    def layers_arrived(self, job: Job, layers: range) -> None:
+        """These layers of all blocks are in the pool, and right. In order; not called any more once a block failed."""
+
+    def settled(self, job: Job) -> None:
+        """It is known how it went with each block. Called once; the tier may still write to the blocks."""
+
+    def over(self, job: Job) -> None:
+        """Called once, last: the tier does not touch the blocks any more."""
+
+
+class Job:
+    """Blocks, each with its key, that are to be stored or loaded together.
+
+    Args:
+        keys: one for each block: its chained hash, at most 64 bytes.
+        block_ids: of the pool. Until the job is over nobody may write blocks that are stored, nor touch those that are
+            loaded.
+        timeout_s: from the call of the tier on; what takes longer counts as late.
+        layerwise: a load reports layers as they arrive, the first ones early. Else it reads each object at once.
+        observer: hears of it; None: ask :meth:`Tier.finished`.
+
+    Attributes:
+        outcomes: one for each block, None where it is not known yet.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        block_ids: Any,
+        *,
+        timeout_s: float = 30.0,
+        layerwise: bool = True,
+        observer: Observer | None = None,
+    ) -> None:
+        self.number = next(_numbers)
+        self.keys = check_keys(keys)
+        self.block_ids = arguments.block_ids(block_ids, "block_ids")
+        if len(self.keys) != len(self.block_ids):
+            raise ValueError(
+                f"keys has {len(self.keys)} entries, block_ids has {len(self.block_ids)}; both need the same number"
+            )
+        if timeout_s is None:
+            raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
+        check_timeout(timeout_s)
+        self.timeout_s = timeout_s
+        self.layerwise = layerwise
+        self.outcomes: list[Outcome | None] = [None] * len(self.keys)
+        self.settled = False
+        self.over = False
+        self.cancelled = False
+        self.deadline = Deadline(None)
+        self.started_s = 0.0
+        self.kind = ""  # "store" or "load"
+        self._observer = observer
+        self._lock = threading.Lock()
+        self._held = len(self.keys) + 1  # blocks that the tier may touch; and until it is settled
+        self._arrived: list[int] = []  # blocks, by stage
+        self._announced = 0  # stages
+
+    def cancel(self) -> None:
+        """What has not begun is dropped. May be called in the middle of anything."""
+        self.cancelled = True
+
+    @property
+    def observed(self) -> bool:
+        """Whether somebody is told of its end."""
+        return self._observer is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether all blocks were stored, or loaded."""
+        return all(outcome is Outcome.DONE for outcome in self.outcomes)
+
+    # ---- what the tier calls ----
+    def begin(self, kind: str, num_stages: int, now_s: float) -> None:
+        if self.started_s:
+            raise ValueError("the job was handed to a tier before; make another one")
+        self.kind = kind
+        self.started_s = now_s
+        self.deadline = Deadline(self.timeout_s)
+        self._arrived = [0] * num_stages
+
+    def stage_arrived(self, stage: int, stages: Sequence[range]) -> None:
+        """Of one more block."""
+        with self._lock:
+            self._arrived[stage] += 1
+            first = self._announced
+            while self._announced < len(stages) and self._arrived[self._announced] == len(self.keys):
+                self._announced += 1
+            found = range(first, self._announced)
+        if self._observer is not None:
+            for one in found:
+                self._observer.layers_arrived(self, stages[one])
+
+    def end(self, position: int, outcome: Outcome) -> bool:
+        """Of one block. Whether it was not known before."""
+        with self._lock:
+            if self.outcomes[position] is not None:
+                return False
+            self.outcomes[position] = outcome
+            return True
+
+    def end_all(self, outcome: Outcome) -> int:
+        """Of all whose end is not known; returns how many."""
+        return sum(self.end(position, outcome) for position in range(len(self.keys)))
+
+    def settle(self) -> bool:
+        """Whether that makes all known, for the first time."""
+        with self._lock:
+            if self.settled or None in self.outcomes:
+                return False
+            self.settled = True
+        if self._observer is not None:
+            self._observer.settled(self)
+        self.let_go()
+        return True
+
+    def let_go(self, count: int = 1) -> None:
+        """Of blocks that the tier will not touch again."""
+        if not count:
+            return
+        with self._lock:
+            self._held -= count
+            if self._held:
+                return
+            self.over = True
+        if self._observer is not None:
+            self._observer.over(self)
+
+
+def check_keys(keys: Any) -> list[bytes]:
+    """The keys as a list of bytes; TypeError or ValueError unless they are that."""
+    found: list[Any] = list(keys) if not isinstance(keys, (bytes, str)) else [None]
+    for position, key in enumerate(found):
+        if not isinstance(key, bytes):
+            raise TypeError(f"keys[{position}] is {type(key).__name__}; bytes are expected")
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise ValueError(f"keys[{position}] has {len(key)} bytes; 1 to {MOST_KEY_BYTES} are expected")
+    return found

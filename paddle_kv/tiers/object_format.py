@@ -1,0 +1,154 @@
+"""One block as an object: a header that says what it is, and the bytes of all layers as they lie in the pool.
+
+The bytes are written down in docs/tiers.md. Nothing of a header is trusted: all that has to be there is known before,
+and compared.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from ..layout import KVCacheSpec, check_spec
+from .checksum import checksum, checksum_of
+from .protocol import Outcome
+
+MAGIC = b"PDKVTIER"
+VERSION = 1
+CHECKSUM_XXH3_64 = 1
+ALIGN_BYTES = 4096
+NAME_BYTES = 16
+MOST_KEY_BYTES = 64
+
+# magic, version, header bytes, payload bytes, layers, group, rank, checksum's kind, spec, model, key bytes, key
+_FIXED = struct.Struct(f"<8sIIQIIII32s32sI4x{MOST_KEY_BYTES}s")
+_SUM = struct.Struct("<Q")
+_TABLE_AT = _FIXED.size + _SUM.size  # offsets, sizes and checksums of the layers: three columns
+_MOST_LAYERS = 65536
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says of its object, whoever has written it."""
+
+    version: int
+    payload_bytes: int
+    group: int
+    rank: int
+    spec_digest: bytes
+    model_digest: bytes
+    key: bytes
+    header_bytes: int
+    layers: Sequence[tuple[int, int, int]]  # offset in the payload, bytes, checksum
+
+
+class ObjectFormat:
+    """What the objects of one group of layers, of one rank, have in common.
+
+    Args:
+        spec: of the cache.
+        model: whatever else the content of a block depends on, such as the model with its revision.
+        group: of layers.
+        rank: of this process.
+
+    Raises:
+        ValueError: a group or rank that is not in [0, 2**32), or more layers than a header holds.
+    """
+
+    def __init__(self, spec: KVCacheSpec, model: bytes, *, group: int = 0, rank: int = 0) -> None:
+        check_spec(spec)
+        for name, value in (("group", group), ("rank", rank)):
+            if not 0 <= value < 2**32:
+                raise ValueError(f"{name} = {value} must be in [0, {2**32})")
+        if spec.num_layers > _MOST_LAYERS:
+            raise ValueError(f"num_layers = {spec.num_layers} must be at most {_MOST_LAYERS}")
+        self.num_layers = spec.num_layers
+        self.layer_bytes = spec.block_bytes
+        self.payload_bytes = self.num_layers * self.layer_bytes
+        self.header_bytes = _header_bytes(self.num_layers)
+        self.object_bytes = self.header_bytes + self.payload_bytes
+        spec_digest, model_digest = digest_of_spec(spec), _digest(model)
+        sizes = (self.header_bytes, self.payload_bytes, self.num_layers)
+        self._front = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, spec_digest, model_digest)
+        self._name_salt = struct.pack("<III", VERSION, group, rank) + spec_digest + model_digest
+        offsets = range(0, self.payload_bytes, self.layer_bytes)
+        layers = self.num_layers
+        self._table = struct.pack(f"<{2 * layers}Q", *offsets, *[self.layer_bytes] * layers)
+        self._sums_at = _TABLE_AT + len(self._table)
+        self._sums = struct.Struct(f"<{layers}Q")
+
+    def name_of(self, key: bytes) -> bytes:
+        """The name of the object: a hash that tells nothing of what is in it."""
+        return blake2b(self._name_salt + key, digest_size=NAME_BYTES).digest()
+
+    def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
+        """Fills the header of an object with this payload."""
+        header[: _FIXED.size] = _FIXED.pack(*self._front, len(key), key)
+        header[_TABLE_AT : self._sums_at] = self._table
+        step = self.layer_bytes
+        sums = [checksum(payload[start : start + step]) for start in range(0, self.payload_bytes, step)]
+        self._sums.pack_into(header, self._sums_at, *sums)
+        end = self._sums_at + self._sums.size
+        header[end:] = bytes(len(header) - end)
+        _SUM.pack_into(header, _FIXED.size, _checksum_of_header(header))
+
+    def read_header(self, header: memoryview, key: bytes) -> tuple[int, ...] | Outcome:
+        """The checksums of the layers, or why this is not the object of the key."""
+        if _SUM.unpack_from(header, _FIXED.size)[0] != _checksum_of_header(header):
+            # One of another version may keep its checksum elsewhere.
+            other = header[:8] == MAGIC and header[8:12] != VERSION.to_bytes(4, "little")
+            return Outcome.MISSING if other else Outcome.DAMAGED
+        if header[: _FIXED.size] != _FIXED.pack(*self._front, len(key), key):
+            return Outcome.MISSING
+        if header[_TABLE_AT : self._sums_at] != self._table:
+            return Outcome.MISSING
+        return self._sums.unpack_from(header, self._sums_at)
+
+
+def parse(header: bytes | memoryview) -> Header | None:
+    """What a header says, checked against its own checksum; None if it is none, or of a version that is not known."""
+    header = memoryview(header)
+    if len(header) < _TABLE_AT:
+        return None
+    magic, version, header_bytes, payload_bytes, layers, group, rank, kind, *rest = _FIXED.unpack_from(header)
+    spec_digest, model_digest, key_bytes, key = rest
+    if magic != MAGIC or version != VERSION or kind != CHECKSUM_XXH3_64:
+        return None
+    if not 0 < layers <= _MOST_LAYERS or header_bytes != _header_bytes(layers) or len(header) < header_bytes:
+        return None
+    header = header[:header_bytes]
+    if key_bytes > MOST_KEY_BYTES or _SUM.unpack_from(header, _FIXED.size)[0] != _checksum_of_header(header):
+        return None
+    table = struct.unpack_from(f"<{3 * layers}Q", header, _TABLE_AT)
+    ranges = list(zip(table[:layers], table[layers : 2 * layers], table[2 * layers :], strict=True))
+    if any(offset + size > payload_bytes for offset, size, _ in ranges):
+        return None
+    return Header(version, payload_bytes, group, rank, spec_digest, model_digest, key[:key_bytes], header_bytes, ranges)
+
+
+def header_bytes_of(start: bytes | memoryview) -> int:
+    """How long the header is, as far as its first bytes can be believed."""
+    layers = _FIXED.unpack_from(start)[4] if len(start) >= _FIXED.size else 0
+    return _header_bytes(min(layers, _MOST_LAYERS))
+
+
+def digest_of_spec(spec: KVCacheSpec) -> bytes:
+    """Of what the bytes of a block depend on: shapes, dtypes, layout."""
+    parts = [str(spec.num_layers), spec.layout, str(spec.latent)]
+    for name in spec.tensor_names:
+        parts += [name, spec.tensor_dtype(name), "x".join(map(str, spec.block_shape(name)))]
+    return _digest("\0".join(parts).encode())
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=32).digest()
+
+
+def _header_bytes(layers: int) -> int:
+    return -(-(_TABLE_AT + 24 * layers) // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def _checksum_of_header(header: memoryview) -> int:
+    return checksum_of(header[: _FIXED.size], header[_TABLE_AT:])

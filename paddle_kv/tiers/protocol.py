@@ -1,0 +1,91 @@
+"""What an engine does: it moves objects, byte ranges between registered memory and a store, and reports each of them.
+
+An engine knows names, sizes and addresses; what the bytes mean, and whether they are right, :mod:`.tier` knows. All of
+it may be called by any thread, and nothing of it but ``close`` waits for storage.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ..tracking.keeper import Deadline
+
+
+class Outcome(enum.Enum):
+    """How it went with one object. All but ``DONE`` are a miss for who wanted to load it."""
+
+    DONE = "done"
+    MISSING = "missing"  # not there, or of another version, spec, model, group or rank
+    DAMAGED = "damaged"  # what is there is not what was stored
+    LATE = "late"  # not within its time-out
+    DROPPED = "dropped"  # a full queue, a tier that rests after errors, or a cancelled job
+    FAILED = "failed"  # the storage reported an error
+
+
+class Write(Protocol):
+    """An object that is to be stored. Visible under its name only when all of it is there."""
+
+    name: bytes
+    size_bytes: int
+    deadline: Deadline
+    aligned: bool  # addresses and sizes are multiples of 4 KiB: fit for direct I/O
+
+    def buffers(self) -> list[memoryview] | None:
+        """What to write, in order: asked for by a thread of the engine that is about to write, again if it tries again.
+        None: it is not wanted any more."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """To be called once: from then on the engine does not touch the memory."""
+
+
+class Read(Protocol):
+    """An object that is to be read in stages, each a range of bytes; the first begins at 0."""
+
+    name: bytes
+    size_bytes: int
+    deadline: Deadline
+    aligned: bool
+    num_stages: int
+
+    def buffers(self, stage: int) -> tuple[int, list[memoryview]] | None:
+        """Where the stage begins, and where its bytes go. None: nobody wants it any more."""
+
+    def arrived(self, stage: int) -> bool:
+        """To be called, in order, when the bytes of a stage are in place. False: the rest is not wanted."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """To be called once: from then on the engine does not touch the memory. ``DONE``: all that was wanted came."""
+
+
+class Engine(Protocol):
+    """A store of objects. Existence is a hint: what ``exists`` reports may be gone when it is read."""
+
+    name: str
+
+    def register(self, memory: np.ndarray) -> None:
+        """Buffers will lie in this memory, which lives until the engine is closed."""
+
+    def write(self, items: Sequence[Write]) -> None:
+        """Enqueues. Each item is ended, whatever happens."""
+
+    def read(self, items: Sequence[Read]) -> None:
+        """Enqueues; stage by stage: the first ones of all items come before the second ones."""
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether they could be read, as far as that is known here and now."""
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        """Those that are there go; now or soon."""
+
+    def stats(self) -> dict[str, float]:
+        """``objects``, ``used_bytes``, ``capacity_bytes``, ``evicted``, ``errors``, and what else it counts."""
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends all items. TimeoutError if a call of the storage did not return in time. Again: does nothing."""
+
+
+Wrapper = Callable[[Engine], Engine]

@@ -1,0 +1,277 @@
+"""A tier: the blocks of a pool as checked objects in an engine. What it promises is in docs/tiers.md."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..checks import check_distinct, check_ids, check_timeout
+from ..errors import ClosedError, ForkedError
+from ..layout import check_positive
+from ..memory import HostPool
+from ..memory.host_rows import block_rows
+from ..tracking.keeper import Deadline
+from .counters import Counters
+from .deadlines import Deadlines
+from .items import Item, ReadItem, WriteItem, stages_of
+from .job import Job, check_keys
+from .object_format import ALIGN_BYTES, ObjectFormat
+from .protocol import Engine, Outcome
+
+
+class Tier:
+    """Stores blocks of a host pool in an engine, and loads them, each with its checksums.
+
+    No call waits for storage, but :meth:`close`. What is late, missing, damaged or of another model is a miss.
+
+    Args:
+        engine: where the objects are. It stays its owner's: close the tiers first, then the engine.
+        pool: ``HostPool(..., layout="block_first")``.
+        model: what the content of a block depends on beside spec and tokens: the model with its revision.
+        rank: of this process.
+        group: of layers.
+        max_store_bytes: stores on their way; what comes beyond is dropped, and counted.
+        max_objects: objects on their way in all, each with a header of 4 KiB or more; more are dropped.
+
+    Raises:
+        TypeError: no pool.
+        ValueError: a pool that is not block-first.
+
+    Example:
+        >>> import tempfile
+        >>> from paddle_kv import HostPool, KVCacheSpec
+        >>> from paddle_kv.tiers import FilesEngine, Job, Tier
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> pool = HostPool(spec, 4, layout="block_first")
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> engine = FilesEngine({folder.name: 1 << 20})
+        >>> with engine, Tier(engine, pool, model=b"m") as tier:
+        ...     pool.view("key", 1, 0)[...] = 2.5
+        ...     store, load = Job([b"hash"], [0]), Job([b"hash"], [3])
+        ...     tier.store([store])
+        ...     tier.drain(timeout_s=10)
+        ...     tier.load([load])
+        ...     tier.drain(timeout_s=10)
+        ...     load.done, tier.exists([b"hash", b"other"]), pool.view("key", 1, 3).max().item()
+        (True, [True, False], 2.5)
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        pool: HostPool,
+        *,
+        model: bytes,
+        rank: int = 0,
+        group: int = 0,
+        max_store_bytes: int = 1 << 30,
+        max_objects: int = 8192,
+    ) -> None:
+        if not isinstance(pool, HostPool):
+            raise TypeError(f"pool is {type(pool).__name__}; a HostPool is expected")
+        if not isinstance(model, bytes):
+            raise TypeError(f"model is {type(model).__name__}; bytes are expected")
+        self.engine, self.pool = engine, pool
+        self.format = ObjectFormat(pool.spec, model, group=group, rank=rank)
+        self._rows = block_rows(pool)
+        self.aligned = not (self._rows.ctypes.data % ALIGN_BYTES or self._rows.strides[0] % ALIGN_BYTES)
+        self._max_store_bytes = check_positive(max_store_bytes, "max_store_bytes")
+        # Anonymous memory: only the pages of headers that were ever used at once are there.
+        size = self.format.header_bytes
+        self._header_memory = mmap.mmap(-1, check_positive(max_objects, "max_objects") * size, mmap.MAP_PRIVATE)
+        memory = memoryview(self._header_memory)
+        self._headers = deque(memory[start : start + size] for start in range(0, len(memory), size))
+        engine.register(np.frombuffer(memory, np.uint8))
+        engine.register(self._rows)
+        self._stages = {
+            way: stages_of(self.format.num_layers, self.format.layer_bytes, layerwise=way, aligned=self.aligned)
+            for way in (False, True)
+        }
+        self._lock = threading.Condition()
+        self._jobs: dict[Job, None] = {}  # not over
+        self._store_bytes = 0
+        self._finished: list[Job] = []
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._counters = Counters()
+        self._deadlines = Deadlines(self._late)
+        self._process_id = os.getpid()
+        self._closed = False
+
+    def payload(self, block_id: int) -> memoryview:
+        """The bytes of a block: all layers, as they lie in the pool."""
+        return memoryview(self._rows[block_id])
+
+    # ---- calls ----
+    def store(self, jobs: Sequence[Job]) -> None:
+        """Stores blocks. What the queue has no room for is dropped, and so is what the engine has already."""
+        self._start(jobs, "store", self._writes_of, self.engine.write)
+
+    def load(self, jobs: Sequence[Job]) -> None:
+        """Loads blocks."""
+        self._start(jobs, "load", self._reads_of, self.engine.read)
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether objects are there: a hint, at the cost of no access to storage. A load may find otherwise."""
+        self._check_open()
+        return self.engine.exists([self.format.name_of(key) for key in check_keys(keys)])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Deletes objects that are there."""
+        self._check_open()
+        self.engine.delete([self.format.name_of(key) for key in check_keys(keys)])
+
+    def fileno(self) -> int:
+        """A descriptor (eventfd) that can be read from when a job was settled since the last :meth:`finished`."""
+        self._check_open()
+        return self._descriptor
+
+    def finished(self) -> list[Job]:
+        """The jobs without an observer that were settled since the last call."""
+        self._check_open()
+        with self._lock:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._descriptor)
+            taken, self._finished = self._finished, []
+        return taken
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the tier was made; those of its engine have the prefix ``engine_``."""
+        with self._lock:
+            found: dict[str, Any] = {
+                **self._counters.as_dict(),
+                "jobs_in_flight": len(self._jobs),
+                "store_bytes_in_flight": self._store_bytes,
+            }
+        return found | {f"engine_{name}": value for name, value in self.engine.stats().items()}
+
+    def drain(self, timeout_s: float | None = None) -> None:
+        """Blocks until all jobs are over.
+
+        Raises:
+            TimeoutError: not after ``timeout_s``.
+        """
+        check_timeout(timeout_s)
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._jobs, timeout_s):
+                raise TimeoutError(f"{len(self._jobs)} jobs of the tier were not over after timeout_s = {timeout_s}")
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Waits for the jobs, no longer than ``timeout_s``; then drops what has not begun. Again: does nothing.
+
+        Raises:
+            TimeoutError: the engine still touches blocks after that. The tier stays open: close the engine, then call
+                again.
+        """
+        if self._closed or self._process_id != os.getpid():
+            return
+        deadline = Deadline(timeout_s)
+        with contextlib.suppress(TimeoutError):
+            self.drain(timeout_s)
+        with self._lock:
+            left = list(self._jobs)
+        for job in left:
+            job.cancel()
+        self.drain(max(1.0, deadline.left_s() or 0.0) if left else 0.0)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._deadlines.close()
+            os.close(self._descriptor)
+
+    def __enter__(self) -> Tier:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close(30.0)
+
+    # ---- starting ----
+    def _start(
+        self,
+        jobs: Sequence[Job],
+        kind: str,
+        items_of: Callable[[Job], list[Any]],
+        submit: Callable[[list[Any]], None],
+    ) -> None:
+        self._check_open()
+        for job in jobs:
+            check_ids(job.block_ids, "block_ids", self.pool.num_blocks)
+            if kind == "load":
+                check_distinct("block_ids", job.block_ids)
+        for job in jobs:
+            job.begin(kind, len(self._stages[job.layerwise]), time.monotonic())
+            with self._lock:
+                self._jobs[job] = None
+            items = items_of(job)
+            dropped = len(job.keys) - len(items)
+            for position in range(len(items), len(job.keys)):
+                if job.end(position, Outcome.DROPPED):
+                    self._counters.ended(kind, Outcome.DROPPED, 0)
+            self._deadlines.add(job)
+            submit(items)
+            job.let_go(dropped)
+            self._look(job)
+
+    def _writes_of(self, job: Job) -> list[WriteItem]:
+        room = self._take(len(job.keys), self.format.object_bytes)
+        return [WriteItem(self, job, position, header) for position, header in enumerate(room)]
+
+    def _reads_of(self, job: Job) -> list[ReadItem]:
+        room, stages = self._take(len(job.keys), 0), self._stages[job.layerwise]
+        return [ReadItem(self, job, position, header, stages) for position, header in enumerate(room)]
+
+    def _take(self, count: int, store_bytes: int) -> list[memoryview]:
+        """A header for as many objects as there is room for."""
+        with self._lock:
+            if store_bytes:
+                count = min(count, max(0, self._max_store_bytes - self._store_bytes) // store_bytes)
+            count = min(count, len(self._headers))
+            self._store_bytes += count * store_bytes
+            return [self._headers.popleft() for _ in range(count)]
+
+    # ---- the end ----
+    def item_ended(self, item: Item, job: Job, position: int, outcome: Outcome) -> None:
+        """In a thread of the engine: nothing touches the block any more."""
+        with self._lock:
+            self._headers.append(item.header)
+            if isinstance(item, WriteItem):
+                self._store_bytes -= item.size_bytes
+        if isinstance(item, ReadItem) and outcome in (Outcome.DAMAGED, Outcome.MISSING):
+            self.engine.delete([item.name])  # or every lookup would find it again
+        if job.end(position, outcome):
+            self._counters.ended(job.kind, outcome, self.format.payload_bytes)
+        self._look(job)
+        job.let_go()
+        self._look(job)
+
+    def _late(self, job: Job) -> None:
+        """Its time is over. The engine may still be at it; nobody waits for that."""
+        for _ in range(job.end_all(Outcome.LATE)):
+            self._counters.ended(job.kind, Outcome.LATE, 0)
+        self._look(job)
+
+    def _look(self, job: Job) -> None:
+        if job.settle():
+            self._counters.job(job.kind, time.monotonic() - job.started_s)
+            if not job.observed:
+                with self._lock:
+                    self._finished.append(job)
+                    os.eventfd_write(self._descriptor, 1)
+        if job.over and job.settled:
+            with self._lock:
+                self._jobs.pop(job, None)
+                self._lock.notify_all()
+
+    def _check_open(self) -> None:
+        if self._process_id != os.getpid():
+            raise ForkedError("the tier was made before a fork; make one in this process")
+        if self._closed:
+            raise ClosedError("the tier is closed")

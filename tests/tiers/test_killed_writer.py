@@ -1,0 +1,77 @@
+"""A process that is killed while it writes leaves objects that are right, or none. PADDLE_KV_STRESS=200: so many."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_kv.testing.tiers.rig import WAIT_S, Rig, keys
+from paddle_kv.tiers import FilesEngine, Outcome
+from tests.tiers.conftest import objects
+
+NUM_KILLED = int(os.environ.get("PADDLE_KV_STRESS", "0")) or 12
+CAPACITY_BYTES = 14 * 53248  # so that most writes go over files of evicted objects
+CALLS = ("open", "pwritev", "rename", "close")
+
+
+def dying(call: Callable[..., Any], left: int, how: str) -> Callable[..., Any]:
+    """The process dies before, after or half way through this call of the system."""
+
+    def wrapped(*given: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left:
+            return call(*given, **named)
+        if how == "half" and call.__name__ == "pwritev":
+            descriptor, buffers, offset = given
+            whole = b"".join(buffers)
+            os.pwrite(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY), whole[: len(whole) // 2], offset)
+        elif how == "after":
+            call(*given, **named)
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    return wrapped
+
+
+def write_until_killed(folder: Path, rng: random.Random) -> None:
+    engine = FilesEngine({folder: CAPACITY_BYTES})
+    rig = Rig(engine)
+    name = rng.choice(CALLS)
+    setattr(os, name, dying(getattr(os, name), rng.randrange(1, 60), rng.choice(["before", "after", "half"])))
+    while True:
+        rig.store(rng.sample(keys(30), 6))
+
+
+@pytest.mark.parametrize("number", range(NUM_KILLED))
+def test_no_byte_is_wrong_afterwards(tmp_path: Path, number: int) -> None:
+    rng = random.Random(number)
+    for _ in range(2):  # the second process finds what the first one left
+        child = os.fork()
+        if child == 0:
+            try:
+                write_until_killed(tmp_path, rng)
+            finally:
+                os._exit(1)
+        rng.random()
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    engine = FilesEngine({tmp_path: CAPACITY_BYTES})
+    rig = Rig(engine)
+    there = [name for name, found in zip(keys(30), rig.tier.exists(keys(30)), strict=True) if found]
+    assert engine.stats()["used_bytes"] == len(there) * 53248 <= CAPACITY_BYTES
+    assert len(objects(tmp_path)) == len(there)
+    assert list(tmp_path.rglob("_*")) == []
+    job = rig.load(there)
+    assert rig.wrong(job) == []
+    assert set(job.outcomes) <= {Outcome.DONE}  # visible only when complete: nothing of it is damaged
+    assert rig.store(keys(5, "new")).done
+    rig.close()
+    engine.close(WAIT_S)

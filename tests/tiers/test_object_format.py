@@ -1,0 +1,115 @@
+"""The bytes of an object are those of docs/tiers.md, and no header, whatever is in it, does harm."""
+
+from __future__ import annotations
+
+import struct
+from hashlib import blake2b
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_kv import KVCacheSpec
+from paddle_kv.testing.tiers.rig import ALIGNED, ODD
+from paddle_kv.tiers.object_format import Header, ObjectFormat, digest_of_spec, header_bytes_of, parse
+from paddle_kv.tiers.protocol import Outcome
+
+KEY = bytes(range(32))
+SPEC_TEXT = b"6\0HND\0False\0key\0float16\x001x16x128\0value\0float16\x001x16x128"
+
+
+def made(spec: KVCacheSpec = ALIGNED, key: bytes = KEY, **options: int) -> tuple[ObjectFormat, bytearray, bytes]:
+    form = ObjectFormat(spec, b"model", **options)
+    payload = np.random.default_rng(7).integers(0, 256, form.payload_bytes, np.uint8).tobytes()
+    header = bytearray(b"\xee" * form.header_bytes)
+    form.write_header(memoryview(header), key, memoryview(payload))
+    return form, header, payload
+
+
+def test_the_bytes_as_they_are_written_down() -> None:
+    form, header, payload = made(group=3, rank=5)
+    layer = ALIGNED.block_bytes
+    expected = struct.pack("<8sIIQIIII", b"PDKVTIER", 1, 4096, 6 * layer, 6, 3, 5, 1)
+    expected += blake2b(SPEC_TEXT, digest_size=32).digest() + blake2b(b"model", digest_size=32).digest()
+    expected += struct.pack("<I4x64s", 32, KEY)
+    sums = [xxhash.xxh3_64_intdigest(payload[i * layer : (i + 1) * layer]) for i in range(6)]
+    table = struct.pack("<18Q", *(i * layer for i in range(6)), *[layer] * 6, *sums)
+    table += bytes(4096 - len(expected) - 8 - len(table))
+    expected += struct.pack("<Q", xxhash.xxh3_64_intdigest(expected + table)) + table
+    assert bytes(header) == expected
+    assert form.read_header(memoryview(header), KEY) == tuple(sums)
+    salt = struct.pack("<III", 1, 3, 5) + expected[40:104]
+    assert form.name_of(KEY) == blake2b(salt + KEY, digest_size=16).digest()
+
+
+@pytest.mark.parametrize("spec", [ALIGNED, ODD])
+def test_a_header_says_what_was_put_in(spec: KVCacheSpec) -> None:
+    form, header, payload = made(spec, group=1, rank=2)
+    said = parse(bytes(header))
+    assert isinstance(said, Header)
+    assert (said.group, said.rank, said.key, said.payload_bytes) == (1, 2, KEY, len(payload))
+    assert (said.version, said.spec_digest, header_bytes_of(header)) == (1, digest_of_spec(spec), form.header_bytes)
+    assert [offset for offset, _, _ in said.layers] == [i * spec.block_bytes for i in range(spec.num_layers)]
+
+
+def test_many_layers_have_a_longer_header() -> None:
+    spec = KVCacheSpec(num_layers=400, num_kv_heads=1, head_dim=1, block_size=1, dtype="int8")
+    form, header, _ = made(spec)
+    assert len(header) == 12288
+    assert isinstance(form.read_header(memoryview(header), KEY), tuple)
+    assert parse(bytes(header)) is not None
+
+
+def test_every_byte_of_a_header_counts() -> None:
+    form, header, _ = made()
+    for at in range(len(header)):
+        header[at] ^= 0x10
+        assert isinstance(form.read_header(memoryview(header), KEY), Outcome), at
+        assert parse(bytes(header)) is None, at
+        header[at] ^= 0x10
+    assert form.read_header(memoryview(header), KEY) is not Outcome.DAMAGED
+
+
+def test_objects_of_others_are_missing_not_damaged() -> None:
+    form, header, _ = made()
+    for other in (
+        made(rank=1),
+        made(group=1),
+        made(ODD),
+        made(KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=128, block_size=16, dtype="float16")),
+        (None, made(key=b"other key")[1], b""),
+    ):
+        strange = bytes(other[1][: form.header_bytes]).ljust(form.header_bytes, b"\0")
+        assert form.read_header(memoryview(strange), KEY) is Outcome.MISSING
+    newer = bytearray(header)
+    newer[8] = 2  # with a checksum of its own
+    newer[100:] = bytes(len(newer) - 100)
+    assert form.read_header(memoryview(newer), KEY) is Outcome.MISSING
+    assert parse(bytes(newer)) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300), st.integers(0, 4096), st.booleans())
+def test_fuzz(noise: bytes, at: int, signed: bool) -> None:
+    """Also where the header's own checksum is right: then somebody else wrote it."""
+    form, header, _ = made()
+    original = bytes(header)
+    header[at : at + len(noise)] = noise
+    del header[4096:]
+    header.extend(bytes(4096 - len(header)))
+    if signed:
+        header[176:184] = xxhash.xxh3_64_digest(bytes(header[:176] + header[184:]))[::-1]
+    found = form.read_header(memoryview(header), KEY)
+    assert isinstance(found, Outcome) or header[:472] == original[:472] or signed
+    said = parse(bytes(header))
+    assert said is None or all(offset + size <= said.payload_bytes for offset, size, _ in said.layers)
+    assert parse(noise) is None
+    header_bytes_of(noise)
+
+
+@pytest.mark.parametrize(("name", "value"), [("group", -1), ("rank", 2**32)])
+def test_what_no_header_can_hold(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} = {value} must be in \[0, 4294967296\)$"):
+        ObjectFormat(ALIGNED, b"model", **{name: value})
