@@ -25,6 +25,7 @@ class TransferPlan:
     host_ids: Ids
     num_layers: int
     layers_per_event: int
+    left_out: frozenset[int] = frozenset()  # groups of which nothing is moved
 
     def __post_init__(self) -> None:
         for name in ("device_ids", "host_ids"):
@@ -41,6 +42,11 @@ class TransferPlan:
     @property
     def num_groups(self) -> int:
         return -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
+
+    @property
+    def groups(self) -> list[int]:
+        """Those that are moved."""
+        return [group for group in range(self.num_groups) if group not in self.left_out]
 
     def group_of(self, layer: int) -> int:
         return layer // self.layers_per_event

@@ -58,13 +58,17 @@ class DeviceCache:
         self._take(spec, tensors)
 
     @classmethod
-    def adopt(cls, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]]) -> DeviceCache:
+    def adopt(
+        cls, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]], *, num_blocks: int | None = None
+    ) -> DeviceCache:
         """A cache over the user's own tensors: name -> one tensor per layer. They are used in place and kept alive.
 
         Args:
             spec: what the tensors are: each ``[num_blocks, *spec.block_shape(name)]`` of ``spec.tensor_dtype(name)``
                 (8-bit floats may be uint8), as many blocks in all of them.
             tensors: ``{"key": [one per layer], "value": [...]}``, or ``"latent"``, and what ``extra`` names.
+            num_blocks: only the first so many blocks of each tensor, of which some may have more (the layers of a draft
+                model). None: all, and all tensors have as many.
 
         Raises:
             TypeError: not Paddle tensors, or no mapping of lists of them.
@@ -81,10 +85,10 @@ class DeviceCache:
             (5, True)
         """
         made = cls.__new__(cls)
-        made._take(spec, tensors)
+        made._take(spec, tensors, None if num_blocks is None else check_positive(num_blocks, "num_blocks"))
         return made
 
-    def _take(self, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+    def _take(self, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]], num_blocks: int | None = None) -> None:
         check_spec(spec)
         if not isinstance(tensors, Mapping):
             raise TypeError(f"tensors is {type(tensors).__name__}; a mapping name -> one tensor per layer is expected")
@@ -98,10 +102,10 @@ class DeviceCache:
             for layer, tensor in enumerate(layers):
                 label = f"tensors[{name!r}][{layer}]"
                 first = tensor if first is None else first
-                _check_tensor(spec, name, tensor, first, label)
+                _check_tensor(spec, name, tensor, first, label, num_blocks)
         assert first is not None
         self.spec = spec
-        self.num_blocks = int(first.shape[0])
+        self.num_blocks = int(first.shape[0]) if num_blocks is None else num_blocks
         self.device_id = _device_id(first)
         self._tensors = {name: tuple(tensors[name]) for name in spec.tensor_names}
         extents = []
@@ -169,11 +173,15 @@ def _device_id(tensor: Tensor) -> int | None:
     return device if device >= 0 else None
 
 
-def _check_tensor(spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, label: str) -> None:
+def _check_tensor(
+    spec: KVCacheSpec, name: str, tensor: Tensor, first: Tensor, label: str, num_blocks: int | None
+) -> None:
     shape, expected = list(tensor.shape), list(spec.block_shape(name))
     if shape[1:] != expected or not shape[0]:
         raise ValueError(f"{label} has shape {shape}; [num_blocks, {', '.join(map(str, expected))}] is expected")
-    if shape[0] != first.shape[0]:
+    if num_blocks is not None and shape[0] < num_blocks:
+        raise ValueError(f"{label} has {shape[0]} blocks; num_blocks = {num_blocks} are expected at least")
+    if num_blocks is None and shape[0] != first.shape[0]:
         raise ValueError(f"{label} has {shape[0]} blocks, the first tensor {first.shape[0]}; all must have as many")
     if _device_id(tensor) != _device_id(first):
         raise ValueError(f"{label} is on {tensor.place}, the first tensor on {first.place}; all must be on one device")

@@ -20,7 +20,7 @@ from ..ops import _arguments as arguments
 from ..tracking import stamps
 from ..tracking.domain import BlockDomain
 from ..tracking.group import change, note, wait_until
-from ..tracking.memories import Extent, attach
+from ..tracking.memories import Extent, attach, interleaved
 from .free_extents import FreeExtents
 from .host_memory import HostMemory, allocate, can_page_lock
 
@@ -78,8 +78,15 @@ class HostPool:
             self._attach([Extent(start, start + sizes[0], block_first_stride)])
 
     @classmethod
-    def adopt(cls, spec: KVCacheSpec, pointers: Mapping[str, Sequence[int]], num_blocks: int) -> HostPool:
-        """A pool over memory that the user has: name -> one address per layer, each of ``num_blocks`` dense blocks.
+    def adopt(
+        cls,
+        spec: KVCacheSpec,
+        pointers: Mapping[str, Sequence[int]],
+        num_blocks: int,
+        *,
+        strides_bytes: Mapping[str, int] | None = None,
+    ) -> HostPool:
+        """A pool over memory that the user has: name -> one address per layer, each of ``num_blocks`` blocks.
 
         The memory has to be page-locked where a GPU takes part (checked when a scheduler is made) and to stay alive
         until :meth:`close` and until all transfers are over.
@@ -88,10 +95,14 @@ class HostPool:
             spec: as that of the device cache.
             pointers: ``{"key": [one per layer], "value": [...]}``, or ``"latent"``, and what ``extra`` names.
             num_blocks: blocks behind each address.
+            strides_bytes: name -> bytes from a block to the next one; of names that are not in it the blocks are dense.
+                So blocks whose layers lie together, ``[block, layer, ...]``, have a stride of all layers, and each
+                layer its own address.
 
         Raises:
-            TypeError: addresses that are not integers.
-            ValueError: names or number of addresses do not fit the spec, an address is 0, or ranges overlap.
+            TypeError: addresses or strides that are not integers.
+            ValueError: names or number of addresses do not fit the spec, an address is 0, a stride is shorter than the
+                block, or blocks overlap.
 
         Example:
             >>> import numpy as np
@@ -114,6 +125,11 @@ class HostPool:
             )
         if set(pointers) != set(spec.tensor_names):
             raise ValueError(f"pointers has the names {sorted(pointers)}; {sorted(spec.tensor_names)} are expected")
+        strides = dict(strides_bytes or {})
+        if not set(strides) <= set(spec.tensor_names):
+            raise ValueError(
+                f"strides_bytes has the names {sorted(strides)}; only {sorted(spec.tensor_names)} are known"
+            )
         for name in spec.tensor_names:
             addresses = arguments.block_ids(pointers[name], f"pointers[{name!r}]")
             if len(addresses) != spec.num_layers:
@@ -122,8 +138,11 @@ class HostPool:
                 if address <= 0:
                     raise ValueError(f"pointers[{name!r}][{layer}] = {address} must be the address of host memory")
             made._pointers[name] = addresses
-            made._strides[name] = spec.tensor_block_bytes(name)
-        made._attach(made._tensor_extents())
+            own = spec.tensor_block_bytes(name)
+            made._strides[name] = arguments.integer(strides.get(name, own), f"strides_bytes[{name!r}]")
+            if made._strides[name] < own:
+                raise ValueError(f"strides_bytes[{name!r}] = {made._strides[name]} must be at least {own}, a block")
+        made._attach(interleaved(made._tensor_extents()))
         return made
 
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
@@ -139,8 +158,8 @@ class HostPool:
 
     def _tensor_extents(self) -> list[Extent]:
         return [
-            Extent(start, start + self.num_blocks * self._strides[name], self._strides[name], layer)
-            for name in self.spec.tensor_names
+            Extent(start, start + (self.num_blocks - 1) * stride + self.spec.tensor_block_bytes(name), stride, layer)
+            for name, stride in self._strides.items()
             for layer, start in enumerate(self._pointers[name])
         ]
 

@@ -128,14 +128,15 @@ class Movement:
         self.number = next(_numbers)
         self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self.plan = plan
-        self.bytes: int = len(plan.device_ids) * scheduler.bytes_per_block
+        moved_layers = plan.num_layers - sum(len(plan.layers_of(group)) for group in plan.left_out)
+        self.bytes: int = len(plan.device_ids) * scheduler.bytes_per_block // plan.num_layers * moved_layers
         self.stream = stream
         self.layerwise = layerwise
         self.queued = False  # behind other loads: counted by the scheduler
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
         self.marks: list[Event | None] = [None] * plan.num_layers if layerwise else []
-        self.ready: list[int] = [] if layerwise else list(range(plan.num_groups))  # marked, not submitted; ascending
+        self.ready: list[int] = [] if layerwise else plan.groups  # marked, not submitted; ascending
         self.after: list[Event] = []  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
@@ -144,7 +145,7 @@ class Movement:
         )
         self.dependents: dict[Movement, None] = {}
         self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
-        self.num_unsubmitted = plan.num_groups
+        self.num_unsubmitted = len(plan.groups)
         self.starts: list[tuple[Event, range]] = []  # one a submission
         self.last_event: Event | None = None
         self.fence_event: Event | None = None  # behind a submission that failed half way
@@ -183,7 +184,7 @@ class Movement:
     @property
     def dropped(self) -> bool:
         """Whether layers of it will never be submitted: what is behind it is behind what it was behind, for those."""
-        return self.failure is not None and self.num_unsubmitted > 0
+        return bool(self.plan.left_out) or (self.failure is not None and self.num_unsubmitted > 0)
 
     @property
     def over(self) -> bool:
@@ -240,7 +241,9 @@ class Movement:
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
         if layer >= 0 and layer in self.unmarked:
             return True  # it reads the layer only after the mark that is still to come
-        groups = range(self.plan.num_groups) if layer < 0 else [self.plan.group_of(layer)]
+        groups = set(self.plan.groups)
+        if layer >= 0:
+            groups &= {self.plan.group_of(layer)}
         return self.over or self.ordered.get(stream, set()).issuperset(groups)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,12 +20,13 @@ def make_plan(
     host_blocks: int,
     num_layers: int,
     layers_per_event: int,
+    layers: Sequence[int] | None = None,
 ) -> TransferPlan:
     """A checked plan. int64 arrays are kept, not copied: nobody may change them afterwards.
 
     Raises:
         IndexError: an id is outside its pool.
-        ValueError: the lists differ in length, or a target occurs twice.
+        ValueError: the lists differ in length, or a target occurs twice; of layers that share an event only some.
     """
     check_ids(device_ids, "device_block_ids", device_blocks)
     check_ids(host_ids, "host_block_ids", host_blocks)
@@ -33,4 +35,15 @@ def make_plan(
             f"device_block_ids has {len(device_ids)} ids, host_block_ids has {len(host_ids)}; both need the same number"
         )
     check_distinct(*(("host_block_ids", host_ids) if direction == "offload" else ("device_block_ids", device_ids)))
-    return TransferPlan(direction, np.asarray(device_ids), np.asarray(host_ids), num_layers, layers_per_event)
+    plan = TransferPlan(direction, np.asarray(device_ids), np.asarray(host_ids), num_layers, layers_per_event)
+    return plan if layers is None or not plan.num_groups else replace(plan, left_out=_left_out(plan, layers))
+
+
+def _left_out(plan: TransferPlan, layers: Sequence[int]) -> frozenset[int]:
+    check_ids(layers, "layers", plan.num_layers)
+    wanted = frozenset(layers)
+    for group in range(plan.num_groups):
+        together = plan.layers_of(group)
+        if 0 < len(wanted.intersection(together)) < len(together):
+            raise ValueError(f"layers = {list(layers)} must name all or none of {list(together)}, which share an event")
+    return frozenset(range(plan.num_groups)) - {plan.group_of(layer) for layer in wanted}

@@ -181,9 +181,11 @@ class LayerwiseScheduler:
             >>> [pool.view("key", layer, 0).max().item() for layer in range(2)]
             [1.0, 2.0]
         """
-        return self._start("offload", device_block_ids, host_block_ids, layerwise=layerwise)
+        return self._start(self.plan("offload", device_block_ids, host_block_ids), layerwise=layerwise)
 
-    def onload(self, host_block_ids: Any, device_block_ids: Any, *, urgent: bool | None = None) -> Transfer:
+    def onload(
+        self, host_block_ids: Any, device_block_ids: Any, *, urgent: bool | None = None, layers: Any = None
+    ) -> Transfer:
         """Loads blocks: ``host_block_ids[i]`` to ``device_block_ids[i]`` of every layer and tensor, layers in order.
 
         Does not overwrite a block before the work submitted to the compute stream before the call is done. Compute may
@@ -196,6 +198,7 @@ class LayerwiseScheduler:
             host_block_ids: sources, see :meth:`offload`. Blocks that were never saved are loaded as they are.
             device_block_ids: as many targets, each once.
             urgent: True, False, or None for the rule above.
+            layers: only these; the other layers of the device blocks stay, so the blocks must be usable before.
 
         Raises:
             As :meth:`offload`, with the roles of device and host exchanged.
@@ -210,13 +213,10 @@ class LayerwiseScheduler:
             ...     load.bytes == 2 * spec.num_layers * spec.block_bytes
             True
         """
-        return self._start("onload", device_block_ids, host_block_ids, layerwise=False, urgent=urgent)
+        return self._start(self.plan("onload", device_block_ids, host_block_ids, layers), urgent=urgent)
 
-    def _start(
-        self, direction: Direction, device_ids: Any, host_ids: Any, *, layerwise: bool, urgent: bool | None = False
-    ) -> Transfer:
+    def _start(self, plan: TransferPlan, *, layerwise: bool = False, urgent: bool | None = False) -> Transfer:
         self._check_open()
-        plan = self.plan(direction, device_ids, host_ids)
         section = functools.partial(self.start_here, plan, self.compute_stream(None), layerwise, urgent)
         return self.check_started(change(self, section))
 
@@ -229,7 +229,7 @@ class LayerwiseScheduler:
             movement.raise_if_failed()
         return started
 
-    def plan(self, direction: Direction, device_ids: Any, host_ids: Any) -> TransferPlan:
+    def plan(self, direction: Direction, device_ids: Any, host_ids: Any, layers: Any = None) -> TransferPlan:
         """Checked."""
         return make_plan(
             direction,
@@ -239,6 +239,7 @@ class LayerwiseScheduler:
             host_blocks=self.host_pool.num_blocks,
             num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self._layers_per_event,
+            layers=None if layers is None else arguments.block_ids(layers, "layers"),
         )
 
     def start_here(

@@ -91,7 +91,8 @@ def _look(movement: Movement) -> list[Movement]:
     if movement.retired:
         return []
     found = _look_at_device(movement) if movement.state is State.ARRIVING else []
-    if not movement.over or (movement.failed and not all(before.retired for before in movement.depends_on)):
+    lacks_layers = movement.failed or movement.plan.left_out  # later ones wait through it for those before
+    if not movement.over or (lacks_layers and not all(before.retired for before in movement.depends_on)):
         return found
     dependents = list(movement.dependents)
     _retire(movement)
@@ -186,8 +187,8 @@ def _fail_by_device(movement: Movement, error: Exception) -> list[Movement]:
 def first_failed_layer(movement: Movement) -> int | None:
     """Where the device reports the failure; else the first layer of which it says nothing."""
     unknown = None
-    for group, event in enumerate(movement.events):
-        layer = movement.plan.layers_of(group).start
+    for group in movement.plan.groups:
+        event, layer = movement.events[group], movement.plan.layers_of(group).start
         try:
             if event is None or not movement.scheduler.backend.is_complete(event):
                 unknown = layer if unknown is None else unknown

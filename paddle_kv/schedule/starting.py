@@ -38,6 +38,8 @@ def start(
         holder.look()  # one that has failed must be known of
     source.domain.check(plan.source_ids, names[0], writing=False)
     target.domain.check(plan.target_ids, names[1], writing=True)
+    if plan.left_out:  # the block is usable afterwards if it was before
+        target.domain.check(plan.target_ids, names[1], writing=False)
     if scheduler.observer is not None and not to_host:
         scheduler.observer.check(plan.host_ids)
     if urgent is None:
@@ -71,6 +73,8 @@ def start(
 
 def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     reads_from: set[Any] = movement.source.read(movement.plan.source_ids, movement)
+    if movement.plan.left_out:
+        reads_from = {*reads_from, *movement.target.holders(movement.plan.target_ids, writing=False)}
     others: set[Any] = movement.target.write(movement.plan.target_ids, movement)
     # Of one that failed before, only blocks that were rewritten since are read: it gives the order, not the data.
     movement.reads_from = {before for before in reads_from if not before.failed}

@@ -96,7 +96,8 @@ def inherit(movement: Movement) -> None:
 def _pass_over(movement: Movement) -> None:
     """Leaves out those of which nothing was submitted, or nothing runs any more. Or each that comes to stand behind a
     long chain of them would go through all of it."""
-    for before in [one for one in movement.depends_on if one.dropped and (one.last_event is None or one.over)]:
+    ended = (one for one in movement.depends_on if one.dropped and (one.failed or one.over))
+    for before in [one for one in ended if one.last_event is None or one.over]:
         movement.depends_on.discard(before)
         before.dependents.pop(movement, None)
         _depend(movement, before.depends_on)
@@ -117,7 +118,8 @@ def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]
     if movement.failed or movement.over:
         return []
     plan = movement.plan
-    first = next((i for i in range(plan.num_layers) if movement.num_unsubmitted and _is_missing(movement, i)), None)
+    missing = (group for group in plan.groups if movement.num_unsubmitted and movement.events[group] is None)
+    first = next((plan.layers_of(group).start for group in missing), None)
     if also_submitted and movement.num_unsubmitted < plan.num_groups:
         try:
             begun = movement.scheduler.backend.cancel(movement.stream, movement.number)
@@ -128,10 +130,6 @@ def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]
         return []
     message = f"{plan.direction} was cancelled before layer {first} was moved"
     return fail(movement, Failure(State.CANCELLED, message, first))
-
-
-def _is_missing(movement: Movement, layer: int) -> bool:
-    return movement.events[movement.plan.group_of(layer)] is None
 
 
 def fence(movement: Movement) -> None:
@@ -158,7 +156,8 @@ def _submit_ready(movement: Movement) -> tuple[bool, list[Movement]]:
 def _ready_runs(movement: Movement) -> list[tuple[int, list[list[Event]]]]:
     """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
     others = _others(movement) if movement.depends_on else []
-    if movement.ready and not movement.layerwise and not others and movement.last_event is None:
+    simple = not (movement.layerwise or others or movement.plan.left_out)
+    if movement.ready and simple and movement.last_event is None:
         return [(0, [movement.after.copy(), *([] for _ in movement.ready[1:])])]  # the rule: all at once
     runs: list[tuple[int, list[list[Event]]]] = []
     next_group = -1
@@ -191,7 +190,8 @@ def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Ev
     waits: list[Event] = movement.marks[layers.start : layers.stop] if movement.layerwise else []
     for before in others:
         per_event = before.plan.layers_per_event
-        events = before.events[layers.start // per_event : (layers.stop - 1) // per_event + 1]
+        groups = range(layers.start // per_event, (layers.stop - 1) // per_event + 1)
+        events = [before.events[one] for one in groups if one not in before.plan.left_out]
         if None in events:
             if not before.failed:
                 return None

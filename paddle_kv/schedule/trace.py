@@ -35,13 +35,14 @@ def spans_of(transfer: Transfer) -> list[Span]:
             ``record_layer_times=True``.
     """
     times = transfer.layer_times_ms
-    if len(times) != transfer.num_layers and transfer.bytes:
+    plan = transfer.plan
+    layers = [layer for group in plan.groups for layer in plan.layers_of(group)]
+    if len(times) != len(layers):
         raise ValueError(
             "the transfer has no times: a scheduler with record_layer_times=True, and a transfer that is over and has "
             "not failed, are expected"
         )
-    lane = transfer.plan.direction
-    return [Span(lane, layer, start_ms, end_ms) for layer, (start_ms, end_ms) in enumerate(times)]
+    return [Span(plan.direction, layer, *time) for layer, time in zip(layers, times, strict=True)]
 
 
 def write_trace(path: Path | str, transfers: Iterable[Transfer] = (), spans: Sequence[Span] = ()) -> None:

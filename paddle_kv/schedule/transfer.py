@@ -96,7 +96,7 @@ class Transfer:
         is the compute stream of the scheduler if not given.
 
         A failure that is already known is raised; a later one is raised by :meth:`wait` and by every later call, so
-        results are valid only after :meth:`wait` has returned.
+        results are valid only after :meth:`wait` has returned. Nothing is waited for of a layer that it leaves out.
 
         Raises:
             IndexError: no such layer.
@@ -112,6 +112,9 @@ class Transfer:
             )
             return
         group = self._movement.plan.group_of(layer)
+        if group in self._movement.plan.left_out:
+            self._movement.raise_if_failed()
+            return
         self._wait_behind(queue, lambda: self._movement.events[group], {group}, timeout_s, layer)
 
     def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
@@ -127,7 +130,7 @@ class Transfer:
         if not movement.plan.num_groups:
             self._wait_behind_others(lambda other, left_s: other.wait_on(queue, timeout_s=left_s), timeout_s)
             return
-        groups = set(range(movement.plan.num_groups))
+        groups = set(movement.plan.groups)
         self._wait_behind(
             queue, lambda: None if movement.num_unsubmitted else movement.last_event, groups, timeout_s, None
         )

@@ -32,6 +32,23 @@ class Extent:
         return -(-(self.end - self.start) // self.stride_bytes)
 
 
+def interleaved(extents: Sequence[Extent]) -> list[Extent]:
+    """Extents whose blocks lie between each other's, at one stride, as the one that all of them are. Those that share a
+    byte stay as they are: :func:`attach` refuses them."""
+    found: list[Extent] = []
+    for extent in sorted(extents, key=lambda extent: extent.start):
+        before = found[-1] if found else None
+        if before is not None and extent.start < before.end and extent.stride_bytes == before.stride_bytes:
+            blocks_before = (before.end - before.start - 1) // before.stride_bytes  # but the last one
+            last = extent.end - blocks_before * extent.stride_bytes
+            behind_first = before.end - blocks_before * before.stride_bytes
+            if behind_first <= extent.start and last <= before.start + before.stride_bytes:
+                found[-1] = Extent(before.start, extent.end, before.stride_bytes)
+                continue
+        found.append(extent)
+    return found
+
+
 @dataclass
 class _Attached:
     domain: BlockDomain

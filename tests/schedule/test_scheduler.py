@@ -710,6 +710,12 @@ def test_threads_wait_on_one_transfer(rig, copies):
         assert scheduler.stats()["events"] == 1
 
 
+def one_event(layer: int, layers_per_event: int) -> range:
+    """Layers that share the event of this one."""
+    first = layer // layers_per_event * layers_per_event
+    return range(first, first + layers_per_event)
+
+
 class SmallSpec:
     spec = make_spec(num_layers=3, num_kv_heads=1, head_dim=1, v_head_dim=2, block_size=3, extra={})
 
@@ -718,26 +724,31 @@ class SmallSpec:
 @given(
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["onload", "offload", "layerwise"]),
+            st.sampled_from(["onload", "offload", "layerwise", "some layers"]),
             st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=4),
         ),
         max_size=12,
     ),
     layers_per_event=st.integers(1, 4),
     order=st.permutations(range(3)),
+    some=st.sets(st.integers(0, 2)),
 )
-def test_any_sequence_ends_as_if_one_after_the_other(steps, layers_per_event, order):
+def test_any_sequence_ends_as_if_one_after_the_other(steps, layers_per_event, order, some):
     """Both directions on few blocks, all in flight at once; each layerwise save is marked at the very end."""
     rig = Rig(SmallSpec.spec, device_blocks=5, host_blocks=6)
     with LayerwiseScheduler(rig.cache, rig.pool, layers_per_event=layers_per_event) as scheduler:
         saves, transfers = [], []
         for kind, pairs in steps:
-            target = 0 if kind == "onload" else 1
+            target = 1 if kind in ("offload", "layerwise") else 0
             pairs = list({pair[target]: pair for pair in pairs}.values())  # a target only once
             device_ids, host_ids = [p[0] for p in pairs], [p[1] for p in pairs]
             if kind == "onload":
                 transfers.append(scheduler.onload(host_ids, device_ids))
                 rig.expect_onload(host_ids, device_ids)
+            elif kind == "some layers":
+                together = [layer for layer in range(3) if some & set(one_event(layer, layers_per_event))]
+                transfers.append(scheduler.onload(host_ids, device_ids, layers=together))
+                rig.expect_onload(host_ids, device_ids, together)
             else:
                 transfers.append(scheduler.offload(device_ids, host_ids, layerwise=kind == "layerwise"))
                 saves += transfers[-1:] if kind == "layerwise" else []
