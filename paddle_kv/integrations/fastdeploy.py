@@ -7,13 +7,15 @@ raises (there: False, and the layer counts as done); an event stands for the lay
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..checks import check_distinct
 from ..errors import CancelledError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
+from .fastdeploy_maps import adopt
 
 
 class LayerEvent:
@@ -36,9 +38,12 @@ class CacheTransferManager:
     """``evict_to_host_async``, ``load_layers_to_device_async`` and ``record_input_stream_event``.
 
     Args:
-        scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner.
+        scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner;
+            :meth:`from_maps` makes one.
+        storage: what takes the calls of storage, in methods of the same names and arguments; None: they raise.
 
-    Any thread may call.
+    Any thread may call. Calls of several threads happen in some order: where one gives away what another reads, the
+    server has to order them (docs/guides/fastdeploy.md).
 
     Raises:
         TypeError: not a scheduler.
@@ -58,11 +63,107 @@ class CacheTransferManager:
         (None, None)
     """
 
-    def __init__(self, scheduler: LayerwiseScheduler) -> None:
+    def __init__(self, scheduler: LayerwiseScheduler, *, storage: Any = None) -> None:
         check_scheduler(scheduler)
         self._scheduler = scheduler
+        self._storage = storage
+        self._owns_scheduler = False
+        self._local_rank, self._device_id = 0, scheduler.device_cache.device_id or 0
         self._loads, self._saves = _Unfinished(), _Unfinished()
         self._of_thread = threading.local()  # the event of the layer that is being submitted
+
+    @classmethod
+    def from_maps(
+        cls,
+        cache_kvs_map: Mapping[str, Any],
+        host_cache_kvs_map: Mapping[str, int] | None = None,
+        *,
+        num_host_blocks: int,
+        local_rank: int = 0,
+        device_id: int = 0,
+        host_strides_bytes: Mapping[str, int] | None = None,
+        storage: Any = None,
+        **scheduler_options: Any,
+    ) -> CacheTransferManager:
+        """A manager over what FastDeploy's controller has: maps ``key_caches_{layer}_rank{rank}.device{device}`` ->
+        tensor or address, in the same way ``value_caches`` (none, or None, for MLA), ``key_cache_scales``,
+        ``value_cache_scales``, ``indexer_caches``, and whatever else belongs to a block under such a name. All of it is
+        moved with the block, draft (MTP) layers too, whose tensors may have more blocks.
+
+        Args:
+            cache_kvs_map: the tensors, kept alive. Keys are ``[blocks, heads, tokens, size]``; without values
+                ``[blocks, 1, tokens, width]`` or ``[blocks, tokens, width]``.
+            host_cache_kvs_map: the addresses of host memory, each of ``num_host_blocks`` blocks; it has to live until
+                :meth:`close`. None: it is allocated here.
+            num_host_blocks: FastDeploy's ``num_cpu_blocks``.
+            local_rank: the rank in the names.
+            device_id: the device in the names.
+            host_strides_bytes: where the layers of a block lie together, see :meth:`HostPool.adopt`; the names are
+                ``key`` (``latent`` without values), ``value``, and the others as above.
+            storage: as of the class.
+            scheduler_options: of :class:`LayerwiseScheduler`.
+
+        Raises:
+            TypeError: no mappings, or no tensors.
+            ValueError: a name of another form, a layer or a role that one of the maps lacks, shapes that differ between
+                layers, and as :meth:`DeviceCache.adopt` and :meth:`HostPool.adopt`.
+
+        Example:
+            >>> import paddle
+            >>> from paddle_kv.integrations import CacheTransferManager
+            >>> names = [f"{role}_{layer}_rank0.device0" for layer in (0, 1) for role in ("key_caches", "value_caches")]
+            >>> caches = {name: paddle.zeros([4, 2, 3, 8]) for name in names}
+            >>> with CacheTransferManager.from_maps(caches, num_host_blocks=6) as manager:
+            ...     save = manager.evict_to_host_async([3], [5])
+            ...     [manager.get_stats()[name] for name in ("num_layers", "num_host_blocks", "offload_transfers")]
+            [2, 6, 1]
+        """
+        cache, pool = adopt(
+            cache_kvs_map, host_cache_kvs_map, num_host_blocks, (local_rank, device_id), host_strides_bytes
+        )
+        made = cls(LayerwiseScheduler(cache, pool, **scheduler_options), storage=storage)
+        made._owns_scheduler = True
+        made._local_rank, made._device_id = local_rank, device_id
+        return made
+
+    @property
+    def scheduler(self) -> LayerwiseScheduler:
+        """What moves the blocks."""
+        return self._scheduler
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model and of its draft: what a load loads."""
+        return self._scheduler.device_cache.spec.num_layers
+
+    def close(self) -> None:
+        """Waits for the transfers in flight; then, of a manager of :meth:`from_maps`, closes scheduler and pool. Host
+        memory may be freed, and tensors of the same memory be adopted again, only behind it. Again: does nothing."""
+        self._scheduler.drain()
+        if self._owns_scheduler:
+            self._scheduler.close()
+            self._scheduler.host_pool.close()
+
+    def __enter__(self) -> CacheTransferManager:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def get_stats(self) -> dict[str, Any]:
+        """What FastDeploy's class tells under the names that it uses, and :meth:`LayerwiseScheduler.stats`."""
+        spec = self._scheduler.device_cache.spec
+        return {
+            "num_layers": spec.num_layers,
+            "local_rank": self._local_rank,
+            "device_id": self._device_id,
+            "cache_dtype": spec.dtype,
+            "num_host_blocks": self._scheduler.host_pool.num_blocks,
+            "has_device_cache": True,
+            "has_host_cache": True,
+            "is_fp8": "key_cache_scales" in spec.extra,
+            **self._scheduler.stats(),
+        }
 
     def evict_to_host_async(
         self, device_block_ids: Any, host_block_ids: Any, *, order_compute: bool = True
@@ -89,28 +190,29 @@ class CacheTransferManager:
 
     def load_layers_to_device_async(
         self,
-        layer_indices: Sequence[int],
+        layer_indices: Any,
         host_block_ids: Any,
         device_block_ids: Any,
         on_layer_complete: Callable[[int], object] | None = None,
     ) -> Transfer:
-        """Loads all layers in order; ``on_layer_complete(layer)`` is called for each when it has been submitted, and
-        may call :meth:`record_input_stream_event` for the event of that layer. Returns the transfer (true).
+        """Loads these layers; ``on_layer_complete(layer)`` is called for each, in their order, when the load has been
+        submitted, and may call :meth:`record_input_stream_event` for the event of that layer. Returns the transfer
+        (true). Layers that are left out stay as they are: a block that was not loaded before needs all of
+        :attr:`num_layers`.
 
         Raises:
             TypeError: ``on_layer_complete`` cannot be called.
-            ValueError: ``layer_indices`` is not all layers in order. Nothing has moved.
+            ValueError: a layer is named twice. Nothing has moved.
             As :meth:`LayerwiseScheduler.onload`, and what ``on_layer_complete`` raises.
         """
         if on_layer_complete is not None and not callable(on_layer_complete):
             raise TypeError(
                 f"on_layer_complete is {on_layer_complete!r}; a function of the layer, or None, is expected"
             )
-        num_layers = self._scheduler.device_cache.spec.num_layers
         layers = arguments.block_ids(layer_indices, "layer_indices")
-        if layers != list(range(num_layers)):
-            raise ValueError(f"layer_indices = {layers} must be all layers in order, 0 to {num_layers - 1}")
-        load = self._loads.add(self._scheduler.onload(host_block_ids, device_block_ids))
+        check_distinct("layer_indices", layers)
+        some = None if set(layers) == set(range(self.num_layers)) else layers
+        load = self._loads.add(self._scheduler.onload(host_block_ids, device_block_ids, layers=some))
         if on_layer_complete is not None:
             try:
                 for layer in layers:
@@ -140,6 +242,40 @@ class CacheTransferManager:
             TransferError: one of them failed.
         """
         self._saves.wait()
+
+    # ---- storage ----
+    def prefetch_from_storage(self, metadata: Any) -> Any:
+        """Handed on to ``storage``.
+
+        Raises:
+            NotImplementedError: there is none.
+        """
+        return self._of_storage("prefetch_from_storage")(metadata)
+
+    def backup_device_to_storage(self, device_block_ids: Any, metadata: Any) -> Any:
+        """Handed on to ``storage``.
+
+        Raises:
+            NotImplementedError: there is none.
+        """
+        return self._of_storage("backup_device_to_storage")(device_block_ids, metadata)
+
+    def backup_host_to_storage(self, host_block_ids: Any, metadata: Any) -> Any:
+        """Handed on to ``storage``.
+
+        Raises:
+            NotImplementedError: there is none.
+        """
+        return self._of_storage("backup_host_to_storage")(host_block_ids, metadata)
+
+    def _of_storage(self, call: str) -> Callable[..., Any]:
+        if self._storage is None:
+            raise NotImplementedError(
+                f"{call} needs a storage below host memory, and this manager has none: give it one (storage=), or let "
+                "paddle_kv.offload.KVOffloadManager keep prefixes in host memory"
+            )
+        found: Callable[..., Any] = getattr(self._storage, call)
+        return found
 
 
 class _Unfinished:

@@ -21,7 +21,7 @@ import numpy as np
 
 from paddle_kv.backend import binding
 from paddle_kv.errors import CancelledError, ClosedError, TransferError
-from paddle_kv.integrations import CacheEngine
+from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.layout import KVCacheSpec
 from paddle_kv.memory import DeviceCache, HostPool
 from paddle_kv.offload import KVOffloadManager
@@ -52,10 +52,10 @@ class Stress:
         self._copy, self._choose = binding.copy, random.Random(seed)
         self._clients = [Client(self, number, num_calls, seed) for number in range(num_threads)]
 
-    def _server(self) -> tuple[LayerwiseScheduler, KVOffloadManager, CacheEngine]:
+    def _server(self) -> tuple[LayerwiseScheduler, KVOffloadManager, CacheTransferManager]:
         scheduler = LayerwiseScheduler(self.cache, self.pool)
         manager = KVOffloadManager(scheduler, capacity_bytes=8 * SPEC.block_bytes * LAYERS)
-        return scheduler, manager, CacheEngine(scheduler)
+        return scheduler, manager, CacheTransferManager(scheduler)
 
     def renew(self, number: int) -> None:
         """Closes one, under those who use it."""
@@ -152,7 +152,7 @@ class Client:
     def _offload(self, scheduler: Any, manager: Any, engine: Any) -> None:
         device, host = self._pairs()
         if self._choose.random() < 0.2:
-            save = engine.swap_out(dict(zip(device, host, strict=True)))
+            save = engine.evict_to_host_async(device, host, order_compute=False)
         else:
             save = scheduler.offload(device, host, layerwise=self._choose.random() < 0.4)
         self._started(save, {block: self.device[one] for one, block in zip(device, host, strict=True)}, self.host)
@@ -160,7 +160,7 @@ class Client:
     def _onload(self, scheduler: Any, manager: Any, engine: Any) -> None:
         device, host = self._pairs()
         if self._choose.random() < 0.2:
-            load = engine.swap_in(dict(zip(host, device, strict=True)))
+            load = engine.load_layers_to_device_async(range(LAYERS), host, device)
         else:
             load = scheduler.onload(host, device, urgent=self._choose.choice([None, True, False]))
         self._started(load, {block: self.host[one] for block, one in zip(device, host, strict=True)}, self.device)

@@ -1,15 +1,14 @@
-"""The calls of FastDeploy's and vLLM's cache managers, every byte of both sides compared."""
+"""The calls of FastDeploy's cache manager, every byte of both sides compared."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
-from paddle_kv.integrations import CacheEngine, CacheTransferManager
+from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.integrations.fastdeploy import LayerEvent
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
@@ -22,7 +21,7 @@ def scheduler(rig: Rig) -> Iterator[LayerwiseScheduler]:
         yield made
 
 
-def test_fastdeploy_evicts_and_loads(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+def test_evicts_and_loads(rig: Rig, scheduler: LayerwiseScheduler) -> None:
     manager = CacheTransferManager(scheduler)
     assert manager.evict_to_host_async([3, 9], [11, 2])
     assert manager.load_layers_to_device_async(list(range(LAYERS)), [2, 11, 7], [0, 1, 4])
@@ -33,7 +32,7 @@ def test_fastdeploy_evicts_and_loads(rig: Rig, scheduler: LayerwiseScheduler) ->
     rig.check()
 
 
-def test_fastdeploy_events_stand_for_their_layer(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+def test_events_stand_for_their_layer(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
     """As its controller uses them: an event recorded in the callback, waited for before the layer."""
     manager, events = CacheTransferManager(scheduler), {}
     copies.hold("onload", 2)
@@ -56,10 +55,12 @@ def test_fastdeploy_events_stand_for_their_layer(rig: Rig, scheduler: LayerwiseS
     load.wait(WAIT_S)
 
 
-def test_fastdeploy_failures_raise(scheduler: LayerwiseScheduler, copies: Copies) -> None:
+def test_failures_raise(scheduler: LayerwiseScheduler, copies: Copies) -> None:
     manager = CacheTransferManager(scheduler)
-    with pytest.raises(ValueError, match="layer_indices"):
-        manager.load_layers_to_device_async([0, 2], [0], [0])
+    with pytest.raises(ValueError, match="layer_indices names block 2 more than once"):
+        manager.load_layers_to_device_async([0, 2, 2], [0], [0])
+    with pytest.raises(IndexError, match=r"layers\[1\] = 5 must be in"):
+        manager.load_layers_to_device_async([0, 5], [0], [0])
     with pytest.raises(IndexError, match="host_block_ids"):
         manager.evict_to_host_async([0], [17])
     copies.fail("offload", 1, OSError("lost"))
@@ -71,47 +72,7 @@ def test_fastdeploy_failures_raise(scheduler: LayerwiseScheduler, copies: Copies
     manager.sync_output_stream()  # it was told
 
 
-def test_vllm_swaps_by_mappings(rig: Rig, scheduler: LayerwiseScheduler) -> None:
-    engine = CacheEngine(scheduler)
-    engine.swap_out({3: 11, 9: 2})
-    engine.swap_in(np.array([[2, 0], [11, 1], [7, 4]])).wait(WAIT_S)
-    rig.expect_offload([3, 9], [11, 2])
-    rig.expect_onload([2, 11, 7], [0, 1, 4])
-    rig.check()
-
-
-def test_vllm_copies_behind_what_is_in_flight(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
-    """One source to two targets, all layers and tensors, while a load writes the source and a save reads a target."""
-    engine = CacheEngine(scheduler)
-    copies.hold("onload", 4)
-    copies.hold("offload", 4)
-    engine.swap_in({5: 6})
-    engine.swap_out({8: 0})
-    threading.Timer(SHORT_S, copies.go_on).start()
-    engine.copy({6: [8, 12], 1: [2]})
-    assert len(copies.done) == 2 * LAYERS
-    rig.expect_onload([5], [6])
-    rig.expect_offload([8], [0])
-    for name in rig.spec.tensor_names:
-        for source, target in ((6, 8), (6, 12), (1, 2)):
-            rig.device[name][:, target] = rig.device[name][:, source]
-    scheduler.drain(WAIT_S)
-    rig.check()
-
-
-def test_vllm_one_host_block_into_two(rig: Rig, scheduler: LayerwiseScheduler) -> None:
-    CacheEngine(scheduler).swap_in({4: [1, 2]}).wait(WAIT_S)
-    rig.expect_onload([4, 4], [1, 2])
-    rig.check()
-
-
-@pytest.mark.parametrize("adapter", [CacheEngine, CacheTransferManager])
-def test_adapters_name_what_is_no_scheduler(rig: Rig, adapter: type) -> None:
-    with pytest.raises(TypeError, match="scheduler is DeviceCache; a LayerwiseScheduler is expected"):
-        adapter(rig.cache)
-
-
-def test_fastdeploy_refuses_a_callback_before_anything_moves(rig: Rig, scheduler: LayerwiseScheduler) -> None:
+def test_refuses_a_callback_before_anything_moves(rig: Rig, scheduler: LayerwiseScheduler) -> None:
     manager = CacheTransferManager(scheduler)
     with pytest.raises(TypeError, match="on_layer_complete is 3"):
         manager.load_layers_to_device_async(range(LAYERS), [3], [0], 3)  # type: ignore[arg-type]
@@ -119,9 +80,7 @@ def test_fastdeploy_refuses_a_callback_before_anything_moves(rig: Rig, scheduler
     rig.check()
 
 
-def test_fastdeploy_events_behind_all_loads_can_be_synchronized(
-    rig: Rig, scheduler: LayerwiseScheduler, copies: Copies
-) -> None:
+def test_events_behind_all_loads_can_be_synchronized(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
     manager = CacheTransferManager(scheduler)
     copies.hold("onload", 4)
     manager.load_layers_to_device_async(range(LAYERS), [3], [0])
@@ -137,7 +96,7 @@ def test_fastdeploy_events_behind_all_loads_can_be_synchronized(
     rig.check()
 
 
-def test_fastdeploy_orders_what_follows_a_save_whose_result_is_dropped(
+def test_orders_what_follows_a_save_whose_result_is_dropped(
     rig: Rig, scheduler: LayerwiseScheduler, copies: Copies
 ) -> None:
     """The device block is written by the model, and loaded into, right behind the call."""
@@ -153,7 +112,7 @@ def test_fastdeploy_orders_what_follows_a_save_whose_result_is_dropped(
     rig.check()
 
 
-def test_fastdeploy_failed_transfers_are_not_kept(scheduler: LayerwiseScheduler, copies: Copies) -> None:
+def test_failed_transfers_are_not_kept(scheduler: LayerwiseScheduler, copies: Copies) -> None:
     manager = CacheTransferManager(scheduler)
     copies.fail("onload", 1, OSError("lost"))
     for _ in range(20):
@@ -168,7 +127,7 @@ def test_fastdeploy_failed_transfers_are_not_kept(scheduler: LayerwiseScheduler,
     manager.sync_input_stream()
 
 
-def test_fastdeploy_events_belong_to_the_thread_that_loads(scheduler: LayerwiseScheduler) -> None:
+def test_events_belong_to_the_thread_that_loads(scheduler: LayerwiseScheduler) -> None:
     """Four threads submit at once: each event is one of the load of its own thread."""
     manager, meet = CacheTransferManager(scheduler), threading.Barrier(4)
     wrong: list[object] = []
@@ -201,32 +160,44 @@ def test_fastdeploy_events_belong_to_the_thread_that_loads(scheduler: LayerwiseS
     assert wrong == []
 
 
-def test_vllm_does_not_copy_what_a_failed_swap_left(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
-    """Also one that was over, and forgotten, long before."""
-    engine = CacheEngine(scheduler)
-    copies.fail("onload", 3, OSError("lost"))
-    with pytest.raises(TransferError):
-        engine.swap_in({4: 1}).wait(WAIT_S)
-    copies.heal()
-    engine.swap_in({4: 2}).wait(WAIT_S)
-    with pytest.raises(TransferError, match="block 1 of the device cache holds no usable data"):
-        engine.copy({1: [6]})
-    engine.copy({2: [1]})  # rewrites it
-    engine.copy({1: [6]})
-    rig.expect_onload([4], [2])
-    for name in rig.spec.tensor_names:
-        for target in (1, 6):
-            rig.device[name][:, target] = rig.device[name][:, 2]
-    rig.check()
+def test_it_names_what_is_no_scheduler(rig: Rig) -> None:
+    with pytest.raises(TypeError, match="scheduler is DeviceCache; a LayerwiseScheduler is expected"):
+        CacheTransferManager(rig.cache)  # type: ignore[arg-type]
 
 
-def test_vllm_copies_behind_transfers_of_others(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
-    copies.hold("onload", 4)
-    load = scheduler.onload([5], [6])
-    threading.Timer(SHORT_S, copies.go_on).start()
-    CacheEngine(scheduler).copy({6: [8]})
-    load.wait(WAIT_S)
-    rig.expect_onload([5], [6])
-    for name in rig.spec.tensor_names:
-        rig.device[name][:, 8] = rig.device[name][:, 6]
+def test_some_layers_in_their_order(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    manager, called, events = CacheTransferManager(scheduler), [], {}
+    copies.hold("onload", 3)
+
+    def on_layer_complete(layer: int) -> None:
+        called.append(layer)
+        events[layer] = manager.record_input_stream_event()
+
+    load = manager.load_layers_to_device_async([3, 1], [2, 11], [0, 1], on_layer_complete)
+    assert called == [3, 1]
+    events[1].synchronize()
+    assert ("onload", (0, 1), 1) in copies.done and not load.done()
+    copies.go_on()
+    events[3].synchronize()
+    manager.sync_input_stream()
+    rig.expect_onload([2, 11], [0, 1], [1, 3])
     rig.check()
+    assert len(copies.done) == 2
+
+
+STORAGE_CALLS = [
+    ("prefetch_from_storage", ("metadata",)),
+    ("backup_device_to_storage", ([1, 2], "metadata")),
+    ("backup_host_to_storage", ([1, 2], "metadata")),
+]
+
+
+@pytest.mark.parametrize(("call", "given"), STORAGE_CALLS)
+def test_calls_of_storage_go_to_the_storage(scheduler: LayerwiseScheduler, call: str, given: tuple) -> None:
+    class Storage:
+        def __getattr__(self, name: str) -> object:
+            return lambda *given: (name, given)
+
+    with pytest.raises(NotImplementedError, match=rf"{call} needs a storage below host memory.*storage="):
+        getattr(CacheTransferManager(scheduler), call)(*given)
+    assert getattr(CacheTransferManager(scheduler, storage=Storage()), call)(*given) == (call, given)
