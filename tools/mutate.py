@@ -50,7 +50,12 @@ LISTED = ROOT / "docs" / "mutations.md"
 # Which tests may notice an edit of a file, by the longest prefix that fits.
 TESTS = {
     "paddle_kv/tracking/": ["tests/schedule", "tests/memory/test_host_pool.py"],
-    "paddle_kv/schedule/": ["tests/schedule", "tests/backend", "tests/simulator"],
+    "paddle_kv/schedule/": [
+        "tests/schedule",
+        "tests/backend",
+        "tests/simulator/test_faults.py",
+        "tests/simulator/test_mutations.py",
+    ],
     "paddle_kv/backend/": ["tests/backend", "tests/schedule"],
     "paddle_kv/memory/": ["tests/memory", "tests/schedule/test_lifetime.py", "tests/schedule/test_threads.py"],
     "paddle_kv/offload/": ["tests/offload"],
@@ -199,10 +204,10 @@ class Memory:
         self._path.parent.mkdir(exist_ok=True)
         self._path.write_text(json.dumps({"tests": self.tests, "results": self.results}))
 
-    def covering(self, file: str) -> dict[str, tuple[float, set[int]]]:
+    def covering(self, file: str, asked: Sequence[str]) -> dict[str, tuple[float, set[int]]]:
         """The tests that may notice edits of the file: how long each takes, and which lines of the file it runs."""
         found: dict[str, tuple[float, set[int]]] = {}
-        for test_file in test_files(file):
+        for test_file in asked or test_files(file):
             held = self.tests.get(test_file)
             if held is None or held["digest"] != digest(test_file) or held["sources"].get(file) != digest(file):
                 held = self._measure(test_file)
@@ -269,10 +274,12 @@ def unescaped(cell: str) -> str:
 
 
 # ---- one file ----
-def try_edits(file: str, chosen: Sequence[Edit], memory: Memory, most_s: float) -> list[dict[str, Any]]:
-    """One row for each edit, with ``most_s`` seconds of tests at the most."""
+def try_edits(
+    file: str, chosen: Sequence[Edit], memory: Memory, tests: Sequence[str], most_s: float
+) -> list[dict[str, Any]]:
+    """One row for each edit, with ``most_s`` seconds of these test files at the most, or of all that fit."""
     known = listed()
-    covering = memory.covering(file)
+    covering = memory.covering(file, tests)
     held = memory.results.setdefault(file, {})
     if held.get("digest") != digest(file):
         held.update(digest=digest(file), killers={})
@@ -339,6 +346,7 @@ def main() -> None:
     parser.add_argument("--file", action="append", help="a source, from the root of the checkout; default: all")
     parser.add_argument("--sample", type=int, help="so many edits of each file, at random")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--test", action="append", help="a file of tests; default: all that fit the source")
     parser.add_argument("--seconds", type=float, default=15.0, help="of tests, for each edit at the most")
     parser.add_argument("--lines", help="FIRST-LAST: only edits of these lines")
     parser.add_argument("--survivors-only", action="store_true", help="only what survived the last time")
@@ -366,7 +374,7 @@ def main() -> None:
             chosen = [edit for edit in chosen if int(first) <= edit.lines.start <= int(end)]
         if asked.sample is not None:
             chosen = random.Random(asked.seed).sample(chosen, min(asked.sample, len(chosen)))
-        here = try_edits(file, chosen, memory, asked.seconds)
+        here = try_edits(file, chosen, memory, asked.test or (), asked.seconds)
         before.write_text(json.dumps(here, indent=1) + "\n")
         counts = Counter(row["status"] for row in here)
         say(f"{file}: {len(here)} edits, {', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}")
