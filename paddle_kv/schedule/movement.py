@@ -87,6 +87,13 @@ class Failure:
         return error
 
 
+class Reading(Protocol):
+    """What writes to the host blocks of a load while it is under way: a job of a tier."""
+
+    def cancel(self) -> None:
+        """Nobody wants the rest. Takes no lock and waits for nothing."""
+
+
 class Owner(Protocol):
     """The scheduler, as its transfers see it."""
 
@@ -124,7 +131,9 @@ class Movement:
     """One transfer in flight. Changes in a section of its group (:mod:`paddle_kv.tracking.group`) alone, but for
     ``waiters`` and ``ordered``."""
 
-    def __init__(self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool) -> None:
+    def __init__(
+        self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool, reading: Reading | None = None
+    ) -> None:
         self.number = next(_numbers)
         self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self.plan = plan
@@ -136,7 +145,10 @@ class Movement:
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
         self.marks: list[Event | None] = [None] * plan.num_layers if layerwise else []
-        self.ready: list[int] = [] if layerwise else plan.groups  # marked, not submitted; ascending
+        self.reading = reading  # its source blocks are still being written; None once nobody touches them
+        self.unread = set(range(plan.num_layers)) if reading else set()  # layers that are not there yet
+        held_back = layerwise or reading is not None
+        self.ready: list[int] = [] if held_back else plan.groups  # marked, not submitted; ascending
         self.after: list[Event] = []  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
@@ -184,7 +196,10 @@ class Movement:
     @property
     def dropped(self) -> bool:
         """Whether layers of it will never be submitted: what is behind it is behind what it was behind, for those."""
-        return bool(self.plan.left_out) or (self.failure is not None and self.num_unsubmitted > 0)
+        # One whose host blocks are still being written keeps its place: those behind it write them too.
+        return bool(self.plan.left_out) or (
+            self.failure is not None and self.num_unsubmitted > 0 and self.reading is None
+        )
 
     @property
     def over(self) -> bool:

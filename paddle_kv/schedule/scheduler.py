@@ -24,7 +24,7 @@ from ..tracking.memories import check_access
 from . import checksum, settling, submission
 from .at_exit import EXIT_TIMEOUT_S, schedulers
 from .finished import Finished
-from .movement import Movement
+from .movement import Movement, Reading
 from .plan import make_plan
 from .resources import DeviceResources, Events, abandoned, release_abandoned
 from .starting import hold, start
@@ -249,10 +249,12 @@ class LayerwiseScheduler:
         layerwise: bool,
         urgent: bool | None,
         behind: Iterable[Movement] = (),
+        reading: Reading | None = None,
     ) -> Transfer:
         """In a section: starts it behind what its blocks, and ``behind``, ask for."""
         self._check_open()
-        return start(self, plan, compute, self._statistics, layerwise=layerwise, urgent=urgent, behind=behind)
+        own = self._statistics
+        return start(self, plan, compute, own, layerwise=layerwise, urgent=urgent, behind=behind, reading=reading)
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
         """An event behind everything submitted so far in that direction, on its streams.

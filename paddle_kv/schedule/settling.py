@@ -60,7 +60,7 @@ def look(movement: Movement) -> None:
 
 
 def _is_through(movement: Movement) -> bool:
-    if movement.state is not State.ARRIVING:
+    if movement.state is not State.ARRIVING or movement.reading is not None:
         return False
     try:
         return movement.last_event is None or movement.scheduler.backend.is_complete(*_asked(movement))
@@ -102,6 +102,8 @@ def _look(movement: Movement) -> list[Movement]:
 def _look_at_device(movement: Movement) -> list[Movement]:
     scheduler = movement.scheduler
     found: list[Movement] = []
+    if movement.reading is not None:
+        return found
     try:
         if movement.last_event is not None and not scheduler.backend.is_complete(*_asked(movement)):
             return []
@@ -155,7 +157,7 @@ def log_untold(movement: Movement) -> None:
 def _retire(movement: Movement) -> None:
     """Gives back its blocks: nothing is left to wait for."""
     movements.pop(movement.number, None)
-    movement.source.release(movement, written=False)
+    movement.source.release(movement, written=movement.failure is None)  # it has written them if they were being read
     movement.target.release(movement, written=movement.failure is None)
     movement.group.transfers.pop(movement.number, None)
     for before in movement.depends_on:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..backend.work import Stream, TransferPlan
 from . import settling, submission
-from .movement import Movement, Owner, movements
+from .movement import Movement, Owner, Reading, movements
 from .statistics import Statistics
 from .transfer import Transfer
 
@@ -26,28 +26,30 @@ def start(
     layerwise: bool,
     urgent: bool | None,
     behind: Iterable[Movement],
+    reading: Reading | None = None,
 ) -> Transfer:
-    """Behind what its blocks, and ``behind``, ask for. ``urgent=None``: as the statistics say."""
+    """Behind what its blocks, and ``behind``, ask for. ``urgent=None``: as the statistics say. ``reading``: the source
+    blocks are being written, see :mod:`.arriving`."""
     to_host = plan.direction == "offload"
     source, target = (
         (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
     )
     names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-    holders = [*source.domain.holders(plan.source_ids, writing=False), *target.domain.holders(plan.target_ids)]
+    holders = [*source.domain.holders(plan.source_ids, writing=bool(reading)), *target.domain.holders(plan.target_ids)]
     for holder in dict.fromkeys(holders):  # in an order that repeats
         holder.look()  # one that has failed must be known of
-    source.domain.check(plan.source_ids, names[0], writing=False)
+    source.domain.check(plan.source_ids, names[0], writing=bool(reading))
     target.domain.check(plan.target_ids, names[1], writing=True)
     if plan.left_out:  # the block is usable afterwards if it was before
         target.domain.check(plan.target_ids, names[1], writing=False)
-    if scheduler.observer is not None and not to_host:
+    if scheduler.observer is not None and not to_host and reading is None:
         scheduler.observer.check(plan.host_ids)
     if urgent is None:
         moved_bytes = len(plan.device_ids) * scheduler.bytes_per_block
         urgent = statistics.queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
-    movement = Movement(scheduler, plan, stream, layerwise=layerwise)
+    movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
     movement.queued = stream is resources.streams["onload"]
     if plan.num_groups:
         events = movement.hold_events(plan.num_layers if layerwise else 1)
@@ -72,7 +74,8 @@ def start(
 
 
 def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
-    reads_from: set[Any] = movement.source.read(movement.plan.source_ids, movement)
+    access = movement.source.read if movement.reading is None else movement.source.write
+    reads_from: set[Any] = access(movement.plan.source_ids, movement)
     if movement.plan.left_out:
         reads_from = {*reads_from, *movement.target.holders(movement.plan.target_ids, writing=False)}
     others: set[Any] = movement.target.write(movement.plan.target_ids, movement)

@@ -64,6 +64,9 @@ def fail(movement: Movement, failure: Failure) -> list[Movement]:
         assert one.failure is not None
         reason = one.failure.reason or one.failure.message
         one.target.poison(one.plan.target_ids, one, reason)
+        if one.reading is not None:
+            one.source.poison(one.plan.source_ids, one, reason)
+            one.reading.cancel()
         for dependent in one.dependents:
             if one in dependent.reads_from and not dependent.failed:
                 message = f"it reads blocks of a transfer that failed ({reason})"
@@ -156,7 +159,7 @@ def _submit_ready(movement: Movement) -> tuple[bool, list[Movement]]:
 def _ready_runs(movement: Movement) -> list[tuple[int, list[list[Event]]]]:
     """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
     others = _others(movement) if movement.depends_on else []
-    simple = not (movement.layerwise or others or movement.plan.left_out)
+    simple = not (movement.layerwise or others or movement.plan.left_out or movement.unread)
     if movement.ready and simple and movement.last_event is None:
         return [(0, [movement.after.copy(), *([] for _ in movement.ready[1:])])]  # the rule: all at once
     runs: list[tuple[int, list[list[Event]]]] = []
@@ -193,7 +196,7 @@ def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Ev
         groups = range(layers.start // per_event, (layers.stop - 1) // per_event + 1)
         events = [before.events[one] for one in groups if one not in before.plan.left_out]
         if None in events:
-            if not before.failed:
+            if not before.failed or before.reading is not None:
                 return None
             events = [event for event in (*events, before.fence_event) if event is not None]
         if not before.over and before.stream is not movement.stream:

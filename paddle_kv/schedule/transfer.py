@@ -391,6 +391,8 @@ class Transfer:
         unmarked = [one for one in asked if one in self._movement.unmarked]
         if unmarked:
             return f"mark_layer_written was not called for {_text_of(unmarked)}"
+        if self._movement.unread:
+            return "it is still being read into host memory"
         return "it waits for a layerwise offload of the same blocks, of which layers are not marked"
 
     def _layer_index(self, layer: Any) -> int:

@@ -2,7 +2,8 @@
 
 from .files import FilesEngine
 from .job import Job, Observer
+from .loading import load
 from .protocol import Engine, Outcome, Read, Write
 from .tier import Tier
 
-__all__ = ["Engine", "FilesEngine", "Job", "Observer", "Outcome", "Read", "Tier", "Write"]
+__all__ = ["Engine", "FilesEngine", "Job", "Observer", "Outcome", "Read", "Tier", "Write", "load"]
