@@ -19,6 +19,7 @@ if _TYPE_CHECKING:
     from .lease import Lease
     from .lru import Lru
     from .manager import KVOffloadManager
+    from .mover import Mover, Submitted
     from .policies import POLICIES, make_policy
     from .policy import Policy
     from .ranks import lookup_common, paddle_all_reduce_min
@@ -40,6 +41,7 @@ __all__ = [
     "Lease",
     "Lru",
     "Mirror",
+    "Mover",
     "Namespace",
     "Outcome",
     "Policy",
@@ -48,6 +50,7 @@ __all__ = [
     "S3Fifo",
     "SavePlan",
     "Snapshot",
+    "Submitted",
     "cache_salt",
     "lookup_common",
     "make_policy",
@@ -69,6 +72,7 @@ _MODULE_OF = {
     "Lease": "lease",
     "Lru": "lru",
     "Mirror": "events",
+    "Mover": "mover",
     "Namespace": "jobs",
     "Outcome": "jobs",
     "POLICIES": "policies",
@@ -78,6 +82,7 @@ _MODULE_OF = {
     "S3Fifo": "s3fifo",
     "SavePlan": "jobs",
     "Snapshot": "jobs",
+    "Submitted": "mover",
     "cache_salt": "hashing",
     "lookup_common": "ranks",
     "make_policy": "policies",

@@ -365,7 +365,9 @@ class Directory:
         if all_or_nothing and not all(key in index.slots for key in wanted):  # a policy has its own ideas
             self._forget(admitted)
             admitted = {}
-        left_out = tuple(i for i, key in enumerate(keys) if key not in index.slots)
+        left_out: tuple[int, ...] = ()
+        if not all(map(index.slots.__contains__, keys)):
+            left_out = tuple(i for i, key in enumerate(keys) if key not in index.slots)
         num_left_out = len({keys[i] for i in left_out})
         self.counters["saved_blocks"] += len(admitted)
         self.counters["deduplicated_blocks"] += len(source) - len(admitted) - num_left_out
@@ -445,7 +447,7 @@ class Directory:
     def _admit(self, keys: list[bytes]) -> dict[bytes, int]:
         index = self.index
         there = index.slots
-        absent = sum(key not in there for key in keys)
+        absent = len(keys) - sum(map(there.__contains__, keys))
         free_slots = self._slots.take(max(0, min(absent, index.capacity_blocks - len(there))))
         try:
             return index.admit(keys, free_slots) if absent else index.admit(keys, [])

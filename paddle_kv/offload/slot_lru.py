@@ -63,8 +63,15 @@ class SlotLru(Generic[Key]):
         if slot is None:
             return None
         found: Key = self._keys[slot]
-        self.on_access(found)
         self._keys[slot] = incoming
+        older, younger, end = self._older, self._younger, self._end
+        behind = younger[slot]
+        if behind != end:
+            before = older[slot]
+            younger[before], older[behind] = behind, before
+            last = older[end]
+            younger[last] = older[end] = slot
+            older[slot], younger[slot] = last, end
         return found
 
     def _oldest(self, pinned: Container[Key]) -> int | None:

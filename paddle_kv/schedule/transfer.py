@@ -83,7 +83,7 @@ class Transfer:
                 return
             if movement.over:
                 settling.log_untold(movement)
-            elif None in movement.marks and not movement.failed:
+            elif movement.unmarked and not movement.failed:  # marks on their way count
                 note(movement, functools.partial(_cancel, movement))
 
     # ---- what the user calls ----

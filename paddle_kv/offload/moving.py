@@ -1,0 +1,75 @@
+"""Jobs on the way: each transfer carries one job or several, and tells how each of them ended. In sections only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..backend.work import Direction, Stream
+from ..schedule.movement import Movement
+from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.transfer import Transfer
+from .jobs import Job, Result
+
+
+class Moving:
+    """A load or save in flight, and its jobs. Not the handle: that one is the user's, and a layerwise save whose handle
+    is lost is cancelled."""
+
+    def __init__(self, movement: Movement, jobs: Sequence[Job]) -> None:
+        self.movement = movement
+        self.jobs = jobs
+
+    @property
+    def over(self) -> bool:
+        """Whether it is known what has become of it."""
+        return self.movement.over and all(load.over for load in self.movement.computed_from or ())
+
+    @property
+    def failed(self) -> bool:
+        """A save fails with the loads that it was computed from."""
+        return self.movement.failed or any(load.failed for load in self.movement.computed_from or ())
+
+    def results(self, rank: int, epoch: int) -> list[Result]:
+        """One for each job."""
+        failure = self.movement.failure
+        reason = "" if failure is None else failure.message
+        if self.failed and not reason:
+            reason = "a load from which it was computed failed"
+        damaged = set(failure.damaged if failure is not None else ())
+        found = []
+        for job in self.jobs:
+            positions = tuple(range(len(job.keys))) if self.failed else ()
+            wrong = tuple(i for i in positions if damaged and job.host_slots[i] in damaged)
+            found.append(Result(job.id, rank, epoch, positions, wrong, reason))
+        return found
+
+
+class Moves:
+    """The transfers of jobs whose end nobody has taken yet."""
+
+    def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        self.scheduler = scheduler
+        self.moving: list[Moving] = []
+
+    def start(
+        self,
+        direction: Direction,
+        device_ids: Sequence[int],
+        host_ids: Sequence[int],
+        compute: Stream,
+        *,
+        layerwise: bool = False,
+        behind: Iterable[Movement] = (),
+    ) -> Transfer:
+        plan = self.scheduler.plan(direction, list(device_ids), list(host_ids))
+        urgent = None if direction == "onload" else False
+        return self.scheduler.start_here(plan, compute, layerwise, urgent, behind)
+
+    def add(self, transfer: Transfer, jobs: Sequence[Job]) -> None:
+        self.moving.append(Moving(transfer._movement, jobs))
+
+    def take_over(self) -> list[Moving]:
+        """Those that are over, once."""
+        known = [(one, one.over) for one in self.moving]
+        self.moving = [one for one, over in known if not over]
+        return [one for one, over in known if over]
