@@ -166,6 +166,7 @@ class Movement:
         self.state = State.PENDING
         self.failure: Failure | None = None
         self.submission_failed = False  # already in the call that started it
+        self.through = False  # nothing of it runs any more
         self.told = False  # somebody knows of the failure
         self.elapsed_ms = float("nan")
         self.layer_times_ms: list[tuple[float, float]] = []

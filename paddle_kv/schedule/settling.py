@@ -47,26 +47,37 @@ def _report(number: int, held: tuple[Events, ...]) -> None:
 
 def look(movement: Movement) -> None:
     """Asks the device, behind the transfers whose result it reads, and moves on to "over" and "retired"."""
-    asked = {movement: None}
+    seen = {movement}
     left = [movement]
+    at_an_end: list[Movement] = []
     while left:
         one = left.pop()
-        # Those that it ends behind decide only where its own copies are through: a chain is asked from its beginning.
-        if one.over_after and not one.failed and _is_through(one):
-            new = [source for source in one.over_after if not source.over and source not in asked]
-            asked.update(dict.fromkeys(new))
+        ends_behind = one.over_after if one.state is State.ARRIVING else ()
+        # These decide only where its own copies are through: a chain is asked from its beginning.
+        found = _ask_device(one) if ends_behind else []
+        if found is not None:
+            at_an_end += [one, *found]
+            new = [source for source in ends_behind if not one.failed and not source.over and source not in seen]
+            seen.update(new)
             left += new
-    _look_at_all(asked)
+    _look_at_all(at_an_end)
 
 
-def _is_through(movement: Movement) -> bool:
-    if movement.state is not State.ARRIVING or movement.reading is not None:
-        return False
+def _ask_device(movement: Movement) -> list[Movement] | None:
+    """None while something of it runs, or what it reads is being written; behind that the device is asked no more. Else
+    what has nothing left to run by a failure that it told."""
+    if movement.through:
+        return []
+    if movement.reading is not None:
+        return None
+    failed = []
     try:
-        return movement.last_event is None or movement.scheduler.backend.is_complete(*_asked(movement))
+        if movement.last_event is not None and not movement.scheduler.backend.is_complete(*_asked(movement)):
+            return None
     except Exception as error:  # noqa: BLE001
-        progress(_fail_by_device(movement, error))
-        return False
+        failed = _fail_by_device(movement, error)
+    movement.through = True
+    return _progress(failed)
 
 
 def look_for_failure(movement: Movement) -> None:
@@ -101,17 +112,11 @@ def _look(movement: Movement) -> list[Movement]:
 
 def _look_at_device(movement: Movement) -> list[Movement]:
     scheduler = movement.scheduler
-    found: list[Movement] = []
-    if movement.reading is not None:
-        return found
-    try:
-        if movement.last_event is not None and not scheduler.backend.is_complete(*_asked(movement)):
-            return []
-    except Exception as error:  # noqa: BLE001
-        found = _progress(_fail_by_device(movement, error))
-    else:
-        if not movement.failed and not all(source.over for source in movement.over_after):
-            return []  # a failure of theirs would be one of this transfer
+    found = _ask_device(movement)
+    if found is None:
+        return []
+    if not movement.failed and not all(source.over for source in movement.over_after):
+        return found  # a failure of theirs would be one of this transfer
     if scheduler.observer is not None:
         mismatch = scheduler.observer.over(movement, movement.failure)
         if mismatch is not None:

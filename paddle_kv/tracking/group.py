@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import ReentryError
-from .keeper import Deadline, Host, Waiter, keeper, log
+from .keeper import Deadline, Host, Waiter, keeper, log, nothing
 
 
 class Grouped(Protocol):
@@ -136,7 +136,7 @@ def note(member: Grouped, function: Callable[[], object]) -> None:
     """For finalizers and for calls that one may make out of a section: it is done in a section, soon."""
     group = member.group
     group.note(function)
-    group.host.post(functools.partial(_change_here, member, _nothing))
+    group.host.post(functools.partial(_change_here, member, nothing))
 
 
 def wait_until(member: Grouped, condition: Callable[[], Any], timeout_s: float | None) -> Any:
@@ -185,10 +185,6 @@ def _change_here(member: Grouped, function: Callable[[], Any]) -> Any:
         with group.lock:
             if member.group is group:  # else it was united with another one meanwhile
                 return group.run(function)
-
-
-def _nothing() -> None:
-    pass
 
 
 # ---- fork: no thread is in a section while the process is copied ----

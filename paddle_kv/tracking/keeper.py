@@ -169,7 +169,7 @@ class Keeper:
         From then on functions run where they are called."""
         self._ended = True
         if self._thread is not None:
-            self._jobs.put(_nothing)
+            self._jobs.put(nothing)
             self._thread.join(END_S)
         for end in self.at_end:
             end()
@@ -188,8 +188,8 @@ def _in_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """A job that only comes behind others."""
 
 
 keeper = Keeper()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from ...tracking.keeper import nothing
 from .chooser import Transition
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -64,11 +65,11 @@ class HostThreads:
 
     def __init__(self, functions: Sequence[Callable[[], object]], most_switches: int | None, *, lines: bool) -> None:
         self.all = [HostThread(number, function) for number, function in enumerate(functions, start=1)]
-        self.current = self._caller = HostThread(0, _nothing)
+        self.current = self._caller = HostThread(0, nothing)
         self.section: HostThread | None = None  # who is in one
         self._left = most_switches
         self._trace = self._on_call if lines else None
-        self._switch_here: Callable[[], None] = _nothing
+        self._switch_here: Callable[[], None] = nothing
         self.abandoned = False
 
     def start(self, wait: Callable[[Callable[[], bool]], object], switch_here: Callable[[], None]) -> None:
@@ -147,7 +148,3 @@ def _in_finalizer(frame: FrameType | None) -> bool:
 
 def _always() -> bool:
     return True
-
-
-def _nothing() -> None:
-    pass
