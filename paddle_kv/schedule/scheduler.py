@@ -216,7 +216,6 @@ class LayerwiseScheduler:
         return self._start(self.plan("onload", device_block_ids, host_block_ids, layers), urgent=urgent)
 
     def _start(self, plan: TransferPlan, *, layerwise: bool = False, urgent: bool | None = False) -> Transfer:
-        self._check_open()
         section = functools.partial(self.start_here, plan, self.compute_stream(None), layerwise, urgent)
         return self.check_started(change(self, section))
 
@@ -231,6 +230,7 @@ class LayerwiseScheduler:
 
     def plan(self, direction: Direction, device_ids: Any, host_ids: Any, layers: Any = None) -> TransferPlan:
         """Checked."""
+        self._check_open()
         return make_plan(
             direction,
             arguments.block_id_array(device_ids, "device_block_ids"),
