@@ -77,7 +77,7 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
 
 
 def _attach(owner: object, extents: tuple[Extent, ...]) -> tuple[BlockDomain, Callable[[], object]]:
-    tensors = tuple((extent.start, extent.stride_bytes, extent.layer) for extent in extents)
+    tensors = tuple(sorted((extent.start, extent.stride_bytes, extent.layer) for extent in extents))
     with registry:
         _forget_the_ended()
         domain = None
