@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv import LayerwiseScheduler
+from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from tests.schedule.rig import WAIT_S
 
 
 class Silent(CpuBackend):
     def __init__(self) -> None:
-        self.asked = []
+        self.asked, self.together = [], []
 
     def watch(self, events, report):
         pass
 
     def is_complete(self, *events):
         self.asked.append(events[0])
+        self.together.append(events)
         return super().is_complete(*events)
 
 
@@ -66,3 +67,75 @@ def test_behind_copies_that_run_nobody_is_asked(copies, backend, scheduler):
     assert again._movement.last_event.wait(WAIT_S)
     again.wait(WAIT_S)
     assert load.done()
+
+
+def test_a_wait_that_meets_a_failure_ends_the_transfer(copies, scheduler):
+    copies.fail("onload", 0, RuntimeError("broken"))
+    load = scheduler.onload([3], [2])
+    assert load._movement.last_event.wait(WAIT_S)
+    with pytest.raises(TransferError, match="onload failed at layer 0: broken"):
+        load.wait_layer(4, timeout_s=WAIT_S)
+    assert load.state.value == "failed"  # which looks at no device
+
+
+def test_a_failure_that_a_reader_finds_is_that_of_its_source(copies, scheduler):
+    copies.hold("offload", 0)
+    copies.fail("offload", 2, RuntimeError("broken"))
+    save, load = scheduler.offload([3], [2]), scheduler.onload([2], [5])
+    copies.go_on()
+    assert load._movement.last_event.wait(WAIT_S)
+    assert isinstance(load.error, TransferError)
+    assert "it reads blocks of a transfer that failed (offload failed at layer 2: broken)" in str(load.error)
+    assert [save.state.value, load.state.value] == ["failed", "failed"]
+
+
+def test_what_is_done_gives_its_blocks_back_whatever_else_is_not_looked_at(copies, scheduler):
+    copies.hold("offload", 0)
+    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [3])  # over the block that is saved
+    copies.go_on()
+    assert load._movement.last_event.wait(WAIT_S)
+    assert load.done()
+    assert load._movement.retired
+    assert save.state.value == "arriving"
+    assert save.done()
+
+
+def test_what_was_cancelled_does_not_wait_for_what_it_would_have_read(scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    load = scheduler.onload([2], [5])
+    load.cancel()
+    assert load.state.value == "cancelled"
+    assert not save.done()
+    save.cancel()
+
+
+@pytest.mark.parametrize("record_layer_times", [False, True])
+def test_all_events_are_asked_where_times_are_to_be_told(rig, backend, record_layer_times):
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, record_layer_times=record_layer_times) as scheduler:
+        load = scheduler.onload([3], [2])
+        save = scheduler.offload([3], [2], layerwise=True)
+        for layer in (1, 4):
+            save.mark_layer_written(layer)
+            save.wait_layer(layer, timeout_s=WAIT_S)
+        save.cancel()
+        for transfer, groups in ((load, range(5)), (save, (1, 4))):
+            movement = transfer._movement
+            assert movement.last_event.wait(WAIT_S)
+            events, last = [movement.events[group] for group in groups], movement.last_event
+            assert transfer.done()
+            ends = events if record_layer_times or transfer is save else [last]
+            assert (last, *ends) in backend.together
+        assert [len(load.layer_times_ms), len(save.layer_times_ms)] == [5 * record_layer_times, 0]
+
+
+def test_what_is_over_keeps_no_event_and_no_stream(rig, scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    save.mark_layer_written(1)
+    save.cancel()
+    movement = save._movement
+    assert movement.last_event.wait(WAIT_S)
+    assert save.done()
+    held = (movement.held, movement.after, movement.starts, movement.stream, movement.callbacks)
+    assert held == ((), [], [], None, [])
+    assert set(movement.marks) == {None}
+    assert movement.unmarked == dict.fromkeys([0, 2, 3, 4])
