@@ -6,6 +6,7 @@ raises (there: False, and the layer counts as done); an event stands for the lay
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from ..errors import CancelledError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
+from ..tracking.group import change
 from .fastdeploy_maps import adopt
 
 
@@ -69,7 +71,7 @@ class CacheTransferManager:
         self._storage = storage
         self._owns_scheduler = False
         self._local_rank, self._device_id = 0, scheduler.device_cache.device_id or 0
-        self._loads, self._saves = _Unfinished(), _Unfinished()
+        self._loads, self._saves = _Unfinished(scheduler), _Unfinished(scheduler)
         self._of_thread = threading.local()  # the event of the layer that is being submitted
 
     @classmethod
@@ -279,31 +281,34 @@ class CacheTransferManager:
 
 
 class _Unfinished:
-    """Transfers of one direction that nobody has waited for; of those that failed the first."""
+    """Transfers of one direction that nobody has waited for; of those that failed the first. Changes in sections."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # nothing is waited for, and no section run, while it is held
+    def __init__(self, scheduler: LayerwiseScheduler) -> None:
+        self._scheduler = scheduler
         self._transfers: list[Transfer] = []
         self._failed: Transfer | None = None
 
     def add(self, transfer: Transfer) -> Transfer:
-        with self._lock:
-            self._failed = self._failed or next((one for one in self._transfers if _ended(one) and one.failed), None)
-            self._transfers = [*(one for one in self._transfers if not _ended(one)), transfer]
+        change(self._scheduler, functools.partial(self._add, transfer))
         return transfer
 
+    def _add(self, transfer: Transfer) -> None:
+        self._failed = self._failed or next((one for one in self._transfers if _ended(one) and one.failed), None)
+        self._transfers = [*(one for one in self._transfers if not _ended(one)), transfer]
+
     def wait(self) -> None:
-        with self._lock:
-            waited, failed = list(self._transfers), self._failed
+        failed, waited = change(self._scheduler, lambda: (self._failed, self._transfers))
         for transfer in waited:
             transfer.wait_over()
-        with self._lock:
-            self._transfers = [one for one in self._transfers if one not in waited]
-            self._failed = None if self._failed is failed else self._failed
+        change(self._scheduler, functools.partial(self._forget, failed, waited))
         for told in (failed, *waited):
             error = None if told is None else told.error
             if error is not None:
                 raise error
+
+    def _forget(self, failed: Transfer | None, waited: list[Transfer]) -> None:
+        self._transfers = [one for one in self._transfers if one not in waited]
+        self._failed = None if self._failed is failed else self._failed
 
 
 def _ended(transfer: Transfer) -> bool:

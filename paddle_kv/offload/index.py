@@ -113,16 +113,30 @@ class BlockIndex(Generic[Key]):
                     if told:
                         self._forget(key)
                     victim, told = self._another_victim(victim), False
-                if victim is None:
+                if victim is not None and victim not in admitted:
+                    self._count_evicted(victim)
+                elif admitted:
+                    victim, told = self._end_of(admitted, victim, key, told)
+                else:
                     continue
                 slot = slots.pop(victim)
-                if victim in admitted:
-                    del admitted[victim]
-                else:
-                    self._count_evicted(victim)
             admitted[key] = slots[key] = slot
             if not told:
                 on_insert(key)
+
+    def _end_of(self, admitted: dict[Key, int], victim: Key | None, key: Key, told: bool) -> tuple[Key, bool]:
+        """What the prompt ends with goes instead of the victim: behind a gap it would be of no use. No victim: all are
+        held, some of the prompt since before they were dropped. And whether the policy still counts ``key`` in."""
+        last = next(iter(admitted))
+        if last != victim:
+            if told:
+                self._forget(key)
+            self._forget(last)
+            if victim is not None:
+                self._policy.on_insert(victim)
+            told = False
+        del admitted[last]
+        return last, told
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""

@@ -333,7 +333,7 @@ class Transfer:
     def _wait_behind_others(self, wait: Callable[[Transfer, float | None], object], timeout_s: float | None) -> None:
         """Of one that moves nothing: behind those that it stands behind, whatever their end."""
         deadline = Deadline(timeout_s)
-        for movement in tuple(self._movement.depends_on):
+        for movement in sorted(self._movement.depends_on, key=lambda one: one.number):
             other, told = movement.handle() or Transfer(movement), movement.told
             try:
                 wait(other, deadline.left_s())

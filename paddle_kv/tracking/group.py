@@ -192,6 +192,8 @@ _held_for_fork: list[Any] = []
 
 
 def _before_fork() -> None:
+    for group in list(_groups):
+        group.host.pause()
     registry.acquire()
     _held_for_fork.append(registry)
     for group in sorted(_groups, key=lambda group: group.number):

@@ -89,11 +89,13 @@ class Model:
                 continue
             if len(self.order) == self.capacity:
                 victim = next((one for one in self.order if not self.pins[one] and one not in there), None)
-                if victim is None:
-                    continue
+                if victim is None or victim in admitted:
+                    if not admitted:
+                        continue
+                    if victim not in (None, admitted[-1]):
+                        self.touch(victim)
+                    victim = admitted.pop()  # no gap in a prompt
                 self.order.remove(victim)
-                if victim in admitted:
-                    admitted.remove(victim)
             self.order.append(key)
             admitted.insert(0, key)
         return admitted

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from paddle_kv.offload import BlockIndex, Lru, S3Fifo
+from paddle_kv.offload import Arc, BlockIndex, Lru, S3Fifo
 
 
 def filled(keys: str, capacity: int) -> tuple[BlockIndex[str], list[int]]:
@@ -83,6 +83,30 @@ def test_the_policy_may_refuse_a_block_of_the_same_call() -> None:
     assert len(index.slots) == 20
     assert sorted(index.slots.values()) == list(range(20))
     assert set(taken) <= set(index.slots)
+
+
+def test_a_prompt_without_room_loses_its_end_whatever_the_policy_picks() -> None:
+    """ARC remembers the end of this one, and would let go of its middle."""
+    index: BlockIndex[str] = BlockIndex(Arc(4), 4)
+    slots = list(range(4))
+    index.admit(list("rqpc"), slots)
+    slots = index.evict(1)  # c
+    slots.append(index.remove("r"))
+    index.pin("pq")
+    assert list(index.admit(list("abc"), slots)) == ["a", "b"]
+    assert set(index.slots) == set("pqab") and len(set(index.slots.values())) == 4
+    index.unpin("pq")
+    assert len(index.evict(9)) == 4 and index.slots == {}
+
+
+def test_a_block_that_was_dropped_while_it_was_held_makes_room_for_the_head_of_its_prompt() -> None:
+    index, slots = filled("abcd", 4)
+    index.pin("abcd")
+    slots = [index.remove("d")]
+    assert list(index.admit(["p", "q", "d"], slots)) == ["p"]
+    assert set(index.slots) == {"a", "b", "c", "p"}
+    index.unpin("abcd")
+    assert index.evict(9) and index.slots == {}
 
 
 def test_what_is_let_go_of_counts_as_evicted() -> None:

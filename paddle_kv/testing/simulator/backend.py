@@ -43,6 +43,9 @@ class SimulatedUserEvent:
     def wait(self, timeout_s: float | None = None) -> bool:
         return self._device.look(self._mark, timeout_s)
 
+    def synchronize(self) -> None:
+        self._device.look(self._mark, None)
+
 
 class SimulatedBackend:
     """See :class:`~paddle_kv.backend.protocol.Backend`. One per scheduler; several work on one device."""
@@ -110,7 +113,7 @@ class SimulatedBackend:
         self._idle_events.clear()
 
     def compute_stream(self, stream: Any) -> SimulatedStream:
-        stream = self._compute if stream is None else stream
+        stream = self._device.current_stream or self._compute if stream is None else stream
         if not isinstance(stream, SimulatedStream):
             raise TypeError(f"stream is {type(stream).__name__}; a SimulatedStream is expected")
         if stream.capturing:

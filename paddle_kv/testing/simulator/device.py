@@ -215,6 +215,11 @@ class Device:
         return Transition(key, frozenset(reads), frozenset(writes))
 
     @property
+    def current_stream(self) -> SimulatedStream | None:
+        """Of the thread that runs."""
+        return None if self.threads is None else self.threads.current.stream
+
+    @property
     def time(self) -> int:
         return self._time
 

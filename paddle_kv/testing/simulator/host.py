@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import traceback
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ...tracking.keeper import Waiter
-from .device import Device
+from .chooser import LateChooser
+from .device import Device, SimulatedStream
 from .threads import HostThreads
+
+CHILD_S = 60  # a forked child that hangs is killed
 
 
 class SimulatedHost:
@@ -22,13 +30,21 @@ class SimulatedHost:
         self._ending = False
 
     def run(
-        self, functions: Sequence[Callable[[], object]], *, most_switches: int | None = None, lines: bool = False
+        self,
+        functions: Sequence[Callable[[], object]],
+        *,
+        streams: Sequence[SimulatedStream] = (),
+        most_switches: int | None = None,
+        lines: bool = False,
     ) -> None:
         """Runs the functions in threads of their own, and the library's thread beside them; see :class:`HostThreads`.
-        The first function is what a process does in its main thread."""
+        The first function is what a process does in its main thread. ``streams``: the current one of each thread, which
+        a scheduler takes that has none of its own."""
         device = self._device
         self._ending = False
         threads = device.threads = HostThreads([*functions, self._serve], most_switches, lines=lines)
+        for one, stream in zip(threads.all, streams, strict=False):
+            one.stream = stream
         try:
             threads.start(lambda over: device.run_until(lambda: self._all_over(over), None), device.switch_point)
         finally:
@@ -48,6 +64,28 @@ class SimulatedHost:
                 return
             self._posted.popleft()()
             self._leave_section()
+
+    def fork(self, in_child: Callable[[], object]) -> int:
+        """Forks the process, in which the child has the calling thread alone; what that ended with."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of the other threads
+            child = os.fork()
+        if child == 0:
+            self._in_child(in_child)
+        self._leave_section()
+        return os.waitpid(child, 0)[1]
+
+    def _in_child(self, function: Callable[[], object]) -> NoReturn:
+        sys.settrace(None)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(CHILD_S)
+        self._device.threads, self._device.chooser = None, LateChooser()
+        try:
+            function()
+        except BaseException:  # noqa: BLE001  nobody above may see it: that would be the parent's work
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
 
     # ---- what the library asks ----
     def call(self, function: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ ALL_LAYERS = -1
 
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PACKAGE_DIRECTORY = os.path.dirname(os.path.dirname(os.path.dirname(_OWN_DIRECTORY))) + os.sep
-_DRIVERS = ("traffic.py", "replay.py")  # users of the scheduler although they lie here
+_DRIVERS = ("traffic.py", "replay.py", "client.py", "clients.py")  # users of the scheduler although they lie here
 _SECTIONS = os.path.join("tracking", "group.py")  # every call goes through it
 _USER_FRAMES = 2
 _RUNNERS = ("/_pytest/", "/pluggy/", "/hypothesis/", "/runpy.py", "<frozen")

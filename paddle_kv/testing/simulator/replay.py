@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
+from .clients import Clients
 from .simulation import OrderingError
 from .traffic import DEVICE_BLOCKS, Server
 
@@ -28,30 +31,91 @@ def play(
     """
     chance = random.Random(seed)
     server = Server(seed, drop=drop)
-    try:
+    options = "".join(f" --drop {name}" for name in sorted(drop))
+    options += "" if faults else " --no-faults"  # the actions are drawn from other ones then
+    with _explained(server, f"--seed {seed} --steps {num_steps}{options}", whole_trace):
         for _ in range(num_steps):
             _act(server, chance, faults)
         server.finish()
+    return server
+
+
+def play_clients(
+    seed: int,
+    *,
+    num_threads: int = 3,
+    num_steps: int = 20,
+    faults: bool = True,
+    forks: int = 0,
+    prefer: Collection[str] = (),
+    lines: bool = False,
+    whole_trace: bool = False,
+) -> Clients:
+    """One random run of threads that share a manager and an adapter.
+
+    Args:
+        seed: decides everything.
+        num_threads: of the server.
+        num_steps: actions of each thread.
+        faults: whether transfers are cancelled and made to fail, and schedulers closed.
+        forks: how often one more thread forks the process.
+        prefer: names of actions, as in the trace, that are taken more often.
+        lines: whether threads are left at each line.
+        whole_trace: see :func:`play`.
+
+    Raises:
+        OrderingError: with the trace of the run, and the command that repeats it.
+    """
+    collects = gc.isenabled()
+    gc.disable()  # when it comes is not the seed's choice, and what it finds makes itself heard
+    try:
+        return _play_clients(seed, num_threads, num_steps, faults, forks, prefer, lines, whole_trace)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _play_clients(
+    seed: int,
+    num_threads: int,
+    num_steps: int,
+    faults: bool,
+    forks: int,
+    prefer: Collection[str],
+    lines: bool,
+    whole_trace: bool,
+) -> Clients:
+    clients = Clients(seed, num_threads=num_threads, calm=not faults, forks=forks, prefer=prefer, lines=lines)
+    options = f"--seed {seed} --threads {num_threads} --steps {num_steps}"
+    options += ("" if faults else " --no-faults") + (f" --forks {forks}" if forks else "") + lines * " --lines"
+    options += "".join(f" --prefer {name}" for name in sorted(prefer))
+    with _explained(clients, options, whole_trace):
+        clients.run(num_steps)
+        clients.finish()
+    return clients
+
+
+@contextlib.contextmanager
+def _explained(player: Server | Clients, options: str, whole_trace: bool) -> Iterator[None]:
+    try:
+        yield
     except KeyboardInterrupt:
-        server.abandon()
+        player.abandon()
         raise
     except BaseException as error:
-        findings = [] if isinstance(error, OrderingError) else map(str, server.simulation.findings()[:3])
-        server.abandon()
-        options = f" --steps {num_steps}" + "".join(f" --drop {name}" for name in sorted(drop))
-        options += "" if faults else " --no-faults"  # the actions are drawn from other ones then
-        lines = [*server.trace, *server.simulation.device.history] if whole_trace else server.trace[-TRACE_LINES:]
+        findings = [] if isinstance(error, OrderingError) else map(str, player.simulation.findings()[:3])
+        player.abandon()
+        lines = [*player.trace, *player.simulation.device.history] if whole_trace else player.trace[-TRACE_LINES:]
         raise OrderingError(
             "\n".join(
                 [
                     *(f"  {line}" for line in lines),
                     f"{type(error).__name__}: {error}",
                     *findings,
-                    f"repeat: python -m paddle_kv.testing.simulator --seed {seed}{options}",
+                    f"repeat: python -m paddle_kv.testing.simulator {options}",
                 ]
             )
         ) from error
-    return server
 
 
 def _act(server: Server, chance: random.Random, faults: bool) -> None:

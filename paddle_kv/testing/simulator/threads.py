@@ -13,11 +13,14 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from ...tracking.group import registry
 from ...tracking.keeper import nothing
 from .chooser import Transition
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_AT_EACH_LINE = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("tracking", "schedule", "memory", "offload"))
+_AT_EACH_LINE = tuple(
+    os.path.join(_PACKAGE, room) + os.sep for room in ("tracking", "schedule", "memory", "offload", "integrations")
+)
 _PRIMITIVES = "keeper.py"  # what this module itself asks
 
 
@@ -37,6 +40,7 @@ class HostThread:
         self.error: BaseException | None = None
         self.depth = 0  # calls of the host that it is in
         self.turns = 0
+        self.stream: Any = None  # the current one of this thread
         self._function = function
 
     @property
@@ -70,6 +74,7 @@ class HostThreads:
         self._left = most_switches
         self._trace = self._on_call if lines else None
         self._switch_here: Callable[[], None] = nothing
+        self._process_id = os.getpid()
         self.abandoned = False
 
     def start(self, wait: Callable[[Callable[[], bool]], object], switch_here: Callable[[], None]) -> None:
@@ -99,8 +104,8 @@ class HostThreads:
 
     def others(self, *, must: bool) -> list[HostThread]:
         """Those that can go on instead of the one that runs. ``must``: it cannot go on itself."""
-        if self.abandoned or (not must and self._left == 0):
-            return []
+        if self.abandoned or (not must and self._left == 0) or self._process_id != os.getpid():
+            return []  # a forked child has one thread
         return [one for one in self.all if one is not self.current and not one.over and one.ready()]
 
     def late(self) -> list[HostThread]:
@@ -132,7 +137,7 @@ class HostThreads:
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and self.section is not self.current:
+        if event == "line" and self.section is not self.current and not registry.locked():
             self._switch_here()
         return self._on_line
 
