@@ -1,76 +1,68 @@
-"""What a manager keeps book of: which blocks it has, and what moves them. Changes in sections of the group of its
-scheduler alone (:mod:`paddle_kv.tracking.group`)."""
+"""What a manager keeps book of: a directory of its own, and what moves its jobs, in one process. Changes in sections of
+the group of its scheduler alone (:mod:`paddle_kv.tracking.group`)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..backend.work import Stream
 from ..errors import ClosedError, TransferError
+from ..memory import HostPool
 from ..schedule import settling, submission
 from ..schedule.movement import Movement
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup
-from .index import BlockIndex
+from .directory import Directory
+from .jobs import Hello
+from .moving import Moves
+from .policy import Policy
 
-_COUNTERS = (
-    "lookups",
-    "looked_up_blocks",
-    "hit_blocks",
-    "saved_blocks",
-    "deduplicated_blocks",
-    "left_out_blocks",
-    "loaded_blocks",
-    "damaged_blocks",
-    "failed_saves",
-    "failed_loads",
-)
+RANK, EPOCH = 0, 0  # there is one, and it lives as long as the directory
 
 
-class Moving:
-    """A load or save in flight, and the blocks that it holds. Not the handle: that one is the user's, and a layerwise
-    save whose handle is lost is cancelled."""
+class PoolSlots:
+    """Blocks of the pool, taken as they are needed.
 
-    def __init__(self, movement: Movement, keys: Sequence[bytes], *, saving: bool) -> None:
-        self.movement = movement
-        self.keys = keys
-        self.saving = saving
-        # Those that are in the index because of it, or that it reads there; not such as were dropped meanwhile.
-        self.slots = dict(zip(keys, movement.plan.host_ids.tolist(), strict=True))
+    Attributes:
+        taken: those that are the manager's.
+    """
 
-    @property
-    def over(self) -> bool:
-        """Whether it is known what has become of it."""
-        return self.movement.over and all(load.over for load in self.movement.computed_from or ())
+    def __init__(self, pool: HostPool) -> None:
+        self.pool = pool
+        self.taken: set[int] = set()
 
-    @property
-    def failed(self) -> bool:
-        """A save fails with the loads that it was computed from."""
-        return self.movement.failed or any(load.failed for load in self.movement.computed_from or ())
+    def take(self, count: int) -> list[int]:
+        count = min(count, self.pool.count_free_here())
+        slots = self.pool.allocate_here(count).take() if count else []
+        self.taken.update(slots)
+        return slots  # ascending: neighbours of a prompt become neighbours here, in the same order
+
+    def give_back(self, slots: list[int]) -> None:
+        self.taken.difference_update(slots)
+        if slots and not self.pool.closed:
+            self.pool.free_here(slots)
 
 
 class Books:
     """See the module.
 
     Attributes:
-        taken: blocks of the pool that are the manager's.
-        moving: loads and saves of which the end is not booked.
         loads: those that :meth:`onload` has started, as long as anybody refers to them.
         left_out: save -> positions of its blocks for which there was no room.
     """
 
-    def __init__(self, scheduler: LayerwiseScheduler, index: BlockIndex[bytes]) -> None:
+    def __init__(self, scheduler: LayerwiseScheduler, policy: str | Policy[bytes], capacity_blocks: int) -> None:
         self.scheduler = scheduler
-        self.pool = scheduler.host_pool
-        self.index = index
-        self.taken: set[int] = set()
-        self.moving: list[Moving] = []
+        self.slots = PoolSlots(scheduler.host_pool)
+        self.directory = Directory(capacity_blocks, policy=policy, timeout_s=None, slots=self.slots)
+        self.directory.join(Hello(RANK, EPOCH, capacity_blocks))
+        self.index = self.directory.index
+        self.moves = Moves(scheduler)
         self.loads: weakref.WeakSet[Movement] = weakref.WeakSet()
         self.left_out: weakref.WeakKeyDictionary[Movement, list[int]] = weakref.WeakKeyDictionary()
-        self.counters = dict.fromkeys(_COUNTERS, 0)
         self.closed = False
 
     @property
@@ -82,100 +74,65 @@ class Books:
     def lookup(self, keys: list[bytes]) -> tuple[list[bytes], int]:
         """The prefix that is there, pinned, and how many blocks behind it are arriving."""
         self.settle()
-        found = keys[: self.index.lookup(keys)]
-        self.index.pin(found)
-        self.counters["lookups"] += 1
-        self.counters["looked_up_blocks"] += len(keys)
-        self.counters["hit_blocks"] += len(found)
-        coming = next((i for i, key in enumerate(keys) if key not in self.index.slots), len(keys))
-        return found, coming - len(found)
+        found = self.directory.lookup(keys)
+        return found.keys, found.num_arriving
 
     def peek(self, keys: list[bytes]) -> int:
         self.settle()
-        return self.index.peek(keys)
+        return self.directory.peek(keys)
 
     def onload(self, keys: list[bytes], device_ids: list[int], compute: Stream) -> Transfer:
         self.settle()
-        slots = self.index.slots
-        for position, key in enumerate(keys):
-            if key not in slots and key in self.index.pins:
-                raise TransferError(f"hashes[{position}] = {key.hex()} was dropped or found damaged since the lookup")
-            if key not in slots or key in self.index.arriving:
-                raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
-        plan = self.scheduler.plan("onload", device_ids, [slots[key] for key in keys])
+        job = self.directory.plan_load(keys, device_ids)
         try:
-            transfer = self.scheduler.start_here(plan, compute, False, None)
-        except TransferError as error:
-            self.drop_damaged({key: slots[key] for key in keys}, error.damaged_host_blocks)
+            transfer = self.moves.start("onload", device_ids, job.host_slots, compute)
+        except BaseException as error:
+            damaged = error.damaged_host_blocks if isinstance(error, TransferError) else ()
+            self.directory.undo(job, [i for i, slot in enumerate(job.host_slots) if slot in damaged])
             raise
-        self.index.pin(keys)
-        self.moving.append(Moving(transfer._movement, keys, saving=False))
+        self.moves.add(transfer, [job])
         self.loads.add(transfer._movement)
-        self.counters["loaded_blocks"] += len(keys)
         return transfer
 
     def save(
         self, keys: list[bytes], device_ids: list[int], loads: list[Transfer], layerwise: bool, compute: Stream
     ) -> Transfer:
         self.settle()
-        index, source = self.index, dict(zip(keys, device_ids, strict=True))
-        free_slots = self._take_slots(sum(key not in index.slots for key in source))
-        admitted: dict[bytes, int] = {}
+        plan = self.directory.plan_save(keys, device_ids)
+        job = plan.job
+        ids, slots = (job.device_ids, job.host_slots) if job is not None else ((), ())
         try:
-            admitted = index.admit(list(source), free_slots)
-            plan = self.scheduler.plan("offload", [source[key] for key in admitted], list(admitted.values()))
-            transfer = self.scheduler.start_here(plan, compute, layerwise, False, self.users_of(device_ids))
-        except BaseException:  # also of a policy of the user: nothing may seem to be there
-            self._give_back([index.remove(key) for key in admitted])
+            behind = self.users_of(device_ids)
+            transfer = self.moves.start("offload", ids, slots, compute, layerwise=layerwise, behind=behind)
+        except BaseException:  # nothing may seem to be there
+            if job is not None:
+                self.directory.undo(job)
             raise
-        finally:
-            self._give_back(free_slots)
         movement = transfer._movement
         movement.computed_from = tuple(load._movement for load in loads)
-        if admitted:
-            index.arriving.update(admitted)
-            index.pin(admitted)
-            self.moving.append(Moving(movement, list(admitted), saving=True))
-        self.left_out[movement] = [position for position, key in enumerate(keys) if key not in index.slots]
-        left_out = sum(key not in index.slots for key in source)
-        self.counters["saved_blocks"] += len(admitted)
-        self.counters["deduplicated_blocks"] += len(source) - len(admitted) - left_out
-        self.counters["left_out_blocks"] += left_out
+        if job is not None:
+            self.moves.add(transfer, [job])
+        self.left_out[movement] = list(plan.left_out)
         return transfer
 
     def evict(self, num_blocks: int) -> int:
         self.settle()
-        slots = self.index.evict(num_blocks)
-        self._give_back(slots)
-        return len(slots)
+        return self.directory.evict(num_blocks)
 
-    def drop_now(self, keys: list[bytes]) -> int:
+    def drop(self, keys: list[bytes]) -> int:
         self.settle()
-        return self.drop(keys)
-
-    def drop(self, keys: Iterable[bytes]) -> int:
-        """Forgets those of the blocks that are there or arriving, whoever holds them; how many."""
-        found = [key for key in dict.fromkeys(keys) if key in self.index.slots]
-        for moving in self.moving:
-            for key in found:
-                moving.slots.pop(key, None)
-        self._give_back([self.index.remove(key) for key in found])
-        return len(found)
+        return self.directory.drop(keys)
 
     def clear(self) -> int:
         self.settle()
-        for moving in self.moving:
-            moving.slots.clear()
-        slots = self.index.clear()
-        self._give_back(slots)
-        return len(slots)
+        return self.directory.clear()
 
     def cancel_all(self) -> None:
-        for moving in list(self.moving):
+        for moving in list(self.moves.moving):
             settling.progress(submission.cancel(moving.movement))
 
     def in_flight(self) -> list[Movement]:
-        return [moving.movement for moving in self.moving if not moving.movement.over]
+        return [moving.movement for moving in self.moves.moving if not moving.movement.over]
 
     def unpin(self, keys: Iterable[bytes]) -> None:
         if not self.closed:
@@ -184,65 +141,32 @@ class Books:
     def stats(self) -> dict[str, int]:
         if not self.closed:
             self.settle()
-        index = self.index
-        free = 0 if self.pool.closed else self.pool.count_free_here()
-        return {
-            **self.counters,
-            "evicted_blocks": index.evicted_blocks,
-            "blocks": len(index.slots) - len(index.arriving),
-            "saving_blocks": len(index.arriving),
-            "pinned_blocks": sum(key in index.slots for key in index.pins),
-            "capacity_blocks": min(index.capacity_blocks, len(self.taken) + free),
-        }
+        found = self.directory.stats()
+        del found["jobs_in_flight"]
+        free = 0 if self.slots.pool.closed else self.slots.pool.count_free_here()
+        found["capacity_blocks"] = min(self.index.capacity_blocks, len(self.slots.taken) + free)
+        return found
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
-        for moving in self.moving:
-            if moving.saving:
+        for moving in self.moves.moving:
+            if moving.jobs[0].kind == "save":
                 settling.progress(submission.cancel(moving.movement))
-        self.moving.clear()
+        self.moves.moving.clear()
         for blocks in (self.index.slots, self.index.arriving, self.index.pins):
             blocks.clear()
-        self._give_back(list(self.taken))
+        self.slots.give_back(list(self.slots.taken))
 
     # ---- inside of them ----
     def settle(self) -> None:
         """Books what has ended: what has arrived becomes visible, what failed is forgotten."""
         if self.closed:
             raise ClosedError("the offload manager is closed")
-        known = [(moving, moving.over) for moving in self.moving]
-        self.moving = [moving for moving, over in known if not over]
-        for moving in [moving for moving, over in known if over]:
-            failed = moving.failed
-            self.unpin(moving.keys)
-            self.counters["failed_saves" if moving.saving else "failed_loads"] += failed
-            if moving.saving:
-                self.index.arriving.difference_update(moving.slots)
-                if failed:
-                    self.drop(moving.slots)
-            elif moving.movement.failure is not None:
-                self.drop_damaged(moving.slots, moving.movement.failure.damaged)
+        for moving in self.moves.take_over():
+            self.directory.complete(moving.results(RANK, EPOCH))
 
     def users_of(self, device_ids: list[int]) -> list[Any]:
         """The transfers in flight that touch these device blocks: of other saves of the same blocks, for example."""
         return self.scheduler.device_cache.domain.holders(device_ids)
-
-    def drop_damaged(self, slots: dict[bytes, int], damaged: Iterable[int]) -> None:
-        """A checksum has found that these blocks of the pool do not hold what was saved to them."""
-        wrong = set(damaged)
-        if wrong:
-            self.counters["damaged_blocks"] += self.drop([key for key, slot in slots.items() if slot in wrong])
-
-    def _take_slots(self, num_absent: int) -> list[int]:
-        room = self.index.capacity_blocks - len(self.index.slots)
-        count = max(0, min(num_absent, room, self.pool.count_free_here()))
-        slots = self.pool.allocate_here(count).take() if count else []
-        self.taken.update(slots)
-        return slots  # ascending: neighbours of a prompt become neighbours here, in the same order
-
-    def _give_back(self, slots: list[int]) -> None:
-        self.taken.difference_update(slots)
-        if slots and not self.pool.closed:
-            self.pool.free_here(slots)

@@ -224,9 +224,9 @@ class Directory:
         return outcomes
 
     # ---- what is there ----
-    def lookup(self, keys: Sequence[bytes]) -> Found:
+    def lookup(self, hashes: Sequence[bytes]) -> Found:
         """The longest prefix that is present, held against eviction. A use of these blocks: once per request."""
-        keys = checked_keys(keys)
+        keys = checked_hashes(hashes)
         count = self.index.lookup(keys)
         found = keys[:count]
         self.index.pin(found)
@@ -237,13 +237,13 @@ class Directory:
         coming = next((i for i in range(count, len(keys)) if keys[i] not in there), len(keys))
         return Found(self, found, coming - count)
 
-    def peek(self, keys: Sequence[bytes]) -> int:
+    def peek(self, hashes: Sequence[bytes]) -> int:
         """How many blocks :meth:`lookup` would find. No use, and holds nothing."""
-        return self.index.peek(checked_keys(keys))
+        return self.index.peek(checked_hashes(hashes))
 
-    def states(self, keys: Sequence[bytes]) -> list[BlockState]:
+    def states(self, hashes: Sequence[bytes]) -> list[BlockState]:
         """Where each of the blocks is; no use."""
-        return [self._state(key) for key in checked_keys(keys)]
+        return [self._state(key) for key in checked_hashes(hashes)]
 
     def _state(self, key: bytes) -> BlockState:
         if key in self.index.arriving:
@@ -256,16 +256,16 @@ class Directory:
         """The tiers below host memory that are believed to have the block."""
         return self._tiers.get(key, ())
 
-    def tier_stored(self, tier: str, keys: Sequence[bytes]) -> None:
+    def tier_stored(self, tier: str, hashes: Sequence[bytes]) -> None:
         """A tier below host memory says that it has these blocks, of all ranks."""
-        added = [key for key in checked_keys(keys) if tier not in self._tiers.get(key, ())]
+        added = [key for key in checked_hashes(hashes) if tier not in self._tiers.get(key, ())]
         for key in added:
             self._tiers[key] = (*self._tiers.get(key, ()), tier)
         self._events.add("stored", tier, added)
 
-    def tier_removed(self, tier: str, keys: Sequence[bytes]) -> None:
+    def tier_removed(self, tier: str, hashes: Sequence[bytes]) -> None:
         """It has them no more."""
-        gone = [key for key in checked_keys(keys) if tier in self._tiers.get(key, ())]
+        gone = [key for key in checked_hashes(hashes) if tier in self._tiers.get(key, ())]
         for key in gone:
             left = tuple(one for one in self._tiers.pop(key) if one != tier)
             if left:
@@ -274,14 +274,19 @@ class Directory:
 
     # ---- plans ----
     def plan_load(
-        self, keys: Sequence[bytes], device_ids: Sequence[int], *, timeout_s: float | None = None, tier: str = HOST
+        self,
+        hashes: Sequence[bytes],
+        device_block_ids: Sequence[int],
+        *,
+        timeout_s: float | None = None,
+        tier: str = HOST,
     ) -> Job:
-        """Loads blocks: that of ``keys[i]`` to device block ``device_ids[i]``, on all ranks. They are held until it is
-        over.
+        """Loads blocks: that of ``hashes[i]`` to device block ``device_block_ids[i]``, on all ranks. They are held
+        until it is over.
 
         Args:
-            keys: of what :meth:`lookup` has found.
-            device_ids: as many.
+            hashes: of what :meth:`lookup` has found.
+            device_block_ids: as many.
             timeout_s: None: that of the directory.
             tier: below host memory: loads those of the first blocks for which host memory has room, and keeps them
                 there too.
@@ -289,9 +294,9 @@ class Directory:
         Raises:
             KeyError: a block is not there. Nothing is planned.
             TransferError: a block was dropped, or a rank was lost, since the lookup that holds it.
-            ValueError: as many ids as keys are expected, each once.
+            ValueError: as many ids as hashes are expected, each once.
         """
-        keys = checked_keys(keys)
+        keys, device_ids = checked_hashes(hashes), list(device_block_ids)
         _check_ids(keys, device_ids)
         if tier != HOST:
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
@@ -314,7 +319,7 @@ class Directory:
     def _plan_load_from(self, tier: str, keys: list[bytes], device_ids: Sequence[int], timeout_s: float | None) -> Job:
         for position, key in enumerate(keys):
             if tier not in self._tiers.get(key, ()) or key in self.index.slots:
-                raise KeyError(f"keys[{position}] = {key.hex()} is not in tier {tier!r} alone; see states()")
+                raise KeyError(f"hashes[{position}] = {key.hex()} is not in tier {tier!r} alone; see states()")
         admitted = self._admit(keys) if self.ready else {}
         count = next((i for i, key in enumerate(keys) if key not in admitted), len(keys))
         self._forget(key for key in admitted if key not in set(keys[:count]))
@@ -324,8 +329,8 @@ class Directory:
 
     def plan_save(
         self,
-        keys: Sequence[bytes],
-        device_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        device_block_ids: Sequence[int],
         *,
         layerwise: bool = False,
         all_or_nothing: bool = False,
@@ -333,12 +338,12 @@ class Directory:
         computed_from: Sequence[int] = (),
         timeout_s: float | None = None,
     ) -> SavePlan:
-        """Saves blocks on all ranks: device block ``device_ids[i]`` becomes that of ``keys[i]``. Those that are present
-        or arriving are not moved; room is made by evicting others; what finds none is left out, from the end on.
+        """Saves blocks on all ranks: device block ``device_block_ids[i]`` becomes that of ``hashes[i]``. Those that are
+        present or arriving are not moved; room is made by evicting others; what finds none is left out, from the end.
 
         Args:
-            keys: of blocks that are full, also from the middle of a prompt.
-            device_ids: as many.
+            hashes: of blocks that are full, also from the middle of a prompt.
+            device_block_ids: as many.
             layerwise: the layers will be marked one by one.
             all_or_nothing: what would be left out in part is left out as a whole, and evicts nothing.
             min_uses: a block is kept when it is offered for the so-manieth time: 2 leaves out what comes once. As many
@@ -348,10 +353,10 @@ class Directory:
             timeout_s: None: that of the directory.
 
         Raises:
-            ValueError: as many ids as keys are expected.
+            ValueError: as many ids as hashes are expected.
             What the policy raises; then nothing is planned.
         """
-        keys = checked_keys(keys)
+        keys, device_ids = checked_hashes(hashes), list(device_block_ids)
         _check_ids(keys, device_ids, distinct=False)
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
         wanted = list(source)
@@ -546,20 +551,21 @@ class Directory:
         return absent <= index.capacity_blocks - len(held)
 
 
-def checked_keys(keys: Sequence[bytes]) -> list[bytes]:
+def checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
     """As a list; TypeError unless all of it are bytes."""
-    if isinstance(keys, (bytes, str)) or not isinstance(keys, Sequence):
-        raise TypeError(f"hashes is {type(keys).__name__}; a list of bytes is expected")
-    if not set(map(type, keys)) <= {bytes}:
-        position = next(i for i, key in enumerate(keys) if type(key) is not bytes)
-        raise TypeError(f"hashes[{position}] is {type(keys[position]).__name__}; bytes are expected")
-    return list(keys)
+    if isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence):
+        raise TypeError(f"hashes is {type(hashes).__name__}; a list of bytes is expected")
+    if not set(map(type, hashes)) <= {bytes}:
+        position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
+        raise TypeError(f"hashes[{position}] is {type(hashes[position]).__name__}; bytes are expected")
+    return list(hashes)
 
 
-def _check_ids(keys: list[bytes], device_ids: Sequence[int], *, distinct: bool = True) -> None:
-    if len(device_ids) != len(keys):
-        raise ValueError(f"keys has {len(keys)} blocks, device_ids has {len(device_ids)}; both need the same number")
-    if distinct and len(set(device_ids)) != len(device_ids):
-        raise ValueError("device_ids names a block more than once; each may be loaded to only once")
-    if not set(map(type, device_ids)) <= {int}:
-        raise TypeError("device_ids holds something else than int; ints are expected: use tolist() of an array")
+def _check_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
+    if len(ids) != len(keys):
+        raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
+    if not set(map(type, ids)) <= {int}:
+        raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
+    if distinct and len(set(ids)) != len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")

@@ -13,10 +13,9 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
 from ..tracking.group import change
 from .books import Books
+from .directory import checked_hashes
 from .hashing import BlockHasher, PrefixHasher, spec_salt
-from .index import BlockIndex
 from .lease import Lease
-from .policies import make_policy
 from .policy import Policy
 
 _BYTES = {
@@ -83,16 +82,12 @@ class KVOffloadManager:
             )
         if capacity_blocks < 1:
             raise ValueError(f"capacity_bytes = {capacity_bytes} must be at least one block, {self._block_bytes}")
-        if isinstance(policy, str):
-            policy = make_policy(policy, capacity_blocks)
-        elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
-            raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
         self.write_through = write_through
         self._block_size = spec.block_size
         self._hasher = BlockHasher(spec.block_size, spec_salt(spec) + salt)
-        self._books = Books(scheduler, BlockIndex(policy, capacity_blocks))
+        self._books = Books(scheduler, policy, capacity_blocks)
 
     # ---- what is there ----
     def block_hashes(self, token_ids: Sequence[int], *, request_salt: bytes = b"") -> list[bytes]:
@@ -137,7 +132,7 @@ class KVOffloadManager:
             ValueError: so many tokens do not have so many full blocks.
             ClosedError: closed.
         """
-        keys = self._reusable(_checked_hashes(hashes), num_tokens)
+        keys = self._reusable(checked_hashes(hashes), num_tokens)
         found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys)))
         return found
 
@@ -147,7 +142,7 @@ class KVOffloadManager:
         Raises:
             As :meth:`lookup`.
         """
-        return int(change(self._books, functools.partial(self._books.peek, _checked_hashes(hashes))))
+        return int(change(self._books, functools.partial(self._books.peek, checked_hashes(hashes))))
 
     # ---- transfers ----
     def onload(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:
@@ -170,7 +165,7 @@ class KVOffloadManager:
             TransferError: a block is damaged, or was dropped while a lease held it: nothing has moved, compute instead.
             As :meth:`LayerwiseScheduler.onload`.
         """
-        keys = _checked_hashes(hashes)
+        keys = checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
         compute = self._scheduler.compute_stream(None)  # of this thread
         start = functools.partial(self._books.onload, keys, device_ids, compute)
@@ -226,7 +221,7 @@ class KVOffloadManager:
             (0, 3)
             >>> manager.close(); scheduler.close()
         """
-        keys = _checked_hashes(hashes)
+        keys = checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
         loads = transfer_list(computed_from, "computed_from")
         compute = self._scheduler.compute_stream(None)  # of this thread
@@ -333,7 +328,7 @@ class KVOffloadManager:
             TypeError: not a list of bytes.
             ClosedError: closed.
         """
-        return int(change(self._books, functools.partial(self._books.drop_now, _checked_hashes(hashes))))
+        return int(change(self._books, functools.partial(self._books.drop, checked_hashes(hashes))))
 
     def clear(self) -> int:
         """:meth:`drop` of all blocks: for weights that have changed. What is being saved now is never found."""
@@ -387,12 +382,3 @@ class KVOffloadManager:
             )
         check_ids(ids, "device_block_ids", self._scheduler.device_cache.num_blocks)
         return ids
-
-
-def _checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
-    if isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence):
-        raise TypeError(f"hashes is {type(hashes).__name__}; a list of bytes is expected")
-    if not set(map(type, hashes)) <= {bytes}:
-        position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
-        raise TypeError(f"hashes[{position}] is {type(hashes[position]).__name__}; bytes are expected")
-    return list(hashes)

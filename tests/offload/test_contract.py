@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
-from paddle_kv.offload import KVOffloadManager, Lru, books, index
+from paddle_kv.offload import KVOffloadManager, Lru, books, directory, index, moving
 from paddle_kv.tracking import group, keeper
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
@@ -55,9 +55,9 @@ class Case:
             found.settle()
             slots = list(found.index.slots.values())
             assert len(set(slots)) == len(slots)
-            assert set(slots) == found.taken == self.rig.pool._allocated
+            assert set(slots) == found.slots.taken == self.rig.pool._allocated
             assert found.index.arriving <= set(found.index.slots)
-            assert set(found.index.pins) == {key for moving in found.moving for key in moving.keys}
+            assert set(found.index.pins) == {key for one in found.moves.moving for job in one.jobs for key in job.keys}
             assert set(found.index._policy._order) == set(found.index.slots)
 
         group.change(found, compare)
@@ -383,25 +383,25 @@ def keep_handle(self: Any, movement: Any, *arguments: Any, **options: Any) -> No
     self.handle = movement.handle()
 
 
-MOVING_INIT = books.Moving.__init__
+MOVING_INIT = moving.Moving.__init__
 # Clause -> what is patched, and by what.
 MUTATIONS: dict[int, tuple[Any, str, Any]] = {
-    1: (books.Moving, "over", property(lambda self: True)),
-    2: (books.Moving, "failed", property(lambda self: False)),
-    3: (books.Moving, "failed", property(lambda self: self.movement.failed)),
+    1: (moving.Moving, "over", property(lambda self: True)),
+    2: (moving.Moving, "failed", property(lambda self: False)),
+    3: (moving.Moving, "failed", property(lambda self: self.movement.failed)),
     4: (books.Books, "unpin", lambda self, keys: None),
     5: (books.Books, "users_of", lambda self, device_ids: []),
     6: (index.BlockIndex, "_hold_present", lambda self, keys: []),
     7: (index, "reversed", list),
     8: (index, "reversed", list),
-    9: (books.Books, "drop_damaged", lambda self, slots, damaged: None),
+    9: (directory.Directory, "_drop_damaged", lambda self, job, positions: None),
     10: (index.BlockIndex, "_tell_anew", lambda self, gone=(): None),
-    11: (books.Moving, "__init__", keep_handle),
+    11: (moving.Moving, "__init__", keep_handle),
     12: (keeper.Keeper, "call", lambda self, function: function()),
     13: (group, "_groups", set()),
     14: (index.BlockIndex, "clear", lambda self: []),
     15: (KVOffloadManager, "_reusable", lambda self, keys, num_tokens: keys),
-    16: (books.Books, "_give_back", lambda self, slots: None),
+    16: (books.PoolSlots, "give_back", lambda self, slots: None),
 }
 MUTATIONS[4] = (index.BlockIndex, "pin", lambda self, keys: None)
 

@@ -402,7 +402,7 @@ def test_a_tier_below_is_believed_and_a_load_from_it_stays_in_host_memory() -> N
     assert directory.states(KEYS[:1]) == [BlockState.ARRIVING]
     done(directory, job, failed=(2,), damaged=(2,), reason="checksum")
     assert directory.states(KEYS[:3]) == [BlockState.PRESENT, BlockState.PRESENT, BlockState.ABSENT]
-    with pytest.raises(KeyError, match=r"keys\[0\]"):
+    with pytest.raises(KeyError, match=r"hashes\[0\]"):
         directory.plan_load(KEYS[:1], [4], tier="disk")
     directory.tier_removed("disk", KEYS[:3])
     assert directory.tiers_of(KEYS[0]) == ("peer",)
@@ -470,8 +470,8 @@ def test_a_plan_that_was_never_begun_is_undone() -> None:
     [
         (b"abc", [0, 1, 2], TypeError, "hashes is bytes"),
         (["a"], [0], TypeError, r"hashes\[0\] is str"),
-        ([b"a", b"b"], [0], ValueError, "keys has 2 blocks, device_ids has 1"),
-        ([b"a"], [0.5], TypeError, "device_ids holds something else than int"),
+        ([b"a", b"b"], [0], ValueError, "hashes has 2 blocks, device_block_ids has 1"),
+        ([b"a"], [0.5], TypeError, "device_block_ids holds something else than int"),
     ],
 )
 def test_bad_arguments_change_nothing(keys: Any, ids: Any, error: type[Exception], message: str) -> None:
@@ -486,7 +486,7 @@ def test_bad_arguments_change_nothing(keys: Any, ids: Any, error: type[Exception
 def test_a_device_block_is_loaded_to_once() -> None:
     directory = made()
     save(directory, KEYS[:2])
-    with pytest.raises(ValueError, match="names a block more than once"):
+    with pytest.raises(ValueError, match="device_block_ids names block 3 more than once"):
         directory.plan_load(KEYS[:2], [3, 3])
     with pytest.raises(KeyError, match=r"hashes\[1\] = 3039 is not present"):
         directory.plan_load([KEYS[0], KEYS[9]], [3, 4])

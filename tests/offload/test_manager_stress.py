@@ -73,8 +73,8 @@ def check_books(manager: KVOffloadManager, pool: Any) -> None:
         assert index.arriving <= set(index.slots)
         assert set(index.pins) <= set(index.slots)
         assert resident(index._policy) == set(index.slots)
-        assert pool._allocated == set(slots) == books.taken
-        saving = {key for moving in books.moving if moving.saving for key in moving.keys}
+        assert pool._allocated == set(slots) == books.slots.taken
+        saving = {key for one in books.moves.moving for job in one.jobs if job.kind == "save" for key in job.keys}
         assert index.arriving == saving
         stats = books.stats()
         assert stats["blocks"] + stats["saving_blocks"] == len(index.slots)
