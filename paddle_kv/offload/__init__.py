@@ -23,6 +23,7 @@ if _TYPE_CHECKING:
     from .policies import POLICIES, make_policy
     from .policy import Policy
     from .ranks import lookup_common, paddle_all_reduce_min
+    from .request import Request
     from .s3fifo import S3Fifo
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Outcome",
     "Policy",
     "PrefixHasher",
+    "Request",
     "Result",
     "S3Fifo",
     "SavePlan",
@@ -78,6 +80,7 @@ _MODULE_OF = {
     "POLICIES": "policies",
     "Policy": "policy",
     "PrefixHasher": "hashing",
+    "Request": "request",
     "Result": "jobs",
     "S3Fifo": "s3fifo",
     "SavePlan": "jobs",

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from ..checks import check_ids
+from ..memory import DeviceCache
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
@@ -17,6 +18,7 @@ from .directory import checked_hashes
 from .hashing import BlockHasher, PrefixHasher, spec_salt
 from .lease import Lease
 from .policy import Policy
+from .request import Request, full_table
 
 _BYTES = {
     "saved_bytes": ["saved_blocks"],
@@ -143,6 +145,35 @@ class KVOffloadManager:
             As :meth:`lookup`.
         """
         return int(change(self._books, functools.partial(self._books.peek, checked_hashes(hashes))))
+
+    # ---- one prompt ----
+    def request(
+        self, token_ids: Sequence[int] | PrefixHasher, device_block_ids: Any, *, request_salt: bytes = b""
+    ) -> Request:
+        """Looks a prompt up, starts the load of what is found and the layerwise save of the rest; see
+        :class:`Request`, which also says what to do when the load fails.
+
+        Args:
+            token_ids: of the prompt; or what :meth:`prefix` has made, with its tokens.
+            device_block_ids: the blocks of the prompt, one for each ``block_size`` tokens and one for the rest.
+            request_salt: see :meth:`block_hashes`.
+
+        Raises:
+            ValueError: a token without a block.
+            As :meth:`block_hashes`, :meth:`onload` and :meth:`save`.
+        """
+        if isinstance(token_ids, PrefixHasher):
+            hashes, num_tokens = list(token_ids.hashes), token_ids.num_tokens
+        else:
+            hashes, num_tokens = self.block_hashes(token_ids, request_salt=request_salt), len(token_ids)
+        ids = arguments.block_ids(device_block_ids, "device_block_ids")
+        check_ids(ids, "device_block_ids", self.device_cache.num_blocks)
+        return Request(self, hashes, num_tokens, full_table(ids, num_tokens, self._block_size), self._block_size)
+
+    @property
+    def device_cache(self) -> DeviceCache:
+        """Of the scheduler."""
+        return self._scheduler.device_cache
 
     # ---- transfers ----
     def onload(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:

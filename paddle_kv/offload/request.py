@@ -1,0 +1,117 @@
+"""One prompt from its lookup to its save, so that nothing has to be remembered by whoever computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from ..errors import CancelledError, TransferError
+from ..schedule.transfer import Transfer
+from ..tracking.keeper import Deadline
+
+
+class Request:
+    """What :meth:`KVOffloadManager.request` makes. Of one thread; a ``with`` block that raises cancels its transfers.
+
+    Attributes:
+        start: the first token to compute; those before it come from host memory. The last one is always computed.
+        loads, saves: for the :class:`~paddle_kv.integrations.ForwardPass`, or the hooks, of the pass.
+        hashes: of the full blocks.
+
+    Example:
+        >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+        >>> from paddle_kv.integrations import ForwardPass
+        >>> from paddle_kv.offload import KVOffloadManager
+        >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+        >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 9, "cpu"), HostPool(spec, 8))
+        >>> manager = KVOffloadManager(scheduler)
+        >>> def prefill(tokens, table):
+        ...     computed = 0
+        ...     with manager.request(tokens, table) as request:
+        ...         while True:
+        ...             with ForwardPass(request.loads, request.saves) as layers:
+        ...                 for number in range(spec.num_layers):
+        ...                     with layers.layer(number):
+        ...                         pass  # compute tokens[request.start:]
+        ...             computed += len(tokens) - request.start
+        ...             if request.wait(timeout_s=10):  # else once more, from the first token on
+        ...                 return computed
+        >>> prefill(range(8), [0, 1, 2])
+        8
+        >>> scheduler.drain(); prefill(range(8), [5, 4, 3])
+        2
+        >>> scheduler.drain(); manager.close(); scheduler.close()
+    """
+
+    def __init__(
+        self, manager: Any, hashes: list[bytes], num_tokens: int, table: Sequence[int], block_size: int
+    ) -> None:
+        """``manager``: a KVOffloadManager, which makes it; ``table``: checked."""
+        self.hashes = hashes
+        self._manager = manager
+        self._table = list(table)
+        self.loads: list[Transfer] = []
+        self.saves: list[Transfer] = []
+        with manager.lookup(hashes, num_tokens=num_tokens) as lease:
+            found = lease.num_blocks
+            try:
+                self.loads += [manager.onload(lease.hashes, self._table[:found])] if found else []
+            except TransferError:  # a block in host memory is damaged, and dropped now: nothing has moved
+                found = 0
+        self.start = found * block_size
+        self._save(found)
+
+    def _save(self, found: int) -> None:
+        full = len(self.hashes)
+        save = self._manager.blocks_full(
+            self.hashes[found:], self._table[found:full], layerwise=True, computed_from=self.loads
+        )
+        self.saves = [save] if save is not None else []
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is 0, ``loads`` is
+        empty, ``saves`` are new ones, nothing of the old ones touches the blocks any more, and the pass is to be run
+        again.
+
+        Raises:
+            TimeoutError: a transfer was not over after ``timeout_s``.
+        """
+        deadline = Deadline(timeout_s)
+        try:
+            for load in self.loads:
+                load.wait(deadline.left_s())
+        except (TransferError, CancelledError):
+            for transfer in [*self.loads, *self.saves]:
+                if transfer.unmarked_layers:
+                    transfer.cancel()
+                transfer.wait_over(deadline.left_s())
+            lost = [self._table[i] for load in self.loads for i in self._manager.blocks_to_recompute(load)]
+            self._manager.device_cache.mark_rewritten(lost)  # the pass that comes does
+            self.start, self.loads = 0, []
+            self._save(0)
+            return False
+        return True
+
+    def cancel(self) -> None:
+        """Cancels what has not begun of its transfers: for a prompt that is aborted. Behind ``wait_over`` of each the
+        blocks may go to somebody else."""
+        for transfer in [*self.loads, *self.saves]:
+            transfer.cancel()
+
+    def __enter__(self) -> Request:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.cancel()
+
+
+def full_table(ids: list[int], num_tokens: int, block_size: int) -> list[int]:
+    """ValueError unless each token has its block."""
+    needed = -(-num_tokens // block_size)
+    if len(ids) < needed:
+        raise ValueError(f"device_block_ids has {len(ids)} blocks; {num_tokens} tokens need {needed}")
+    return ids

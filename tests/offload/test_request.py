@@ -1,0 +1,144 @@
+"""One prompt held together: what is loaded, computed, saved, computed again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv.integrations import ForwardPass
+from paddle_kv.offload import KVOffloadManager, Request
+from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory
+
+LAYERS, SIZE = 5, 7
+TOKENS = list(range(3 * SIZE + 2))
+
+
+class Server:
+    def __init__(self, **options: Any) -> None:
+        self.rig = Rig(host_blocks=12)
+        self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool)
+        self.manager = KVOffloadManager(self.scheduler, **options)
+        self.computed: list[int] = []
+
+    def run(self, request: Request, table: list[int]) -> None:
+        """A pass that writes each block with what its layer and position say."""
+        self.computed.append(request.start)
+        with ForwardPass(request.loads, request.saves, timeout_s=WAIT_S) as layers:
+            for layer in range(LAYERS):
+                with layers.layer(layer):
+                    for position in range(request.start // SIZE, len(table)):
+                        self.rig.cache.tensor("key", layer)[table[position]] = float(10 * position + layer)
+
+    def prefill(self, tokens: Any, table: list[int]) -> None:
+        with self.manager.request(tokens, table) as request:
+            while True:
+                with contextlib.suppress(TransferError):
+                    self.run(request, table)
+                if request.wait(WAIT_S):
+                    break
+        self.scheduler.drain(WAIT_S)
+
+    def check(self, table: list[int]) -> None:
+        memory = cache_memory(self.rig.cache)["key"].view(np.float16)
+        for position, block in enumerate(table):
+            for layer in range(LAYERS):
+                assert (memory[layer, block] == 10 * position + layer).all()
+
+    def close(self) -> None:
+        self.manager.close()
+        self.scheduler.close(WAIT_S)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+def test_a_prompt_is_computed_once_and_then_from_its_last_block_on(server: Server) -> None:
+    server.prefill(TOKENS, [9, 2, 11, 5])
+    server.prefill(TOKENS, [0, 1, 3, 4])
+    server.prefill(TOKENS[: 3 * SIZE], [0, 1, 3])  # its last token is computed: so is its block
+    server.check([0, 1, 3, 4])
+    assert server.computed == [0, 3 * SIZE, 2 * SIZE]
+    assert server.manager.stats()["pinned_blocks"] == 0
+
+
+def test_a_prompt_that_grows_needs_no_new_hashes(server: Server) -> None:
+    prefix = server.manager.prefix()
+    prefix.append(TOKENS)
+    server.prefill(prefix, [9, 2, 11, 5])
+    prefix.append([1] * SIZE)
+    with server.manager.request(prefix, [0, 1, 3, 4, 6]) as request:
+        assert (request.start, request.hashes) == (3 * SIZE, server.manager.block_hashes([*TOKENS, *[1] * SIZE]))
+        request.cancel()
+    server.scheduler.drain(WAIT_S)
+
+
+def test_a_load_that_fails_is_computed_and_what_was_computed_from_it_is_not_kept(
+    server: Server, copies: Copies
+) -> None:
+    server.prefill(TOKENS[: 2 * SIZE + 1], [9, 2, 11])
+    copies.fail("onload", 3, OSError("lost"))
+    server.prefill(TOKENS, [0, 1, 3, 4])
+    copies.heal()
+    assert server.computed == [0, 2 * SIZE, 0]
+    server.check([0, 1, 3, 4])
+    server.prefill(TOKENS, [6, 7, 8, 10])
+    server.check([6, 7, 8, 10])
+    assert server.computed[-1] == 3 * SIZE
+
+
+def test_a_damaged_block_is_computed_without_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
+    server = Server()
+    server.prefill(TOKENS, [9, 2, 11, 5])
+    slot = server.manager._books.index.slots[server.manager.block_hashes(TOKENS)[1]]
+    server.rig.pool.view("key", 2, slot)[...] = 1
+    server.prefill(TOKENS, [0, 1, 3, 4])
+    server.check([0, 1, 3, 4])
+    assert server.computed == [0, 0]
+    server.prefill(TOKENS, [0, 1, 3, 4])
+    assert server.computed[-1] == 3 * SIZE
+    server.close()
+
+
+def test_a_prompt_that_raises_holds_and_keeps_nothing(server: Server) -> None:
+    server.prefill(TOKENS[: SIZE + 1], [9, 2])
+    with pytest.raises(ZeroDivisionError), server.manager.request(TOKENS, [0, 1, 3, 4]) as request:
+        raise ZeroDivisionError
+    with pytest.raises(CancelledError):
+        request.saves[0].wait(WAIT_S)
+    server.scheduler.drain(WAIT_S)
+    assert server.manager.peek(request.hashes) == 1
+    stats = server.manager.stats()
+    assert (stats["pinned_blocks"], stats["saving_blocks"]) == (0, 0)
+
+
+def test_with_write_back_it_saves_nothing(copies: Copies) -> None:
+    server = Server(write_through=False)
+    server.prefill(TOKENS, [9, 2, 11, 5])
+    assert server.manager.stats()["saved_blocks"] == 0
+    server.manager.blocks_evicted(server.manager.block_hashes(TOKENS), [9, 2, 11]).wait(WAIT_S)
+    server.prefill(TOKENS, [0, 1, 3, 4])
+    assert server.computed == [0, 3 * SIZE]
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "error", "message"),
+    [([0, 1, 2], ValueError, "device_block_ids has 3 blocks; 23 tokens need 4"), ([0, 1, 2, 13], IndexError, "13")],
+)
+def test_a_table_that_does_not_fit_moves_nothing(server: Server, table: Any, error: Any, message: str) -> None:
+    server.prefill(TOKENS, [9, 2, 11, 5])
+    before, stats = cache_memory(server.rig.cache), server.manager.stats()
+    with pytest.raises(error, match=message):
+        server.manager.request(TOKENS, table)
+    assert_same(cache_memory(server.rig.cache), before)
+    assert server.manager.stats() == stats
