@@ -4,6 +4,7 @@ from .files import FilesEngine
 from .job import Job, Observer
 from .loading import load
 from .protocol import Engine, Outcome, Read, Write
+from .saving import Saver
 from .tier import Tier
 
-__all__ = ["Engine", "FilesEngine", "Job", "Observer", "Outcome", "Read", "Tier", "Write", "load"]
+__all__ = ["Engine", "FilesEngine", "Job", "Observer", "Outcome", "Read", "Saver", "Tier", "Write", "load"]
