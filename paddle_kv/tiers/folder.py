@@ -22,7 +22,7 @@ from ..errors import TierError
 SHELF_OBJECTS = 256  # ext4 is several times slower with thousands of files in a folder
 _SHELF = re.compile(r"(\d{10})-(\d{1,18})")
 _OBJECT = re.compile(r"[0-9a-f]{32}")
-TRIMMED_PER_STORE = 8  # objects beyond a capacity that has become smaller
+TRIMMED_PER_STORE = 32  # objects beyond a capacity that has become smaller
 
 
 class Shelf:

@@ -74,6 +74,7 @@ class Job:
         self.kind = ""  # "store" or "load"
         self._observer = observer
         self._lock = threading.Lock()
+        self._num_unknown = len(self.keys)
         self._held = len(self.keys) + 1  # blocks that the tier may touch; and until it is settled
         self._arrived: list[int] = []  # blocks, by stage
         self._announced = 0  # stages
@@ -119,6 +120,7 @@ class Job:
             if self.outcomes[position] is not None:
                 return False
             self.outcomes[position] = outcome
+            self._num_unknown -= 1
             return True
 
     def end_all(self, outcome: Outcome) -> int:
@@ -128,7 +130,7 @@ class Job:
     def settle(self) -> bool:
         """Whether that makes all known, for the first time."""
         with self._lock:
-            if self.settled or None in self.outcomes:
+            if self.settled or self._num_unknown:
                 return False
             self.settled = True
         if self._observer is not None:
