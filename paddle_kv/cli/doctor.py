@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ def examine() -> Iterator[Finding]:
         ("host memory", _host_memory),
         *((f"engine {engine}", _round_trip(engine)) for engine in ENGINES),
         ("engine sizes", _engine_sizes),
+        ("tier in files", _tier),
         *((f"method {method}", _method(method)) for method in methods.METHODS),
     ):
         try:
@@ -116,6 +118,29 @@ def _moved_by(engine: str) -> str:
     if sent != received:
         raise RuntimeError(f"checksum {received:08x} came back for {sent:08x}; the device or the link corrupts data")
     return f"{ROUND_TRIP_BYTES} bytes to the device and back, checksum {sent:08x}"
+
+
+def _tier() -> str:
+    """Through a folder and back."""
+    try:
+        from ..tiers import FilesEngine, Job, Tier
+    except ImportError as error:
+        raise NothingToCheck(str(error)) from None
+    spec = _spec(64)
+    pool = HostPool(spec, 2, layout="block_first")
+    pool.view("key", 0, 0)[...] = 1.5
+    with tempfile.TemporaryDirectory() as folder, FilesEngine({folder: 1 << 20}) as engine:
+        direct = engine.roots[0].direct
+        with Tier(engine, pool, model=b"doctor") as tier:
+            for job, start in ((Job([b"key"], [0]), tier.store), (Job([b"key"], [1]), tier.load)):
+                start([job])
+                tier.drain(30)
+                if not job.done:
+                    raise RuntimeError(f"an object was {job.outcomes[0].value}; see the log")  # type: ignore[union-attr]
+    if not np.array_equal(pool.view("key", 0, 0), pool.view("key", 0, 1)):
+        raise RuntimeError("wrong bytes came back")
+    pool.close()
+    return f"stored and loaded by {'direct I/O' if direct else 'buffered I/O: no direct I/O here'}"
 
 
 def _engine_sizes() -> str:

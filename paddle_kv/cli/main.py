@@ -40,6 +40,7 @@ from . import replay as replays
 from . import replay_plots as plots
 from .files import check_distinct, output_file, picture_file, picture_folder, positive, writing
 from .soak import soak
+from .tier import app as tier_app
 
 TABLE_COLUMNS = 150  # where the output is a file or a pipe
 MOST_BLOCKS = 10**15
@@ -77,6 +78,7 @@ def paddle_kv(
 
 bench_app = typer.Typer(help="Measure how fast blocks move.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(tier_app, name="tier")
 app.command()(soak)
 
 Pattern = Enum("Pattern", {name: name for name in PATTERNS}, type=str)

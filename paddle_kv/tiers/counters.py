@@ -8,6 +8,7 @@ from typing import Any
 
 from .protocol import Outcome
 
+KINDS = ("store", "load")
 LATENCY_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -16,10 +17,10 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._outcomes = {(kind, outcome): 0 for kind in ("store", "load") for outcome in Outcome}
+        self._outcomes = {(kind, outcome): 0 for kind in KINDS for outcome in Outcome}
         self._bytes = {"store": 0, "load": 0}
         self._seconds = {"store": 0.0, "load": 0.0}
-        self._jobs = {kind: [0] * (len(LATENCY_BOUNDS_S) + 1) for kind in ("store", "load")}
+        self._jobs = {kind: [0] * (len(LATENCY_BOUNDS_S) + 1) for kind in KINDS}
 
     def ended(self, kind: str, outcome: Outcome, size_bytes: int) -> None:
         with self._lock:

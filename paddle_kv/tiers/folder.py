@@ -20,7 +20,7 @@ from pathlib import Path
 from ..errors import TierError
 
 SHELF_OBJECTS = 256  # ext4 is several times slower with thousands of files in a folder
-_SHELF = re.compile(r"(\d{10})-(\d{1,18})")
+SHELF_NAME = re.compile(r"(\d{10})-(\d{1,18})")
 _OBJECT = re.compile(r"[0-9a-f]{32}")
 TRIMMED_PER_STORE = 32  # objects beyond a capacity that has become smaller
 
@@ -101,7 +101,7 @@ class Folder:
         self._old_descriptors = []
 
     def _scan(self) -> None:
-        found = (match for match in map(_SHELF.fullmatch, os.listdir(self.descriptor)) if match)
+        found = (match for match in map(SHELF_NAME.fullmatch, os.listdir(self.descriptor)) if match)
         for match in sorted(found, key=lambda match: int(match[1])):
             shelf = Shelf(int(match[1]), int(match[2]))
             self._next_number = shelf.number + 1
@@ -265,6 +265,11 @@ class Folder:
                 else:
                     self.used_bytes -= place.shelf.size_bytes
                     self._left(place.shelf)
+
+    def path_of(self, name: bytes) -> Path | None:
+        """Where an object is, for those who look at it by other means."""
+        shelf = self._objects.get(name)
+        return None if shelf is None else self.path / shelf.path / name.hex()
 
     def delete(self, name: bytes) -> None:
         with self._lock:

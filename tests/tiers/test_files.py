@@ -257,6 +257,14 @@ def test_writing_fails_for_a_while(
     assert rig.load(keys(5, "later")).done
 
 
+def test_what_is_queued_behind_an_error_is_dropped(make_rig: MakeRig, broken: Broken) -> None:
+    rig = make_rig()
+    broken.errors["pwritev"] = errno.ENOSPC
+    job = rig.store(keys(40))
+    assert job.outcomes.count(Outcome.DROPPED) >= 30
+    assert rig.tier.stats()["engine_errors"] == job.outcomes.count(Outcome.FAILED) <= 10
+
+
 def test_reading_fails_for_a_while(make_rig: MakeRig, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
     rig = make_rig()
     rig.store(keys(5))

@@ -1,0 +1,184 @@
+"""How fast a tier stores and loads, beside bare calls of the system and beside fio, in one run."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..layout import KVCacheSpec
+from ..memory import HostPool
+from ..memory.host_rows import block_rows
+from ..tiers import FilesEngine, Job, Tier
+
+NUM_LAYERS = 32
+WAIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    folder: Path
+    num_objects: int
+    object_bytes: int  # without the header
+    threads: int
+    repeats: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_objects * self.object_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians of the repeats."""
+
+    what: str
+    mib_per_s: float
+    cpu_s_per_gib: float | None = None
+    first_layer: float | None = None  # share of the time after which layer 0 was usable
+
+
+class _Watch:
+    """Hears of one job."""
+
+    def __init__(self) -> None:
+        self.first_s = 0.0
+        self.end = threading.Event()
+
+    def layers_arrived(self, job: Job, layers: range) -> None:
+        if 0 in layers:
+            self.first_s = time.perf_counter()
+
+    def settled(self, job: Job) -> None:
+        pass
+
+    def over(self, job: Job) -> None:
+        self.end.set()
+
+
+def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row]:
+    """Each round runs every way once; the first round does not count."""
+    case.folder.mkdir(parents=True, exist_ok=True)
+    pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first")
+    rows = block_rows(pool)
+    rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
+    capacity = case.num_objects * (case.object_bytes + 4096)
+    found: dict[str, list[tuple[float, float | None, float | None]]] = {}
+    with (
+        FilesEngine({case.folder / "tier": capacity}, threads_per_root=case.threads) as engine,
+        Tier(engine, pool, model=b"bench", max_objects=case.num_objects, max_store_bytes=2 * capacity) as tier,
+    ):
+        for number in range(case.repeats + 1):
+            progress(number, case.repeats + 1, "measuring")
+            for what, result in (*_tier_round(case, tier, number), *_bare_round(case, rows), *_fio_round(case)):
+                if number:
+                    found.setdefault(what, []).append(result)
+    pool.close()
+    return [
+        Row(what, *(statistics.median(one) if None not in one else None for one in zip(*results, strict=True)))  # type: ignore[arg-type]
+        for what, results in found.items()
+    ]
+
+
+def _spec(object_bytes: int) -> KVCacheSpec:
+    width = object_bytes // NUM_LAYERS // 2
+    if width * 2 * NUM_LAYERS != object_bytes or not width:
+        raise ValueError(f"an object of {object_bytes} bytes must be a multiple of {2 * NUM_LAYERS}")
+    return KVCacheSpec(num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=width, block_size=1, dtype="int8")
+
+
+Result = tuple[str, tuple[float, float | None, float | None]]
+
+
+def _timed(case: Case, run: Callable[[], object]) -> tuple[float, float, float]:
+    """MiB/s, seconds of processor for a GiB, and when it began."""
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    run()
+    took_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+    return case.total_bytes / 2**20 / took_s, cpu_s / (case.total_bytes / 2**30), start_s
+
+
+def _tier_round(case: Case, tier: Tier, number: int) -> Iterator[Result]:
+    keys = [b"%d-%d" % (number, i) for i in range(case.num_objects)]
+    for what, start, layerwise in (
+        ("tier store", tier.store, False),
+        ("tier load", tier.load, False),
+        ("tier load, layer by layer", tier.load, True),
+    ):
+        watch = _Watch()
+        job = Job(keys, range(case.num_objects), timeout_s=WAIT_S, layerwise=layerwise, observer=watch)
+
+        def run(start: Callable[[list[Job]], None] = start, job: Job = job, watch: _Watch = watch) -> None:
+            start([job])
+            watch.end.wait(WAIT_S)
+
+        rate, cpu, start_s = _timed(case, run)
+        if not job.done:
+            raise RuntimeError(f"{what}: not all objects went well; is there room in {case.folder}?")
+        took_s = case.total_bytes / 2**20 / rate
+        yield what, (rate, cpu, (watch.first_s - start_s) / took_s if layerwise else None)
+
+
+def _bare_round(case: Case, rows: np.ndarray) -> Iterator[Result]:
+    """The same files with nothing around the calls: open, write or read, close, rename."""
+    folder = case.folder / "bare"
+    header = mmap.mmap(-1, 4096)
+
+    def store(i: int) -> None:
+        path, temporary = folder / f"{i // 256}" / f"{i}", folder / f"{i // 256}" / f"_{i}"
+        if path.exists():
+            os.rename(path, temporary)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.pwritev(descriptor, [header, memoryview(rows[i])], 0)
+        os.close(descriptor)
+        os.rename(temporary, path)
+
+    def load(i: int) -> None:
+        descriptor = os.open(folder / f"{i // 256}" / f"{i}", os.O_RDONLY | os.O_DIRECT)
+        os.preadv(descriptor, [header, memoryview(rows[i])], 0)
+        os.close(descriptor)
+
+    for number in range(-(-case.num_objects // 256)):
+        (folder / f"{number}").mkdir(parents=True, exist_ok=True)
+    for what, call in (("bare calls, store", store), ("bare calls, load", load)):
+
+        def run(call: Callable[[int], None] = call) -> None:
+            def part(first: int) -> None:
+                for i in range(first, case.num_objects, case.threads):
+                    call(i)
+
+            threads = [threading.Thread(target=part, args=[number]) for number in range(case.threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        rate, cpu, _ = _timed(case, run)
+        yield what, (rate, cpu, None)
+
+
+def _fio_round(case: Case) -> Iterator[Result]:
+    fio = shutil.which("fio")
+    folder = case.folder / "fio"
+    folder.mkdir(exist_ok=True)
+    for way in ("write", "read") if fio else ():
+        for engine, jobs, depth in (("psync", case.threads, 1), ("libaio", 1, 16)):
+            command = f"{fio} --name=kv --directory={folder} --ioengine={engine} --iodepth={depth} --numjobs={jobs}"
+            command += f" --thread --direct=1 --rw={way} --bs={case.object_bytes} --filesize={case.object_bytes}"
+            command += f" --nrfiles={case.num_objects // jobs} --openfiles=64 --file_service_type=sequential"
+            command += " --filename_format=$jobname.$jobnum.$filenum --group_reporting --output-format=json"
+            ran = subprocess.run(command.split(), capture_output=True, text=True, check=True, timeout=WAIT_S)
+            told = json.loads(ran.stdout[ran.stdout.index("{") :])["jobs"][0][way]
+            yield f"fio {engine}, {way}", (told["io_bytes"] / 2**20 / (told["runtime"] / 1000), None, None)

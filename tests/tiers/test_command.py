@@ -1,0 +1,107 @@
+"""``paddle-kv tier`` as a user calls it, and what Prometheus reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from paddle_kv.cli import doctor
+from paddle_kv.cli.main import app
+from paddle_kv.testing.tiers.rig import WAIT_S, keys
+from tests.tiers.conftest import MakeRig, objects
+
+RUNNER = CliRunner()
+
+
+def called(*words: object, code: int = 0) -> str:
+    ran = RUNNER.invoke(app, ["tier", *map(str, words)])
+    assert ran.exit_code == code, ran.output
+    return " ".join(ran.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def root(make_rig: MakeRig, tmp_path: Path) -> Path:
+    """Six objects that nobody uses, of which one is damaged, and one that is not complete."""
+    rig = make_rig()
+    rig.store(keys(6))
+    rig.close()
+    rig.tier.engine.close(WAIT_S)
+    victim = objects(tmp_path)[2]
+    content = bytearray(victim.read_bytes())
+    content[-1] ^= 1
+    victim.write_bytes(content)
+    (victim.parent / "_half").write_bytes(b"")
+    return tmp_path / "root"
+
+
+def test_stat(root: Path) -> None:
+    assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes; 1 incomplete"
+
+
+def test_verify_finds_what_is_damaged(root: Path) -> None:
+    victim = objects(root)[2]
+    told = called("verify", root, code=1)
+    assert f"damaged: {victim}" in told
+    assert told.endswith("6 objects, 319488 bytes read; 1 damaged")
+    assert "5 objects of model " in told
+    assert victim.exists()
+
+
+def test_gc(root: Path) -> None:
+    assert called("gc", root) == "deleted: 1 incomplete, 0 beyond the capacity"
+    assert "1 damaged and deleted" in called("gc", root, "--damaged")
+    assert called("verify", root).endswith("5 objects, 266240 bytes read; 0 damaged")
+    assert called("gc", root, "--capacity-bytes", 3 * 53248).endswith("2 beyond the capacity")
+    assert called("stat", root).endswith("3 objects, 159744 bytes; 0 incomplete")
+
+
+def test_a_folder_that_a_server_uses(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig()
+    rig.store(keys(2))
+    assert called("stat", tmp_path / "root").startswith("2 objects")
+    for command in ("verify", "gc"):
+        assert "is in use by" in called(command, tmp_path / "root", code=2)
+    assert rig.load(keys(2)).done
+
+
+def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    told = called("bench", tmp_path, "--objects", 6, "--kib", 128, "--repeats", 1)
+    for way in ("tier store", "tier load, layer by layer", "bare calls, store", "bare calls, load"):
+        assert way in told
+    assert "fio" not in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_tries_a_tier() -> None:
+    assert doctor._tier().startswith("stored and loaded by ")
+
+
+def test_prometheus(make_rig: MakeRig) -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from paddle_kv.tiers.metrics import TierCollector
+
+    rig = make_rig()
+    rig.store(keys(3))
+    rig.load([*keys(2), b"absent"])
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(TierCollector({"disk": rig.tier}, {"rank": "3"}))
+
+    def value(name: str, **labels: str) -> float | None:
+        found: float | None = registry.get_sample_value(
+            f"paddle_kv_tier_{name}", {"tier": "disk", "rank": "3", **labels}
+        )
+        return found
+
+    assert value("objects_total", kind="store", outcome="done") == 3
+    assert value("objects_total", kind="load", outcome="missing") == 1
+    assert value("bytes_total", kind="load") == 2 * rig.rows.shape[1]
+    assert value("job_seconds_count", kind="load") == value("job_seconds_bucket", kind="load", le="+Inf") == 1
+    assert value("job_seconds_sum", kind="load") == pytest.approx(rig.tier.stats()["load_seconds"])
+    assert value("objects") == 3
+    assert value("used_bytes") == 3 * 53248
+    assert value("lost_total", reason="evicted") == 0
