@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import numpy as np
 import paddle
 
-from .. import devices
+from .. import devices, streams
 from .._paddle import private
+from ._library import facts
 from ._tracing import is_variable, tracing
 
 if TYPE_CHECKING:
@@ -32,11 +33,27 @@ _INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddl
 _LARGEST = 2**63 - 1
 _UNREAL = tuple("bcmMSU")  # NumPy's kinds of scalars that are no real number: bool, complex, dates, text
 psdb = private("jit.sot", "psdb")
+
+
+def _nothing(tensor: Any) -> Any:
+    """The answer where the library gives none: then Paddle is asked, by what stands below."""
+
+
+# What is asked of each tensor, in one call of the library instead of five of Paddle's: whether nothing can be objected
+# to a tensor that need not be of any dtype or shape; its device; and its numbers, see strided().
+_is_plain: Callable[[Any], Any] = facts.get("is_plain", _nothing)
+_device: Callable[[Any], Any] = facts.get("device", _nothing)
+_strided: Callable[[Any], Any] = facts.get("strided", _nothing)
 _TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
 def block_ids(ids: Any, name: str) -> list[int]:
     """:func:`block_id_array` as a list of ints."""
+    if isinstance(ids, (list, tuple)) and countOf(map(type, ids), int) == len(ids):
+        try:
+            return array("q", ids).tolist()
+        except OverflowError:
+            raise _too_large(ids, name) from None
     return block_id_array(ids, name).tolist()  # type: ignore[no-any-return]
 
 
@@ -186,6 +203,8 @@ def _too_large(values: Any, name: str) -> IndexError:
 
 def integer(value: Any, name: str) -> int:
     """``value`` as an int that fits in 64 bits."""
+    if type(value) is int and -_LARGEST <= value <= _LARGEST:
+        return value
     if isinstance(value, Tensor):
         raise TypeError(f"{name} is a tensor; an integer is expected: int(tensor) reads it, and waits for its device")
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -208,7 +227,7 @@ def cache(tensor: Any, name: str) -> Tensor:
         TypeError: not a Paddle tensor.
         ValueError: not contiguous (Paddle would silently write to a copy), not dense, or without memory.
     """
-    if tracing() and is_variable(tensor):
+    if _is_plain(tensor) or (tracing() and is_variable(tensor)):
         return tensor  # type: ignore[no-any-return]
     check_dense(tensor, name)
     if not tensor._is_initialized():
@@ -226,7 +245,8 @@ def cache_in_place(tensor: Any, name: str) -> Tensor:
         ValueError: a leaf that needs a gradient.
     """
     cache(tensor, name)
-    check_in_place([tensor], lambda i: name)
+    if not tensor.stop_gradient:
+        check_in_place([tensor], lambda i: name)
     return tensor  # type: ignore[no-any-return]
 
 
@@ -248,7 +268,7 @@ def readable(tensor: Any, name: str) -> Tensor:
         TypeError: not a Paddle tensor.
         ValueError: not contiguous (Paddle would read it into a copy, on its own stream), not dense, or without memory.
     """
-    if tracing() and is_variable(tensor):
+    if _is_plain(tensor) or (tracing() and is_variable(tensor)):
         return tensor  # type: ignore[no-any-return]
     check_dense(tensor, name)
     if 0 in tensor.shape:
@@ -306,6 +326,7 @@ _DTYPE_NUMBERS = {
     )
     if hasattr(paddle, name)
 }
+_NUMBERS = frozenset(_DTYPE_NUMBERS.values())
 
 
 def strided(tensor: Any, name: str) -> list[int]:
@@ -318,6 +339,9 @@ def strided(tensor: Any, name: str) -> list[int]:
         TypeError: not a Paddle tensor, or of a dtype that no operator takes.
         ValueError: a tensor without memory, or not dense.
     """
+    numbers = _strided(tensor)
+    if numbers is not None and numbers[1] in _NUMBERS:
+        return numbers  # type: ignore[no-any-return]
     check_dense(tensor, name)
     number = _DTYPE_NUMBERS.get(tensor.dtype)
     if number is None:
@@ -359,9 +383,7 @@ def caches(tensors: Any, name: str) -> list[Tensor]:
     """A non-empty list of caches: an empty one kills the process inside Paddle."""
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         raise TypeError(f"{name} is {type(tensors).__name__}; a list of paddle.Tensor is expected")
-    if not tracing() and all(
-        type(t) is Tensor and t.is_dense() and t._is_initialized() and t.is_contiguous() for t in tensors
-    ):
+    if all(map(_is_plain, tensors)):
         return list(tensors)  # names are made only where one is needed: there may be thousands of tensors
     return [cache(tensor, f"{name}[{i}]") for i, tensor in enumerate(tensors)]
 
@@ -370,7 +392,15 @@ def known_on_device_only(ids: Any) -> bool:
     """Whether ids can be read only when the operator runs: a GPU tensor, or a variable of a program."""
     if tracing():
         return is_variable(ids)
-    return isinstance(ids, Tensor) and ids.is_dense() and ids._is_initialized() and devices.on_gpu(ids)
+    return isinstance(ids, Tensor) and ids.is_dense() and ids._is_initialized() and device_of(ids) >= 0
+
+
+def pairs_in_memory(pairs: Any) -> tuple[int, int] | None:
+    """Address and number of pairs that an operator can read where they lie: in a tensor on the CPU."""
+    numbers = _strided(pairs)
+    if numbers is None or numbers[1:3] != [_DTYPE_NUMBERS[paddle.int64], devices.CPU] or numbers[4:] != [2, 2, 1]:
+        return None
+    return numbers[0], numbers[3]
 
 
 def device_ids(ids: Any, name: str) -> Any:
@@ -378,6 +408,18 @@ def device_ids(ids: Any, name: str) -> Any:
     if not tracing() and not ids.is_contiguous():
         raise ValueError(f"{name} is not contiguous (shape {list(ids.shape)}); Paddle would copy it behind our back")
     return ids
+
+
+def device_of(tensor: Tensor) -> int:
+    """:func:`paddle_kv.devices.device_of`."""
+    device = _device(tensor)
+    return devices.device_of(tensor) if device is None else device
+
+
+def handle(stream: Any, tensor: Tensor) -> int:
+    """:func:`paddle_kv.streams.resolve`."""
+    device = device_of(tensor)
+    return streams.resolve_on(stream, device) if device >= 0 else 0
 
 
 def refuse_tracing(op: str) -> None:

@@ -97,14 +97,14 @@ def gather_cache(
     dtype = _dtype_name(out_dtype, "out_dtype")
     if dtype is None and kv_cache_dtype != "auto":
         dtype = "float32"
-    if kv_cache_dtype == "auto" and dtype == _dtype_name(cache.dtype, "cache"):
+    if dtype is not None and kv_cache_dtype == "auto" and dtype == _dtype_name(cache.dtype, "cache"):
         dtype = None
-    tensor, number = arguments.scale(1.0 if scale is None else scale, "scale")
+    tensor, number = (None, 1.0) if scale is None else arguments.scale(scale, "scale")
     # Paddle 2.6 takes no result without elements from an operator.
     empty = total_tokens == 0 and not tracing()
     options = (1 if empty else total_tokens, layout, dtype or "", kv_cache_dtype, number)
     try:
-        rows = _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)
+        rows: Tensor = _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)[0]
     except MemoryError as error:
         raise MemoryError(f"total_tokens = {total_tokens}: {error}") from None
     return rows[:0] if empty else rows
@@ -167,7 +167,7 @@ def scatter_cache(
     arguments.readable(cu_seq_lens, "cu_seq_lens")
     _text(layout, "layout")
     if tracing():
-        return _call("scatter_cache", stream, cache, (tokens, cache, block_table, cu_seq_lens), ([], layout))
+        return _call("scatter_cache", stream, cache, (tokens, cache, block_table, cu_seq_lens), ([], layout))[0]  # type: ignore[no-any-return]
     arguments.check_dense(tokens, "tokens")
     view: list[int] = []
     given: Tensor | None = tokens
@@ -233,9 +233,9 @@ def convert_fp8(
     options = (to, fp8_format, number)
     if not tracing() and 0 in source.shape:  # Paddle 2.6 takes no result without elements from an operator
         one = paddle.empty([1], source.dtype)._copy_to(source.place, True)
-        converted: Tensor = _call("convert_fp8", stream, one, (one, tensor), options)[:0].reshape(source.shape)
+        converted: Tensor = _call("convert_fp8", stream, one, (one, tensor), options)[0][:0].reshape(source.shape)
         return converted
-    return _call("convert_fp8", stream, source, (source, tensor), options)
+    return _call("convert_fp8", stream, source, (source, tensor), options)[0]  # type: ignore[no-any-return]
 
 
 @traceable
@@ -276,12 +276,12 @@ def convert_layout(
     arguments.cache(cache, "cache")
     for text, name in ((kind, "kind"), (source_layout, "source_layout"), (target_layout, "target_layout")):
         _text(text, name)
-    return _call("convert_layout", stream, cache, (cache,), (kind, source_layout, target_layout))
+    return _call("convert_layout", stream, cache, (cache,), (kind, source_layout, target_layout))[0]  # type: ignore[no-any-return]
 
 
-def _call(op: str, stream: Any, placed: Tensor, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:
-    handle = streams.traced(stream, op) if tracing() else streams.resolve(stream, placed)
-    return call_traceable(op, *inputs, *options, handle)[0]  # type: ignore[no-any-return]
+def _call(op: str, stream: Any, placed: Tensor, inputs: tuple[Any, ...], options: tuple[Any, ...]) -> list[Any]:
+    handle = streams.traced(stream, op) if tracing() else arguments.handle(stream, placed)
+    return call_traceable(op, *inputs, *options, handle)
 
 
 def _view(tokens: Tensor, cache: Tensor) -> list[int]:

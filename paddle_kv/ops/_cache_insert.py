@@ -212,7 +212,7 @@ def _write(
         return tuple(call_traceable(op, *caches, *scales, *read, *options, streams.traced(stream, op)))
     numbers = [arguments.strided(tensor, name) for name, tensor in tokens.items()]
     slots = arguments.strided(slot_mapping, "slot_mapping")
-    handle = streams.resolve(stream, caches[0])
+    handle = arguments.handle(stream, caches[0])
     if _check.enabled() and _check.access_checks:
         written = _blocks_written(caches[0], slot_mapping, layout)
         for cache in caches:

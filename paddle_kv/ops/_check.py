@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .. import devices
 from ._arguments import Tensor
+from ._library import facts
 
 # (address of the tensor, block ids, whether they are written, stream handle or None on the CPU). The scheduler adds
 # one.
@@ -14,8 +15,11 @@ AccessCheck = Callable[[int, Sequence[int], bool, "int | None"], None]
 access_checks: list[AccessCheck] = []
 
 
-def enabled() -> bool:
+def _in_environment() -> bool:
     return os.environ.get("PADDLE_KV_CHECK") == "1"
+
+
+enabled = facts.get("checks", _in_environment)
 
 
 def block_access(cache: Tensor, block_ids: Sequence[int], *, writing: bool, stream: int) -> None:

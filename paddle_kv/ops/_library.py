@@ -1,8 +1,15 @@
-"""Loads the compiled operators and calls them. Nothing else touches Paddle's custom-operator interface."""
+"""Loads the compiled operators and calls them. Nothing else touches Paddle's custom-operator interface.
+
+There are two ways to the same functions of the library. Eager calls go straight to them; Paddle's call of a custom
+operator, of which the programs that it traces are made, takes ten times as long, and longer with each operator that is
+registered. It also serves eager calls with a Paddle that does not lend what the straight way needs.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +26,7 @@ _eager = private("base.core", "eager")
 DIRECTORY = Path(__file__).resolve().parent.parent / "_lib"
 LIBRARY = DIRECTORY / f"paddle_kv_ops-paddle{paddle.__version__}.so"
 PREFIX = "static_op_paddle_kv_"
+_Functions = dict[str, Callable[..., Any]]
 _LOADER_ERROR = re.compile(r"error code is (?:\S+\.so: )?([^\n]*?)\)?\.?\n")
 
 
@@ -40,7 +48,17 @@ def _load() -> None:
         ) from None
 
 
+def _python_functions() -> tuple[_Functions, _Functions]:
+    ask = ctypes.PyDLL(str(LIBRARY)).paddle_kv_python_functions  # loaded already: the same library
+    ask.restype = ctypes.py_object
+    try:
+        return ask()  # type: ignore[no-any-return]
+    except ValueError:  # null
+        return {}, {}
+
+
 _load()
+operators, facts = _python_functions()
 # 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it elsewhere only.
 _captures_programs = hasattr(paddle._C_ops, "_run_custom_op")
 _run = getattr(paddle._C_ops, "_run_custom_op", None) or _eager._run_custom_op
@@ -65,9 +83,19 @@ def _translated(error: Exception) -> Exception:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Runs the operator ``paddle_kv_<name>``. Always positional and complete: Paddle dies of anything else."""
+    """Runs the operator ``paddle_kv_<name>`` on tensors, eagerly. Always positional and complete: Paddle dies of
+    anything else. What the operator returns, as a list; what it writes in place is not in it, or is to be ignored."""
+    run = operators.get(name)
+    return _registered(name, *arguments) if run is None else _raising(run, *arguments)
+
+
+def _registered(name: str, *arguments: Any) -> Any:
+    return _raising(_run, PREFIX + name, *arguments)
+
+
+def _raising(run: Callable[..., Any], *arguments: Any) -> Any:
     try:
-        return _run(PREFIX + name, *arguments)
+        return run(*arguments)
     except (ValueError, IndexError, NotImplementedError, MemoryError, OSError) as error:
         raise _translated(error) from None
 
@@ -81,11 +109,13 @@ def call_traceable(name: str, *arguments: Any) -> list[Any]:
     Returns:
         The outputs as one flat list; a list of tensors that is updated in place contributes each of its tensors. While
         tracing, only these stand for the updated tensors: a saved program drops an update whose result is not used.
+        Eagerly only the new tensors.
     """
-    if paddle.in_dynamic_mode() or _captures_programs:
-        outputs = call(name, *arguments)
-        return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-    return _append(PREFIX + name, arguments)
+    eager = paddle.in_dynamic_mode()
+    if not eager and not _captures_programs:
+        return _append(PREFIX + name, arguments)
+    outputs = (call if eager else _registered)(name, *arguments)
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
 
 
 def _append(op: str, arguments: tuple[Any, ...]) -> list[Any]:

@@ -105,13 +105,16 @@ def swap_blocks(
 def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) -> tuple[Any, Any]:
     by_address = op == "copy_blocks" and not tracing()
     caches, key_count = _flat(keys, values, in_place=not by_address)
-    if arguments.known_on_device_only(block_mapping):
+    in_memory = arguments.pairs_in_memory(block_mapping) if by_address else None
+    if in_memory is not None:
+        pairs, ids = block_mapping, (None, *in_memory)
+    elif arguments.known_on_device_only(block_mapping):
         pairs = arguments.device_ids(block_mapping, "block_mapping")
         ids = (pairs, 0, 0) if by_address else (pairs, [], [])
     else:
         pairs = arguments.pair_array(block_mapping, "block_mapping")  # lives until the operator has read it
-        in_memory = (pairs.ctypes.data, len(pairs))
-        ids = (None, *(in_memory if by_address else (pairs[:, 0].tolist(), pairs[:, 1].tolist())))
+        lists = (pairs.ctypes.data, len(pairs)) if by_address else (pairs[:, 0].tolist(), pairs[:, 1].tolist())
+        ids = (None, *lists)
     return _run(op, keys, values, caches, ids, pairs, key_count, stream)
 
 
@@ -142,7 +145,7 @@ def _run(
     if not caches:
         return keys, values
     if not tracing():
-        handle = streams.resolve(stream, caches[0])
+        handle = arguments.handle(stream, caches[0])
         _report_accesses(op, caches, pairs, handle)
         call(op, caches, *ids, key_count, handle)
         return keys, values

@@ -463,7 +463,7 @@ def _allocate(shape: list[int], like: Any) -> Tensor:
 
 def _handle(stream: Any, tensors: list[Tensor]) -> int:
     on_gpu = next((tensor for tensor in tensors if devices.on_gpu(tensor)), None)
-    return 0 if on_gpu is None else streams.resolve(stream, on_gpu)
+    return 0 if on_gpu is None else arguments.handle(stream, on_gpu)
 
 
 def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import devices, streams
+from .. import devices
 from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
@@ -242,7 +242,7 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
     arguments.cache(target, "target")
     sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
     on_gpu = source if devices.on_gpu(source) else target
-    handle = streams.resolve(stream, on_gpu)
+    handle = arguments.handle(stream, on_gpu)
     _check.block_access(source, sources, writing=False, stream=handle)
     _check.block_access(target, targets, writing=True, stream=handle)
     call("transfer_blocks", source, target, sources, targets, handle)
@@ -254,7 +254,7 @@ def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
     arguments.cache(cache, "cache_gpu")
     pointer = arguments.integer(pointer, "cache_cpu_ptr")
     block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
-    handle = streams.resolve(stream, cache)
+    handle = arguments.handle(stream, cache)
     _check.block_access(cache, gpu_ids, writing=mode == 1, stream=handle)
     call(op, cache, pointer, block_count, gpu_ids, cpu_ids, mode, handle)
     return cache  # type: ignore[no-any-return]
@@ -269,7 +269,7 @@ def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor
         return tensors  # type: ignore[no-any-return]
     if not caches:
         raise ValueError(f"cache_gpu_tensors is empty, cache_cpu_ptrs has {len(addresses)} addresses")
-    handle = streams.resolve(stream, caches[0])
+    handle = arguments.handle(stream, caches[0])
     for cache in caches:
         _check.block_access(cache, gpu_ids, writing=mode == 1, stream=handle)
     call(op, caches, addresses, block_count, gpu_ids, cpu_ids, mode, handle)

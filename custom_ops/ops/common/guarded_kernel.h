@@ -1,6 +1,6 @@
 // GUARDED_KERNEL(f): what every operator registers instead of PD_KERNEL(f). A C++ exception that is not Paddle's own
 // would abort the process; the guard turns it into one that becomes a Python exception. Around each call is an NVTX
-// range named after the operator.
+// range named after the operator. The same function becomes an eager call of that name.
 #pragma once
 
 #include <cctype>
@@ -8,13 +8,15 @@
 #include <new>
 #include <string>
 
+#include "eager_call.h"
 #include "errors.h"
 #include "paddle_api.h"
 #include "paddle_kv/common/nvtx_range.h"
 
 namespace paddle_kv {
 
-// "copy_blocks" for what a compiler says of a template of which CopyBlocks is the last argument: GCC ends it with
+// The name under which an operator is registered: "copy_blocks" for what a compiler says of a template of which
+// CopyBlocks is the last argument: GCC ends it with
 // "= CopyBlocks]", Clang with "= &paddle_kv::CopyBlocks]".
 inline std::string OperatorName(const std::string& pretty_function) {
   std::string name;
@@ -53,6 +55,14 @@ struct Guarded<Result (*)(Arguments...), function> {
   }
 };
 
+template <class Signature, Signature function>
+void AddEagerCall() {
+  constexpr auto kGuarded = &Guarded<Signature, function>::Call;
+  EagerCall<Signature, kGuarded>::Add(OperatorName(__PRETTY_FUNCTION__));
+}
+
 }  // namespace paddle_kv
 
-#define GUARDED_KERNEL(function) PD_KERNEL(::paddle_kv::Guarded<decltype(&function), &function>::Call)
+#define GUARDED_KERNEL(function)                                \
+  (::paddle_kv::AddEagerCall<decltype(&function), &function>(), \
+   PD_KERNEL(::paddle_kv::Guarded<decltype(&function), &function>::Call))

@@ -18,10 +18,14 @@ std::vector<int64_t> ShapeOf(const std::string& text) {
 
 }  // namespace
 
+namespace traced {
+
 // Two tensors of different number never become one when Paddle merges operators that are alike.
-std::vector<paddle::Tensor> MakeNewTensor(const paddle::Tensor& like, const std::string& shape, int64_t /*number*/) {
-  return {NewTensor(ShapeOf(shape), like.dtype(), like)};
+std::vector<paddle::Tensor> NewTensor(const paddle::Tensor& like, const std::string& shape, int64_t /*number*/) {
+  return {::paddle_kv::NewTensor(ShapeOf(shape), like.dtype(), like)};
 }
+
+}  // namespace traced
 
 std::vector<std::vector<int64_t>> NewTensorShape(const std::vector<int64_t>&, const std::string& shape) {
   return {ShapeOf(shape)};
@@ -35,6 +39,6 @@ PD_BUILD_STATIC_OP(paddle_kv_new_tensor)
     .Inputs({"like"})
     .Outputs({"tensor"})
     .Attrs({"shape: std::string", "number: int64_t"})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::MakeNewTensor))
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::traced::NewTensor))
     .SetInferShapeFn(PD_INFER_SHAPE(paddle_kv::NewTensorShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(paddle_kv::NewTensorDtype));

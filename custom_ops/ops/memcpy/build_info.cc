@@ -14,6 +14,7 @@
 #endif
 
 namespace paddle_kv {
+namespace answers {  // named after the operators; what they ask has the same names outside
 
 // Lines "name=value"; the rest of the tensor is zero.
 void BuildInfo(paddle::Tensor& text) {
@@ -24,45 +25,46 @@ void BuildInfo(paddle::Tensor& text) {
   std::memcpy(text.data(), lines.data(), lines.size());
 }
 
-void CudaVersionAnswer(paddle::Tensor& answer) {
+void CudaVersion(paddle::Tensor& answer) {
   int version = 0;
   LAUNCH_CUDA(0, (version = BuiltCudaVersion(), Status{}));
   *answer.data<int64_t>() = version;
 }
 
-void HasMemcpyBatchAsyncAnswer(paddle::Tensor& answer) {
+void HasMemcpyBatchAsync(paddle::Tensor& answer) {
   bool has = false;
-  LAUNCH_CUDA(0, (has = HasMemcpyBatchAsync(), Status{}));
+  LAUNCH_CUDA(0, (has = ::paddle_kv::HasMemcpyBatchAsync(), Status{}));
   *answer.data<int64_t>() = has ? 1 : 0;
 }
 
-void DeviceOfPointersAnswer(paddle::Tensor& answer, const std::vector<int64_t>& pointer_list) {
-  *answer.data<int64_t>() = DeviceOfPointers(IdsAt(pointer_list));
+void DeviceOfPointers(paddle::Tensor& answer, const std::vector<int64_t>& pointer_list) {
+  *answer.data<int64_t>() = ::paddle_kv::DeviceOfPointers(IdsAt(pointer_list));
 }
 
+}  // namespace answers
 }  // namespace paddle_kv
 
 PD_BUILD_STATIC_OP(paddle_kv_build_info)
     .Inputs({"text"})
     .Outputs({"text_out"})
     .SetInplaceMap({{"text", "text_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::BuildInfo));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::answers::BuildInfo));
 
 PD_BUILD_STATIC_OP(paddle_kv_cuda_version)
     .Inputs({"answer"})
     .Outputs({"answer_out"})
     .SetInplaceMap({{"answer", "answer_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::CudaVersionAnswer));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::answers::CudaVersion));
 
 PD_BUILD_STATIC_OP(paddle_kv_has_memcpy_batch_async)
     .Inputs({"answer"})
     .Outputs({"answer_out"})
     .SetInplaceMap({{"answer", "answer_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::HasMemcpyBatchAsyncAnswer));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::answers::HasMemcpyBatchAsync));
 
 PD_BUILD_STATIC_OP(paddle_kv_device_of_pointers)
     .Inputs({"answer"})
     .Outputs({"answer_out"})
     .Attrs({"pointer_list: std::vector<int64_t>"})
     .SetInplaceMap({{"answer", "answer_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::DeviceOfPointersAnswer));
+    .SetKernelFn(GUARDED_KERNEL(paddle_kv::answers::DeviceOfPointers));
