@@ -51,10 +51,7 @@ def _load() -> None:
 def _python_functions() -> tuple[_Functions, _Functions]:
     ask = ctypes.PyDLL(str(LIBRARY)).paddle_kv_python_functions  # loaded already: the same library
     ask.restype = ctypes.py_object
-    try:
-        return ask()  # type: ignore[no-any-return]
-    except ValueError:  # null
-        return {}, {}
+    return ask()  # type: ignore[no-any-return]
 
 
 _load()

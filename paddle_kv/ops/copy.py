@@ -106,6 +106,7 @@ def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) 
     by_address = op == "copy_blocks" and not tracing()
     caches, key_count = _flat(keys, values, in_place=not by_address)
     in_memory = arguments.pairs_in_memory(block_mapping) if by_address else None
+    ids: tuple[Any, ...]
     if in_memory is not None:
         pairs, ids = block_mapping, (None, *in_memory)
     elif arguments.known_on_device_only(block_mapping):

@@ -205,7 +205,7 @@ def swap_cache_layout(
     shape, to_device = arguments.block_ids(cache_shape, "cache_shape"), arguments.integer(mode, "mode")
     if not caches:
         raise ValueError("cache_gpu_tensors is empty; one tensor per layer is expected")
-    handle = streams.resolve(None, caches[0])
+    handle = arguments.handle(None, caches[0])
     for cache in caches:
         _check.block_access(cache, gpu_ids, writing=to_device == 1, stream=handle)
     call("swap_cache_layout", caches, pointer, shape, gpu_ids, cpu_ids, to_device, handle)

@@ -33,8 +33,8 @@ class Verdict:
         return self.kind not in ("exact", "refused", "either")
 
 
-def run(seed: int, index: int, announce: Callable[[str], None] | None = None) -> Verdict:
-    """``announce`` is told the call before it is made, which may end the process."""
+def call_of(seed: int, index: int) -> tuple[Call, dict[str, Any], Ground, bool]:
+    """The call, what it is given, the memory that it may see, and whether it is as it was made."""
     random = np.random.default_rng([seed, index])
     ground = Ground(random)
     call = FAMILIES[int(random.integers(len(FAMILIES)))](ground)
@@ -44,6 +44,12 @@ def run(seed: int, index: int, announce: Callable[[str], None] | None = None) ->
         for position in random.permutation(len(given))[: int(random.integers(1, 3))]:
             name = list(given)[int(position)]
             given[name] = mutated(given[name], ground, name)
+    return call, given, ground, sound
+
+
+def run(seed: int, index: int, announce: Callable[[str], None] | None = None) -> Verdict:
+    """``announce`` is told the call before it is made, which may end the process."""
+    call, given, ground, sound = call_of(seed, index)
     if announce is not None:
         announce(written(call, given))
     ground.snapshot()

@@ -4,12 +4,14 @@
 
 Sound calls of the fuzzer, each with some of its tensors moved to the plugin's device: one alone, then all. Without a
 GPU a call is refused, and nothing changes, or it is done rightly (ids are read back where no cache is on the device).
+A call that is refused is refused again, in the same words, by the registered operator.
 Prints each call before it is made, and at last how often each outcome was seen.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import sys
 import warnings
@@ -26,6 +28,7 @@ with warnings.catch_warnings():
 paddle.set_device("cpu")
 
 from paddle_kv import CudaError, ops  # noqa: E402
+from tests.fuzz.both_ways import registered_only, said, without_addresses  # noqa: E402
 from tests.fuzz.calls import FAMILIES, Call, bits_of_result  # noqa: E402
 from tests.fuzz.ground import Ground  # noqa: E402
 from tests.fuzz.one_call import TYPED, written  # noqa: E402
@@ -84,13 +87,20 @@ def main() -> None:
         print(written(call, given), flush=True)
         ground.snapshot()
         arguments = [given[name] for name in call.arguments]
+        run = functools.partial(getattr(ops, call.op), *arguments, **{name: given[name] for name in call.options})
+        said_now = ""
         try:
-            result = getattr(ops, call.op)(*arguments, **{name: given[name] for name in call.options})
+            result = run()
             outcome = "done"
         except CudaError as error:
-            outcome = error.name
+            outcome, said_now = error.name, str(error)
         except TYPED as error:
-            outcome = type(error).__name__
+            outcome, said_now = type(error).__name__, str(error)
+        if said_now:
+            with registered_only():
+                again = said(run)[1]
+            if again != without_addresses(said_now):
+                sys.exit(f"{said_now!r} and, registered, {again!r}")
         if not done_rightly(call, ground, result) if outcome == "done" else ground.changed():
             sys.exit(f"{outcome}, but memory holds something else")
         operators.add(call.op)

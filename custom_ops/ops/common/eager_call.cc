@@ -4,6 +4,8 @@
 
 #include "eager_call.h"
 
+#include <cxxabi.h>
+
 #include <exception>
 #include <new>
 
@@ -46,6 +48,8 @@ PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
     EagerArguments arguments(op->name.c_str(), given);
     return ResultsOf(*op, op->run(&arguments));
+  } catch (const abi::__forced_unwind&) {  // the thread ends
+    throw;
   } catch (const PythonError&) {
   } catch (const PaddleError&) {
     paddle::pybind::ThrowExceptionToPython(std::current_exception());
@@ -61,8 +65,8 @@ PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 
 }  // namespace
 
-GilReleased::GilReleased() : state_(PyEval_SaveThread()) {}
-GilReleased::~GilReleased() { PyEval_RestoreThread(static_cast<PyThreadState*>(state_)); }
+void* ReleaseGil() { return PyEval_SaveThread(); }
+void TakeGil(void* state) { PyEval_RestoreThread(static_cast<PyThreadState*>(state)); }
 
 std::vector<EagerOperator>& EagerOperators() {
   static std::vector<EagerOperator> operators;

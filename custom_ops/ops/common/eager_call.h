@@ -3,6 +3,7 @@
 // Python's objects from the function's own signature: there is nothing to keep in step.
 #pragma once
 
+#include <exception>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -42,17 +43,10 @@ class EagerArguments {
   int taken_ = 0;
 };
 
-// Other threads of Python may run while it lives.
-class GilReleased {
- public:
-  GilReleased();
-  ~GilReleased();
-  GilReleased(const GilReleased&) = delete;
-  GilReleased& operator=(const GilReleased&) = delete;
-
- private:
-  void* state_;
-};
+// Other threads of Python may run between the two. The second ends the thread while the interpreter ends, which no
+// destructor and no handler of an exception survives: it belongs into neither.
+void* ReleaseGil();
+void TakeGil(void* state);
 
 struct EagerOperator {
   std::string name;
@@ -87,14 +81,19 @@ struct EagerCall<Result (*)(Arguments...), function> {
     std::tuple<std::decay_t<Arguments>...> taken;
     std::apply([&](auto&... each) { (given->Take(&each), ...); }, taken);
     std::vector<paddle::Tensor> results;
-    {
-      const GilReleased released;
+    std::exception_ptr failure;
+    void* const state = ReleaseGil();
+    try {
       if constexpr (std::is_void_v<Result>) {
         std::apply(function, taken);
       } else {
         results = std::apply(function, taken);
       }
+    } catch (...) {
+      failure = std::current_exception();
     }
+    TakeGil(state);
+    if (failure != nullptr) std::rethrow_exception(failure);
     std::apply([&](auto&... each) { (CountWrite<Arguments>(&each), ...); }, taken);
     return results;
   }

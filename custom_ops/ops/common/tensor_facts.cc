@@ -97,7 +97,7 @@ PyObject* FactFunctions() {
 void* paddle_kv_python_functions() {
   namespace lent = paddle::pybind;
   if (!lent::PyCheckTensor || !lent::CastPyArg2Tensor || !lent::ToPyObject || !lent::ThrowExceptionToPython) {
-    return nullptr;
+    return Py_BuildValue("({}{})");
   }
   return Py_BuildValue("(NN)", paddle_kv::EagerFunctions(), paddle_kv::FactFunctions());
 }

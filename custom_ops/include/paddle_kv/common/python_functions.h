@@ -4,7 +4,7 @@
 extern "C" {
 
 // A new tuple, of type PyObject*, of two dictionaries of functions by their names: one for each operator, which runs it
-// without Paddle's call of custom operators; and those that answer in one call what is asked of each tensor. Null,
-// without a Python exception, where Paddle has not the names that this needs. The caller holds the GIL.
+// without Paddle's call of custom operators; and those that answer in one call what is asked of each tensor. Both
+// are empty where Paddle does not have the names that this needs. The caller holds the GIL.
 void* paddle_kv_python_functions();
 }
