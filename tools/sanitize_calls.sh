@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 folder=$PWD/build/sanitized
-rm -rf "$folder"
+rm -rf "$folder/paddle_kv" "$folder/tests"
 mkdir -p "$folder"
 cp -r paddle_kv tests "$folder"
 read -r paddle include version < <("$python" -W ignore -c 'import zlib, os, sysconfig, paddle
@@ -22,14 +22,17 @@ compile() {
   # shellcheck disable=SC2086  CXX may be "ccache g++"
   ${CXX:-g++} "${flags[@]}" "$@"
 }
+newest_header=$(find custom_ops -name '*.h*' -printf '%T@ %p\n' | sort -n | tail -1 | cut -d' ' -f2)
 for source in $(find custom_ops -name '*.cc' -not -path '*/cuda/*'); do
-  compile -c "$source" -o "$folder/$(basename "$source" .cc).o"
+  object=$folder/$(basename "$source" .cc).o
+  [ "$object" -nt "$source" ] && [ "$object" -nt "$newest_header" ] || compile -c "$source" -o "$object"
 done
 compile -shared "$folder"/*.o -o "$folder/paddle_kv/_lib/paddle_kv_ops-paddle$version.so" \
   "-L$paddle/base" "-L$paddle/libs" -Wl,--no-as-needed -l:libpaddle.so -Wl,--version-script=custom_ops/exports.map
 export LD_PRELOAD ASAN_OPTIONS PYTHONPATH=$folder
 python=$(realpath -s "$python")
-LD_PRELOAD=$(${CXX:-g++} -print-file-name=libasan.so)
+# The sanitizer looks for what throws exceptions before Paddle has loaded it.
+LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so.6)"
 ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0:${ASAN_OPTIONS:-}
 cd "$folder"
 "$python" -W ignore -m pytest -q -p no:cacheprovider tests/ops/test_eager_call.py -k "nonsense or alike or named"
