@@ -19,7 +19,7 @@ from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..tracking import stamps
 from ..tracking.domain import BlockDomain
-from ..tracking.group import change, note, wait_until
+from ..tracking.group import Guard, OnItsWay, change, wait_until
 from ..tracking.memories import Extent, attach, interleaved
 from .free_extents import FreeExtents
 from .host_memory import HostMemory, allocate, can_page_lock
@@ -290,10 +290,10 @@ class HostPool:
         count = arguments.integer(count, "count")
         if count < 0:
             raise ValueError(f"count = {count} must not be negative")
-        allocated: _Allocated = change(self.domain, functools.partial(self.allocate_here, count))
-        return allocated.take()
+        allocated: OnItsWay = change(self.domain, functools.partial(self.allocate_here, count))
+        return allocated.take()  # type: ignore[no-any-return]
 
-    def allocate_here(self, count: int) -> _Allocated:
+    def allocate_here(self, count: int) -> OnItsWay:
         """:meth:`allocate` in a section."""
         self._check_open()
         if count > len(self._free):
@@ -303,7 +303,11 @@ class HostPool:
         taken = self._free.allocate(count)
         self._allocated.update(taken)
         stamps.forget(self.domain, taken)
-        return _Allocated(self, taken)
+        return OnItsWay(taken, self.domain, self._take_back)
+
+    def _take_back(self, ids: list[int]) -> None:
+        if not self._closed:
+            self.free_here(ids)
 
     def free(self, block_ids: Any) -> None:
         """Gives blocks back. They can be allocated again once no transfer and no lease holds them.
@@ -424,50 +428,35 @@ class HostPool:
             raise ClosedError("the host pool is closed")
 
 
-class _Allocated:
-    """Blocks on their way to the caller. They go back if an exception of a signal handler keeps them from him."""
-
-    def __init__(self, pool: HostPool, ids: list[int]) -> None:
-        self._pool = pool
-        self._ids: list[int] | None = ids
-
-    def take(self) -> list[int]:
-        ids, self._ids = self._ids, None
-        assert ids is not None
-        return ids
-
-    def __del__(self) -> None:
-        if self._ids is not None and not self._pool.closed:
-            note(self._pool.domain, functools.partial(self._pool.free_here, self._ids))
-
-
 class _Lease:
     """Ends once, at the latest with the last reference to it: an exception of a signal handler may come at any time."""
 
-    def __init__(self, domain: BlockDomain, ids: list[int], write: bool, thread: int | None = None) -> None:
+    def __init__(self, domain: BlockDomain, ids: list[int], write: bool, thread: int) -> None:
         self.thread = thread  # whose it is
         self._domain = domain
         self._ids = ids
         self._write = write
         self._ended = False
         _leases.add(self)
+        self.guard()
+
+    def guard(self) -> None:
+        end = functools.partial(_end, self._domain, self._ids, self._write)
+        self._guard = Guard(self, self._domain, end)
 
     def end(self) -> None:
         """In a section."""
         if not self._ended:
             self._ended = True
-            self._domain.end_lease(self._ids, write=self._write)
-            if self._write:
-                stamps.forget(self._domain, self._ids)
-            self._domain.group.notify()
-
-    def __del__(self) -> None:
-        if not self._ended:
-            note(self._domain, functools.partial(_end, self._domain, self._ids, self._write))
+            self._guard.cancel()
+            _end(self._domain, self._ids, self._write)
 
 
 def _end(domain: BlockDomain, ids: list[int], write: bool) -> None:
-    _Lease(domain, ids, write).end()
+    domain.end_lease(ids, write=write)
+    if write:
+        stamps.forget(domain, ids)
+    domain.group.notify()
 
 
 _leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
@@ -478,6 +467,8 @@ def _end_those_of_lost_threads() -> None:
     for lease in list(_leases):
         if lease.thread != threading.get_ident():
             lease.end()
+        else:
+            lease.guard()  # the parent's keeper would be told
 
 
 os.register_at_fork(after_in_child=_end_those_of_lost_threads)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from types import TracebackType
 
 from ..ops import _arguments as arguments
-from ..tracking.group import change, note
+from ..tracking.group import Guard, change
 from .books import Books
 
 
@@ -47,6 +46,7 @@ class Lease:
         self.num_arriving = num_arriving
         self._books = books
         self._held = True
+        self._guard = Guard(self, books, functools.partial(books.unpin, hashes))
 
     @property
     def num_blocks(self) -> int:
@@ -68,6 +68,8 @@ class Lease:
         self.hashes, dropped = self.hashes[:num_blocks], self.hashes[num_blocks:]
         if self._held:
             self._books.unpin(dropped)
+            self._guard.cancel()
+            self._guard = Guard(self, self._books, functools.partial(self._books.unpin, self.hashes))
 
     def release(self) -> None:
         """The blocks may be evicted again. Again: does nothing."""
@@ -76,6 +78,7 @@ class Lease:
     def _release_here(self) -> None:
         if self._held:
             self._held = False
+            self._guard.cancel()
             self._books.unpin(self.hashes)
 
     def __enter__(self) -> Lease:
@@ -85,9 +88,3 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-    def __del__(self) -> None:
-        # May run in the middle of anything, also of a section: it only leaves a note.
-        if self._held:
-            with contextlib.suppress(Exception):  # the interpreter ends
-                note(self._books, functools.partial(self._books.unpin, self.hashes))

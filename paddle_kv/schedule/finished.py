@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from ..tracking.group import Grouped, OnItsWay
 from .movement import Movement
 from .transfer import Transfer
 
@@ -22,12 +23,17 @@ class Finished:
             if self._descriptor is not None:
                 os.eventfd_write(self._descriptor, 1)
 
-    def take(self) -> list[Transfer]:
+    def take(self, member: Grouped) -> OnItsWay:
         taken, self._transfers = self._transfers or [], []
         if self._descriptor is not None:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
-        return taken
+        return OnItsWay(taken, member, self._take_back)
+
+    def _take_back(self, taken: list[Transfer]) -> None:
+        self._transfers = [*taken, *(self._transfers or [])]
+        if taken and self._descriptor is not None:
+            os.eventfd_write(self._descriptor, 1)
 
     def open_descriptor(self) -> int:
         if self._descriptor is None:

@@ -22,7 +22,7 @@ from ..backend.protocol import Backend
 from ..backend.work import Event, Stream, TransferPlan
 from ..errors import BackendError, CancelledError, CudaError, TransferError
 from ..tracking.domain import BlockDomain
-from ..tracking.group import MemoryGroup, wake
+from ..tracking.group import Guard, MemoryGroup, wake
 from ..tracking.keeper import Waiter
 from .resources import DeviceResources, Events
 
@@ -175,6 +175,7 @@ class Movement:
         self.callbacks: list[Callable[[], object]] = []
         self.ordered: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
         self.handle: Callable[[], Any] = _no_handle  # the user's, as long as there is one
+        self.guard: Guard | None = None  # of it
         to_host = plan.direction == "offload"
         pools = (scheduler.device_cache, scheduler.host_pool)
         source, target = pools if to_host else pools[::-1]

@@ -325,7 +325,7 @@ class LayerwiseScheduler:
             ...     scheduler.finished() == [save], scheduler.finished()
             (True, [])
         """
-        return list(change(self, self._finished.take))
+        return list(change(self, functools.partial(self._finished.take, self)).take())
 
     def in_flight(self) -> list[Transfer]:
         """The transfers that are not over, in order of submission, also those whose handle was lost."""

@@ -150,6 +150,8 @@ def _end(movement: Movement) -> None:
     movement.callbacks = []
     if movement.handle() is None:
         log_untold(movement)
+    elif movement.guard is not None and movement.state is not State.FAILED:
+        movement.guard.cancel()
 
 
 def log_untold(movement: Movement) -> None:
@@ -180,6 +182,8 @@ def abandon(movement: Movement) -> None:
             failed.enter(State.ARRIVING)
     if not movement.over:
         movement.told = True  # the parent's to tell
+        if movement.guard is not None:
+            movement.guard.cancel()
         movement.enter(State.FAILED)
     _retire(movement)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from ..backend.work import Stream, TransferPlan
+from ..tracking.group import Guard
 from . import settling, submission
 from .movement import Movement, Owner, Reading, movements
 from .statistics import Statistics
-from .transfer import Transfer
+from .transfer import Transfer, let_go
 
 URGENT_SHARE = 8
 URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
@@ -64,6 +66,7 @@ def start(
             movement.after = events
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
+    movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))
     _note_hazards(movement, behind)
     movements[movement.number] = movement
     movement.group.transfers[movement.number] = movement

@@ -75,17 +75,6 @@ class Transfer:
             state = f"in flight, {movement.num_unsubmitted} of {movement.plan.num_groups} parts to be submitted"
         return f"<{type(self).__name__}: {movement.direction} of {blocks} blocks, {self.bytes} bytes; {state}>"
 
-    def __del__(self) -> None:
-        # May run in the middle of anything, also of a section: it only leaves a note.
-        movement: Movement | None = vars(self).get("_movement")  # its construction may have gone wrong
-        with contextlib.suppress(Exception):  # the interpreter ends
-            if movement is None or movement.state is State.DONE or movement.told:
-                return
-            if movement.over:
-                settling.log_untold(movement)
-            elif movement.unmarked and not movement.failed:  # marks on their way count
-                note(movement, functools.partial(_cancel, movement))
-
     # ---- what the user calls ----
     def wait_layer(self, layer: int, *, stream: Any = None, timeout_s: float | None = None) -> None:
         """Work submitted to ``stream`` from now on runs after layer ``layer`` of this transfer.
@@ -425,6 +414,14 @@ def _stands_behind(movement: Movement, other: Movement) -> bool:
             left += [before for before in one.depends_on if before not in found]
             found.update(dict.fromkeys(one.depends_on))
     return other in found
+
+
+def let_go(movement: Movement) -> None:
+    """Nobody refers to the transfer any more."""
+    if movement.over:
+        settling.log_untold(movement)
+    elif movement.unmarked and not movement.failed:  # marks on their way count
+        _cancel(movement)
 
 
 def _cancel(movement: Movement) -> None:

@@ -119,7 +119,7 @@ class MemoryGroup:
 
 _numbers = itertools.count()
 _groups: weakref.WeakSet[MemoryGroup] = weakref.WeakSet()
-registry = threading.Lock()  # of groups and memories; whoever holds it may hold the locks of several groups
+registry = threading.RLock()  # of groups and memories; whoever holds it may hold the locks of several groups
 
 
 def change(member: Grouped, function: Callable[[], Any]) -> Any:
@@ -137,6 +137,50 @@ def note(member: Grouped, function: Callable[[], object]) -> None:
     group = member.group
     group.note(function)
     group.host.post(functools.partial(_change_here, member, nothing))
+
+
+class Guard(weakref.ref):  # type: ignore[type-arg]
+    """Runs a section when the last reference to its owner goes. By C code alone up to the keeper: a handler may raise
+    already before the first instruction of a ``__del__``."""
+
+    def __new__(cls, owner: object, member: Grouped, function: Callable[[], object]) -> Guard:
+        return super().__new__(cls, owner, member.group.host.put)
+
+    def __init__(self, owner: object, member: Grouped, function: Callable[[], object]) -> None:
+        super().__init__(owner, member.group.host.put)  # type: ignore[call-arg]
+        self._section: tuple[Grouped, Callable[[], object]] | None = (member, function)
+        _guards.add(self)
+
+    def __call__(self) -> None:
+        section = self._section
+        self.cancel()
+        if section is not None:
+            change(*section)
+
+    def cancel(self) -> None:
+        """There is nothing left to do."""
+        _guards.discard(self)
+        self._section = None
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+_guards: set[Guard] = set()  # or garbage collection could take one together with its owner
+
+
+class OnItsWay:
+    """What a section gives to its caller. It is taken back if an exception of a signal handler keeps it from him."""
+
+    def __init__(self, value: Any, member: Grouped, take_back: Callable[[Any], object]) -> None:
+        self._value = value
+        self._guard: Guard | None = Guard(self, member, functools.partial(take_back, value))
+
+    def take(self) -> Any:
+        value = self._value
+        _guards.discard(self._guard)
+        self._guard = None  # from here on it is the caller's
+        return value
 
 
 def wait_until(member: Grouped, condition: Callable[[], Any], timeout_s: float | None) -> Any:
@@ -188,29 +232,38 @@ def _change_here(member: Grouped, function: Callable[[], Any]) -> Any:
 
 
 # ---- fork: no thread is in a section while the process is copied ----
-_held_for_fork: list[Any] = []
+class _Hold:
+    """Whoever lets go of it releases the lock, if it is his: C code does it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.end = weakref.ref(self, lock.__exit__)
+
+
+_held_for_fork: list[_Hold] = []
 
 
 def _before_fork() -> None:
-    for group in list(_groups):
-        group.host.pause()
-    registry.acquire()
-    _held_for_fork.append(registry)
-    for group in sorted(_groups, key=lambda group: group.number):
-        group.lock.acquire()
-        _held_for_fork.append(group.lock)
-
-
-def _after_fork_in_parent() -> None:
-    while _held_for_fork:
-        _held_for_fork.pop().release()
+    raised = None
+    while not _held_for_fork:
+        try:
+            for group in list(_groups):
+                group.host.pause()
+            for lock in (registry, *(group.lock for group in sorted(_groups, key=lambda group: group.number))):
+                _held_for_fork.append(_Hold(lock))
+                lock.acquire()
+        except BaseException as error:  # noqa: BLE001  of a signal handler; the process is copied all the same
+            _held_for_fork.clear()
+            raised = error
+    if raised is not None:
+        raise raised
 
 
 def _after_fork_in_child() -> None:
-    _after_fork_in_parent()
+    _held_for_fork.clear()
     transfers = {number: transfer for group in _groups for number, transfer in group.transfers.items()}
     for number in sorted(transfers, reverse=True):  # none must be seen as ready by an earlier one that ends
         transfers[number].abandon()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork)  # if a handler raises before the first instruction of the other one
+os.register_at_fork(before=_before_fork, after_in_parent=_held_for_fork.clear, after_in_child=_after_fork_in_child)

@@ -68,6 +68,10 @@ class Host(Protocol):
     def post(self, function: Callable[[], object]) -> None:
         """Runs it later, in a thread of the library. May be called by a finalizer in the middle of anything."""
 
+    @property
+    def put(self) -> Callable[[Callable[[], object]], object]:
+        """:meth:`post` in C: no exception of a signal handler comes in between."""
+
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
         """Blocks the caller until the waiter is released (True) or the time is over (False)."""
 
@@ -131,6 +135,12 @@ class Keeper:
 
     def post(self, function: Callable[[], object]) -> None:
         self._put(function)
+
+    @property
+    def put(self) -> Callable[[Callable[[], object]], object]:
+        if self._thread is None:
+            self._start()
+        return self._jobs.put
 
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
         if threading.current_thread() is not self._thread:

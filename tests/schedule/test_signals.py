@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 import paddle_kv
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+from paddle_kv.tracking import group
 from tests.schedule.rig import WAIT_S, bytes_at, in_flight
 
 PACKAGE = os.path.dirname(paddle_kv.__file__) + os.sep
@@ -48,6 +51,7 @@ class At:
 
     def run(self, call: Callable[[], object]) -> bool:
         """Whether it came so far."""
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of instructions only where a frame wants it before
         sys.settrace(self)
         try:
             call()
@@ -55,7 +59,7 @@ class At:
             return True
         finally:
             sys.settrace(None)
-        return self.left <= 0
+        return self.left <= 0  # a finalizer or a hook keeps the exception to itself
 
 
 class Server:
@@ -164,5 +168,99 @@ def test_a_handler_raises_anywhere_in_allocate_and_free() -> None:
             if not came:
                 break
     assert {where.split(":")[0] for where in lost} <= {"take", "allocate"} and len(lost) <= 5, lost
+    server.scheduler.close(WAIT_S)
+    server.pool.close()
+
+
+def test_what_finished_was_to_tell_is_told_later_if_a_handler_raises():
+    server = Server()
+    server.scheduler.finished()
+    lost: list[str] = []
+    for number in range(1, 10_000):
+        server.save()
+        found: list[Any] = []
+        at = At(number)
+        came = at.run(lambda: found.extend(server.scheduler.finished()))  # noqa: B023
+        server.scheduler.stats()  # behind what brings it back
+        found += server.scheduler.finished()
+        if len(found) != 1:
+            lost.append(at.where)
+        if not came:
+            break
+    assert number > 20
+    assert {where.split(":")[0] for where in lost} <= {"take", "finished"} and len(lost) <= 5, lost
+    server.scheduler.close(WAIT_S)
+
+
+def test_the_last_reference_to_a_layerwise_save_goes_while_handlers_raise():
+    server = Server()
+    for number in range(1, 100):
+        kept = [server.scheduler.offload([0], [3], layerwise=True)]
+        came = At(number).run(kept.clear)
+        server.check(f"instruction {number} of the end of a save that nobody marks")
+        if not came:
+            break
+    server.scheduler.close(WAIT_S)
+
+
+def test_a_signal_that_comes_with_the_end_of_a_save_leaves_nothing_of_it():
+    """As above, with real signals: they are seen at the first instruction of a finalizer, if there is one."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    class Last:
+        def __init__(self) -> None:
+            self.save = server.scheduler.offload([0], [3], layerwise=True)
+
+        def __del__(self) -> None:
+            with contextlib.suppress(Interrupted):
+                signal.raise_signal(signal.SIGUSR1)
+
+    server = Server()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        for _ in range(20):
+            last = Last()
+            del last
+            server.check("a save that nobody marks")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    server.scheduler.close(WAIT_S)
+
+
+def test_a_handler_raises_anywhere_before_a_fork():
+    """The hook runs to its end all the same, and what it holds is released by C code."""
+    server = Server()
+    locks = [group.registry, server.pool.domain.group.lock]
+
+    def free() -> list[bool]:
+        found = []
+
+        def ask() -> None:
+            for lock in locks:
+                found.append(lock.acquire(blocking=False))
+                if found[-1]:
+                    lock.release()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return found
+
+    def hooks() -> None:
+        for _ in range(2):  # as they are registered
+            with contextlib.suppress(Interrupted):
+                group._before_fork()
+
+    for number in range(1, 10_000):
+        at = At(number)
+        came = at.run(hooks)
+        assert free() == [False, False], at.where
+        group._held_for_fork.clear()
+        assert free() == [True, True], at.where
+        if not came:
+            break
+    assert number > 20
     server.scheduler.close(WAIT_S)
     server.pool.close()

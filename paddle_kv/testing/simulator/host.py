@@ -117,6 +117,10 @@ class SimulatedHost:
     def post(self, function: Callable[[], object]) -> None:
         self._posted.append(function)
 
+    @property
+    def put(self) -> Callable[[Callable[[], object]], object]:
+        return self._posted.append
+
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
         over = False
 

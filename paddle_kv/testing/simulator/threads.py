@@ -137,7 +137,7 @@ class HostThreads:
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and self.section is not self.current and not registry.locked():
+        if event == "line" and self.section is not self.current and not registry._is_owned():  # type: ignore[attr-defined]
             self._switch_here()
         return self._on_line
 
