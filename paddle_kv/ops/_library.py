@@ -49,7 +49,9 @@ def _load() -> None:
 
 
 def _python_functions() -> tuple[_Functions, _Functions]:
-    ask = ctypes.PyDLL(str(LIBRARY)).paddle_kv_python_functions  # loaded already: the same library
+    ask = getattr(ctypes.PyDLL(str(LIBRARY)), "paddle_kv_python_functions", None)  # loaded already: the same library
+    if ask is None:  # built in place from earlier sources
+        return {}, {}
     ask.restype = ctypes.py_object
     return ask()  # type: ignore[no-any-return]
 

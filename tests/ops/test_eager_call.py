@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 import sys
@@ -322,6 +323,12 @@ def test_other_threads_run_during_a_call(machine: Machine) -> None:
         sys.setswitchinterval(interval)
     thread.join()
     assert before_the_end and ended
+
+
+def test_a_library_of_earlier_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(_library._python_functions()[0]) == len(OPERATORS)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda path: object())
+    assert _library._python_functions() == ({}, {})
 
 
 def test_the_interpreter_ends_while_a_thread_calls() -> None:
