@@ -139,9 +139,10 @@ class CacheTransferManager:
         return self._scheduler.device_cache.spec.num_layers
 
     def close(self) -> None:
-        """Waits for the transfers in flight; then, of a manager of :meth:`from_maps`, closes scheduler and pool. Host
-        memory may be freed, and tensors of the same memory be adopted again, only behind it. Again: does nothing."""
-        self._scheduler.drain()
+        """Waits for its transfers; then, of a manager of :meth:`from_maps`, closes scheduler and pool. Host memory may
+        be freed, and tensors of the same memory be adopted again, only behind it. Again: does nothing."""
+        self._loads.wait_over()
+        self._saves.wait_over()
         if self._owns_scheduler:
             self._scheduler.close()
             self._scheduler.host_pool.close()
@@ -296,10 +297,15 @@ class _Unfinished:
         self._failed = self._failed or next((one for one in self._transfers if _ended(one) and one.failed), None)
         self._transfers = [*(one for one in self._transfers if not _ended(one)), transfer]
 
-    def wait(self) -> None:
+    def wait_over(self) -> tuple[Transfer | None, list[Transfer]]:
+        """Returns the failed one, and those that were waited for."""
         failed, waited = change(self._scheduler, lambda: (self._failed, self._transfers))
         for transfer in waited:
             transfer.wait_over()
+        return failed, waited
+
+    def wait(self) -> None:
+        failed, waited = self.wait_over()
         change(self._scheduler, functools.partial(self._forget, failed, waited))
         for told in (failed, *waited):
             error = None if told is None else told.error

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.integrations.fastdeploy import LayerEvent
+from paddle_kv.schedule.transfer import Transfer
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
 LAYERS = 5
@@ -201,3 +202,48 @@ def test_calls_of_storage_go_to_the_storage(scheduler: LayerwiseScheduler, call:
     with pytest.raises(NotImplementedError, match=rf"{call} needs a storage below host memory.*storage="):
         getattr(CacheTransferManager(scheduler), call)(*given)
     assert getattr(CacheTransferManager(scheduler, storage=Storage()), call)(*given) == (call, given)
+
+
+def test_an_eviction_that_fails_returns_when_nothing_of_it_runs(
+    rig: Rig, scheduler: LayerwiseScheduler, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are another request's from then on."""
+    manager, told, offload = CacheTransferManager(scheduler), [], scheduler.offload
+
+    def cancelled(*given: list[int]) -> Transfer:
+        save = offload(*given)
+        assert copies.arrived.acquire(timeout=WAIT_S)  # its first layer is being copied
+        save.cancel()
+        return save
+
+    def evict() -> None:
+        try:
+            manager.evict_to_host_async([3], [11])
+        except CancelledError as error:
+            told.append(error)
+
+    copies.hold("offload", 0)
+    monkeypatch.setattr(scheduler, "offload", cancelled)
+    thread = threading.Thread(target=evict)
+    thread.start()
+    thread.join(SHORT_S)
+    assert thread.is_alive()
+    copies.go_on()
+    thread.join(WAIT_S)
+    assert len(told) == 1
+    rig.expect_offload([3], [11], [0])
+    rig.check()
+
+
+def test_close_waits_for_its_own(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    save = scheduler.offload([5], [2], layerwise=True)  # of somebody else, who has not computed yet
+    manager = CacheTransferManager(scheduler)
+    copies.hold("onload", 3)
+    copies.hold("offload", 4)
+    manager.load_layers_to_device_async(range(LAYERS), [3], [0])
+    evicted = manager.evict_to_host_async([7], [9], order_compute=False)
+    for direction, delay_s in (("onload", SHORT_S), ("offload", 4 * SHORT_S)):
+        threading.Timer(delay_s, copies.go_on, [direction]).start()
+    manager.close()
+    assert ("onload", (0,), 4) in copies.done and evicted.done() and not save.done()
+    save.cancel()
