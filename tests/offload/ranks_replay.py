@@ -24,14 +24,18 @@ def keys_of(request: Request, turn: int) -> list[bytes]:
     return [blake2b(b"%d/%d" % (turn, one), digest_size=32).digest() for one in request.block_ids]
 
 
-def replay(requests: list[Request], count: int, sizes: Sizes, method: str = "spawn") -> Engine:
-    """The engine behind ``count`` prompts; it is closed."""
+def replay(
+    requests: list[Request], count: int, sizes: Sizes, method: str = "spawn", *, settled: bool = False
+) -> Engine:
+    """The engine behind ``count`` prompts; it is closed. ``settled``: each finds what those before it have saved."""
     engine = Engine(functools.partial(start_process, sizes=sizes, method=method), sizes, timeout_s=TIMEOUT_S)
     try:
         engine.wait_until_ready()
         for number in range(count):
             turn, position = divmod(number, len(requests))
             engine.serve(keys_of(requests[position], turn))
+            if settled:
+                engine.settle()
         engine.settle()
     finally:
         engine.close()

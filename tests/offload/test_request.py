@@ -95,6 +95,54 @@ def test_a_load_that_fails_is_computed_and_what_was_computed_from_it_is_not_kept
     assert server.computed[-1] == 3 * SIZE
 
 
+def failing(server: Server, copies: Copies) -> Request:
+    """Of a prompt whose first two blocks were saved, and whose load fails."""
+    server.prefill(TOKENS[: 2 * SIZE + 1], [9, 2, 11])
+    copies.fail("onload", 3, OSError("lost"))
+    request = server.manager.request(TOKENS, [0, 1, 3, 4])
+    request.loads[0].wait_over(WAIT_S)
+    copies.heal()
+    return request
+
+
+def test_what_was_computed_from_a_failed_load_is_saved_anew(server: Server, copies: Copies) -> None:
+    request = failing(server, copies)
+    for layer in range(LAYERS):  # a pass that has not noticed
+        server.rig.cache.tensor("key", layer)[3] = 99.0
+        request.saves[0].mark_layer_written(layer)
+    request.saves[0].wait_over(WAIT_S)
+    assert not request.wait(WAIT_S)
+    server.run(request, [0, 1, 3, 4])
+    assert request.wait(WAIT_S)
+    server.scheduler.drain(WAIT_S)
+    server.prefill(TOKENS, [6, 7, 8, 10])
+    assert server.computed[-1] == 3 * SIZE
+    server.check([6, 7, 8, 10])
+
+
+def test_blocks_that_were_computed_after_a_failed_load_can_be_saved(server: Server, copies: Copies) -> None:
+    request = failing(server, copies)
+    assert not request.wait(WAIT_S)  # also of a pass that was not begun
+    server.run(request, [0, 1, 3, 4])
+    server.scheduler.drain(WAIT_S)
+    server.manager.save([b"other", b"name"], [0, 1]).wait(WAIT_S)
+
+
+def test_no_pass_begins_while_the_load_that_failed_still_moves(server: Server, copies: Copies) -> None:
+    server.prefill(TOKENS[: 2 * SIZE + 1], [9, 2, 11])
+    copies.hold("onload", 2)
+    with server.manager.request(TOKENS, [0, 1, 3, 4]) as request:
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        request.loads[0].cancel()
+        with pytest.raises(TimeoutError):
+            request.wait(0.05)
+        copies.go_on()
+        assert not request.wait(WAIT_S)
+        assert request.start == 0
+        request.cancel()
+    server.scheduler.drain(WAIT_S)
+
+
 def test_a_damaged_block_is_computed_without_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
     server = Server()

@@ -144,8 +144,8 @@ class Clients:
         def compare() -> None:
             books.settle()
             slots = list(books.index.slots.values())
-            assert len(set(slots)) == len(slots) and set(slots) == books.taken <= self.pool._allocated, (
-                f"the manager has {slots}, has taken {books.taken} of {self.pool._allocated}"
+            assert len(set(slots)) == len(slots) and set(slots) == books.slots.taken <= self.pool._allocated, (
+                f"the manager has {slots}, has taken {books.slots.taken} of {self.pool._allocated}"
             )
             assert books.index.arriving <= set(books.index.slots), "something arrives that is not there"
 
