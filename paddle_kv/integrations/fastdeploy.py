@@ -274,8 +274,8 @@ class CacheTransferManager:
     def _of_storage(self, call: str) -> Callable[..., Any]:
         if self._storage is None:
             raise NotImplementedError(
-                f"{call} needs a storage below host memory, and this manager has none: give it one (storage=), or let "
-                "paddle_kv.offload.KVOffloadManager keep prefixes in host memory"
+                f"{call} needs a storage below host memory, and this manager has none: give it one (storage=), over a "
+                "paddle_kv.tiers.Tier of its host pool"
             )
         found: Callable[..., Any] = getattr(self._storage, call)
         return found
