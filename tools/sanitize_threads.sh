@@ -13,29 +13,41 @@ sanitizer=${SANITIZER:-thread}
 [ "$sanitizer" != address ] || sanitizer=address,undefined
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-build() {  # name, sources
-  local name=$1
-  shift
-  # shellcheck disable=SC2086  CXX may be "ccache g++"
-  ${CXX:-g++} -std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread \
-    -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include '-DPADDLE_KV_BUILT_CUDA_ARCHS="80"' -x c++ "$@" -o "$folder/$name"
+flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread
+  -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include '-DPADDLE_KV_BUILT_CUDA_ARCHS="80"')
+object() { echo "$folder/${1//\//_}.o"; }
+declare -A sources=()
+add() {  # program, sources: each is compiled once, for all programs
+  sources[$1]="${*:2}"
 }
 transfer=custom_ops/transfer
 cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
 queue=(tests/native/fake_cuda/fake_cuda.cc custom_ops/kernels/common/cuda/missing_architecture.cc
   "$transfer"/engine_choice.cc "$transfer"/cuda/{check_transfer,completions,event_states,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
-build host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
-build transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
-build queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"
-build queue_stress tests/native/queue_stress_test.cc "${cpu_copies[@]}" "${queue[@]}"
-build engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
+programs=(host_threads transfer_queue queue_calls queue_stress engines pointer_facts)
+add host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
+add transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
+add queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"
+add queue_stress tests/native/queue_stress_test.cc "${cpu_copies[@]}" "${queue[@]}"
+add engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
   "${queue[@]}" "$transfer"/cuda/{bulk_copies,{copy,kernel,staging}_engine}.cc
-build pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
+add pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
   custom_ops/kernels/common/cuda/{pointer_facts,cuda_device,page_locked}.cc
+# shellcheck disable=SC2086  CXX may be "ccache g++", and the sources of a program are words
+for source in $(printf '%s\n' ${sources[*]} | sort -u); do
+  [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n || true  # without an object the linker fails
+  ${CXX:-g++} "${flags[@]}" -x c++ -c "$source" -o "$(object "$source")" &
+done
+wait
+for program in "${programs[@]}"; do
+  objects=()
+  for source in ${sources[$program]}; do objects+=("$(object "$source")"); done
+  ${CXX:-g++} "${flags[@]}" "${objects[@]}" -o "$folder/$program"
+done
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
 run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)
-for program in host_threads transfer_queue queue_calls queue_stress engines pointer_facts; do
+for program in "${programs[@]}"; do
   echo "== $program, -fsanitize=$sanitizer"
   TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" timeout 600 "${run[@]}" "$folder/$program"
 done

@@ -53,17 +53,18 @@ def names(program: str) -> list[str]:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("native")
     compiler = os.environ.get("CXX", "g++").split()
+    objects = {}
+    for source in {HERE / f"{program}.cc" for program in SOURCES}.union(*SOURCES.values()):
+        objects[source] = str(folder / f"{source.stem}.o")
+        subprocess.run(
+            [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-pthread", f"-I{HERE}", f"-I{FAKE}",
+             f"-I{ROOT}/custom_ops/include", '-DPADDLE_KV_BUILT_CUDA_ARCHS="80;86"', "-c", "-x", "c++", str(source),
+             "-o", objects[source]],
+            check=True,
+        )  # fmt: skip
     for program, sources in SOURCES.items():
-        objects = []
-        for source in [HERE / f"{program}.cc", *sources]:
-            objects.append(folder / f"{program}-{source.stem}.o")
-            subprocess.run(
-                [*compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-pthread", f"-I{HERE}", f"-I{FAKE}",
-                 f"-I{ROOT}/custom_ops/include", '-DPADDLE_KV_BUILT_CUDA_ARCHS="80;86"', "-c", "-x", "c++", str(source),
-                 "-o", str(objects[-1])],
-                check=True,
-            )  # fmt: skip
-        subprocess.run([*compiler, "-pthread", *map(str, objects), "-o", str(folder / program)], check=True)
+        linked = [objects[source] for source in (HERE / f"{program}.cc", *sources)]
+        subprocess.run([*compiler, "-pthread", *linked, "-o", str(folder / program)], check=True)
     return {program: folder / program for program in SOURCES}
 
 
