@@ -146,7 +146,7 @@ def _end(movement: Movement) -> None:
     movement.enter(State.DONE if movement.failure is None else movement.failure.state)
     host = movement.group.host
     for callback in movement.callbacks:
-        host.post(callback)
+        host.tell(callback)
     movement.callbacks = []
     if movement.handle() is None:
         log_untold(movement)

@@ -220,7 +220,8 @@ class Transfer:
         """``function(transfer)`` is called once, when the transfer is over, whatever its end; soon, if it is already.
 
         It is called in a thread of the library, without a lock, one callback after the other: it may call the scheduler
-        and its transfers, and should leave long work to others. What it raises is logged.
+        and its transfers, and should leave long work to others. One that waits for a transfer holds the later callbacks
+        up, not the transfers: it must not wait for what another callback does. What it raises is logged.
 
         Example:
             >>> import queue
@@ -431,7 +432,7 @@ def _cancel(movement: Movement) -> None:
 
 def _add_callback(movement: Movement, callback: Callable[[], object]) -> None:
     if movement.over:
-        movement.group.host.post(callback)
+        movement.group.host.tell(callback)
     else:
         movement.callbacks.append(callback)
 

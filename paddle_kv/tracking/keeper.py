@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -68,6 +69,9 @@ class Host(Protocol):
     def post(self, function: Callable[[], object]) -> None:
         """Runs it later, in a thread of the library. May be called by a finalizer in the middle of anything."""
 
+    def tell(self, callback: Callable[[], object]) -> None:
+        """:meth:`post` for what users want called."""
+
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
         """:meth:`post` in C: no exception of a signal handler comes in between."""
@@ -77,6 +81,30 @@ class Host(Protocol):
 
     def pause(self) -> None:
         """A point at which other threads may come first."""
+
+
+class Callbacks:
+    """What users want called: one after the other, and none inside another one that waits."""
+
+    def __init__(self, post: Callable[[Callable[[], object]], object]) -> None:
+        self._post = post
+        self._waiting: deque[Callable[[], object]] = deque()
+        self._calling = False
+
+    def add(self, callback: Callable[[], object]) -> None:
+        self._waiting.append(callback)
+        self._post(self._call_next)
+
+    def _call_next(self) -> None:
+        if self._calling or not self._waiting:
+            return  # whoever is calling posts it again
+        self._calling = True
+        try:
+            self._waiting.popleft()()
+        finally:
+            self._calling = False
+            if self._waiting:
+                self._post(self._call_next)
 
 
 class _Job:
@@ -118,6 +146,7 @@ class Keeper:
         self._ended = False
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
+        self._callbacks = Callbacks(self._put)
 
     def call(self, function: Callable[[], Any]) -> Any:
         if self._ended or not _in_main_thread():
@@ -135,6 +164,9 @@ class Keeper:
 
     def post(self, function: Callable[[], object]) -> None:
         self._put(function)
+
+    def tell(self, callback: Callable[[], object]) -> None:
+        self._callbacks.add(callback)
 
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:

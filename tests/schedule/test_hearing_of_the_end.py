@@ -82,6 +82,31 @@ def test_a_callback_may_wait_for_another_transfer(copies, scheduler):
     assert heard.get(timeout=WAIT_S) == "done"
 
 
+def test_no_callback_runs_inside_another_one_that_waits(copies, scheduler):
+    """Else their number would be the depth of the stack, and the first would end last."""
+    heard = []
+
+    def wait_for_the_load(told):
+        heard.append("the first begins")
+        for end in (copies.go_on, lambda: None):
+            end()
+            load.wait(WAIT_S)
+            scheduler.drain(WAIT_S)
+        heard.append("the first ends")
+
+    copies.hold("offload", 4)
+    copies.hold("onload", 4)
+    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [5])
+    save.add_done_callback(wait_for_the_load)
+    for number in range(2):
+        save.add_done_callback(lambda _, number=number: heard.append(number))
+        load.add_done_callback(lambda _, number=number: heard.append(number + 2))
+    copies.go_on("offload")
+    load.wait(WAIT_S)
+    settled(scheduler)
+    assert heard == ["the first begins", "the first ends", 0, 1, 2, 3]
+
+
 # ---- coroutines ----
 def test_a_coroutine_waits_for_the_end(rig, copies, scheduler):
     async def program():

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ...tracking.keeper import Waiter
+from ...tracking.keeper import Callbacks, Waiter
 from .chooser import LateChooser
 from .device import Device, SimulatedStream
 from .threads import HostThreads
@@ -26,6 +26,7 @@ class SimulatedHost:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._posted: deque[Callable[[], object]] = deque()
+        self._callbacks = Callbacks(self.post)
         self._depth = 0
         self._ending = False
 
@@ -116,6 +117,9 @@ class SimulatedHost:
 
     def post(self, function: Callable[[], object]) -> None:
         self._posted.append(function)
+
+    def tell(self, callback: Callable[[], object]) -> None:
+        self._callbacks.add(callback)
 
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
