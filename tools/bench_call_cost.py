@@ -1,11 +1,13 @@
 """Measures how long each call of a scheduler holds the thread that makes it.
 
     python tools/bench_call_cost.py [--backend auto|none|cpu|cupy] [--blocks 1,256,4096,10000] [--layers 32,80]
+                                    [--thread main|other]
 
 Microseconds on the host's clock; what the device does meanwhile is not counted. A call is timed with the device idle:
 everything before it has been waited for, without a call that would tell the scheduler so. The next call therefore also
 pays for what the end of the last transfer costs. "none" is a backend whose calls do nothing: what is left is the
-scheduler's own. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
+scheduler's own. The main thread hands each change of state to a thread of the library, others make it themselves:
+``--thread other`` makes the calls in another one. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import time
 import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,7 @@ CALLS = ("onload", "wait_layer", "wait", "offload", "offload layerwise", "mark_l
 @dataclass
 class Result:
     backend: str
+    thread: str
     call: str
     num_layers: int
     num_blocks: int
@@ -151,7 +155,9 @@ def measure(backend: str, num_layers: int, num_blocks: int, given: argparse.Name
     pool.close()
     for call, times in timed.times_us.items():
         p90 = statistics.quantiles(times, n=10, method="inclusive")[-1]  # the other one goes beyond the largest
-        yield Result(backend, call, num_layers, num_blocks, statistics.median(times), p90, max(times), len(times))
+        yield Result(
+            backend, given.thread, call, num_layers, num_blocks, statistics.median(times), p90, max(times), len(times)
+        )
 
 
 def main() -> None:
@@ -161,6 +167,7 @@ def main() -> None:
     parser.add_argument("--layers", default="32,80")
     parser.add_argument("--ids", default="list", choices=("list", "array"), help="what the ids are passed as")
     parser.add_argument("--block-bytes", type=int, default=256, help="of one tensor of one layer, a multiple of 32")
+    parser.add_argument("--thread", default="main", choices=("main", "other"), help="which makes the calls")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the CSV and the JSON")
     given = parser.parse_args()
@@ -170,14 +177,22 @@ def main() -> None:
     backend = ("cupy" if has_gpu() else "cpu") if given.backend == "auto" else given.backend
     row = "{:10} {:20} {:>7} {:>7} {:>10} {:>10} {:>10}"
     print(row.format("backend", "call", "layers", "blocks", "median us", "p90 us", "most us"))
-    results = []
-    for num_layers, num_blocks in itertools.product(
-        *(map(int, text.split(",")) for text in (given.layers, given.blocks))
-    ):
-        for result in measure(backend, num_layers, num_blocks, given):
-            results.append(result)
-            figures = (f"{value:.1f}" for value in (result.median_us, result.p90_us, result.most_us))
-            print(row.format(backend, result.call, num_layers, num_blocks, *figures), flush=True)
+    results: list[Result] = []
+
+    def measure_all() -> None:
+        for num_layers, num_blocks in itertools.product(
+            *(map(int, text.split(",")) for text in (given.layers, given.blocks))
+        ):
+            for result in measure(backend, num_layers, num_blocks, given):
+                results.append(result)
+                figures = (f"{value:.1f}" for value in (result.median_us, result.p90_us, result.most_us))
+                print(row.format(backend, result.call, num_layers, num_blocks, *figures), flush=True)
+
+    if given.thread == "main":
+        measure_all()
+    else:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(measure_all).result()
     given.out.mkdir(parents=True, exist_ok=True)
     rows = [asdict(result) for result in results]
     with open(given.out / "bench_call_cost.csv", "w", newline="") as file:

@@ -48,5 +48,4 @@ def release(number: int) -> None:
 def copy(number: int, plan: TransferPlan, layers: range) -> None:
     """Copies the layers in the calling thread, without a stream (device in RAM only)."""
     direction = DIRECTION_CODES[plan.direction]
-    device_ids, host_ids = plan.device_ids.tolist(), plan.host_ids.tolist()
-    call("transfer_layers", number, direction, device_ids, host_ids, layers.start, layers.stop)
+    call("transfer_layers", number, direction, *plan.id_lists, layers.start, layers.stop)

@@ -21,7 +21,7 @@ class CpuEvent:
     """Set once. ``error`` is what went wrong before it."""
 
     def __init__(self) -> None:
-        self._passed = threading.Event()
+        self._passed = False  # no threading.Event: each layer has one of these
         self._reports: deque[Callable[[], None]] = deque()
         self.error: Exception | None = None
         self.time_s = 0.0
@@ -29,7 +29,7 @@ class CpuEvent:
     def set(self, error: Exception | None = None) -> None:
         self.error = error
         self.time_s = time.perf_counter()
-        self._passed.set()
+        self._passed = True
         while self._reports:
             with contextlib.suppress(IndexError):  # the other one was quicker
                 self._reports.popleft()()
@@ -43,17 +43,17 @@ class CpuEvent:
 
     def done(self) -> bool:
         """Whether the event was passed."""
-        return self._passed.is_set()
+        return self._passed
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until the event was passed; False if the time is over first."""
-        # Not on the event's own condition: an exception of a signal handler can leave the lock of that one held, or
-        # free it twice, and then the stream could not set the event.
-        if self._passed.is_set():
+        # On a lock of its own: an exception of a signal handler can leave one that is shared held, or free it twice,
+        # and then the stream could not set the event.
+        if self._passed:
             return True
         waiter = Waiter()
         self.watch(waiter.release)
-        return waiter.sleep(timeout_s) or self._passed.is_set()
+        return waiter.sleep(timeout_s) or self._passed
 
     def synchronize(self) -> None:
         """:meth:`wait` without a time-out, under the name that CUDA events have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +31,11 @@ class TransferPlan:
     def __post_init__(self) -> None:
         for name in ("device_ids", "host_ids"):
             object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
+
+    @functools.cached_property
+    def id_lists(self) -> tuple[list[int], list[int]]:
+        """Those of the device and of the host, as operators take them."""
+        return self.device_ids.tolist(), self.host_ids.tolist()
 
     @property
     def source_ids(self) -> Ids:
