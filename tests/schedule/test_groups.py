@@ -1,0 +1,166 @@
+"""Groups of memories: what is noted, who is woken, and what becomes of it all when two groups are united."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from paddle_kv.errors import ReentryError
+from paddle_kv.tracking import group as groups
+from paddle_kv.tracking.group import MemoryGroup, change, change_soon, note, unite, wait_until
+from paddle_kv.tracking.keeper import Keeper, Waiter, keeper
+from tests.schedule.rig import WAIT_S
+
+
+class Member:
+    def __init__(self) -> None:
+        self.group = MemoryGroup(self)
+
+
+class InPlace(Keeper):
+    """Runs everything where it is called, and what is posted never."""
+
+    def call(self, function):
+        return function()
+
+    def soon(self, function):
+        function()
+
+    def post(self, function):
+        pass
+
+
+def in_place():
+    member = Member()
+    member.group.host = InPlace()
+    return member
+
+
+def test_what_is_noted_is_done_before_and_behind_a_section_and_once(caplog):
+    member, done = in_place(), []
+
+    def broken():
+        raise RuntimeError("of a finalizer")
+
+    note(member, broken)
+    note(member, lambda: done.append("before"))
+    assert done == []
+
+    def section():
+        note(member, lambda: done.append("behind"))
+        done.append("in it")
+        return 3
+
+    assert change(member, section) == 3
+    assert done == ["before", "in it", "behind"]
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["of a finalizer"]
+    change(member, list)
+    assert len(done) == 3
+
+
+def test_what_is_noted_is_done_soon():
+    member, done = Member(), threading.Event()
+    note(member, done.set)
+    assert done.wait(WAIT_S)
+
+
+def test_a_section_in_a_section_is_refused_and_the_first_one_goes_on():
+    member, seen = in_place(), []
+
+    def section():
+        seen.append(member.group.inside)
+        with pytest.raises(ReentryError):
+            change(member, list)
+        seen.append(member.group.inside)
+
+    change(member, section)
+    assert seen == [True, True]
+    assert not member.group.inside
+    with pytest.raises(ZeroDivisionError):
+        change(member, lambda: 1 / 0)
+    assert not member.group.inside
+    assert change(member, lambda: 4) == 4
+
+
+def test_another_thread_is_not_inside():
+    member, seen = in_place(), []
+
+    def section():
+        thread = threading.Thread(target=lambda: seen.append(member.group.inside))
+        thread.start()
+        thread.join(WAIT_S)
+
+    change(member, section)
+    assert seen == [False]
+
+
+def test_united_groups_are_one():
+    one, other, third = in_place(), Member(), Member()
+    unite(other, third)
+    waiter, done = Waiter(), []
+    one.group.transfers = {4: "d", 1: "a"}
+    other.group.transfers = {3: "c", 2: "b"}
+    other.group.waiters.append(waiter)
+    other.group.note(lambda: done.append("noted"))
+    left, host = other.group, one.group.host
+    unite(one, other)
+    unite(third, one)
+    assert one.group is other.group is third.group
+    assert list(one.group.transfers.items()) == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+    assert waiter.sleep(0.0)  # whoever waited there looks here now
+    assert left.transfers == {}
+    assert one.group.host is host
+    change(third, list)
+    assert done == ["noted"]
+
+
+def test_the_host_of_either_group_is_that_of_both():
+    one, other = Member(), in_place()
+    assert one.group.host is keeper
+    host = other.group.host
+    unite(one, other)
+    assert one.group.host is host
+
+
+def test_a_section_that_finds_its_group_united_takes_the_lock_of_both():
+    one, other = in_place(), in_place()
+
+    class UnitesFirst(InPlace):
+        def pause(self):
+            if other.group is not one.group:
+                unite(one, other)
+
+    other.group.host = UnitesFirst()
+    inside = change(other, lambda: (other.group is one.group, one.group.inside))
+    assert inside == (True, True)
+
+
+def test_a_wait_ends_with_the_condition_or_the_time_and_leaves_nobody_behind():
+    member, asked = in_place(), []
+
+    def third_time():
+        asked.append(1)
+        member.group.notify()
+        return "found" if len(asked) == 3 else None
+
+    assert wait_until(member, third_time, WAIT_S) == "found"
+    assert len(asked) == 3
+    assert wait_until(member, lambda: 0, 0.0) is None
+    last = iter([False, "in the end"])
+    assert wait_until(member, lambda: next(last), 0.0) == "in the end"
+    assert not member.group.waiters
+
+
+def test_sections_that_need_no_answer_run_too():
+    member, done = in_place(), []
+    change_soon(member, lambda: done.append(member.group.inside))
+    assert done == [True]
+
+
+def test_the_numbers_of_groups_grow():
+    numbers = [Member().group.number for _ in range(3)]
+    assert numbers == sorted(set(numbers))
+    assert all(isinstance(one, int) for one in numbers)
+    assert groups.registry.acquire(timeout=WAIT_S)  # nobody has left it held
+    groups.registry.release()

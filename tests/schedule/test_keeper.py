@@ -1,0 +1,146 @@
+"""The thread in which state changes for the main thread, one of the test's own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from paddle_kv.tracking.keeper import Deadline, Keeper, Waiter
+from tests.schedule.rig import SHORT_S, WAIT_S
+
+NAME = "paddle_kv-keeper"
+
+
+@pytest.fixture
+def keeper():
+    made = Keeper()
+    yield made
+    made.end()
+
+
+def name() -> str:
+    return threading.current_thread().name
+
+
+def elsewhere(function):
+    """Its result in a thread that is not the main one."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()), name="another")
+    thread.start()
+    thread.join(WAIT_S)
+    return found[0]
+
+
+def test_the_main_thread_gets_what_the_function_returns_or_raises(keeper):
+    assert keeper.call(name) == NAME
+    with pytest.raises(ZeroDivisionError):
+        keeper.call(lambda: 1 / 0)
+    with pytest.raises(SystemExit):  # whatever it is, the thread lives
+        keeper.call(lambda: (_ for _ in ()).throw(SystemExit(3)))
+    assert keeper.call(name) == NAME
+
+
+def test_other_threads_run_it_themselves(keeper):
+    done = []
+    assert elsewhere(lambda: keeper.call(name)) == "another"
+    elsewhere(lambda: keeper.soon(lambda: done.append(name())))
+    assert done == ["another"]
+    elsewhere(lambda: keeper.post(lambda: done.append(name())))
+    keeper.call(list)
+    assert done == ["another", NAME]
+
+
+def test_nobody_waits_for_what_is_to_be_done_soon_and_the_order_is_kept(caplog, keeper):
+    gate, done = threading.Event(), []
+
+    def held():
+        assert gate.wait(WAIT_S)
+        done.append("first")
+        raise RuntimeError("of nobody")
+
+    keeper.soon(held)
+    keeper.post(lambda: done.append("second"))
+    assert done == []
+    gate.set()
+    keeper.call(lambda: done.append("third"))
+    assert done == ["first", "second", "third"]
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["of nobody"]
+
+
+def test_a_job_that_waits_lets_the_others_run(keeper):
+    waiter, done = Waiter(), []
+    keeper.post(lambda: done.append(keeper.park(waiter, WAIT_S)))
+    keeper.post(waiter.release)
+    never = Waiter()
+    keeper.post(lambda: done.append(keeper.park(never, 0.0)))
+    keeper.call(list)
+    assert done == [True, False]
+
+
+def test_a_job_that_waits_is_released_by_a_thread_without_a_job(keeper):
+    waiter = Waiter()
+    timer = threading.Timer(SHORT_S, waiter.release)
+    timer.start()
+    assert keeper.call(lambda: keeper.park(waiter, None))
+
+
+def test_at_its_end_it_ends_the_others_and_functions_run_where_they_are_called():
+    keeper, done = Keeper(), []
+    keeper.at_end.append(lambda: done.append("ended"))
+    keeper.call(list)
+    thread = keeper._thread
+    keeper.end()
+    assert not thread.is_alive()
+    assert done == ["ended"]
+    assert keeper.call(name) == "MainThread"
+    keeper.soon(lambda: done.append(name()))
+    assert done == ["ended", "MainThread"]
+
+
+def test_one_that_was_never_used_ends_too():
+    keeper, done = Keeper(), []
+    keeper.at_end.append(lambda: done.append("ended"))
+    keeper.end()
+    assert done == ["ended"]
+
+
+def test_there_is_one_thread_however_many_were_started(keeper):
+    names = {keeper.call(threading.get_ident)}
+    for _ in range(3):
+        keeper._start()
+    names |= {keeper.call(threading.get_ident) for _ in range(10)}
+    assert len(names) == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_forked_child_begins_anew(keeper):
+    thread = keeper.call(threading.current_thread)
+    jobs = keeper._jobs
+    keeper.at_end.append(pytest.fail)
+    keeper.after_fork_in_child()
+    assert keeper._jobs is not jobs
+    assert keeper.at_end == []
+    assert keeper.call(threading.current_thread) is not thread
+    jobs.put(sys.exit)  # the first thread, which a child would not have
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_the_end_of_a_time_out():
+    assert Deadline(None).left_s() is None
+    assert not Deadline(None).over
+    assert Deadline(0).over and Deadline(-1.0).left_s() == 0.0
+    far = Deadline(1000.0)
+    assert not far.over and 900.0 < far.left_s() <= 1000.0
+
+
+def test_a_waiter_sleeps_until_it_is_released_or_its_time_is_over():
+    waiter = Waiter()
+    assert not waiter.sleep(0.0)
+    assert not waiter.sleep(-1.0)
+    waiter.release()
+    assert waiter.sleep(1e300)
+    waiter.release()
+    assert waiter.sleep(None)

@@ -1,0 +1,78 @@
+"""Cancelled transfers among others: what each of them says, and what those behind wait for."""
+
+from __future__ import annotations
+
+import pytest
+
+from paddle_kv import BackendError, CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
+from tests.schedule.rig import WAIT_S
+from tests.schedule.test_cancelled_before import Watched
+
+
+def test_a_reader_that_was_cancelled_stays_cancelled_when_its_source_fails(rig, copies):
+    copies.hold("offload", 0)
+    copies.fail("offload", 0, RuntimeError("broken"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save, load = scheduler.offload([3], [2]), scheduler.onload([2], [5])
+        load.cancel()
+        copies.go_on()
+        with pytest.raises(TransferError, match="broken"):
+            save.wait(WAIT_S)
+        with pytest.raises(CancelledError, match="onload was cancelled before layer 0 was moved"):
+            load.wait(WAIT_S)
+
+
+def test_events_given_back_behind_the_start_of_a_save_are_not_waited_for(rig, copies):
+    backend = Watched()
+    copies.hold("onload", 1)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        load = scheduler.onload([4], [1])
+        cancelled = scheduler.offload([1], [5], layerwise=True)
+        cancelled.mark_layer_written(0)
+        cancelled.wait_layer(0, timeout_s=WAIT_S)
+        save = scheduler.offload([3], [5], layerwise=True)
+        given_back = {event for event in cancelled._movement.events if event is not None}
+        cancelled.cancel()
+        behind_the_load = cancelled.done() and not cancelled._movement.retired
+        for layer in range(save.num_layers):
+            save.mark_layer_written(layer)
+        scheduler.stats()  # behind the marks
+        waits = set(backend.waits[save._movement.number])
+        copies.go_on()
+        save.wait(WAIT_S)
+    assert behind_the_load
+    assert given_back and not given_back & waits
+    assert set(load._movement.events[1:]) <= waits
+    rig.expect_onload([4], [1])
+    rig.expect_offload([3], [5])
+    rig.check()
+
+
+def test_a_refused_cancel_keeps_what_the_device_has_told(rig, copies):
+    class Refusing(CpuBackend):
+        def cancel(self, stream, number):
+            raise RuntimeError("refused")
+
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=Refusing()) as scheduler:
+        load = scheduler.onload([3], [2])
+        load.cancel()
+        copies.go_on()
+        with pytest.raises(TransferError) as caught:
+            load.wait(WAIT_S)
+    assert isinstance(caught.value.__cause__, BackendError)
+    assert str(caught.value.__cause__) == "RuntimeError: refused"
+
+
+def test_a_save_is_pending_until_something_of_it_is_submitted(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        states = [save.state.value]
+        for layer in range(save.num_layers - 1):
+            save.mark_layer_written(layer)
+            save.wait_layer(layer, timeout_s=WAIT_S)
+            states.append(save.state.value)
+        save.mark_layer_written(save.num_layers - 1)
+        save.wait(WAIT_S)
+    assert [*states, save.state.value] == ["pending", *["submitted"] * 4, "done"]
