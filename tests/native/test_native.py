@@ -36,6 +36,7 @@ SOURCES = {
         FAKE / "fake_kernels.cc",
     ],
     "mapped_memory_test": [],
+    "memcpy_batch_test": [ROOT / "custom_ops/kernels/memcpy/memcpy_batch.cu", FAKE / "fake_cuda.cc"],
     "pointer_facts_test": [
         *(COMMON / f"{name}.cc" for name in ("pointer_facts", "cuda_device", "page_locked")),
         FAKE / "fake_cuda.cc",

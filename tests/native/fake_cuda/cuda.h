@@ -6,3 +6,4 @@ enum CUpointer_attribute { CU_POINTER_ATTRIBUTE_RANGE_START_ADDR = 11, CU_POINTE
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
 using CUcontext = struct FakeContext*;
+using CUstream = struct FakeStream*;

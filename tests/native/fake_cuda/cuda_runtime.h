@@ -49,6 +49,7 @@ constexpr unsigned cudaHostAllocDefault = 0;
 constexpr unsigned cudaHostAllocPortable = 1;
 
 using cudaStream_t = struct FakeStream*;
+inline const cudaStream_t cudaStreamLegacy = reinterpret_cast<cudaStream_t>(1);
 using cudaEvent_t = struct FakeEvent*;
 
 const char* cudaGetErrorName(cudaError_t error);
@@ -81,5 +82,6 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
 cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void* source, std::size_t source_pitch,
                               std::size_t width, std::size_t height, cudaMemcpyKind kind, cudaStream_t stream);
 cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream);
+cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address);

@@ -56,6 +56,9 @@ void SetKernelArchitectures(int ptx, int binary);
 void SetSharedMemory(int bytes);
 // All calls that make a stream fail.
 void SetStreamsFail(bool fail);
+// Calls of the driver that copy many pieces.
+int BatchesMade();
+
 // No stream can wait for a counter in memory.
 void SetCounterWaitsFail(bool fail);
 
