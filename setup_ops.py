@@ -9,6 +9,7 @@ With a Paddle that has CUDA the CUDA kernels are built too. The environment:
     PADDLE_KV_REQUIRE_CUDA    1: build the CUDA kernels with any Paddle, and fail without nvcc
     CUDA_HOME, CXX            the CUDA toolkit and the C++ compiler to use
     MAX_JOBS                  compilers that run at once (Paddle 3)
+    PADDLE_KV_WERROR          1: a warning of a compiler is an error
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ LIBRARY = f"{NAME}-paddle{TOOLS.paddle}.so"
 WITH_CUDA = TOOLS.cuda_home is not None
 # Warnings are about our own files: the headers of others are the system's, though setuptools names them with -I too.
 OTHERS = [paddle_include(), f"{paddle_include()}/third_party", *([f"{TOOLS.cuda_home}/include"] if WITH_CUDA else [])]
-WARNINGS = ["-Wall", "-Wextra", *(f"-isystem{folder}" for folder in OTHERS)]
+WARNINGS = {
+    "cxx": ["-Wall", "-Wextra", *(f"-isystem{folder}" for folder in OTHERS)],
+    "nvcc": ["-Xcompiler", "-Wall,-Wextra", *(word for folder in OTHERS for word in ("-isystem", folder))],
+}
+if os.environ.get("PADDLE_KV_WERROR") == "1":
+    WARNINGS["cxx"] += ["-Werror"]
+    WARNINGS["nvcc"] += ["-Werror", "all-warnings", "-Xcompiler", "-Werror"]
 WORK = ROOT / "build" / f"{NAME}-paddle{TOOLS.paddle}-{'cuda' if WITH_CUDA else 'cpu'}"
 
 
@@ -82,20 +89,14 @@ def extension():
         include_dirs=[str(ROOT / "custom_ops" / "include"), str(WORK)],
         library_dirs=TOOLS.cudart_directories if WITH_CUDA else [],
         extra_compile_args={
-            "cxx": [
-                "-O2",
-                "-g0",
-                "-std=c++17",
-                "-Wall",
-                "-Wextra",
-                *(f"-isystem{folder}" for folder in OTHERS),
-                *macros,
-            ],
-            "nvcc": ["-O3", "-std=c++17", "-w", *gencode],
+            "cxx": ["-O2", "-g0", "-std=c++17", *WARNINGS["cxx"], *macros],
+            "nvcc": ["-O3", "-std=c++17", *WARNINGS["nvcc"], *gencode],
         },
         # A symbol that this Paddle lacks has to show when the library is loaded, not end the process at the first call.
         extra_link_args=["-Wl,-z,now", f"-Wl,--version-script={ROOT / 'custom_ops' / 'exports.map'}"],
     )
+    for flags in made.extra_compile_args.values():  # Paddle turns all warnings off
+        flags[:] = [flag for flag in flags if flag != "-w"]
     made.name = NAME  # Paddle 2.6 does not take the name as an argument
     made.runtime_library_dirs = []  # Paddle is loaded before the library: no path into this machine is needed
     if WITH_CUDA:

@@ -113,7 +113,7 @@ def build(python: str, kind: str) -> None:
     files = [path for path in (ROOT / "custom_ops").rglob("*") if path.is_file()]
     for path in sorted([*files, ROOT / "setup_ops.py", ROOT / "tools" / "toolchain.py"]):
         digest.update(str(path).encode() + path.read_bytes())
-    names = ("CUDA_HOME", "CXX", "PADDLE_KV_CUDA_ARCHS", "PADDLE_KV_REQUIRE_CUDA")
+    names = ("CUDA_HOME", "CXX", "PADDLE_KV_CUDA_ARCHS", "PADDLE_KV_REQUIRE_CUDA", "PADDLE_KV_WERROR")
     digest.update(repr([os.environ.get(name) for name in names]).encode())
     stamp = VENV[kind] / "paddle_kv-built"
     library = ROOT / "paddle_kv" / "_lib" / f"paddle_kv_ops-paddle{PADDLE[kind].partition('==')[2]}.so"

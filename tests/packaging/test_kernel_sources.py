@@ -50,3 +50,11 @@ def test_no_header_has_kernels_of_its_own_in_each_file(path):
 def test_nothing_is_destroyed_while_threads_may_still_come(path):
     """Threads of Python call the operators until the process is gone."""
     assert not re.search(r"static std::(mutex|vector|map|unique_ptr)\b[^&]*;", code_of(path))
+
+
+def test_one_file_says_how_many_bytes_of_parameters_a_kernel_may_have():
+    """Two that differ would launch what the compiler or the driver of the other refuses."""
+    limit = re.compile(r"CUDART_VERSION\s*>=\s*120[0-4]|\b12010\b|32'?76[04]|(<=|>)\s*4'?096\b")
+    assert [path.name for path in KERNELS if limit.search(code_of(path))] == ["kernel_parameters.cuh"]
+    taken_from_it = {path.name for path in KERNELS if re.search(r"k(Largest|Small)ParameterBytes", code_of(path))}
+    assert taken_from_it >= {"pair_launch.cuh", "kernel_table.cu", "permute_chunks.cu", "vectorized_copy.cu"}

@@ -183,6 +183,31 @@ def test_a_source_that_does_not_compile_fails_the_build(tmp_path: Path) -> None:
     assert library.read_bytes() == before
 
 
+NVCC = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin" / "nvcc"
+
+
+def test_a_warning_fails_the_build_where_that_is_asked_for(tmp_path: Path) -> None:
+    source = tree_with_one_source(tmp_path)
+    source.write_text("int One() { int unused; return 1; }\n")
+    failed = build(tmp_path, **NO_CUDA, PADDLE_KV_WERROR="1")
+    assert failed.returncode == 1
+    assert "unused variable" in failed.stderr and "not compiled: custom_ops/ops/swap/one.cc" in failed.stderr
+    told = build(tmp_path, **NO_CUDA, PADDLE_KV_WERROR=None)
+    assert told.returncode == 0 and "unused variable" in told.stderr
+
+
+@pytest.mark.skipif(not NVCC.exists(), reason="nvcc is missing")
+@pytest.mark.parametrize("code", ["__global__ void One() { int never_used; }", "void One() { int never_used; }"])
+def test_a_warning_of_nvcc_fails_the_build_where_that_is_asked_for(tmp_path: Path, code: str) -> None:
+    source = tree_with_one_source(tmp_path)
+    source.unlink()
+    source.with_suffix(".cu").write_text(code + "\n")
+    cuda = {"CUDA_HOME": str(NVCC.parents[1]), "PADDLE_KV_REQUIRE_CUDA": "1", "PADDLE_KV_CUDA_ARCHS": "90"}
+    failed = build(tmp_path, **cuda, PADDLE_KV_WERROR="1")
+    assert failed.returncode == 1
+    assert "never_used" in failed.stderr and "not compiled: custom_ops/ops/swap/one.cu" in failed.stderr
+
+
 def run_without_library(
     folder: Path, *arguments: str, library: bytes | None = None
 ) -> subprocess.CompletedProcess[str]:

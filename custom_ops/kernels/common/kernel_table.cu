@@ -49,8 +49,10 @@ Status TablePool(int device, cudaMemPool_t* pool) {
   return {};
 }
 
-template <int kWords>
+template <int kParameterBytes>
 Status StoreInParts(const std::int64_t* words, std::size_t count, std::int64_t* to, cudaStream_t stream) {
+  constexpr int kWords = kParameterBytes / 8 - 2;
+  static_assert(sizeof(TableWords<kWords>) + sizeof(to) + sizeof(int) <= kParameterBytes);
   TableWords<kWords> piece;
   for (std::size_t first = 0; first < count; first += kWords) {
     const std::size_t stored = std::min<std::size_t>(kWords, count - first);
@@ -90,8 +92,8 @@ Status KernelTable::Store(const std::int64_t* words, std::size_t count, bool use
 
 Status KernelTable::StoreParameters(const std::int64_t* words, std::size_t count) {
   const cudaStream_t stream = StreamOf(where_);
-  return HasLargeParameters() ? StoreInParts<kLargestParameterBytes / 8 - 2>(words, count, on_device_, stream)
-                              : StoreInParts<kSmallParameterBytes / 8 - 2>(words, count, on_device_, stream);
+  return HasLargeParameters() ? StoreInParts<kLargestParameterBytes>(words, count, on_device_, stream)
+                              : StoreInParts<kSmallParameterBytes>(words, count, on_device_, stream);
 }
 
 }  // namespace paddle_kv

@@ -11,6 +11,7 @@
 
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/kernel_parameters.cuh"
 #include "paddle_kv/common/kernel_table.cuh"
 
 namespace paddle_kv {
@@ -33,7 +34,7 @@ struct Launch {
   const CopyPair* pieces;  // null: they are here
   CopyPair inline_pieces[kInlinePieces];
 };
-static_assert(sizeof(Launch) <= 4096, "kernel parameters");
+static_assert(sizeof(Launch) <= kSmallParameterBytes);
 
 __device__ void Copy(const CopyPair& piece) {
   CopyBytesWithWarp(piece.source, piece.target, piece.bytes, threadIdx.x % kWarpLanes);

@@ -14,6 +14,7 @@
 
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/kernel_parameters.cuh"
 #include "paddle_kv/common/kernel_table.cuh"
 
 namespace paddle_kv {
@@ -49,7 +50,7 @@ struct Launch {
   const std::int64_t* words;  // bases, then block ids; null: they are here
   std::int64_t inline_words[kInlineWords];
 };
-static_assert(sizeof(Launch) <= 4096, "kernel parameters");
+static_assert(sizeof(Launch) <= kSmallParameterBytes);
 
 // Where a lane stands in the words of rows that lie a stride apart. A step is one warp of words further.
 template <class Word>

@@ -11,6 +11,7 @@
 
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/kernel_parameters.cuh"
 #include "paddle_kv/swap/transfer_blocks.h"
 
 namespace paddle_kv {
@@ -38,7 +39,7 @@ struct Launch {
   int tensor_count;
   int pair_count;
 };
-static_assert(sizeof(Launch) <= 4096, "kernel parameters");
+static_assert(sizeof(Launch) <= kSmallParameterBytes);
 
 __global__ void __launch_bounds__(Tuning::kThreads) CopyChunks(const __grid_constant__ Launch launch) {
   const int lane = threadIdx.x % kWarpLanes;

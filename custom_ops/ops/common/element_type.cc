@@ -16,6 +16,8 @@ constexpr auto kPaddleFp8E5m2 = static_cast<paddle::DataType>(18);
 }  // namespace
 
 std::string DtypeName(paddle::DataType dtype) {
+  if (dtype == kPaddleFp8E4m3) return "float8_e4m3fn";  // no enumerators in Paddle 2.6
+  if (dtype == kPaddleFp8E5m2) return "float8_e5m2";
   switch (dtype) {
     case paddle::DataType::FLOAT16:
       return "float16";
@@ -37,10 +39,6 @@ std::string DtypeName(paddle::DataType dtype) {
       return "int64";
     case paddle::DataType::BOOL:
       return "bool";
-    case kPaddleFp8E4m3:
-      return "float8_e4m3fn";
-    case kPaddleFp8E5m2:
-      return "float8_e5m2";
     default:
       return "number " + std::to_string(static_cast<int>(dtype));
   }

@@ -206,17 +206,18 @@ __device__ inline std::uint32_t QuantizeFour(const typename Source::Bits (&bits)
     for (int i = 0; i < 4; ++i) {
       codes |= static_cast<std::uint32_t>(Format::Quantize(Source::ToFloat(bits[i]), divider.scale())) << (8 * i);
     }
-    return codes;
-  } else if (divider.ordinary()) {
-    float quotients[4];
+  } else {
+    if (divider.ordinary()) {
+      float quotients[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) quotients[i] = divider.Quotient(fabsf(WidenOrdinary<Source>(bits[i])));
-    return FourCodes<Format>::Encode(quotients, SignBytes(bits));
-  }
+      for (int i = 0; i < 4; ++i) quotients[i] = divider.Quotient(fabsf(WidenOrdinary<Source>(bits[i])));
+      return FourCodes<Format>::Encode(quotients, SignBytes(bits));
+    }
 #pragma unroll 1
-  for (int i = 0; i < 4; ++i) {  // rare: no code for it in four places
-    const auto element = i < 2 ? (i == 0 ? bits[0] : bits[1]) : (i == 2 ? bits[2] : bits[3]);
-    codes |= static_cast<std::uint32_t>(Format::Quantize(Source::ToFloat(element), divider.scale())) << (8 * i);
+    for (int i = 0; i < 4; ++i) {  // rare: no code for it in four places
+      const auto element = i < 2 ? (i == 0 ? bits[0] : bits[1]) : (i == 2 ? bits[2] : bits[3]);
+      codes |= static_cast<std::uint32_t>(Format::Quantize(Source::ToFloat(element), divider.scale())) << (8 * i);
+    }
   }
   return codes;
 }

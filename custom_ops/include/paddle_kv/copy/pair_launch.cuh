@@ -3,8 +3,7 @@
 // 1. Work items are chunks of a block, one warp each, so that 2 MiB blocks spread over the GPU as well as 4 KiB ones.
 //    Items are numbered pair by pair; inside a pair cache by cache.
 // 2. Descriptors, and the ids where the host knows them, travel as kernel parameters: copied at the launch, they need
-// no
-//    device buffer, no synchronisation and no lifetime, and can be captured into a graph. 4 KiB of parameters serve
+//    no device buffer, no synchronisation and no lifetime, and can be captured into a graph. 4 KiB of parameters serve
 //    short lists; long ones take the 32,764 bytes that CUDA 12.1 and its drivers allow, because a launch of 4 KiB moves
 //    too little, and 16 bits for each id where the caches have no more blocks: thousands of pairs then are one launch.
 // 3. Persistent CTAs walk over the items.
@@ -27,8 +26,8 @@ struct PairTuning {
   static constexpr int kParameterBytes = kLargestParameterBytes;
   static constexpr int kFewCaches = 64;
   static constexpr int kFewPairs = 280;
-  static constexpr int kManyCaches = kParameterBytes > 4096 ? 256 : 128;
-  static constexpr int kManyPairs = kParameterBytes > 4096 ? 3190 : 60;
+  static constexpr int kManyCaches = kParameterBytes > kSmallParameterBytes ? 256 : 128;
+  static constexpr int kManyPairs = kParameterBytes > kSmallParameterBytes ? 3190 : 60;
   static constexpr int kManyNarrowPairs = 2 * kManyPairs;
 };
 
@@ -88,7 +87,7 @@ struct PairsOnDevice {
 using FewPairs = HostPairs<std::uint32_t, PairTuning::kFewPairs>;
 using ManyPairs = HostPairs<std::uint32_t, PairTuning::kManyPairs>;
 using ManyNarrowPairs = HostPairs<std::uint16_t, PairTuning::kManyNarrowPairs>;
-static_assert(sizeof(CacheTable<PairTuning::kFewCaches>) + sizeof(FewPairs) <= 4096);
+static_assert(sizeof(CacheTable<PairTuning::kFewCaches>) + sizeof(FewPairs) <= kSmallParameterBytes);
 static_assert(sizeof(CacheTable<PairTuning::kManyCaches>) + sizeof(ManyPairs) <= PairTuning::kParameterBytes);
 static_assert(sizeof(CacheTable<PairTuning::kManyCaches>) + sizeof(ManyNarrowPairs) <= PairTuning::kParameterBytes);
 
