@@ -84,7 +84,7 @@ def bench(
     folder: Annotated[Path, typer.Argument(help="Where files may be made; on the disk to measure.", file_okay=False)],
     objects: Annotated[int, typer.Option(help="Objects, all at once.", min=1)] = 256,
     kib: Annotated[int, typer.Option(help="KiB of an object, in 32 layers.", min=1)] = 1024,
-    threads: Annotated[int, typer.Option(help="Calls of the system at once.", min=1)] = 4,
+    threads: Annotated[int, typer.Option(help="Calls of the system at once.", min=1)] = 16,
     repeats: Annotated[int, typer.Option(help="Runs of which the median is shown.", min=1)] = 5,
 ) -> None:
     """Store and load objects, beside bare calls of the system, and fio where it is installed."""

@@ -38,7 +38,7 @@ class FilesEngine:
 
     name = "files"
 
-    def __init__(self, roots: Mapping[str | os.PathLike[str], int], *, threads_per_root: int = 4) -> None:
+    def __init__(self, roots: Mapping[str | os.PathLike[str], int], *, threads_per_root: int = 16) -> None:
         if not isinstance(roots, Mapping):
             raise TypeError(f"roots is {type(roots).__name__}; a mapping folder -> capacity in bytes is expected")
         if not roots:

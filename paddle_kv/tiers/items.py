@@ -11,7 +11,8 @@ from .job import Job
 from .object_format import ALIGN_BYTES, ObjectFormat
 from .protocol import Outcome
 
-FIRST_STAGE_LAYERS = 1
+STAGE_GROWTH = 3  # of the layers before
+MOST_STAGE_PARTS = 3  # a stage is at most this part of the layers: what computes meanwhile waits for whole stages
 LEAST_STAGE_BYTES = 16 << 10  # below that a storage is asked more often than it is read
 
 
@@ -124,12 +125,13 @@ class ReadItem(Item):
 
 
 def stages_of(num_layers: int, layer_bytes: int, *, layerwise: bool, aligned: bool) -> list[range]:
-    """Ranges of layers that are read at once: each as long as all before it, so that the first one is there early and
-    few are needed. With ``aligned`` they begin at multiples of 4 KiB."""
+    """Ranges of layers that are read at once: they grow, so that the first one is there early and few are needed. With
+    ``aligned`` they begin at multiples of 4 KiB."""
     stages: list[range] = []
     first = 0
+    least, most = max(1, -(-LEAST_STAGE_BYTES // layer_bytes)), -(-num_layers // MOST_STAGE_PARTS)
     while first < num_layers:
-        count = max(FIRST_STAGE_LAYERS, first, -(-LEAST_STAGE_BYTES // layer_bytes)) if layerwise else num_layers
+        count = max(least, min(STAGE_GROWTH * first, most)) if layerwise else num_layers
         stop = min(first + count, num_layers)
         while aligned and stop < num_layers and stop * layer_bytes % ALIGN_BYTES:
             stop += 1

@@ -1,0 +1,135 @@
+"""What a tier makes of what an engine says, whatever that says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_kv import ClosedError, HostPool
+from paddle_kv.testing.tiers.rig import ALIGNED, Rig, keys
+from paddle_kv.tiers import Job, Outcome, Tier
+
+
+class Silent:
+    """Keeps what it is given; the test says what becomes of it."""
+
+    name = "silent"
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.deleted: list[bytes] = []
+
+    def register(self, memory: np.ndarray) -> None: ...
+
+    def write(self, items: Sequence[Any]) -> None:
+        self.items += items
+
+    read = write
+
+    def exists(self, names: Sequence[bytes]) -> list[bool]:
+        return [False] * len(names)
+
+    def delete(self, names: Sequence[bytes]) -> None:
+        self.deleted += names
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def close(self, timeout_s: float | None = None) -> None: ...
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig(Silent(), num_blocks=4)
+
+
+def begun(rig: Rig, kind: str, **options: Any) -> tuple[Job, Any]:
+    job = Job(keys(1), [2], **options)
+    (rig.tier.load if kind == "load" else rig.tier.store)([job])
+    return job, rig.tier.engine.items.pop()  # type: ignore[attr-defined]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if condition():
+            return
+        time.sleep(0.005)
+    raise TimeoutError("it did not come about")
+
+
+def test_what_was_not_looked_at_is_not_loaded(rig: Rig) -> None:
+    job, item = begun(rig, "load")
+    item.ended(Outcome.DONE)
+    assert job.outcomes == [Outcome.FAILED]
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_cancelled_job_moves_nothing(rig: Rig, kind: str) -> None:
+    job, item = begun(rig, kind)
+    given = (0,) if kind == "load" else ()
+    assert item.buffers(*given) is not None
+    job.cancel()
+    assert item.buffers(*given) is None
+    item.ended(Outcome.FAILED)
+    assert job.outcomes == [Outcome.DROPPED]
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_late_job_stays_late_and_holds_its_block(rig: Rig, kind: str) -> None:
+    job, item = begun(rig, kind, timeout_s=0.02)
+    until(lambda: job.settled)
+    assert job.outcomes == [Outcome.LATE]
+    assert not job.over
+    assert item.buffers(*((0,) if kind == "load" else ())) is None
+    with pytest.raises(TimeoutError):
+        rig.tier.drain(0.01)
+    item.ended(Outcome.DONE)
+    assert job.outcomes == [Outcome.LATE]
+    assert job.over
+    stats = rig.tier.stats()
+    assert (stats[f"{kind}_late"], stats[f"{kind}_done"], stats["store_bytes_in_flight"]) == (1, 0, 0)
+    rig.close()
+
+
+def test_headers_come_back(rig: Rig) -> None:
+    tier = Tier(Silent(), rig.pool, model=b"m", max_objects=2)
+    for _ in range(5):
+        job = Job(keys(2), [0, 1])
+        tier.store([job])
+        for item in tier.engine.items:  # type: ignore[attr-defined]
+            item.ended(Outcome.DONE)
+            item.ended(Outcome.FAILED)
+        tier.engine.items.clear()  # type: ignore[attr-defined]
+        assert job.done
+    tier.close()
+
+
+def test_wrong_arguments_are_named(rig: Rig) -> None:
+    for given, error, text in (
+        (lambda: Job(b"key", [1]), TypeError, r"keys\[0\] is NoneType"),
+        (lambda: Job(["key"], [1]), TypeError, r"keys\[0\] is str; bytes are expected"),  # type: ignore[list-item]
+        (lambda: Job([b"k" * 65], [1]), ValueError, r"keys\[0\] has 65 bytes; 1 to 64"),
+        (lambda: Job(keys(2), [1]), ValueError, "keys has 2 entries, block_ids has 1"),
+        (lambda: Job(keys(1), [1], timeout_s=None), TypeError, "timeout_s is None"),  # type: ignore[arg-type]
+        (lambda: rig.tier.store([Job(keys(1), [4])]), IndexError, r"block_ids\[0\] = 4"),
+        (lambda: rig.tier.load([Job(keys(2), [1, 1])]), ValueError, "names block 1 more than once"),
+        (lambda: Tier(Silent(), HostPool(ALIGNED, 2), model=b"m"), ValueError, "layout='block_first'"),
+        (lambda: Tier(Silent(), rig.pool, model="m"), TypeError, "model is str"),  # type: ignore[arg-type]
+        (lambda: Tier(Silent(), rig.pool, model=b"m", max_objects=0), ValueError, "max_objects = 0"),
+    ):
+        with pytest.raises(error, match=text):
+            given()  # type: ignore[no-untyped-call]
+    job, item = begun(rig, "store")
+    with pytest.raises(ValueError, match="handed to a tier before"):
+        rig.tier.store([job])
+    item.ended(Outcome.DONE)
+    assert rig.tier.engine.items == []  # type: ignore[attr-defined]
+    rig.close()
+    with pytest.raises(ClosedError):
+        rig.tier.exists(keys(1))
