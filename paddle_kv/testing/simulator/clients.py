@@ -148,6 +148,8 @@ class Clients:
                 f"the manager has {slots}, has taken {books.slots.taken} of {self.pool._allocated}"
             )
             assert books.index.arriving <= set(books.index.slots), "something arrives that is not there"
+            brought = {key for one in books.moves.moving for job in one.jobs for key in job.keys}
+            assert books.index.arriving <= brought, "nothing brings what is arriving"
 
         change(books, compare)
 
