@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.integrations.fastdeploy import LayerEvent
 from paddle_kv.schedule.transfer import Transfer
-from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
+from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, in_threads
 
 LAYERS = 5
 
@@ -141,23 +142,16 @@ def test_events_belong_to_the_thread_that_loads(scheduler: LayerwiseScheduler) -
             events.append(manager.record_input_stream_event())
             meet.wait(WAIT_S)
 
-        try:
-            load = manager.load_layers_to_device_async(range(LAYERS), [block], [block], on_layer_complete)
-            for layer, event in enumerate(events):
-                event.synchronize()
-                if event._load is not load or event._layer != layer:
-                    wrong.append(event)
-            manager.evict_to_host_async([block], [block + 4])
-            manager.sync_input_stream()
-            manager.sync_output_stream()
-        except BaseException as error:  # noqa: BLE001  told by the main thread
-            wrong.append(error)
+        load = manager.load_layers_to_device_async(range(LAYERS), [block], [block], on_layer_complete)
+        for layer, event in enumerate(events):
+            event.synchronize()
+            if event._load is not load or event._layer != layer:
+                wrong.append(event)
+        manager.evict_to_host_async([block], [block + 4])
+        manager.sync_input_stream()
+        manager.sync_output_stream()
 
-    threads = [threading.Thread(target=serve, args=(block,)) for block in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
+    in_threads(*[functools.partial(serve, block) for block in range(4)])
     assert wrong == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass, LayerHooks
 from paddle_kv.offload import KVOffloadManager
-from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
+from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, in_threads
 
 LAYERS = 5
 
@@ -324,22 +325,13 @@ def test_passes_of_several_threads_share_the_hooks(rig: Rig, scheduler: Layerwis
     layers = [Block(number, lambda _: meet.wait(WAIT_S)) for number in range(LAYERS)]
     hooks = LayerHooks(layers)
     saves = [scheduler.offload([block], [block], layerwise=True) for block in (5, 6)]
-    errors: list[BaseException] = []
 
     def run(save: Any) -> None:
-        try:
-            with hooks.forward_pass([], [save]):
-                for layer in layers:
-                    layer(paddle.zeros([2]))
-        except BaseException as error:  # noqa: BLE001  told by the main thread
-            errors.append(error)
+        with hooks.forward_pass([], [save]):
+            for layer in layers:
+                layer(paddle.zeros([2]))
 
-    threads = [threading.Thread(target=run, args=(save,)) for save in saves]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert errors == []
+    in_threads(*[functools.partial(run, save) for save in saves])
     scheduler.drain(WAIT_S)
     rig.expect_offload([5, 6], [5, 6])
     rig.check()

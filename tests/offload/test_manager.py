@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager, Lru
 from paddle_kv.schedule.movement import Failure, State
-from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory
+from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory, in_threads
 
 HOST_BLOCKS = 17
 LAYERS = 5
@@ -502,26 +502,16 @@ def test_stats_count_what_was_looked_up_and_loaded(server: Server) -> None:
 
 
 def test_threads_share_a_manager(server: Server) -> None:
-    errors: list[BaseException] = []
-
     def serve(seed: int) -> None:
         rng = np.random.default_rng(seed)
-        try:
-            for _ in range(25):
-                hashes = server.hashes(int(rng.integers(1, 7)), int(rng.integers(5)))
-                with server.manager.lookup(hashes) as lease:
-                    load = server.manager.onload(lease.hashes, range(lease.num_blocks))
-                load.wait(WAIT_S)
-                server.manager.save(hashes, range(len(hashes))).wait(WAIT_S)
-        except BaseException as error:  # noqa: BLE001  told by the main thread
-            errors.append(error)
+        for _ in range(25):
+            hashes = server.hashes(int(rng.integers(1, 7)), int(rng.integers(5)))
+            with server.manager.lookup(hashes) as lease:
+                load = server.manager.onload(lease.hashes, range(lease.num_blocks))
+            load.wait(WAIT_S)
+            server.manager.save(hashes, range(len(hashes))).wait(WAIT_S)
 
-    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S * 3)
-    assert errors == []
+    in_threads(*[functools.partial(serve, seed) for seed in range(4)])
     stats = server.manager.stats()
     assert stats["pinned_blocks"] == stats["saving_blocks"] == 0
     assert stats["blocks"] == HOST_BLOCKS - server.free

@@ -17,7 +17,7 @@ from paddle_kv.backend import binding
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.offload.s3fifo import GHOST
 from paddle_kv.tracking.group import change
-from tests.schedule.rig import WAIT_S, Rig, bytes_at
+from tests.schedule.rig import WAIT_S, Rig, bytes_at, in_threads
 
 HOST_BLOCKS = 17
 LAYERS = 5
@@ -170,21 +170,8 @@ def test_threads_failures_and_evictions(policy: str, monkeypatch: pytest.MonkeyP
     rig = Rig(device_blocks=THREADS * BLOCKS_PER_THREAD, host_blocks=HOST_BLOCKS)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     manager = KVOffloadManager(scheduler, policy=policy)
-    errors: list[BaseException] = []
     clients = [Client(number, rig, manager) for number in range(THREADS)]
-
-    def run(client: Client) -> None:
-        try:
-            client.run()
-        except BaseException as error:  # noqa: BLE001  told by the main thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(client,)) for client in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(6 * WAIT_S)
-    assert errors == []
+    in_threads(*[client.run for client in clients], timeout_s=6 * WAIT_S)
     stats = manager.stats()
     assert stats["pinned_blocks"] == stats["saving_blocks"] == 0
     assert stats["blocks"] == HOST_BLOCKS - rig.pool.num_free_blocks

@@ -193,5 +193,27 @@ def threads_since(before: set[threading.Thread]) -> set[threading.Thread]:
     return set(threading.enumerate()) - before
 
 
+def in_threads(*works: Callable[[], object], timeout_s: float = 60.0) -> None:
+    """Runs them at once; whatever one raises is raised here."""
+    failures: list[BaseException] = []
+    started = threading.Barrier(len(works))
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            started.wait(WAIT_S)
+            work()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+        assert not thread.is_alive(), "a thread does not end"
+    if failures:
+        raise failures[0]
+
+
 def cpu_tensor(array: np.ndarray) -> paddle.Tensor:
     return paddle.to_tensor(array, place=paddle.CPUPlace())

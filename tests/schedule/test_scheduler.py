@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 
@@ -22,6 +23,7 @@ from tests.schedule.rig import (
     bytes_at,
     cache_memory,
     cpu_tensor,
+    in_threads,
     make_spec,
     random_bits,
     set_cache,
@@ -657,33 +659,23 @@ def test_elapsed_is_the_time_of_the_copies(rig, copies):
 def test_several_threads(rig):
     """Each thread works on blocks of its own, through one scheduler; all data is in place at the end."""
     rounds = 25
-    failures = []
 
     def work(scheduler: LayerwiseScheduler, number: int) -> None:
-        try:
-            for i in range(rounds):
-                scheduler.offload([number], [number]).wait(WAIT_S)
-                load = scheduler.onload([number], [number + 5])
-                for layer in range(5):
-                    load.wait_layer(layer, timeout_s=WAIT_S)
-                load.wait(WAIT_S)
-                save = scheduler.offload([number + 5], [number + 5], layerwise=True)
-                for layer in range(5):
-                    save.mark_layer_written(layer)
-                scheduler.stats()
-                rig.pool.num_free_blocks  # noqa: B018  looks at all transfers
-                (save.cancel if i % 3 == 0 else save.wait)()
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
+        for i in range(rounds):
+            scheduler.offload([number], [number]).wait(WAIT_S)
+            load = scheduler.onload([number], [number + 5])
+            for layer in range(5):
+                load.wait_layer(layer, timeout_s=WAIT_S)
+            load.wait(WAIT_S)
+            save = scheduler.offload([number + 5], [number + 5], layerwise=True)
+            for layer in range(5):
+                save.mark_layer_written(layer)
+            scheduler.stats()
+            rig.pool.num_free_blocks  # noqa: B018  looks at all transfers
+            (save.cancel if i % 3 == 0 else save.wait)()
 
     with LayerwiseScheduler(rig.cache, rig.pool, layers_per_event=2) as scheduler:
-        threads = [threading.Thread(target=work, args=(scheduler, number)) for number in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
-        assert failures == []
+        in_threads(*[functools.partial(work, scheduler, number) for number in range(5)])
         scheduler.drain(WAIT_S)
         assert scheduler.stats()["failed"] == 0
     for number in range(5):

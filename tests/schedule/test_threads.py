@@ -14,31 +14,9 @@ import pytest
 from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from tests.schedule import rig as rig_module
-from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory, pool_memory
+from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory, in_threads, pool_memory
 
 THREADS = 4
-
-
-def in_threads(*works: Callable[[], object], timeout_s: float = 60.0) -> None:
-    """Runs them at once; whatever one raises is raised here."""
-    failures: list[BaseException] = []
-    started = threading.Barrier(len(works))
-
-    def run(work: Callable[[], object]) -> None:
-        try:
-            started.wait(WAIT_S)
-            work()
-        except BaseException as error:  # noqa: BLE001
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout_s)
-        assert not thread.is_alive(), "a thread does not end"
-    if failures:
-        raise failures[0]
 
 
 def hammer(scheduler: LayerwiseScheduler, rig: Rig, seed: int, rounds: int) -> None:

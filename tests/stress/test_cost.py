@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paddle_kv import CancelledError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
-from tests.schedule.rig import WAIT_S
+from tests.schedule.rig import WAIT_S, in_threads
 
 MANY = 500 * int(os.environ.get("PADDLE_KV_STRESS", "1"))
 FEW = 5
@@ -88,10 +88,7 @@ def costs(kind: str, count: int) -> dict[str, int]:
 
 def beside_the_main_thread(run: Callable[[], object]) -> None:
     """For that one another thread would do it."""
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
+    in_threads(run)
 
 
 @pytest.mark.parametrize("kind", ["apart", "one source", "chain"])
