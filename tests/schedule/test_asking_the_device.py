@@ -131,10 +131,10 @@ def test_all_events_are_asked_where_times_are_to_be_told(rig, backend, record_la
 def test_what_is_over_keeps_no_event_and_no_stream(rig, scheduler):
     save = scheduler.offload([3], [2], layerwise=True)
     save.mark_layer_written(1)
+    save.wait_layer(1, timeout_s=WAIT_S)
     save.cancel()
     movement = save._movement
-    assert movement.last_event.wait(WAIT_S)
-    assert save.done()
+    assert save.state.value == "cancelled"  # which looks at no device
     held = (movement.held, movement.after, movement.starts, movement.stream, movement.callbacks)
     assert held == ((), [], [], None, [])
     assert set(movement.marks) == {None}

@@ -35,6 +35,7 @@ def elsewhere(function):
 
 def test_the_main_thread_gets_what_the_function_returns_or_raises(keeper):
     assert keeper.call(name) == NAME
+    assert keeper.call(threading.current_thread).daemon
     with pytest.raises(ZeroDivisionError):
         keeper.call(lambda: 1 / 0)
     with pytest.raises(SystemExit):  # whatever it is, the thread lives

@@ -76,3 +76,14 @@ def test_a_save_is_pending_until_something_of_it_is_submitted(rig):
         save.mark_layer_written(save.num_layers - 1)
         save.wait(WAIT_S)
     assert [*states, save.state.value] == ["pending", *["submitted"] * 4, "done"]
+
+
+def test_of_five_layers_that_lack_a_mark_three_are_named(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        for text in ("layers 0, 1, 2 and 2 more", "layers 1, 2, 3, 4"):
+            with pytest.raises(TimeoutError, match=f"was not called for {text}$"):
+                save.wait(0.0)
+            save.mark_layer_written(0 if save.state.value == "pending" else 1)
+            save.wait_layer(0, timeout_s=WAIT_S)
+        save.cancel()
