@@ -183,8 +183,11 @@ def test_what_does_not_come_poisons_both_sides(way: Way, tmp_path: Path, damaged
     way.pool.mark_rewritten(good)
     way.scheduler.onload(good, [10, 11, 12]).wait(WAIT_S)
     assert np.array_equal(way.on_device(11, range(LAYERS)), way.rig.content(way.keys[1]))
-    if damaged:
-        assert not way.tier.exists([way.keys[2]])[0]
+    assert not way.tier.exists([way.keys[2]])[0]
+    assert way.rig.store([way.keys[2]], [22]).done
+    way.load()[0].wait(WAIT_S)  # and makes both sides usable again
+    way.scheduler.onload(way.ids[:4], [10, 11, 12, 13]).wait(WAIT_S)
+    assert way.is_on_device(range(LAYERS), [10, 11, 12, 13])
 
 
 def test_who_reads_what_does_not_come_fails_too(way: Way, tmp_path: Path) -> None:
@@ -274,3 +277,34 @@ def test_a_handle_that_is_dropped(way: Way) -> None:
     way.engine.open_all()
     way.scheduler.drain(WAIT_S)
     assert way.is_on_device(range(LAYERS))
+
+
+def test_who_comes_behind_a_cancelled_load_is_behind_what_that_was_behind(way: Way) -> None:
+    before = way.on_device(9, range(LAYERS))
+    save = way.scheduler.offload([9], [way.ids[6]], layerwise=True)
+    transfer, job = way.load()
+    later = way.scheduler.onload([20], [9])
+    transfer.cancel()
+    assert job.cancelled
+    way.engine.open_all()
+    while not job.over:
+        threading.Event().wait(0.001)
+    with pytest.raises(TimeoutError):
+        later.wait_layer(0, timeout_s=SHORT_S)
+    for layer in range(LAYERS):
+        save.mark_layer_written(layer)
+    later.wait(WAIT_S)
+    save.wait(WAIT_S)
+    assert np.array_equal(way.rig.rows[way.ids[6]], before)
+    assert np.array_equal(way.on_device(9, range(LAYERS)), way.rig.rows[20])
+
+
+def test_a_checksum_of_what_was_there_before_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
+    way = Way(tmp_path / "root")
+    way.engine.open_all()
+    way.scheduler.offload([20], [way.ids[0]]).wait(WAIT_S)
+    way.load()[0].wait(WAIT_S)
+    way.scheduler.onload(way.ids[:1], [11]).wait(WAIT_S)
+    assert np.array_equal(way.on_device(11, range(LAYERS)), way.rig.content(way.keys[0]))
+    way.close()
