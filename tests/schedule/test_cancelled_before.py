@@ -60,3 +60,24 @@ def test_events_that_were_given_back_are_not_waited_for(rig, copies):
     rig.expect_onload([4], [1])
     rig.expect_offload([3], [5])
     rig.check()
+
+
+def test_behind_a_cancelled_one_that_still_runs_the_order_is_kept(rig, copies):
+    copies.hold("offload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first = scheduler.offload([1], [5], layerwise=True)
+        cancelled = scheduler.offload([2], [5], layerwise=True)
+        for save in (first, cancelled):
+            save.mark_layer_written(0)
+        cancelled.cancel()
+        last = scheduler.offload([3], [5])
+        left = last._movement.num_unsubmitted
+        running = not cancelled._movement.over
+        copies.go_on()
+        for layer in range(1, 5):
+            first.mark_layer_written(layer)
+        last.wait(WAIT_S)
+        first.wait(WAIT_S)
+    assert running and left == 4, "it waits for the marks of the first one"
+    rig.expect_offload([3], [5])
+    rig.check()
