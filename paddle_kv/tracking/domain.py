@@ -45,7 +45,6 @@ class BlockDomain:
         self._leases = np.zeros(0, np.int32)
         self._write_leases = np.zeros(0, np.int32)
         self._poisoned = np.zeros(0, bool)
-        self._place = np.zeros(0, np.int64)  # in the ids of the last read
         self._num_leases = 0
         self._why_poisoned: dict[int, str] = {}
         self._transfers: dict[int, Tracked] = {}  # those that hold blocks
@@ -64,7 +63,6 @@ class BlockDomain:
         self._leases = np.append(self._leases, np.zeros(missing, np.int32))
         self._write_leases = np.append(self._write_leases, np.zeros(missing, np.int32))
         self._poisoned = np.append(self._poisoned, np.zeros(missing, bool))
-        self._place = np.append(self._place, np.zeros(missing, np.int64))
 
     # ---- what is asked ----
     def busy(self, block_ids: Iterable[int]) -> list[int]:
@@ -128,17 +126,14 @@ class BlockDomain:
     # ---- transfers ----
     def read(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the reads; returns the transfers whose result is read."""
-        given = _array(block_ids)
-        if not given.size:
+        ids = _array(block_ids)  # one may occur several times: one source may have many targets
+        if not ids.size:
             return set()
-        places = np.arange(given.size)
-        self._place[given] = places
-        ids = given[self._place[given] == places]  # each once: one source may have many targets
         number = self._hold(transfer)
         shared = ids[self._num_readers[ids] > 0]
         if shared.size:
             self._sharing.update(dict.fromkeys([number, *_numbers(self._reader[shared])]))
-        self._num_readers[ids] += 1
+        self._num_readers[ids] += 1  # once for each block
         self._reader[ids] = number
         self._reader[shared] = SEVERAL
         self._reads[number] = ids
