@@ -11,8 +11,9 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .arc import Arc
-    from .directory import BlockState, Directory, Found
+    from .directory import Directory
     from .events import Mirror
+    from .found import BlockState, Found
     from .hashing import BlockHasher, PrefixHasher, cache_salt, spec_digest
     from .index import BlockIndex
     from .jobs import BlockKey, Event, Hello, Job, Namespace, Outcome, Result, SavePlan, Snapshot
@@ -64,10 +65,10 @@ _MODULE_OF = {
     "BlockHasher": "hashing",
     "BlockIndex": "index",
     "BlockKey": "jobs",
-    "BlockState": "directory",
+    "BlockState": "found",
     "Directory": "directory",
     "Event": "jobs",
-    "Found": "directory",
+    "Found": "found",
     "Hello": "jobs",
     "Job": "jobs",
     "KVOffloadManager": "manager",

@@ -3,21 +3,22 @@ imports neither Paddle nor NumPy; the movers beside the caches do what its jobs 
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import TransferError
+from .checks import check_device_ids, checked_hashes
 from .events import EventLog
+from .found import BlockState, Found
 from .index import BlockIndex
 from .jobs import HOST, Event, Hello, Job, Namespace, Outcome, Result, SavePlan, Snapshot, check_version
 from .joining import Pending, Ranks
 from .policies import make_policy
 from .policy import Policy
 from .slot_lru import SlotLru
+from .slots import NumberedSlots, Slots
 from .uses import UseCounts
 
 _COUNTERS = (
@@ -32,72 +33,6 @@ _COUNTERS = (
     "failed_saves",
     "failed_loads",
 )
-
-
-class BlockState(enum.Enum):
-    """Where a block is: all of it in host memory on all ranks; on its way there; in a tier below; nowhere."""
-
-    PRESENT = "present"
-    ARRIVING = "arriving"
-    TIER = "tier"
-    ABSENT = "absent"
-
-
-class Slots(Protocol):
-    """Gives out host blocks."""
-
-    def take(self, count: int) -> list[int]:
-        """Up to so many."""
-
-    def give_back(self, slots: list[int]) -> None:
-        """They hold nothing any more."""
-
-
-class NumberedSlots:
-    """The host blocks from 0 on, the same on all ranks; neighbours as long as there are fresh ones."""
-
-    def __init__(self, capacity_blocks: int) -> None:
-        self._fresh, self._end = 0, capacity_blocks
-        self._used: list[int] = []
-
-    def take(self, count: int) -> list[int]:
-        fresh = min(count, self._end - self._fresh)
-        self._fresh += fresh
-        again = min(count - fresh, len(self._used))
-        found = list(range(self._fresh - fresh, self._fresh)) + sorted(self._used[len(self._used) - again :])
-        del self._used[len(self._used) - again :]
-        return found
-
-    def give_back(self, slots: list[int]) -> None:
-        self._used += slots
-
-
-class Found:
-    """The prefix that :meth:`Directory.lookup` has found, held against eviction until :meth:`release`.
-
-    Attributes:
-        keys: of it.
-        num_arriving: so many more, right behind them, are there when the jobs that bring them are over.
-    """
-
-    def __init__(self, directory: Directory, keys: list[bytes], num_arriving: int) -> None:
-        self.keys = keys
-        self.num_arriving = num_arriving
-        self._directory: Directory | None = directory
-
-    def release(self) -> None:
-        """The blocks may be evicted again. Again: does nothing."""
-        if self._directory is not None:
-            directory, self._directory = self._directory, None
-            directory.index.unpin(self.keys)
-
-    def __enter__(self) -> Found:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class Directory:
@@ -235,7 +170,7 @@ class Directory:
         self.counters["hit_blocks"] += count
         there = self.index.slots
         coming = next((i for i in range(count, len(keys)) if keys[i] not in there), len(keys))
-        return Found(self, found, coming - count)
+        return Found(self.index, found, coming - count)
 
     def peek(self, hashes: Sequence[bytes]) -> int:
         """How many blocks :meth:`lookup` would find. No use, and holds nothing."""
@@ -297,7 +232,7 @@ class Directory:
             ValueError: as many ids as hashes are expected, each once.
         """
         keys, device_ids = checked_hashes(hashes), list(device_block_ids)
-        _check_ids(keys, device_ids)
+        check_device_ids(keys, device_ids)
         if tier != HOST:
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
         index = self.index
@@ -357,7 +292,7 @@ class Directory:
             What the policy raises; then nothing is planned.
         """
         keys, device_ids = checked_hashes(hashes), list(device_block_ids)
-        _check_ids(keys, device_ids, distinct=False)
+        check_device_ids(keys, device_ids, distinct=False)
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
         wanted = list(source)
         if min_uses > 1:
@@ -549,23 +484,3 @@ class Directory:
         held = {key for key in index.pins if key in index.slots}
         held.update(key for key in keys if key in index.slots)
         return absent <= index.capacity_blocks - len(held)
-
-
-def checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
-    """As a list; TypeError unless all of it are bytes."""
-    if isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence):
-        raise TypeError(f"hashes is {type(hashes).__name__}; a list of bytes is expected")
-    if not set(map(type, hashes)) <= {bytes}:
-        position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
-        raise TypeError(f"hashes[{position}] is {type(hashes[position]).__name__}; bytes are expected")
-    return list(hashes)
-
-
-def _check_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
-    if len(ids) != len(keys):
-        raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
-    if not set(map(type, ids)) <= {int}:
-        raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
-    if distinct and len(set(ids)) != len(ids):
-        twice = next(one for one in ids if ids.count(one) > 1)
-        raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")

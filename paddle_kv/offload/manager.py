@@ -14,7 +14,7 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
 from ..tracking.group import change
 from .books import Books
-from .directory import checked_hashes
+from .checks import checked_hashes
 from .hashing import BlockHasher, PrefixHasher, spec_salt
 from .lease import Lease
 from .policy import Policy

@@ -1,0 +1,26 @@
+"""Checks of what a directory and a manager are given. Without NumPy, as the directory is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
+    """As a list; TypeError unless all of it are bytes."""
+    if isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence):
+        raise TypeError(f"hashes is {type(hashes).__name__}; a list of bytes is expected")
+    if not set(map(type, hashes)) <= {bytes}:
+        position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
+        raise TypeError(f"hashes[{position}] is {type(hashes[position]).__name__}; bytes are expected")
+    return list(hashes)
+
+
+def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
+    """As many as keys; of loads, each once."""
+    if len(ids) != len(keys):
+        raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
+    if not set(map(type, ids)) <= {int}:
+        raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
+    if distinct and len(set(ids)) != len(ids):
+        twice = next(one for one in ids if ids.count(one) > 1)
+        raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")
