@@ -54,6 +54,10 @@ class TransferPlan:
         """Those that are moved."""
         return [group for group in range(self.num_groups) if group not in self.left_out]
 
+    @property
+    def num_moved_layers(self) -> int:
+        return self.num_layers - sum(len(self.layers_of(group)) for group in self.left_out)
+
     def group_of(self, layer: int) -> int:
         return layer // self.layers_per_event
 

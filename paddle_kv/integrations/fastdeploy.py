@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..checks import check_distinct
+from ..checks import check_distinct, check_ids
 from ..errors import CancelledError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
@@ -182,14 +182,15 @@ class CacheTransferManager:
             TransferError: it has failed already; nothing of it runs any more.
             As :meth:`LayerwiseScheduler.offload`.
         """
-        save = self._scheduler.offload(device_block_ids, host_block_ids)
+        save = self._saves.add(self._scheduler.offload(device_block_ids, host_block_ids))
         if order_compute:
             try:
                 save.wait_on()
             except (TransferError, CancelledError):
                 save.wait_over()
+                self._saves.forget(save)  # told here
                 raise
-        return self._saves.add(save)
+        return save
 
     def load_layers_to_device_async(
         self,
@@ -205,6 +206,7 @@ class CacheTransferManager:
 
         Raises:
             TypeError: ``on_layer_complete`` cannot be called.
+            IndexError: there is no such layer.
             ValueError: a layer is named twice. Nothing has moved.
             As :meth:`LayerwiseScheduler.onload`, and what ``on_layer_complete`` raises.
         """
@@ -213,6 +215,7 @@ class CacheTransferManager:
                 f"on_layer_complete is {on_layer_complete!r}; a function of the layer, or None, is expected"
             )
         layers = arguments.block_ids(layer_indices, "layer_indices")
+        check_ids(layers, "layer_indices", self.num_layers)
         check_distinct("layer_indices", layers)
         some = None if set(layers) == set(range(self.num_layers)) else layers
         load = self._loads.add(self._scheduler.onload(host_block_ids, device_block_ids, layers=some))
@@ -311,6 +314,9 @@ class _Unfinished:
             error = None if told is None else told.error
             if error is not None:
                 raise error
+
+    def forget(self, transfer: Transfer) -> None:
+        change(self._scheduler, functools.partial(self._forget, transfer, [transfer]))
 
     def _forget(self, failed: Transfer | None, waited: list[Transfer]) -> None:
         self._transfers = [one for one in self._transfers if one not in waited]

@@ -37,6 +37,8 @@ def adopt(
     }
     cache = DeviceCache.adopt(spec, lists, num_blocks=min(int(one.shape[0]) for of in lists.values() for one in of))
     if host_cache_kvs_map is None:
+        if host_strides_bytes is not None:
+            raise ValueError("host_strides_bytes was given without a host_cache_kvs_map, whose memory it describes")
         return cache, HostPool(spec, num_host_blocks)
     addresses = _by_role(host_cache_kvs_map, "host_cache_kvs_map", owner)
     if set(addresses) != set(tensors):
@@ -66,7 +68,10 @@ def _by_role(given: Any, label: str, owner: tuple[int, int]) -> dict[str, dict[i
             raise ValueError(f"{label} has the name {name!r}; {_name('role', 0, owner)!r} is the form that is expected")
         role, layer, *of = match.groups()
         if value is not None and tuple(map(int, of)) == owner:
-            found.setdefault(role, {})[int(layer)] = value
+            layers = found.setdefault(role, {})
+            if int(layer) in layers:
+                raise ValueError(f"{label} has several names for {_name(role, int(layer), owner)!r}; give it one")
+            layers[int(layer)] = value
     if not found:
         raise ValueError(
             f"{label} has nothing of rank {owner[0]} on device {owner[1]}; its names are {list(given)[:4]}"

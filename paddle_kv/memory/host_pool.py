@@ -125,6 +125,8 @@ class HostPool:
             )
         if set(pointers) != set(spec.tensor_names):
             raise ValueError(f"pointers has the names {sorted(pointers)}; {sorted(spec.tensor_names)} are expected")
+        if strides_bytes is not None and not isinstance(strides_bytes, Mapping):
+            raise TypeError(f"strides_bytes is {strides_bytes!r}; a mapping name -> bytes, or None, is expected")
         strides = dict(strides_bytes or {})
         if not set(strides) <= set(spec.tensor_names):
             raise ValueError(

@@ -199,6 +199,7 @@ def swap_cache_layout(
     caches = arguments.caches(cache_gpu_tensors, "cache_gpu_tensors")
     gpu_ids = arguments.block_ids(gpu_block_ids, "gpu_block_ids")
     if mode is None:
+        arguments.integer(cpu_block_ids, "rank")  # or a call that lacks its mode would have its positions ignored
         cpu_block_ids, mode = range(len(gpu_ids)), rank
     cpu_ids = arguments.block_ids(cpu_block_ids, "cpu_block_ids")
     pointer = arguments.integer(cache_cpu_ptrs, "cache_cpu_ptrs")

@@ -137,8 +137,8 @@ class Movement:
         self.number = next(_numbers)
         self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self.plan = plan
-        moved_layers = plan.num_layers - sum(len(plan.layers_of(group)) for group in plan.left_out)
-        self.bytes: int = len(plan.device_ids) * scheduler.bytes_per_block // plan.num_layers * moved_layers
+        bytes_per_layer = scheduler.bytes_per_block // plan.num_layers
+        self.bytes: int = len(plan.device_ids) * bytes_per_layer * plan.num_moved_layers
         self.stream = stream
         self.layerwise = layerwise
         self.queued = False  # behind other loads: counted by the scheduler

@@ -36,11 +36,13 @@ def make_plan(
         )
     check_distinct(*(("host_block_ids", host_ids) if direction == "offload" else ("device_block_ids", device_ids)))
     plan = TransferPlan(direction, np.asarray(device_ids), np.asarray(host_ids), num_layers, layers_per_event)
-    return plan if layers is None or not plan.num_groups else replace(plan, left_out=_left_out(plan, layers))
+    if layers is None:
+        return plan
+    check_ids(layers, "layers", num_layers)
+    return replace(plan, left_out=_left_out(plan, layers)) if plan.num_groups else plan
 
 
 def _left_out(plan: TransferPlan, layers: Sequence[int]) -> frozenset[int]:
-    check_ids(layers, "layers", plan.num_layers)
     wanted = frozenset(layers)
     for group in range(plan.num_groups):
         together = plan.layers_of(group)

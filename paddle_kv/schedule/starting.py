@@ -47,7 +47,7 @@ def start(
     if scheduler.observer is not None and not to_host and reading is None:
         scheduler.observer.check(plan.host_ids)
     if urgent is None:
-        moved_bytes = len(plan.device_ids) * scheduler.bytes_per_block
+        moved_bytes = len(plan.device_ids) * scheduler.bytes_per_block // plan.num_layers * plan.num_moved_layers
         urgent = statistics.queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]

@@ -295,7 +295,8 @@ class Transfer:
 
     @property
     def layer_times_ms(self) -> list[tuple[float, float]]:
-        """Start and end of each layer's copy since the scheduler was made; it must have ``record_layer_times``."""
+        """Start and end of the copy of each layer that it moves, in their order, since the scheduler was made; it must
+        have ``record_layer_times``."""
         return list(self._movement.layer_times_ms)
 
     # ---- waiting: outside of every lock ----

@@ -61,7 +61,7 @@ def test_failures_raise(scheduler: LayerwiseScheduler, copies: Copies) -> None:
     manager = CacheTransferManager(scheduler)
     with pytest.raises(ValueError, match="layer_indices names block 2 more than once"):
         manager.load_layers_to_device_async([0, 2, 2], [0], [0])
-    with pytest.raises(IndexError, match=r"layers\[1\] = 5 must be in"):
+    with pytest.raises(IndexError, match=r"layer_indices\[1\] = 5 must be in"):
         manager.load_layers_to_device_async([0, 5], [0], [0])
     with pytest.raises(IndexError, match="host_block_ids"):
         manager.evict_to_host_async([0], [17])
@@ -225,6 +225,7 @@ def test_an_eviction_that_fails_returns_when_nothing_of_it_runs(
     copies.go_on()
     thread.join(WAIT_S)
     assert len(told) == 1
+    manager.sync_output_stream()  # it is told once
     rig.expect_offload([3], [11], [0])
     rig.check()
 
@@ -241,3 +242,35 @@ def test_close_waits_for_its_own(rig: Rig, scheduler: LayerwiseScheduler, copies
     manager.close()
     assert ("onload", (0,), 4) in copies.done and evicted.done() and not save.done()
     save.cancel()
+
+
+def test_close_waits_for_an_eviction_whose_caller_was_interrupted(
+    rig: Rig, scheduler: LayerwiseScheduler, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory may be freed behind it."""
+
+    def interrupted(transfer: Transfer) -> None:
+        raise KeyboardInterrupt
+
+    manager = CacheTransferManager(scheduler)
+    copies.hold("offload", 4)
+    monkeypatch.setattr(Transfer, "wait_on", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        manager.evict_to_host_async([7], [9])
+    threading.Timer(SHORT_S, copies.go_on).start()
+    manager.close()
+    assert ("offload", (7,), 4) in copies.done
+    rig.expect_offload([7], [9])
+    rig.check()
+
+
+@pytest.mark.parametrize("blocks", [[3], []])
+@pytest.mark.parametrize("layers", [[LAYERS], [0, -1], [1, -4], [-1, -2], [2**62, 0]])
+def test_layers_that_are_not_there(
+    rig: Rig, scheduler: LayerwiseScheduler, layers: list[int], blocks: list[int]
+) -> None:
+    called: list[int] = []
+    with pytest.raises(IndexError, match=rf"layer_indices\[\d\] = -?\d+ must be in \[0, {LAYERS}\)"):
+        CacheTransferManager(scheduler).load_layers_to_device_async(layers, blocks, blocks, called.append)
+    assert not called and not scheduler.in_flight()
+    rig.check()

@@ -231,6 +231,19 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
         ValueError,
         r"key_caches of layer 0 have shape \[6, 3\]",
     ),
+    (
+        "bf16",
+        lambda m: {"cache_kvs_map": m.tensors | {"key_caches_01_rank1.device2": m.tensors[name_of("key_caches", 0)]}},
+        ValueError,
+        "cache_kvs_map has several names for 'key_caches_1_rank1.device2'; give it one",
+    ),
+    (
+        "bf16",
+        lambda m: {"host_cache_kvs_map": None, "host_strides_bytes": {"key": 4096}},
+        ValueError,
+        "host_strides_bytes was given without a host_cache_kvs_map",
+    ),
+    ("bf16", lambda m: {"host_strides_bytes": 4096}, TypeError, "strides_bytes is 4096; a mapping"),
     ("bf16", lambda m: {"num_host_blocks": 0}, ValueError, "num_blocks = 0 must be an integer of at least 1"),
     ("bf16", lambda m: {"engine": "none"}, ValueError, "engine = 'none' must be one of"),
 ]

@@ -126,6 +126,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gpu_block_ids": [1, 1], "mode": TO_DEVICE}, ValueError, "gpu_block_ids names block 1 more than once"),
     ({"mode": 2}, ValueError, r"mode = 2 must be 0 .* or 1"),
     ({"mode": 1.0}, TypeError, r"mode is 1\.0"),
+    ({"mode": None}, TypeError, r"rank is \[1, 2\] \(list\); an integer is expected"),  # rank would be the mode
     ({"cache_cpu_ptrs": 0}, ValueError, "cache_cpu_ptrs = 0 must be the address"),
     ({"cache_cpu_ptrs": None}, TypeError, "cache_cpu_ptrs is None"),
     ({"cache_shape": [5, 2, 3, 4]}, ValueError, r"cache_gpu_tensors\[0\] has shape \[5, 2, 3, 5\], cache_shape is"),

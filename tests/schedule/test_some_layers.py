@@ -176,6 +176,7 @@ def test_layers_that_share_an_event_go_together(rig: Rig) -> None:
     rig.check()
 
 
+@pytest.mark.parametrize("blocks", [[3], []])
 @pytest.mark.parametrize(
     ("layers", "error", "text"),
     [
@@ -184,7 +185,9 @@ def test_layers_that_share_an_event_go_together(rig: Rig) -> None:
         (1.0, TypeError, "layers"),
     ],
 )
-def test_wrong_layers(rig: Rig, scheduler: LayerwiseScheduler, layers: object, error: type, text: str) -> None:
+def test_wrong_layers(
+    rig: Rig, scheduler: LayerwiseScheduler, layers: object, error: type, text: str, blocks: list[int]
+) -> None:
     with pytest.raises(error, match=text):
-        scheduler.onload([3], [0], layers=layers)
+        scheduler.onload(blocks, blocks, layers=layers)
     rig.check()

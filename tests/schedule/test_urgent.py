@@ -116,6 +116,13 @@ def test_exactly_eight_times_its_bytes_and_exactly_the_least_are_enough(rig, mon
     assert len(rig.backend.urgent_streams) == 1
 
 
+def test_of_some_layers_only_those_are_its_bytes(rig, monkeypatch):
+    monkeypatch.setattr(scheduling, "URGENT_BESIDE_BYTES", 1)
+    rig.scheduler.onload(range(16), range(16))
+    rig.scheduler.onload([20, 21, 22, 23], [16, 17, 18, 19], layers=[1])  # the bytes of two blocks
+    assert len(rig.backend.urgent_streams) == 1
+
+
 def test_by_itself_only_beside_a_millisecond_of_the_link(rig):
     rig.scheduler.onload(range(16), range(16))
     rig.scheduler.onload([23], [16])
