@@ -12,7 +12,7 @@ from .job import Job
 
 
 class Deadlines:
-    """A thread that sleeps until the next deadline; it starts with the first job."""
+    """A thread that sleeps until the next deadline."""
 
     def __init__(self, late: Callable[[Job], None]) -> None:
         self._late = late
@@ -21,6 +21,14 @@ class Deadlines:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def start(self) -> None:
+        """Before the first job; again: does nothing."""
+        with self._changed:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="paddle_kv-tier-deadlines", daemon=True)
+                thread.start()
+                self._thread = thread
+
     def add(self, job: Job) -> None:
         with self._changed:
             # Those that are over are not kept until their time has come.
@@ -28,9 +36,6 @@ class Deadlines:
                 self._queue = [entry for entry in self._queue if not entry[2].settled]
                 heapq.heapify(self._queue)
             heapq.heappush(self._queue, (job.started_s + job.timeout_s, job.number, job))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="paddle_kv-tier-deadlines", daemon=True)
-                self._thread.start()
             if self._queue[0][2] is job:
                 self._changed.notify()
 

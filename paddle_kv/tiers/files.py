@@ -136,3 +136,13 @@ def _close_all() -> None:
     for engine in list(_engines):
         with contextlib.suppress(Exception):  # nobody is left to be told
             engine.close(EXIT_TIMEOUT_S)
+
+
+def _after_fork_in_child() -> None:
+    """The locks of the folders are the parent's alone: a child that lives on must not keep them."""
+    for engine in list(_engines):
+        for root in engine.roots:
+            root.folder.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -272,6 +272,8 @@ class Folder:
         return None if shelf is None else self.path / shelf.path / name.hex()
 
     def delete(self, name: bytes) -> None:
+        if name not in self._objects:
+            return  # not behind those who hold the lock while the system works
         with self._lock:
             shelf = self._objects.pop(name, None)
             if shelf is not None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..checks import check_timeout
 from ..ops import _arguments as arguments
-from ..tracking.keeper import Deadline
+from ..tracking.keeper import Deadline, log
 from .object_format import MOST_KEY_BYTES
 from .protocol import Outcome
 
@@ -63,7 +63,7 @@ class Job:
         if timeout_s is None:
             raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
         check_timeout(timeout_s)
-        self.timeout_s = timeout_s
+        self.timeout_s = float(timeout_s)  # NumPy's lose digits when they are added to the clock
         self.layerwise = layerwise
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.settled = False
@@ -110,9 +110,8 @@ class Job:
             while self._announced < len(stages) and self._arrived[self._announced] == len(self.keys):
                 self._announced += 1
             found = range(first, self._announced)
-        if self._observer is not None:
-            for one in found:
-                self._observer.layers_arrived(self, stages[one])
+        for one in found:
+            self._tell("layers_arrived", stages[one])
 
     def end(self, position: int, outcome: Outcome) -> bool:
         """Of one block. Whether it was not known before."""
@@ -133,8 +132,7 @@ class Job:
             if self.settled or self._num_unknown:
                 return False
             self.settled = True
-        if self._observer is not None:
-            self._observer.settled(self)
+        self._tell("settled")
         self.let_go()
         return True
 
@@ -147,8 +145,15 @@ class Job:
             if self._held:
                 return
             self.over = True
+        self._tell("over")
+
+    def _tell(self, what: str, *given: object) -> None:
+        """What an observer raises ends neither the job nor a thread of the tier."""
         if self._observer is not None:
-            self._observer.over(self)
+            try:
+                getattr(self._observer, what)(self, *given)
+            except Exception:  # noqa: BLE001  it is nobody's
+                log.exception("an error in the observer of a job")
 
 
 def check_keys(keys: Any) -> list[bytes]:

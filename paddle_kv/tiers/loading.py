@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..schedule import arriving
@@ -73,6 +73,15 @@ def load(
     arrival = _Arrival()
     job = Job(keys, plan.host_ids, timeout_s=timeout_s, observer=arrival)
     section = functools.partial(arriving.start, scheduler, plan, scheduler.compute_stream(None), urgent, job)
+    # Both or none, whatever a signal handler raises.
+    start = functools.partial(_start, tier, scheduler, section, job, arrival)
+    transfer: Transfer = scheduler.group.host.call(start)
+    return transfer, job
+
+
+def _start(
+    tier: Tier, scheduler: LayerwiseScheduler, section: Callable[[], Transfer], job: Job, arrival: _Arrival
+) -> Transfer:
     transfer: Transfer = change(scheduler, section)
     arrival.movement = transfer._movement
     try:
@@ -83,7 +92,7 @@ def load(
         if not job.started_s:
             change(scheduler, functools.partial(arriving.end, arrival.movement))
         raise
-    return transfer, job
+    return transfer
 
 
 class _Arrival:

@@ -93,15 +93,20 @@ class Saver:
             return None
         lease = _Lease(self.tier.pool)
         job = Job([key for key, _ in found], [block for _, block in found], timeout_s=self.timeout_s, observer=lease)
+        # Both or none, whatever a signal handler raises.
+        started = self.tier.pool.domain.group.host.call(functools.partial(self._start, lease, job))
+        return job if started else None
+
+    def _start(self, lease: _Lease, job: Job) -> bool:
         if not change(self.tier.pool.domain, functools.partial(lease.begin, job.block_ids)):
-            return None
+            return False
         try:
             self.tier.store([job])
         except BaseException:
             if not job.started_s:
                 lease.over(job)
             raise
-        return job
+        return True
 
 
 class _Lease:

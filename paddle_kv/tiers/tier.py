@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import threading
@@ -18,7 +19,8 @@ from ..errors import ClosedError, ForkedError
 from ..layout import check_positive
 from ..memory import HostPool
 from ..memory.host_rows import block_rows
-from ..tracking.keeper import Deadline
+from ..tracking.group import wake
+from ..tracking.keeper import Deadline, Waiter
 from .counters import Counters
 from .deadlines import Deadlines
 from .items import Item, ReadItem, WriteItem, stages_of
@@ -95,7 +97,8 @@ class Tier:
             way: stages_of(self.format.num_layers, self.format.layer_bytes, layerwise=way, aligned=self.aligned)
             for way in (False, True)
         }
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._drains: deque[Waiter] = deque()  # of threads that wait until no job is left
         self._jobs: dict[Job, None] = {}  # not over
         self._store_bytes = 0
         self._finished: list[Job] = []
@@ -112,11 +115,11 @@ class Tier:
     # ---- calls ----
     def store(self, jobs: Sequence[Job]) -> None:
         """Stores blocks. What the queue has no room for is dropped, and so is what the engine has already."""
-        self._start(jobs, "store", self._writes_of, self.engine.write)
+        self._call(functools.partial(self._start, jobs, "store", self._writes_of, self.engine.write))
 
     def load(self, jobs: Sequence[Job]) -> None:
         """Loads blocks."""
-        self._start(jobs, "load", self._reads_of, self.engine.read)
+        self._call(functools.partial(self._start, jobs, "load", self._reads_of, self.engine.read))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether objects are there: a hint, at the cost of no access to storage. A load may find otherwise."""
@@ -135,8 +138,12 @@ class Tier:
 
     def finished(self) -> list[Job]:
         """The jobs without an observer that were settled since the last call."""
-        self._check_open()
+        taken: list[Job] = self._call(self._take_finished)
+        return taken
+
+    def _take_finished(self) -> list[Job]:
         with self._lock:
+            self._check_open()
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
             taken, self._finished = self._finished, []
@@ -159,9 +166,19 @@ class Tier:
             TimeoutError: not after ``timeout_s``.
         """
         check_timeout(timeout_s)
+        waiter = Waiter()
+        self._call(functools.partial(self._await, waiter))
+        if not self.pool.domain.group.host.park(waiter, timeout_s):
+            with contextlib.suppress(ValueError):
+                self._drains.remove(waiter)
+            raise TimeoutError(f"{len(self._jobs)} jobs of the tier were not over after timeout_s = {timeout_s}")
+
+    def _await(self, waiter: Waiter) -> None:
         with self._lock:
-            if not self._lock.wait_for(lambda: not self._jobs, timeout_s):
-                raise TimeoutError(f"{len(self._jobs)} jobs of the tier were not over after timeout_s = {timeout_s}")
+            if self._jobs:
+                self._drains.append(waiter)
+            else:
+                waiter.release()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the jobs, no longer than ``timeout_s``; then drops what has not begun. Again: does nothing.
@@ -180,12 +197,14 @@ class Tier:
         for job in left:
             job.cancel()
         self.drain(max(1.0, deadline.left_s() or 0.0) if left else 0.0)
+        self._call(self._end)
+
+    def _end(self) -> None:
+        self._deadlines.close()  # not under the lock: its thread may be about to take it
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._deadlines.close()
-            os.close(self._descriptor)
+            if not self._closed:
+                self._closed = True
+                os.close(self._descriptor)
 
     def __enter__(self) -> Tier:
         return self
@@ -194,6 +213,10 @@ class Tier:
         self.close(30.0)
 
     # ---- starting ----
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """Where no signal handler raises in the middle of it."""
+        return self.pool.domain.group.host.call(function)
+
     def _start(
         self,
         jobs: Sequence[Job],
@@ -206,6 +229,7 @@ class Tier:
             check_ids(job.block_ids, "block_ids", self.pool.num_blocks)
             if kind == "load":
                 check_distinct("block_ids", job.block_ids)
+        self._deadlines.start()  # may fail: nothing has begun yet
         for job in jobs:
             job.begin(kind, len(self._stages[job.layerwise]), time.monotonic())
             with self._lock:
@@ -264,11 +288,13 @@ class Tier:
             if not job.observed:
                 with self._lock:
                     self._finished.append(job)
-                    os.eventfd_write(self._descriptor, 1)
+                    if not self._closed:
+                        os.eventfd_write(self._descriptor, 1)
         if job.over and job.settled:
             with self._lock:
                 self._jobs.pop(job, None)
-                self._lock.notify_all()
+                if not self._jobs:
+                    wake(self._drains)
 
     def _check_open(self) -> None:
         if self._process_id != os.getpid():

@@ -7,9 +7,11 @@ import gc
 import logging
 import os
 import shutil
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -401,8 +403,6 @@ def test_many_objects_and_few_descriptors(make_rig: MakeRig, monkeypatch: pytest
 
 
 def test_a_closed_engine_has_no_threads_and_no_descriptors(tmp_path: Path) -> None:
-    import threading
-
     def held() -> tuple[set[int], set[str]]:
         return {thread.ident or 0 for thread in threading.enumerate()}, set(os.listdir("/proc/self/fd"))
 
@@ -431,6 +431,41 @@ def test_a_forked_child_is_told(make_rig: MakeRig) -> None:
         os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert rig.load(keys(1)).done
+
+
+def test_a_folder_is_given_back_whatever_children_live(tmp_path: Path) -> None:
+    """A lock belongs to all processes that inherited it, so a forked one must not keep it."""
+    engine = FilesEngine({tmp_path / "root": 1 << 20})
+    ours, childs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        childs.send(b"!")
+        childs.recv(1)  # until the parent has closed its end
+        os._exit(0)
+    childs.close()
+    assert ours.recv(1) == b"!"
+    # As if this process had died: nothing but its own descriptors goes.
+    os.close(engine.roots[0].folder._lock_descriptor)
+    engine.roots[0].folder._lock_descriptor = -1
+    try:
+        Folder(tmp_path / "root", 1).close()
+    finally:
+        ours.close()
+        os.waitpid(child, 0)
+        engine.close(WAIT_S)
+
+
+def test_a_miss_is_not_behind_a_system_that_does_not_answer(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    folder = rig.tier.engine.roots[0].folder  # type: ignore[attr-defined]
+    job = Job(keys(1), [0])
+    loading = threading.Thread(target=lambda: rig.tier.load([job]), daemon=True)
+    with folder._lock:  # as of a thread in a call that makes room
+        loading.start()
+        loading.join(5.0)
+        assert not loading.is_alive()
+    assert job.outcomes == [Outcome.MISSING]
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import ClosedError, HostPool
-from paddle_kv.testing.tiers.rig import ALIGNED, Rig, keys
+from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S, Rig, keys
 from paddle_kv.tiers import Job, Outcome, Tier
 
 
@@ -133,3 +134,85 @@ def test_wrong_arguments_are_named(rig: Rig) -> None:
     rig.close()
     with pytest.raises(ClosedError):
         rig.tier.exists(keys(1))
+
+
+def test_a_deadline_while_the_tier_is_closed(rig: Rig) -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Job):
+        def end_all(self, outcome: Outcome) -> int:
+            entered.set()
+            go.wait(WAIT_S)
+            return super().end_all(outcome)
+
+    job = Slow(keys(1), [2], timeout_s=0.02)
+    rig.tier.store([job])
+    assert entered.wait(WAIT_S)
+    rig.tier.engine.items.pop().ended(Outcome.DONE)  # type: ignore[attr-defined]
+    closing = threading.Thread(target=rig.tier.close, daemon=True)
+    closing.start()
+    until(lambda: rig.tier._deadlines._closed)
+    go.set()
+    closing.join(5.0)
+    assert not closing.is_alive()
+
+
+def test_an_observer_that_raises_holds_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    class Wrong:
+        def layers_arrived(self, job: Job, layers: range) -> None:
+            raise RuntimeError("wrong")
+
+        def settled(self, job: Job) -> None:
+            raise RuntimeError("wrong")
+
+        def over(self, job: Job) -> None:
+            raise RuntimeError("wrong")
+
+    job, item = begun(rig, "load", observer=Wrong())
+    _, [header, _] = item.buffers(0)
+    rig.tier.format.write_header(header, job.keys[0], rig.tier.payload(2))
+    assert item.arrived(0)
+    item.ended(Outcome.FAILED)
+    rig.tier.drain(1.0)
+    assert job.over
+    assert caplog.text.count("an error in the observer of a job") == 3
+    rig.close()
+
+
+def test_a_tier_that_gets_no_thread_takes_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rig.tier.finished()  # the thread that changes state is there
+    job = Job(keys(1), [2])
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            rig.tier.store([job])
+    rig.tier.drain(0.0)
+    rig.tier.store([job])
+    rig.tier.engine.items.pop().ended(Outcome.DONE)  # type: ignore[attr-defined]
+    rig.tier.drain(0.0)
+    assert job.done
+    rig.close()
+
+
+def test_a_time_out_of_numpy_is_exact(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.monotonic", lambda: 2.0**27)  # seconds: a float32 counts them by eights
+    rig.tier._deadlines.start()
+    _, item = begun(rig, "store", timeout_s=np.float32(3.0))
+    [(end_s, _, _)] = rig.tier._deadlines._queue
+    assert end_s == 2.0**27 + 3
+    monkeypatch.undo()
+    item.ended(Outcome.DONE)
+    rig.close()
+
+
+def test_those_that_waited_in_vain_are_forgotten(rig: Rig) -> None:
+    _, item = begun(rig, "store")
+    for _ in range(3):
+        with pytest.raises(TimeoutError, match="1 jobs"):
+            rig.tier.drain(0.0)
+    assert not rig.tier._drains
+    item.ended(Outcome.DONE)
+    rig.close()
