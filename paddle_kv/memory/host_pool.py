@@ -470,7 +470,7 @@ def _end_those_of_lost_threads() -> None:
         if lease.thread != threading.get_ident():
             lease.end()
         else:
-            lease.guard()  # the parent's keeper would be told
+            lease.guard()  # its own was cancelled
 
 
 os.register_at_fork(after_in_child=_end_those_of_lost_threads)

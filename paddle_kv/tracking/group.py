@@ -260,6 +260,8 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     _held_for_fork.clear()
+    for guard in list(_guards):  # they tell the parent's keeper, and would keep what is the parent's
+        guard.cancel()
     transfers = {number: transfer for group in _groups for number, transfer in group.transfers.items()}
     for number in sorted(transfers, reverse=True):  # none must be seen as ready by an earlier one that ends
         transfers[number].abandon()

@@ -8,7 +8,10 @@ import signal
 import pytest
 
 from paddle_kv import LayerwiseScheduler
+from paddle_kv.errors import TransferError
 from paddle_kv.schedule import resources
+from paddle_kv.tracking import group
+from tests.schedule.rig import WAIT_S
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -42,3 +45,33 @@ def test_what_the_parent_holds_is_left_to_it(rig, monkeypatch):
             held.release()
         assert held.num_events == events
         assert held.streams == streams
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_nothing_of_the_parent_is_kept_for_its_end(rig, copies):
+    """The thread that would be told of the last reference is the parent's. A lease goes on, with a guard of its own."""
+    copies.fail("offload", 0, OSError("lost"))
+    reading, writing = os.pipe()
+    lease = rig.pool.lease([4], write=True)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        failed = scheduler.offload([2], [5])
+        failed.wait_over(WAIT_S)  # and nobody has asked how it ended
+        lease.__enter__()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                kept = len(group._guards)
+                del lease
+                with rig.pool.lease([4], timeout_s=WAIT_S / 2):
+                    os.write(writing, f"{kept} {len(group._guards)}".encode())
+            finally:
+                os._exit(0)
+        os.close(writing)
+        with open(reading) as told:
+            found = told.read()
+        os.waitpid(child, 0)
+        lease.__exit__(None, None, None)
+        with pytest.raises(TransferError, match="lost"):
+            failed.wait(WAIT_S)
+    assert found == "1 1"
