@@ -64,9 +64,9 @@ class BlockIndex(Generic[Key]):
 
         A block that is there already keeps its place; it counts as used only behind an absent one, since
         :meth:`lookup` has counted the others. Of more blocks than there are slots in all, the first are taken. The
-        policy hears of the last block first, as in :meth:`lookup`, and may choose a block of this very call as victim:
-        then that one is not admitted. So, where others are pinned, the first blocks get the room that there is. Those
-        of the blocks that were there before are pinned meanwhile: they make no room for the others.
+        policy hears of the last block first, as in :meth:`lookup`, and may choose the last one that this very call has
+        let in as victim: then that one is not admitted. So, where others are pinned, the first blocks get the room that
+        there is. Those of the blocks that were there before are pinned meanwhile: they make no room for the others.
 
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
@@ -79,7 +79,7 @@ class BlockIndex(Generic[Key]):
             self._tell_anew(admitted)
             raise
         finally:
-            self.unpin(there)
+            self.unpin([*there, *list(admitted)[1:]])
         return dict(reversed(admitted.items()))
 
     def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
@@ -113,30 +113,27 @@ class BlockIndex(Generic[Key]):
                     if told:
                         self._forget(key)
                     victim, told = self._another_victim(victim), False
-                if victim is not None and victim not in admitted:
-                    self._count_evicted(victim)
-                elif admitted:
-                    victim, told = self._end_of(admitted, victim, key, told)
+                if victim is None:
+                    if not admitted:
+                        continue
+                    victim = next(iter(admitted))  # all are held, this one since before it was dropped
+                    self._forget(victim)
+                if victim in admitted:
+                    self._take_back(victim, admitted)
                 else:
-                    continue
+                    self._count_evicted(victim)
                 slot = slots.pop(victim)
             admitted[key] = slots[key] = slot
+            if len(admitted) > 1:
+                self.pin([key])  # the prompt makes room from its end on: behind a gap nothing is of use
             if not told:
                 on_insert(key)
 
-    def _end_of(self, admitted: dict[Key, int], victim: Key | None, key: Key, told: bool) -> tuple[Key, bool]:
-        """What the prompt ends with goes instead of the victim: behind a gap it would be of no use. No victim: all are
-        held, some of the prompt since before they were dropped. And whether the policy still counts ``key`` in."""
-        last = next(iter(admitted))
-        if last != victim:
-            if told:
-                self._forget(key)
-            self._forget(last)
-            if victim is not None:
-                self._policy.on_insert(victim)
-            told = False
-        del admitted[last]
-        return last, told
+    def _take_back(self, key: Key, admitted: dict[Key, int]) -> None:
+        """What the prompt ends with is not let in; what it ends with then may go next."""
+        del admitted[key]
+        if admitted:
+            self.unpin([next(iter(admitted))])
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""

@@ -88,13 +88,12 @@ class Model:
                 self.touch(key)
                 continue
             if len(self.order) == self.capacity:
-                victim = next((one for one in self.order if not self.pins[one] and one not in there), None)
+                held = {*there, *admitted[:-1]}  # no gap in a prompt
+                victim = next((one for one in self.order if not self.pins[one] and one not in held), None)
+                if victim is None and not admitted:
+                    continue
                 if victim is None or victim in admitted:
-                    if not admitted:
-                        continue
-                    if victim not in (None, admitted[-1]):
-                        self.touch(victim)
-                    victim = admitted.pop()  # no gap in a prompt
+                    victim = admitted.pop()
                 self.order.remove(victim)
             self.order.append(key)
             admitted.insert(0, key)

@@ -32,7 +32,7 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
 
     Every block of a prompt is one use, from the end of the prompt: first those of the prefix that was present before,
     then the others, of which no more than the capacity are offered. Such of the others as were present make room for
-    none of the prompt. One that is evicted by a later one of the same prompt was never saved.
+    none of the prompt. Of those that were let in only the end of the prompt may go for the others: it was never saved.
     """
     hits, saved, evicted = [], 0, 0
     for prompt in prompts:
@@ -41,13 +41,15 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
         for block in reversed(prompt[:found]):
             reference.request(block)
         held = {block for block in prompt[found:] if block in reference}
-        new: set[int] = set()
+        new: list[int] = []  # from the end of the prompt
         for block in reversed(prompt[found : found + capacity]):
             was_present = block in reference
-            out = reference.request(block, held)
-            evicted += out is not None and out not in new
-            new.discard(out)  # type: ignore[arg-type]
+            out = reference.request(block, held.union(new[1:]))
+            if out in new:
+                new.remove(out)
+            else:
+                evicted += out is not None
             if not was_present and block in reference:
-                new.add(block)
+                new.append(block)
         saved += len(new)
     return hits, saved, evicted

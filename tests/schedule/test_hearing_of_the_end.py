@@ -199,6 +199,7 @@ def test_a_failure_of_which_nobody_has_asked_is_logged_with_the_last_reference(c
     assert logged(caplog) == []
     del load
     gc.collect()
+    settled(scheduler)
     assert logged(caplog) == [UNTOLD]
     assert movement.told
 
