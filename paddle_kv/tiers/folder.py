@@ -20,8 +20,8 @@ from pathlib import Path
 from ..errors import TierError
 
 SHELF_OBJECTS = 256  # ext4 is several times slower with thousands of files in a folder
-SHELF_NAME = re.compile(r"(\d{10})-(\d{1,18})")
-_OBJECT = re.compile(r"[0-9a-f]{32}")
+SHELF_NAME = re.compile(r"([0-9]{10})-([0-9]{1,18})")
+OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
 TRIMMED_PER_STORE = 32  # objects beyond a capacity that has become smaller
 
 
@@ -117,7 +117,7 @@ class Folder:
 
     def _scan_shelf(self, shelf: Shelf, names: list[str]) -> None:
         for text in names:
-            if _OBJECT.fullmatch(text):
+            if OBJECT_NAME.fullmatch(text):
                 name = bytes.fromhex(text)
                 older = self._objects.pop(name, None)
                 if older is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checksum import checksum
-from .folder import SHELF_NAME, Folder
+from .folder import OBJECT_NAME, SHELF_NAME, Folder
 from .object_format import header_bytes_of, parse
 
 Progress = Callable[[int, int], object]
@@ -31,9 +31,12 @@ def count(path: Path) -> tuple[dict[int, int], int]:
     incomplete = 0
     for shelf in path.iterdir():
         if match := SHELF_NAME.fullmatch(shelf.name):
-            names = os.listdir(shelf)
+            try:
+                names = os.listdir(shelf)
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # its server has emptied it meanwhile
             unfinished = sum(name.startswith("_") for name in names)
-            sizes[int(match[2])] += len(names) - unfinished
+            sizes[int(match[2])] += sum(OBJECT_NAME.fullmatch(name) is not None for name in names)
             incomplete += unfinished
     return {size: number for size, number in sorted(sizes.items()) if number}, incomplete
 
@@ -52,10 +55,13 @@ def verify(path: Path, progress: Progress, *, delete: bool = False) -> Verified:
             progress(number, len(names))
             file = folder.path_of(name)
             assert file is not None
-            content = file.read_bytes()
+            try:
+                content = file.read_bytes()
+            except OSError:
+                content = b""  # what cannot be read is not right either
             found.objects += 1
             found.bytes += len(content)
-            said = _right(content)
+            said = _right(name, content)
             if said is not None:
                 found.sets[said] += 1
                 continue
@@ -83,10 +89,10 @@ def collect_garbage(path: Path, capacity_bytes: int | None) -> tuple[int, int]:
         folder.close()
 
 
-def _right(content: bytes) -> str | None:
+def _right(name: bytes, content: bytes) -> str | None:
     """Which set the object belongs to; None if it is not what it says."""
     header = parse(content[: header_bytes_of(content)])
-    if header is None or len(content) != header.header_bytes + header.payload_bytes:
+    if header is None or header.name != name or len(content) != header.header_bytes + header.payload_bytes:
         return None
     payload = memoryview(content)[header.header_bytes :]
     if any(checksum(payload[at : at + size]) != expected for at, size, expected in header.layers):

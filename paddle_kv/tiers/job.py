@@ -54,16 +54,8 @@ class Job:
         observer: Observer | None = None,
     ) -> None:
         self.number = next(_numbers)
-        self.keys = check_keys(keys)
-        self.block_ids = arguments.block_ids(block_ids, "block_ids")
-        if len(self.keys) != len(self.block_ids):
-            raise ValueError(
-                f"keys has {len(self.keys)} entries, block_ids has {len(self.block_ids)}; both need the same number"
-            )
-        if timeout_s is None:
-            raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
-        check_timeout(timeout_s)
-        self.timeout_s = float(timeout_s)  # NumPy's lose digits when they are added to the clock
+        self.keys, self.block_ids = check_blocks(keys, block_ids)
+        self.timeout_s = check_time(timeout_s)
         self.layerwise = layerwise
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.settled = False
@@ -154,6 +146,22 @@ class Job:
                 getattr(self._observer, what)(self, *given)
             except Exception:  # noqa: BLE001  it is nobody's
                 log.exception("an error in the observer of a job")
+
+
+def check_blocks(keys: Any, block_ids: Any) -> tuple[list[bytes], list[int]]:
+    """As many keys as ids of blocks; TypeError, ValueError or IndexError unless they are that."""
+    keys, block_ids = check_keys(keys), arguments.block_ids(block_ids, "block_ids")
+    if len(keys) != len(block_ids):
+        raise ValueError(f"keys has {len(keys)} entries, block_ids has {len(block_ids)}; both need the same number")
+    return keys, block_ids
+
+
+def check_time(timeout_s: Any) -> float:
+    """A time-out that ends."""
+    if timeout_s is None:
+        raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
+    check_timeout(timeout_s)
+    return float(timeout_s)  # NumPy's lose digits when they are added to the clock
 
 
 def check_keys(keys: Any) -> list[bytes]:

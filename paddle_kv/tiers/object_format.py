@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from ..layout import KVCacheSpec, check_spec
+from ..offload.hashing import spec_digest
+from ..offload.jobs import BlockKey, Namespace
+from ..ops import _arguments as arguments
 from .checksum import checksum, checksum_of
 from .protocol import Outcome
 
@@ -43,6 +46,12 @@ class Header:
     header_bytes: int
     layers: Sequence[tuple[int, int, int]]  # offset in the payload, bytes, checksum
 
+    @property
+    def name(self) -> bytes:
+        """Of the object, as :meth:`ObjectFormat.name_of`."""
+        space = Namespace(self.model_digest, self.spec_digest, self.group)
+        return _name_of(self.version, BlockKey(space, self.rank, self.key))
+
 
 class ObjectFormat:
     """What the objects of one group of layers, of one rank, have in common.
@@ -60,7 +69,7 @@ class ObjectFormat:
     def __init__(self, spec: KVCacheSpec, model: bytes, *, group: int = 0, rank: int = 0) -> None:
         check_spec(spec)
         for name, value in (("group", group), ("rank", rank)):
-            if not 0 <= value < 2**32:
+            if not 0 <= arguments.integer(value, name) < 2**32:
                 raise ValueError(f"{name} = {value} must be in [0, {2**32})")
         if spec.num_layers > _MOST_LAYERS:
             raise ValueError(f"num_layers = {spec.num_layers} must be at most {_MOST_LAYERS}")
@@ -69,10 +78,9 @@ class ObjectFormat:
         self.payload_bytes = self.num_layers * self.layer_bytes
         self.header_bytes = _header_bytes(self.num_layers)
         self.object_bytes = self.header_bytes + self.payload_bytes
-        spec_digest, model_digest = digest_of_spec(spec), _digest(model)
+        self._space, self._rank = Namespace(_digest(model), spec_digest(spec), group), rank
         sizes = (self.header_bytes, self.payload_bytes, self.num_layers)
-        self._front = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, spec_digest, model_digest)
-        self._name_salt = struct.pack("<III", VERSION, group, rank) + spec_digest + model_digest
+        self._front = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, self._space.spec, self._space.model)
         offsets = range(0, self.payload_bytes, self.layer_bytes)
         layers = self.num_layers
         self._table = struct.pack(f"<{2 * layers}Q", *offsets, *[self.layer_bytes] * layers)
@@ -81,7 +89,7 @@ class ObjectFormat:
 
     def name_of(self, key: bytes) -> bytes:
         """The name of the object: a hash that tells nothing of what is in it."""
-        return blake2b(self._name_salt + key, digest_size=NAME_BYTES).digest()
+        return _name_of(VERSION, BlockKey(self._space, self._rank, key))
 
     def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
         """Fills the header of an object with this payload."""
@@ -134,12 +142,8 @@ def header_bytes_of(start: bytes | memoryview) -> int:
     return _header_bytes(min(layers, _MOST_LAYERS))
 
 
-def digest_of_spec(spec: KVCacheSpec) -> bytes:
-    """Of what the bytes of a block depend on: shapes, dtypes, layout."""
-    parts = [str(spec.num_layers), spec.layout, str(spec.latent)]
-    for name in spec.tensor_names:
-        parts += [name, spec.tensor_dtype(name), "x".join(map(str, spec.block_shape(name)))]
-    return _digest("\0".join(parts).encode())
+def _name_of(version: int, key: BlockKey) -> bytes:
+    return blake2b(version.to_bytes(4, "little") + key.to_bytes(), digest_size=NAME_BYTES).digest()
 
 
 def _digest(content: bytes) -> bytes:

@@ -8,9 +8,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from ..checks import check_ids
 from ..layout import check_positive
 from ..tracking.group import change, change_soon
-from .job import Job, check_keys
+from .job import Job, check_blocks, check_time
 from .tier import Tier
 
 When = Literal["write_through", "write_back", "nth_use", "exclusive"]
@@ -47,7 +48,7 @@ class Saver:
         self.tier = tier
         self.when = when
         self.uses = check_positive(uses, "uses")
-        self.timeout_s = timeout_s
+        self.timeout_s = check_time(timeout_s)
         self._most_counted = check_positive(most_counted, "most_counted")
         self._lock = threading.Lock()
         self._counts: OrderedDict[bytes, int] = OrderedDict()
@@ -55,21 +56,21 @@ class Saver:
     def saved(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> Job | None:
         """These blocks are in host memory now: their first use. Returns the job, if there is one."""
         if self.when == "write_through":
-            return self._store(keys, block_ids)
+            return self._store(self._checked(keys, block_ids))
         return self.used(keys, block_ids)
 
     def used(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> Job | None:
         """These blocks, in host memory, were used."""
         if self.when != "nth_use":
             return None
-        due = [position for position, key in enumerate(check_keys(keys)) if self._count(key) == self.uses]
-        return self._store([keys[i] for i in due], [block_ids[i] for i in due])
+        due = [(key, block) for key, block in self._checked(keys, block_ids) if self._count(key) == self.uses]
+        return self._store(due)
 
     def evicting(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> Job | None:
         """These blocks are about to leave host memory. They may be freed when this returns."""
         if self.when not in ("write_back", "exclusive"):
             return None
-        return self._store(keys, block_ids)
+        return self._store(self._checked(keys, block_ids))
 
     def loaded(self, keys: Sequence[bytes]) -> None:
         """These blocks came from the tier and are in host memory now."""
@@ -85,10 +86,16 @@ class Saver:
                     self._counts.popitem(last=False)
             return count
 
-    def _store(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> Job | None:
+    def _checked(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[tuple[bytes, int]]:
+        """Each key with its block."""
+        keys, ids = check_blocks(keys, block_ids)
+        check_ids(ids, "block_ids", self.tier.pool.num_blocks)
+        return list(zip(keys, ids, strict=True))
+
+    def _store(self, blocks: list[tuple[bytes, int]]) -> Job | None:
         """Those that the tier does not have, and that nobody is writing."""
-        there = self.tier.exists(keys)
-        found = [(key, block) for key, block, has in zip(keys, block_ids, there, strict=True) if not has]
+        there = self.tier.exists([key for key, _ in blocks])
+        found = [block for block, has in zip(blocks, there, strict=True) if not has]
         if not found:
             return None
         lease = _Lease(self.tier.pool)

@@ -37,7 +37,8 @@ class Tier:
     Args:
         engine: where the objects are. It stays its owner's: close the tiers first, then the engine.
         pool: ``HostPool(..., layout="block_first")``.
-        model: what the content of a block depends on beside spec and tokens: the model with its revision.
+        model: what the content of a block depends on beside spec and tokens, as :func:`~paddle_kv.offload.cache_salt`
+            makes it: the model with its revision.
         rank: of this process.
         group: of layers.
         max_store_bytes: stores on their way; what comes beyond is dropped, and counted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from paddle_kv.cli import doctor
 from paddle_kv.cli.main import app
 from paddle_kv.testing.tiers.rig import WAIT_S, keys
+from paddle_kv.tiers import Outcome
 from tests.tiers.conftest import MakeRig, objects
 
 RUNNER = CliRunner()
@@ -49,6 +51,21 @@ def test_verify_finds_what_is_damaged(root: Path) -> None:
     assert told.endswith("6 objects, 319488 bytes read; 1 damaged")
     assert "5 objects of model " in told
     assert victim.exists()
+
+
+def test_what_is_not_an_object_or_not_in_its_place(root: Path) -> None:
+    first, second, third = objects(root)[:3]
+    third.write_bytes(first.read_bytes())  # all right, but that of another key
+    second.unlink()
+    second.mkdir()
+    (first.parent / "of somebody else").write_bytes(b"")
+    (root / f"{9:010d}-4096").write_bytes(b"")
+    assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes; 1 incomplete"
+    (root / f"{9:010d}-4096").unlink()
+    told = called("verify", root, code=1)
+    assert f"damaged: {second}" in told
+    assert f"damaged: {third}" in told
+    assert "2 damaged" in told
 
 
 def test_gc(root: Path) -> None:
@@ -105,3 +122,49 @@ def test_prometheus(make_rig: MakeRig) -> None:
     assert value("objects") == 3
     assert value("used_bytes") == 3 * 53248
     assert value("lost_total", reason="evicted") == 0
+
+
+def test_prometheus_has_every_figure_in_its_place() -> None:
+    prometheus_client = pytest.importorskip("prometheus_client")
+    from paddle_kv.tiers.metrics import TierCollector
+
+    outcomes = [outcome.value for outcome in Outcome]
+    stats: dict[str, Any] = {f"store_{name}": 10 + n for n, name in enumerate(outcomes)}
+    stats |= {f"load_{name}": 20 + n for n, name in enumerate(outcomes)}
+    stats |= {"store_bytes": 31, "load_bytes": 32, "store_seconds": 3.5, "load_seconds": 4.5}
+    stats |= {"store_latency": [1] * 15, "load_latency": [2] + [0] * 13 + [5]}
+    engine = {"objects": 41, "used_bytes": 42, "capacity_bytes": 43, "resting_roots": 44}
+    stats |= {f"engine_{name}": value for name, value in engine.items()} | {"engine_evicted": 51, "engine_errors": 52}
+
+    class Fixed:
+        def stats(self) -> dict[str, Any]:
+            return stats
+
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(TierCollector({"disk": Fixed()}))  # type: ignore[dict-item]
+    found = {
+        (
+            sample.name.removeprefix("paddle_kv_tier_"),
+            *(value for key, value in sorted(sample.labels.items()) if key != "tier"),
+        ): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+    }
+    bounds = ["0.001", "0.002", "0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5"]
+    bounds += ["1.0", "2.0", "5.0", "10.0", "30.0", "+Inf"]
+    expected: dict[tuple[str, ...], float] = {}
+    for kind in ("store", "load"):
+        expected |= {("objects_total", kind, name): stats[f"{kind}_{name}"] for name in outcomes}
+        expected["bytes_total", kind] = stats[f"{kind}_bytes"]
+        expected["job_seconds_sum", kind] = stats[f"{kind}_seconds"]
+    expected |= {("job_seconds_bucket", "store", bound): n + 1 for n, bound in enumerate(bounds)}
+    expected |= {("job_seconds_bucket", "load", bound): 7 if bound == "+Inf" else 2 for bound in bounds}
+    expected |= {("job_seconds_count", "store"): 15, ("job_seconds_count", "load"): 7}
+    expected |= {("lost_total", "evicted"): 51, ("lost_total", "error"): 52}
+    expected |= {(name,): value for name, value in engine.items()}
+    assert found == expected
+
+    for name in ("engine_resting_roots", "engine_evicted"):
+        del stats[name]  # an engine of somebody else counts less
+    assert registry.get_sample_value("paddle_kv_tier_resting_roots", {"tier": "disk"}) is None
+    assert registry.get_sample_value("paddle_kv_tier_lost_total", {"tier": "disk", "reason": "evicted"}) == 0

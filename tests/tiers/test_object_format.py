@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_kv import KVCacheSpec
+from paddle_kv.offload import BlockKey, Namespace, spec_digest
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD
-from paddle_kv.tiers.object_format import Header, ObjectFormat, digest_of_spec, header_bytes_of, parse
+from paddle_kv.tiers.object_format import Header, ObjectFormat, header_bytes_of, parse
 from paddle_kv.tiers.protocol import Outcome
 
 KEY = bytes(range(32))
-SPEC_TEXT = b"6\0HND\0False\0key\0float16\x001x16x128\0value\0float16\x001x16x128"
+SPEC_TEXT = [b"6", b"HND", b"False", b"key", b"float16", b"1x16x128", b"value", b"float16", b"1x16x128"]
 
 
 def made(spec: KVCacheSpec = ALIGNED, key: bytes = KEY, **options: int) -> tuple[ObjectFormat, bytearray, bytes]:
@@ -32,7 +33,8 @@ def test_the_bytes_as_they_are_written_down() -> None:
     form, header, payload = made(group=3, rank=5)
     layer = ALIGNED.block_bytes
     expected = struct.pack("<8sIIQIIII", b"PDKVTIER", 1, 4096, 6 * layer, 6, 3, 5, 1)
-    expected += blake2b(SPEC_TEXT, digest_size=32).digest() + blake2b(b"model", digest_size=32).digest()
+    text = b"".join(struct.pack("<Q", len(part)) + part for part in SPEC_TEXT)
+    expected += blake2b(text, digest_size=32, person=b"paddle_kv").digest() + blake2b(b"model", digest_size=32).digest()
     expected += struct.pack("<I4x64s", 32, KEY)
     sums = [xxhash.xxh3_64_intdigest(payload[i * layer : (i + 1) * layer]) for i in range(6)]
     table = struct.pack("<18Q", *(i * layer for i in range(6)), *[layer] * 6, *sums)
@@ -40,8 +42,8 @@ def test_the_bytes_as_they_are_written_down() -> None:
     expected += struct.pack("<Q", xxhash.xxh3_64_intdigest(expected + table)) + table
     assert bytes(header) == expected
     assert form.read_header(memoryview(header), KEY) == tuple(sums)
-    salt = struct.pack("<III", 1, 3, 5) + expected[40:104]
-    assert form.name_of(KEY) == blake2b(salt + KEY, digest_size=16).digest()
+    block = BlockKey(Namespace(expected[72:104], spec_digest(ALIGNED), 3), 5, KEY).to_bytes()
+    assert form.name_of(KEY) == blake2b(bytes([1, 0, 0, 0]) + block, digest_size=16).digest()
 
 
 @pytest.mark.parametrize("spec", [ALIGNED, ODD])
@@ -50,7 +52,8 @@ def test_a_header_says_what_was_put_in(spec: KVCacheSpec) -> None:
     said = parse(bytes(header))
     assert isinstance(said, Header)
     assert (said.group, said.rank, said.key, said.payload_bytes) == (1, 2, KEY, len(payload))
-    assert (said.version, said.spec_digest, header_bytes_of(header)) == (1, digest_of_spec(spec), form.header_bytes)
+    assert said.name == form.name_of(KEY)
+    assert (said.version, said.spec_digest, header_bytes_of(header)) == (1, spec_digest(spec), form.header_bytes)
     assert [offset for offset, _, _ in said.layers] == [i * spec.block_bytes for i in range(spec.num_layers)]
 
 

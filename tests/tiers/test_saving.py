@@ -72,6 +72,7 @@ def test_write_through(rig: Rig) -> None:
 
 
 def test_nth_use(rig: Rig) -> None:
+    assert Saver(rig.tier, "nth_use").uses == 2
     saver = Saver(rig.tier, "nth_use", uses=3)
     saver.saved(keys(2), [0, 1])
     saver.used(keys(1), [0])
@@ -160,6 +161,79 @@ def test_a_closed_tier_leaves_no_lease(rig: Rig) -> None:
     rig.close()
     with pytest.raises(RuntimeError, match="closed"):
         saver.saved(keys(1), [0])
+    assert rig.pool.domain.busy(range(12)) == []
+
+
+def test_uses_longest_ago_are_forgotten(rig: Rig) -> None:
+    saver = Saver(rig.tier, "nth_use", uses=3, most_counted=2)
+    for key in (0, 1, 0, 2):  # the third one makes room: the second goes
+        saver.used([keys(3)[key]], [key])
+    saver.used(keys(1), [0])
+    assert stored(rig) == [True, False, False]
+
+
+@pytest.mark.parametrize("when", ["write_through", "nth_use"])
+def test_wrong_blocks_are_named(rig: Rig, when: Any) -> None:
+    saver = Saver(rig.tier, when, uses=1)
+    for ids, error, text in (
+        ([12], IndexError, r"block_ids\[0\] = 12"),
+        ([1, 2], ValueError, "keys has 1 entries, block_ids has 2"),
+        ([], ValueError, "keys has 1 entries, block_ids has 0"),
+    ):
+        with pytest.raises(error, match=text):
+            saver.saved(keys(1), ids)
+    assert rig.pool.domain.busy(range(12)) == []
+    with pytest.raises(TypeError, match="timeout_s is None"):
+        Saver(rig.tier, when, timeout_s=None)  # type: ignore[arg-type]
+    assert saver.saved(keys(1), [0]) is not None
+
+
+def test_who_waits_for_a_block_is_told_when_it_is_stored(rig: Rig) -> None:
+    engine: Any = rig.tier.engine
+    engine.answers.clear()
+    assert Saver(rig.tier, "write_through").saved(keys(1), [0]) is not None
+    got: list[bool] = []
+
+    def wait() -> None:
+        with rig.pool.lease([0], write=True, timeout_s=WAIT_S):
+            got.append(True)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(0.2)
+    assert not got
+    engine.answers.set()
+    waiting.join(WAIT_S / 2)
+    assert got
+
+
+def test_a_store_that_fails_holds_blocks_only_while_it_runs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = rig.tier.engine
+    saver = Saver(rig.tier, "write_through", timeout_s=7.0)
+
+    def fail() -> None:
+        raise RuntimeError("not begun")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier._deadlines, "start", fail)
+        with pytest.raises(RuntimeError, match="not begun"):
+            saver.saved(keys(1), [0])
+    assert rig.pool.domain.busy(range(12)) == []
+
+    def fail_later(items: Sequence[Write]) -> None:
+        Stuck.write(engine, items)
+        raise RuntimeError("begun")
+
+    engine.answers.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "write", fail_later)
+        with pytest.raises(RuntimeError, match=r"^begun"):
+            saver.saved(keys(1), [0])
+    assert rig.pool.domain.busy(range(12)) == [0]
+    [job] = rig.tier._jobs
+    assert job.timeout_s == 7.0
+    engine.answers.set()
+    rig.tier.drain(WAIT_S)
     assert rig.pool.domain.busy(range(12)) == []
 
 
