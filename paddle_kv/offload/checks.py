@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .jobs import HOST
+
 
 def checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
     """As a list; TypeError unless all of it are bytes."""
@@ -21,6 +23,24 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
         raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
     if not set(map(type, ids)) <= {int}:
         raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
+    if ids and min(ids) < 0:
+        raise ValueError(f"device_block_ids names block {min(ids)}; it must not be negative")
     if distinct and len(set(ids)) != len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)
         raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """TypeError unless it is a number or None; ValueError unless positive: a rank that is given no time is lost."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
+        raise TypeError(f"timeout_s is {type(timeout_s).__name__}; a number of seconds or None is expected")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s = {timeout_s} must be positive")
+
+
+def check_tier(tier: str) -> None:
+    """ValueError for host memory: what is there the directory knows by its jobs."""
+    if tier == HOST:
+        raise ValueError(f"tier = {tier!r} must be one below host memory")

@@ -9,11 +9,11 @@ from itertools import compress
 from typing import Any
 
 from ..errors import TransferError
-from .checks import check_device_ids, checked_hashes
+from .checks import check_device_ids, check_tier, check_timeout, checked_hashes
 from .events import EventLog
 from .found import BlockState, Found
 from .index import BlockIndex
-from .jobs import HOST, Event, Hello, Job, Namespace, Outcome, Result, SavePlan, Snapshot, check_version
+from .jobs import HOST, Event, Hello, Job, Namespace, Outcome, Result, SavePlan, Snapshot
 from .joining import Pending, Ranks
 from .policies import make_policy
 from .policy import Policy
@@ -90,6 +90,7 @@ class Directory:
             policy = make_policy(policy, capacity_blocks)
         elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
+        check_timeout(timeout_s)
         self.space = space or Namespace()
         self.timeout_s = timeout_s
         self.index: BlockIndex[bytes] = BlockIndex(policy, capacity_blocks)
@@ -112,11 +113,10 @@ class Directory:
         """A mover is there, for the first time or anew: then what its rank had is gone, and so all blocks are.
 
         Raises:
-            ValueError: another version, rank, spec, or fewer host blocks than the directory gives out.
+            ValueError: another version, rank, spec, fewer host blocks than the directory gives out, or a life of the
+                rank that was lost: what it had on its way may still move.
         """
-        check_version(hello)
-        if not 0 <= hello.rank < len(self.ranks.epochs):
-            raise ValueError(f"rank = {hello.rank} must be in [0, {len(self.ranks.epochs)})")
+        self.ranks.check_hello(hello)
         if hello.capacity_blocks < self.index.capacity_blocks:
             raise ValueError(
                 f"rank {hello.rank} has {hello.capacity_blocks} host blocks; {self.index.capacity_blocks} are expected"
@@ -133,7 +133,11 @@ class Directory:
         process or its connection has died; who has not ended a job after twice its ``timeout_s`` is lost without.
 
         Whoever comes back under its number says hello with another epoch.
+
+        Raises:
+            ValueError: no such rank.
         """
+        self.ranks.check_rank(rank)
         if self.ranks.epochs[rank] is None:
             return []
         outcomes = self.ranks.lose(rank, f"rank {rank} is lost")
@@ -144,13 +148,11 @@ class Directory:
         """The results of movers, in any order and also none: call it in every step, since it looks at the clock.
 
         Raises:
-            ValueError: another version, no such rank. Nothing is booked.
+            ValueError: another version, no such rank, a position that the job has not. Nothing is booked.
         """
         results = list(results)
         for result in results:
-            check_version(result)
-            if not 0 <= result.rank < len(self.ranks.epochs):
-                raise ValueError(f"rank = {result.rank} must be in [0, {len(self.ranks.epochs)})")
+            self.ranks.check_result(result)
         outcomes = self.ranks.take(results)
         expired, silent = self.ranks.expire()
         outcomes += expired
@@ -192,7 +194,12 @@ class Directory:
         return self._tiers.get(key, ())
 
     def tier_stored(self, tier: str, hashes: Sequence[bytes]) -> None:
-        """A tier below host memory says that it has these blocks, of all ranks."""
+        """A tier below host memory says that it has these blocks, of all ranks.
+
+        Raises:
+            ValueError: ``tier`` is host memory itself.
+        """
+        check_tier(tier)
         added = [key for key in checked_hashes(hashes) if tier not in self._tiers.get(key, ())]
         for key in added:
             self._tiers[key] = (*self._tiers.get(key, ()), tier)
@@ -229,10 +236,11 @@ class Directory:
         Raises:
             KeyError: a block is not there. Nothing is planned.
             TransferError: a block was dropped, or a rank was lost, since the lookup that holds it.
-            ValueError: as many ids as hashes are expected, each once.
+            ValueError: as many ids as hashes are expected, each once; from a tier each hash once, too.
         """
         keys, device_ids = checked_hashes(hashes), list(device_block_ids)
         check_device_ids(keys, device_ids)
+        check_timeout(timeout_s)
         if tier != HOST:
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
         index = self.index
@@ -252,12 +260,14 @@ class Directory:
                 raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
 
     def _plan_load_from(self, tier: str, keys: list[bytes], device_ids: Sequence[int], timeout_s: float | None) -> Job:
+        if len(set(keys)) != len(keys):
+            raise ValueError("hashes names a block more than once; of a tier each is loaded once")
         for position, key in enumerate(keys):
             if tier not in self._tiers.get(key, ()) or key in self.index.slots:
                 raise KeyError(f"hashes[{position}] = {key.hex()} is not in tier {tier!r} alone; see states()")
         admitted = self._admit(keys) if self.ready else {}
         count = next((i for i, key in enumerate(keys) if key not in admitted), len(keys))
-        self._forget(key for key in admitted if key not in set(keys[:count]))
+        self._forget(key for key in keys[count:] if key in admitted)
         self.counters["loaded_blocks"] += count
         slots = [admitted[key] for key in keys[:count]]
         return self._bring("load", keys[:count], slots, list(device_ids)[:count], timeout_s, tier=tier)
@@ -293,6 +303,8 @@ class Directory:
         """
         keys, device_ids = checked_hashes(hashes), list(device_block_ids)
         check_device_ids(keys, device_ids, distinct=False)
+        check_timeout(timeout_s)
+        computed_from = tuple(computed_from)
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
         wanted = list(source)
         if min_uses > 1:

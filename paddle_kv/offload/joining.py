@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable
 
-from .jobs import Job, Outcome, Result
+from .jobs import Hello, Job, Outcome, Result, check_version
 
 REMEMBERED_FAILURES = 4096
 
@@ -51,6 +51,7 @@ class Ranks:
 
     def __init__(self, num_ranks: int, clock: Callable[[], float], settle: Callable[[Pending], None]) -> None:
         self.epochs: list[int | None] = [None] * num_ranks
+        self._lost = list(self.epochs)  # the last life of each that is over
         self.pending: dict[int, Pending] = {}
         self._clock = clock
         self._settle = settle
@@ -68,7 +69,8 @@ class Ranks:
 
     def add(self, job: Job, computed_from: Iterable[int] = ()) -> None:
         """It is about to be sent to all ranks."""
-        pending = Pending(job, self._clock(), set(range(len(self.epochs))))
+        there = {rank for rank, epoch in enumerate(self.epochs) if epoch is not None}
+        pending = Pending(job, self._clock(), there)
         self.pending[job.id] = pending
         for number in computed_from:
             load = self.pending.get(number)
@@ -82,9 +84,35 @@ class Ranks:
         """Whether a load has ended as failed, or may have, so long ago that nobody knows."""
         return load_id in self._failed or (load_id <= self._forgotten and load_id not in self.pending)
 
+    def check_rank(self, rank: int) -> None:
+        """ValueError unless there is such a rank."""
+        if not 0 <= rank < len(self.epochs):
+            raise ValueError(f"rank = {rank} must be in [0, {len(self.epochs)})")
+
+    def check_hello(self, hello: Hello) -> None:
+        """ValueError: another version, no such rank, or one that was lost and may still move what it had."""
+        check_version(hello)
+        self.check_rank(hello.rank)
+        if hello.epoch == self._lost[hello.rank]:
+            raise ValueError(
+                f"rank {hello.rank} was lost in its life {hello.epoch}; restart() of its mover begins another"
+            )
+
+    def check_result(self, result: Result) -> None:
+        """ValueError: another version, no such rank, or positions that the job has not."""
+        check_version(result)
+        self.check_rank(result.rank)
+        pending = self.pending.get(result.job_id)
+        if pending is not None:
+            count = len(pending.job.keys)
+            for position in (*result.failed, *result.damaged):
+                if not 0 <= position < count:
+                    name = f"position {position} of job {result.job_id}"
+                    raise ValueError(f"rank {result.rank} names {name}; it must be in [0, {count})")
+
     def lose(self, rank: int, reason: str) -> list[Outcome]:
         """The rank is gone with all that it had: what was not decided has failed."""
-        self.epochs[rank] = None
+        self._lost[rank], self.epochs[rank] = self.epochs[rank], None
         found = []
         for pending in list(self.pending.values()):
             waited = rank in pending.waiting

@@ -1,0 +1,130 @@
+"""What a directory is told wrongly: it says so, and holds what it held before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload import BlockState, Directory, Hello, Result
+from tests.offload.test_directory import KEYS, Clock, done, made, save
+
+
+@pytest.mark.parametrize("result", [{"failed": (-1,)}, {"failed": (2,)}, {"failed": (0,), "damaged": (-2,)}])
+@pytest.mark.parametrize("kind", ["save", "load"])
+def test_a_position_that_a_job_has_not_is_not_booked(kind: str, result: dict[str, Any]) -> None:
+    directory = made(ranks=2)
+    save(directory, KEYS[:2])
+    job = directory.plan_load(KEYS[:2], [2, 3]) if kind == "load" else directory.plan_save(KEYS[2:4], [2, 3]).job
+    assert job is not None
+    before, states = directory.stats(), directory.states(KEYS[:4])
+    with pytest.raises(ValueError, match=r"rank 1 names position -?[12] of job 2; it must be in \[0, 2\)"):
+        directory.complete([Result(job.id, 0, 5), Result(job.id, 1, 5, **result)])
+    assert (directory.stats(), directory.states(KEYS[:4])) == (before, states)
+    [outcome] = done(directory, job)
+    assert outcome.failed == ()
+
+
+def test_a_life_that_was_lost_is_not_joined_again() -> None:
+    directory = made(ranks=2)
+    directory.lost(1)
+    with pytest.raises(ValueError, match=r"rank 1 was lost in its life 5; restart\(\) of its mover begins another"):
+        directory.join(Hello(1, 5, 8))
+    assert not directory.ready
+    directory.join(Hello(1, 6, 8))
+    with pytest.raises(ValueError, match="rank 1 was lost in its life 5"):  # a message that comes late
+        directory.join(Hello(1, 5, 8))
+    assert directory.ready
+    assert directory.plan_save(KEYS[:1], [0]).job is not None
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_there_is_not_cannot_be_lost(rank: int) -> None:
+    directory = made(ranks=2)
+    save(directory, KEYS[:2])
+    with pytest.raises(ValueError, match=rf"rank = {rank} must be in \[0, 2\)"):
+        directory.lost(rank)
+    assert directory.ready
+    assert directory.peek(KEYS[:2]) == 2
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "error"),
+    [("1", TypeError), (True, TypeError), (0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)],
+)
+def test_a_job_without_any_time_is_not_planned(timeout_s: Any, error: type[Exception]) -> None:
+    directory = made()
+    save(directory, KEYS[:2])
+    directory.tier_stored("disk", KEYS[2:4])
+    before = directory.stats()
+    for call, keys, options in (
+        (directory.plan_save, KEYS[4:6], {}),
+        (directory.plan_load, KEYS[:2], {}),
+        (directory.plan_load, KEYS[2:4], {"tier": "disk"}),
+    ):
+        with pytest.raises(error, match="timeout_s"):
+            call(keys, [0, 1], timeout_s=timeout_s, **options)  # type: ignore[operator]
+    assert directory.stats() == before
+    with pytest.raises(error, match="timeout_s"):
+        Directory(4, timeout_s=timeout_s)
+
+
+def test_a_device_block_below_zero_is_sent_to_no_rank() -> None:
+    directory = made()
+    save(directory, KEYS[:2])
+    for call in (directory.plan_save, directory.plan_load):
+        with pytest.raises(ValueError, match="device_block_ids names block -1; it must not be negative"):
+            call(KEYS[:2], [0, -1])
+
+
+def test_loads_are_named_by_anything_that_can_be_gone_through() -> None:
+    directory = made()
+    save(directory, KEYS[:1])
+    load = directory.plan_load(KEYS[:1], [0])
+    job = directory.plan_save(KEYS[1:2], [1], computed_from=iter([load.id])).job  # type: ignore[arg-type]
+    assert done(directory, job) == []
+    done(directory, load, failed=(0,))
+    assert directory.states(KEYS[1:2]) == [BlockState.ABSENT]
+
+
+def test_of_a_tier_each_block_is_loaded_once() -> None:
+    directory = made()
+    directory.tier_stored("disk", KEYS[:2])
+    with pytest.raises(ValueError, match="hashes names a block more than once"):
+        directory.plan_load([KEYS[0], KEYS[0]], [0, 1], tier="disk")
+    assert directory.stats()["saving_blocks"] == 0
+
+
+def test_what_has_no_room_on_its_way_from_a_tier_is_where_it_was() -> None:
+    directory = made(6)
+    directory.tier_stored("disk", KEYS[:9])
+    job = directory.plan_load(KEYS[:9], list(range(9)), tier="disk")
+    assert job.keys == tuple(KEYS[:6])
+    done(directory, job)
+    assert directory.states(KEYS[:9]) == [BlockState.PRESENT] * 6 + [BlockState.TIER] * 3
+
+
+def test_host_memory_is_no_tier_below_it() -> None:
+    directory = made(max_events=9)
+    with pytest.raises(ValueError, match="tier = 'host' must be one below host memory"):
+        directory.tier_stored("host", KEYS[:2])
+    assert directory.take_events() == []
+    assert directory.snapshot().blocks == {"host": ()}
+
+
+def test_a_job_that_was_planned_without_a_rank_does_not_wait_for_it() -> None:
+    clock = Clock()
+    directory = made(ranks=2, timeout_s=3.0, clock=clock)
+    directory.tier_stored("disk", KEYS[:2])
+    directory.lost(1)
+    jobs = [directory.plan_load([], []), directory.plan_load(KEYS[:2], [0, 1], tier="disk")]
+    assert [job.keys for job in jobs] == [(), ()]
+    assert [one.job_id for one in directory.complete([Result(job.id, 0, 5) for job in jobs])] == [1, 2]
+    directory.plan_load([], [])
+    clock.now_s += 3.0
+    assert [one.late for one in directory.complete()] == [(0,)]
+    assert directory.lost(0)[0].late == ()
+    directory.plan_load([], [])
+    clock.now_s += 3.0
+    assert [one.late for one in directory.complete()] == [()]
+    assert directory.stats()["jobs_in_flight"] == 0
