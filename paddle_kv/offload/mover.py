@@ -15,6 +15,7 @@ from ..checks import check_ids
 from ..errors import ClosedError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule import settling, submission
+from ..schedule.movement import Movement
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
@@ -37,10 +38,13 @@ class Submitted:
     saves: list[Transfer] = field(default_factory=list)
 
 
+_Kind = tuple[str, bool, float | None]  # of jobs that may be one transfer: they end together, also by their time
+
+
 class _Batch:
     """Jobs that one transfer can carry, and what they touch."""
 
-    def __init__(self, kind: tuple[str, bool]) -> None:
+    def __init__(self, kind: _Kind) -> None:
         self.kind = kind
         self.jobs: list[Job] = []
         self.device: set[int] = set()
@@ -55,9 +59,9 @@ class _Batch:
 def batches_of(jobs: Iterable[Job]) -> list[list[Job]]:
     """As few as keep the order in which jobs touch a block: only reads of one block may stand in any order."""
     done: list[_Batch] = []
-    open_batches: dict[tuple[str, bool], _Batch] = {}
+    open_batches: dict[_Kind, _Batch] = {}
     for job in jobs:
-        kind = (job.kind, job.layerwise)
+        kind = (job.kind, job.layerwise, job.timeout_s)
         loads = job.kind == "load"
         for other in open_batches.values():
             reads_both = (other.kind[0] == "load") == loads
@@ -117,6 +121,7 @@ class Mover:
         self._blocks = pool.allocate(count)  # slot -> block of the pool
         self._moves = Moves(scheduler)
         self._holds: dict[int, bytes] = {}  # slot -> the block whose bytes are in it
+        self._written_by: dict[int, Job] = {}  # slot -> its last save
         self._ended: list[Result] = []
         self._deadlines: dict[Moving, float] = {}
         self._closed = False
@@ -136,13 +141,14 @@ class Mover:
         of the rank, a block that is not there) ends as failed, and :meth:`finished` tells.
 
         Raises:
-            ValueError: a job of another version.
+            ValueError: a job of another version, or one that is no load or save of so many different blocks.
             IndexError: a job names a block that this rank has not.
             ClosedError: closed. Then nothing was started.
         """
         jobs = list(jobs)
         for job in jobs:
             check_version(job)
+            _check_form(job)
             check_ids(job.device_ids, f"device_ids of job {job.id}", self._scheduler.device_cache.num_blocks)
             check_ids(job.host_slots, f"host_slots of job {job.id}", len(self._blocks))
         compute = self._scheduler.compute_stream(None)
@@ -164,11 +170,12 @@ class Mover:
 
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the old life goes on.
+            ClosedError: closed.
         """
         deadline = Deadline(timeout_s)
-        for movement in change(self, self._cancel_all):
-            (movement.handle() or Transfer(movement)).wait_over(deadline.left_s())
-        change(self, self._forget)
+        while moving := change(self, self._begin_anew):  # again: another thread may have submitted meanwhile
+            for movement in moving:
+                (movement.handle() or Transfer(movement)).wait_over(deadline.left_s())
         return self.hello()
 
     def close(self) -> None:
@@ -220,15 +227,16 @@ class Mover:
             return False
         if wrong:
             self._refuse(job, wrong)
+        elif job.kind == "save":
+            for slot in job.host_slots:
+                self._holds.pop(slot, None)
+                self._written_by[slot] = job
         return not wrong
 
     def _start(self, jobs: list[Job], compute: Stream, submitted: Submitted) -> None:
         saves, layerwise = jobs[0].kind == "save", jobs[0].layerwise
         slots = [slot for job in jobs for slot in job.host_slots]
         ids = [one for job in jobs for one in job.device_ids]
-        if saves:
-            for slot in slots:
-                self._holds.pop(slot, None)
         blocks = [self._blocks[slot] for slot in slots]
         transfer = self._moves.start("offload" if saves else "onload", ids, blocks, compute, layerwise=layerwise)
         transfer._movement.computed_from = ()  # the directory knows from what, and which ranks have failed
@@ -258,22 +266,28 @@ class Mover:
             self._ended += moving.results(self.rank, self.epoch)
             if not moving.failed:
                 for job in moving.jobs:
-                    if job.kind == "save":
-                        self._holds.update(zip(job.host_slots, job.keys, strict=True))
+                    for slot, key in zip(job.host_slots, job.keys, strict=True):
+                        if self._written_by.get(slot) is job:  # and no later one, which may have written a part
+                            self._holds[slot] = key
         taken, self._ended = self._ended, []
         return taken
 
-    def _cancel_all(self) -> list[object]:
+    def _cancel_all(self) -> None:
         for moving in self._moves.moving:
             settling.progress(submission.cancel(moving.movement))
-        return [moving.movement for moving in self._moves.moving]
 
-    def _forget(self) -> None:
-        self._moves.moving.clear()
-        self._deadlines.clear()
-        self._ended.clear()
-        self._holds.clear()
-        self.epoch = _new_epoch()
+    def _begin_anew(self) -> list[Movement]:
+        """What still moves; if nothing does, all is forgotten."""
+        if self._closed:
+            raise ClosedError("the mover is closed")
+        self._cancel_all()
+        still = [moving.movement for moving in self._moves.moving if not moving.movement.over]
+        if not still:
+            self._moves.moving.clear()
+            for books in (self._deadlines, self._ended, self._holds, self._written_by):
+                books.clear()
+            self.epoch = _new_epoch()
+        return still
 
     def _close_here(self) -> None:
         if not self._closed:
@@ -281,6 +295,15 @@ class Mover:
             self._cancel_all()
             if not self._scheduler.host_pool.closed:
                 self._scheduler.host_pool.free_here(self._blocks)
+
+
+def _check_form(job: Job) -> None:
+    targets = {"load": job.device_ids, "save": job.host_slots}.get(job.kind)
+    if targets is None:
+        raise ValueError(f"kind of job {job.id} = {job.kind!r} must be 'load' or 'save'")
+    counts = {len(job.keys), len(job.host_slots), len(job.device_ids), len(set(targets))}
+    if len(counts) > 1:
+        raise ValueError(f"job {job.id} must have as many host slots and device ids as keys, each target once")
 
 
 def _new_epoch() -> int:

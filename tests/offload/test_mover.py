@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload import Directory, Hello, Job, Mover, Namespace, Outcome, Result, mover, spec_digest
+from paddle_kv.schedule.transfer import Transfer
 from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory, pool_memory
 
 HOST_BLOCKS = 10
@@ -223,6 +225,40 @@ def test_a_block_that_is_being_replaced_is_not_there_until_the_new_one_is(server
     assert [result.failed for result in rank.results()] == [()]
 
 
+def test_a_save_that_ends_when_a_later_one_writes_its_slot_leaves_nothing_there(server: Server) -> None:
+    rank = server.ranks[0]
+    rank.mover.submit([job_of(rank, "save", [0], [3], id=1)])
+    second = rank.mover.submit([job_of(rank, "save", [0], [4], keys=(KEYS[9],), id=2, layerwise=True)])
+    second.saves[0].mark_layer_written(0)  # written over the first
+    end_s, results = time.monotonic() + WAIT_S, rank.mover.finished()
+    while not results and time.monotonic() < end_s:
+        time.sleep(0.001)
+        results = rank.mover.finished()
+    assert [(result.job_id, result.failed) for result in results] == [(1, ())]
+    second.saves[0].cancel()
+    assert [(result.job_id, result.failed) for result in rank.results()] == [(2, (0,))]
+    rank.mover.submit([job_of(rank, "load", [0], [5], id=3)])
+    assert [result.damaged for result in rank.mover.finished()] == [(0,)]
+
+
+def test_a_slot_that_a_step_saves_to_is_not_loaded_from_behind_it(server: Server) -> None:
+    server.save(KEYS[:1], [0])
+    rank = server.ranks[0]
+    rank.mover.submit([job_of(rank, "save", [0], [3], keys=(KEYS[9],), id=8), job_of(rank, "load", [0], [5], id=9)])
+    assert {result.job_id: result.damaged for result in rank.results()} == {8: (), 9: (0,)}
+
+
+def test_each_job_has_its_own_time(server: Server, copies: Copies) -> None:
+    rank = server.ranks[0]
+    copies.hold("offload", 1)
+    jobs = [job_of(rank, "save", [slot], [slot], id=slot, timeout_s=bound) for slot, bound in ((0, 0.0), (1, None))]
+    rank.mover.submit(jobs)
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    rank.mover.finished()  # cancels the first one alone
+    copies.go_on()
+    assert {result.job_id: result.failed for result in rank.results()} == {0: (0,), 1: ()}
+
+
 def test_a_damaged_block_fails_its_own_job_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
     server = Server(1)
@@ -273,13 +309,18 @@ def test_what_is_not_for_this_rank_is_refused(server: Server, changes: dict[str,
         ({"device_ids": (3, 13)}, IndexError, r"device_ids of job 1\[1\] = 13 must be in \[0, 13\)"),
         ({"host_slots": (0, 10)}, IndexError, r"host_slots of job 1\[1\] = 10 must be in \[0, 10\)"),
         ({"host_slots": (-1, 1)}, IndexError, r"host_slots of job 1\[0\] = -1"),
+        ({"kind": "move"}, ValueError, "kind of job 1 = 'move' must be 'load' or 'save'"),
+        ({"keys": KEYS[:1]}, ValueError, "job 1 must have as many host slots and device ids as keys"),
+        ({"device_ids": (3,)}, ValueError, "job 1 must have as many"),
+        ({"host_slots": (1, 1)}, ValueError, "each target once"),
+        ({"kind": "load", "device_ids": (3, 3)}, ValueError, "each target once"),
     ],
 )
 def test_bad_jobs_move_nothing(server: Server, changes: dict[str, Any], error: Any, message: str) -> None:
     rank = server.ranks[0]
     before = pool_memory(rank.rig.pool)
     with pytest.raises(error, match=message):
-        rank.mover.submit([job_of(rank, "save", [5], [7]), job_of(rank, "save", [0, 1], [3, 4], **changes)])
+        rank.mover.submit([job_of(rank, "save", [5], [7]), replace(job_of(rank, "save", [0, 1], [3, 4]), **changes)])
     assert rank.mover.finished() == []
     assert_same(pool_memory(rank.rig.pool), before)
 
@@ -309,6 +350,28 @@ def test_a_rank_begins_anew_with_nothing(server: Server, copies: Copies) -> None
     server.save(KEYS[:2], [0, 1])
 
 
+def test_what_is_submitted_during_a_restart_is_over_before_the_new_life_begins(
+    server: Server, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = server.ranks[0]
+    copies.hold("offload", 1)
+    rank.mover.submit([job_of(rank, "save", [0], [0])])
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    submitted = []
+    wait_over = Transfer.wait_over
+
+    def meanwhile(transfer: Transfer, timeout_s: float | None = None) -> None:
+        if not submitted:
+            submitted.append(rank.mover.submit([job_of(rank, "save", [1], [1], id=2, layerwise=True)]))
+            copies.go_on()
+        wait_over(transfer, timeout_s)
+
+    monkeypatch.setattr(Transfer, "wait_over", meanwhile)
+    rank.mover.restart(WAIT_S)
+    assert submitted[0].saves[0].done()
+    assert rank.mover.finished() == []
+
+
 def test_after_close_the_blocks_are_the_pools_again() -> None:
     rank = Rank(1, capacity_blocks=7)
     assert rank.mover.hello() == Hello(1, rank.mover.epoch, 7, spec_digest(rank.rig.spec))
@@ -317,6 +380,8 @@ def test_after_close_the_blocks_are_the_pools_again() -> None:
         pass
     with pytest.raises(ClosedError):
         rank.mover.submit([])
+    with pytest.raises(ClosedError):
+        rank.mover.restart()
     rank.close()
 
 
