@@ -90,15 +90,18 @@ class Folder:
                 ) from None
             self._scan()
         except BaseException:
-            self.close()
+            self._close([])
             raise
 
     def close(self) -> None:
-        for descriptor in (self._lock_descriptor, self.descriptor, *self._old_descriptors):
+        self._close(self._old_descriptors)
+        self._old_descriptors = []
+
+    def _close(self, others: list[int]) -> None:
+        for descriptor in (self._lock_descriptor, self.descriptor, *others):
             if descriptor >= 0:
                 os.close(descriptor)
         self._lock_descriptor = self.descriptor = -1
-        self._old_descriptors = []
 
     def _scan(self) -> None:
         found = (match for match in map(SHELF_NAME.fullmatch, os.listdir(self.descriptor)) if match)
@@ -142,7 +145,7 @@ class Folder:
             self._open_shelves.clear()
             self.used_bytes = sum(shelf.size_bytes for shelf in self._arriving.values())
             # Other threads may be about to use them: the numbers must not become those of other files.
-            self._old_descriptors += [self.descriptor, self._lock_descriptor]
+            self._old_descriptors += [one for one in (self.descriptor, self._lock_descriptor) if one >= 0]
             self.descriptor = self._lock_descriptor = -1
             try:
                 self._open()

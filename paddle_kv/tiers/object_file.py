@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 
@@ -14,7 +15,8 @@ def write_file(folder: int, path: str, buffers: Sequence[memoryview], *, direct:
     flags = os.O_WRONLY | os.O_CREAT | _FLAGS | (DIRECT if direct else 0)
     descriptor = os.open(path, flags, 0o600, dir_fd=folder)
     try:
-        _all(os.pwritev, descriptor, buffers, 0)
+        if not _all(os.pwritev, descriptor, buffers, 0):
+            raise OSError(errno.EIO, "nothing was written", path)
     finally:
         os.close(descriptor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
 import threading
@@ -138,19 +139,19 @@ class Root:
             item.ended(outcome)
 
     def _store(self, item: Write) -> Outcome:
-        place = self.folder.begin_write(item.name, item.size_bytes)
-        if place is None:
+        buffers = None if item.name in self.folder else item.buffers()
+        # What is not wanted any more must not make others go.
+        place = None if buffers is None else self.folder.begin_write(item.name, item.size_bytes)
+        if buffers is None or place is None:
             return Outcome.DONE if item.name in self.folder else Outcome.DROPPED
         complete = False
         try:
-            buffers = item.buffers()
-            if buffers is not None:
-                write_file(self.folder.descriptor, place.temporary, buffers, direct=self.direct and item.aligned)
-                complete = True
+            write_file(self.folder.descriptor, place.temporary, buffers, direct=self.direct and item.aligned)
+            complete = True
         finally:
             self.folder.end_write(place, complete=complete)
         self.writes.worked()
-        return Outcome.DONE if complete else Outcome.DROPPED
+        return Outcome.DONE
 
     def _begin_read(self, item: Read) -> None:
         if item.deadline.over:
@@ -171,7 +172,10 @@ class Root:
             self.folder.delete(reading.item.name)
             outcome = Outcome.MISSING
         except OSError as error:
-            self.reads.failed(error)
+            if error.errno == errno.ELOOP:
+                outcome = Outcome.DAMAGED  # somebody's link: the storage works
+            else:
+                self.reads.failed(error)
         finally:
             if outcome is not None:
                 self._end_read(reading, outcome)

@@ -14,6 +14,7 @@ from paddle_kv.cli import doctor
 from paddle_kv.cli.main import app
 from paddle_kv.testing.tiers.rig import WAIT_S, keys
 from paddle_kv.tiers import Outcome
+from paddle_kv.tiers.folder import Folder
 from tests.tiers.conftest import MakeRig, objects
 
 RUNNER = CliRunner()
@@ -59,13 +60,16 @@ def test_what_is_not_an_object_or_not_in_its_place(root: Path) -> None:
     second.unlink()
     second.mkdir()
     (first.parent / "of somebody else").write_bytes(b"")
+    with first.open("ab") as file:
+        file.write(b"\0")
     (root / f"{9:010d}-4096").write_bytes(b"")
     assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes; 1 incomplete"
     (root / f"{9:010d}-4096").unlink()
     told = called("verify", root, code=1)
     assert f"damaged: {second}" in told
     assert f"damaged: {third}" in told
-    assert "2 damaged" in told
+    assert f"damaged: {first}" in told
+    assert "3 damaged" in told
 
 
 def test_gc(root: Path) -> None:
@@ -74,6 +78,20 @@ def test_gc(root: Path) -> None:
     assert called("verify", root).endswith("5 objects, 266240 bytes read; 0 damaged")
     assert called("gc", root, "--capacity-bytes", 3 * 53248).endswith("2 beyond the capacity")
     assert called("stat", root).endswith("3 objects, 159744 bytes; 0 incomplete")
+
+
+def test_gc_takes_the_oldest(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "root", 1 << 20)
+    for number, size in enumerate((100, 300, 200)):  # a folder for each size: the order of age after a restart
+        place = folder.begin_write(bytes([number]) * 16, size)
+        assert place is not None
+        (tmp_path / "root" / place.temporary).write_bytes(bytes(size))
+        folder.end_write(place, complete=True)
+    folder.close()
+    assert called("gc", tmp_path / "root", "--capacity-bytes", 500).endswith("1 beyond the capacity")
+    assert [path.stat().st_size for path in objects(tmp_path)] == [300, 200]
+    assert called("gc", tmp_path / "root", "--capacity-bytes", 499).endswith("1 beyond the capacity")
+    assert [path.stat().st_size for path in objects(tmp_path)] == [200]
 
 
 def test_a_folder_that_a_server_uses(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -86,11 +104,22 @@ def test_a_folder_that_a_server_uses(make_rig: MakeRig, tmp_path: Path) -> None:
 
 
 def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paddle_kv.bench import tiers
+
+    cases: list[tiers.Case] = []
+    measure = tiers.measure
+
+    def watched(case: tiers.Case, progress: Any) -> Any:
+        cases.append(case)
+        return measure(case, progress)
+
+    monkeypatch.setattr(tiers, "measure", watched)
     monkeypatch.setattr("shutil.which", lambda name: None)
     told = called("bench", tmp_path, "--objects", 6, "--kib", 128, "--repeats", 1)
     for way in ("tier store", "tier load, layer by layer", "bare calls, store", "bare calls, load"):
         assert way in told
     assert "fio" not in told
+    assert [(case.num_objects, case.object_bytes) for case in cases] == [(6, 128 << 10)]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -456,6 +456,54 @@ def test_a_folder_is_given_back_whatever_children_live(tmp_path: Path) -> None:
         engine.close(WAIT_S)
 
 
+def test_what_nobody_wants_evicts_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(capacity_bytes=3 * OBJECT_BYTES)
+    rig.store(keys(3))
+    job = Job(keys(3, "new"), [0, 1, 2])
+    job.cancel()
+    rig.tier.store([job])
+    rig.tier.drain(WAIT_S)
+    assert job.outcomes == [Outcome.DROPPED] * 3
+    assert rig.tier.exists(keys(3)) == [True] * 3
+    assert rig.tier.stats()["engine_used_bytes"] == 3 * OBJECT_BYTES
+
+
+def test_a_link_is_no_object(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig()
+    rig.store(keys(2))
+    outside = tmp_path / "outside"
+    first = next(path for path in objects(tmp_path) if path.name == rig.tier.format.name_of(keys(1)[0]).hex())
+    first.rename(outside)
+    first.symlink_to(outside)
+    job = rig.load(keys(2))
+    assert job.outcomes == [Outcome.DAMAGED, Outcome.DONE]
+    assert not first.is_symlink()
+    assert outside.stat().st_size == OBJECT_BYTES
+    assert rig.tier.stats()["engine_errors"] == 0
+
+
+def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(OSError, match="nothing was written"):
+        object_file.write_file(-1, str(tmp_path / "file"), [memoryview(b"a")], direct=False)
+
+
+def test_a_folder_that_comes_back_in_other_hands_leaves_descriptors_alone(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "root", 100)
+    before = folder.descriptor
+    shutil.rmtree(tmp_path / "root")
+    other = Folder(tmp_path / "root", 100)
+    for _ in range(3):
+        with pytest.raises(OSError, match="in use by another engine"):
+            folder.check()
+        os.fstat(before)  # another thread may be about to use it
+    other.close()
+    assert folder.check()
+    folder.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(before)
+
+
 def test_a_miss_is_not_behind_a_system_that_does_not_answer(make_rig: MakeRig) -> None:
     rig = make_rig()
     folder = rig.tier.engine.roots[0].folder  # type: ignore[attr-defined]
