@@ -129,6 +129,21 @@ def test_failed_transfers_are_not_kept(scheduler: LayerwiseScheduler, copies: Co
     manager.sync_input_stream()
 
 
+def test_the_first_failure_is_told_whatever_comes_behind_it(scheduler: LayerwiseScheduler, copies: Copies) -> None:
+    manager = CacheTransferManager(scheduler)
+    copies.fail("offload", 1, OSError("lost"))
+    manager.evict_to_host_async([3], [11], order_compute=False).wait_over(WAIT_S)
+    copies.heal()
+    for block in (4, 5):
+        manager.evict_to_host_async([block], [block])
+    copies.fail("offload", 1, OSError("again"))
+    with pytest.raises(TransferError, match="again"):
+        manager.evict_to_host_async([6], [6])
+    with pytest.raises(TransferError, match="lost"):
+        manager.sync_output_stream()
+    manager.sync_output_stream()
+
+
 def test_events_belong_to_the_thread_that_loads(scheduler: LayerwiseScheduler) -> None:
     """Four threads submit at once: each event is one of the load of its own thread."""
     manager, meet = CacheTransferManager(scheduler), threading.Barrier(4)

@@ -40,17 +40,17 @@ def name_of(role: str, layer: int, rank: int = 1, device: int = 2) -> str:
 class Maps:
     """The maps of a rank: tensors with known bits, and one piece of poisoned host memory a role and layer.
 
-    ``draft_blocks``: of the last layer, which is one of a draft model.
+    ``draft_blocks``: of ``draft_layer``, which is one of a draft model.
     """
 
-    def __init__(self, form: Form, layers: int = 3, draft_blocks: int = DEVICE_BLOCKS) -> None:
+    def __init__(self, form: Form, layers: int = 3, draft_blocks: int = DEVICE_BLOCKS, draft_layer: int = 2) -> None:
         self.form, self.layers = form, layers
         self.tensors: dict[str, Any] = {}
         self.device: dict[str, np.ndarray] = {}
         self.host: dict[str, np.ndarray] = {}
         for role, (shape, dtype) in form.items():
             for layer in range(layers):
-                name, blocks = name_of(role, layer), DEVICE_BLOCKS if layer < layers - 1 else draft_blocks
+                name, blocks = name_of(role, layer), draft_blocks if layer == draft_layer else DEVICE_BLOCKS
                 block_bytes = int(np.prod(shape)) * item_bytes(dtype)
                 self.device[name] = random_bits(blocks, block_bytes, len(self.tensors))
                 self.tensors[name] = tensor_of(self.device[name], shape, dtype, cpu_tensor(np.zeros(1)).place)
@@ -96,8 +96,9 @@ def test_without_host_memory_it_is_allocated(form: str) -> None:
     maps.check()
 
 
-def test_layers_of_a_draft_model_have_more_blocks() -> None:
-    maps = Maps(FORMS["bf16"], draft_blocks=2 * DEVICE_BLOCKS)
+@pytest.mark.parametrize("draft_layer", [0, 2])
+def test_layers_of_a_draft_model_have_more_blocks(draft_layer: int) -> None:
+    maps = Maps(FORMS["bf16"], draft_blocks=2 * DEVICE_BLOCKS, draft_layer=draft_layer)
     with maps.manager() as manager:
         assert manager.num_layers == 3
         maps.move(manager)
@@ -198,6 +199,12 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
         lambda m: {"host_cache_kvs_map": without(m.addresses, *(name_of("indexer_caches", i) for i in range(3)))},
         ValueError,
         r"host_cache_kvs_map has \['key_caches'\], cache_kvs_map has \['indexer_caches', 'key_caches'\]; a block is",
+    ),
+    (
+        "MLA",
+        lambda m: {"host_cache_kvs_map": m.addresses | {name_of("indexer_caches", i): 4096 for i in range(3)}},
+        ValueError,
+        r"host_cache_kvs_map has \['indexer_caches', 'key_caches'\], cache_kvs_map has \['key_caches'\]; a block is",
     ),
     (
         "MLA",

@@ -129,6 +129,8 @@ def test_tensors_of_which_some_have_more_blocks() -> None:
     }
     cache = DeviceCache.adopt(spec, tensors, num_blocks=4)
     assert cache.num_blocks == 4
+    rest = {name: [tensors[name][1]._slice(4, 9)] for name in spec.tensor_names}  # which is nobody's
+    assert DeviceCache.adopt(make_spec(num_layers=1, extra={}), rest).num_blocks == 5
     with LayerwiseScheduler(cache, HostPool(spec, 3)) as scheduler:
         for view in (scheduler.host_pool.view(name, layer, 2) for name in spec.tensor_names for layer in range(2)):
             view[...] = 1
