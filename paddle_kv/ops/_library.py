@@ -7,7 +7,9 @@ registered. It also serves eager calls with a Paddle that does not lend what the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +40,11 @@ def _load() -> None:
             f"paddle_kv has no operators for Paddle {paddle.__version__} ({have} in {DIRECTORY}); "
             "build them with this Paddle: python setup_ops.py build"
         )
+    other = _other_copy()
+    if other is not None:  # Paddle would end the process
+        raise ImportError(
+            f"another copy of the operators is loaded already ({other}), and Paddle takes one; {LIBRARY} is not loaded"
+        )
     try:
         _register(str(LIBRARY))
     except RuntimeError as error:  # what the loader said stands in the midst of Paddle's own advice
@@ -46,6 +53,16 @@ def _load() -> None:
             f"{LIBRARY} cannot be loaded by Paddle {paddle.__version__} ({reason[1] if reason else error}); "
             "build it again on this machine: python setup_ops.py build"
         ) from None
+
+
+def _other_copy() -> str | None:
+    """A library of the same name, but another file, that this process has loaded."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as loaded:
+        for line in loaded:
+            path = line[line.find("/") :].rstrip("\n")
+            if f"/{LIBRARY.name}" in path and not (os.path.exists(path) and LIBRARY.samefile(path)):
+                return path
+    return None
 
 
 def _python_functions() -> tuple[_Functions, _Functions]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
+from paddle_kv.tracking.group import change
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
 LAYOUTS = ["layer_first", "block_first"]
@@ -478,3 +480,13 @@ def test_the_stride_of_what_is_not_there() -> None:
     with pytest.raises(ValueError, match="name = 'nothing' must be one of"):
         pool.stride_bytes("nothing")
     pool.close()
+
+
+def test_blocks_that_did_not_reach_their_caller_come_back_from_a_cycle_too(pool):
+    """As of an exception that refers to itself by its frames."""
+    cycle = [change(pool.domain, functools.partial(pool.allocate_here, 2))]
+    cycle.append(cycle)
+    assert pool.num_free_blocks == pool.num_blocks - 2
+    del cycle
+    gc.collect()
+    assert pool.num_free_blocks == pool.num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -329,6 +330,21 @@ def test_a_library_of_earlier_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(_library._python_functions()[0]) == len(OPERATORS)
     monkeypatch.setattr(ctypes, "PyDLL", lambda path: object())
     assert _library._python_functions() == ({}, {})
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_two_copies_of_the_library(tmp_path: Path, again: bool) -> None:
+    """A package that is installed and one that is built in place. The same file again is no second copy."""
+    library = _library.LIBRARY if again else shutil.copy(_library.LIBRARY, tmp_path)
+    program = (
+        "import zlib, sys, paddle\nfrom paddle.utils import cpp_extension\n"
+        f"cpp_extension.load_op_meta_info_and_register_op({str(library)!r})\n"
+        "try:\n    from paddle_kv import ops\n    print('loaded')\nexcept ImportError as error:\n    print(error)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    refused = f"another copy of the operators is loaded already ({library}), and Paddle takes one; "
+    assert ran.returncode == 0 and ran.stdout.startswith("loaded" if again else refused), (ran.stdout, ran.stderr)
 
 
 def test_the_interpreter_ends_while_a_thread_calls() -> None:
