@@ -60,7 +60,13 @@ class Request:
             except TransferError:  # a block in host memory is damaged, and dropped now: nothing has moved
                 found = 0
         self.start = found * block_size
-        self._save(found)
+        try:
+            self._save(found)
+        except BaseException:  # nobody gets the load, so nothing of it may touch the blocks any more
+            self.cancel()
+            for load in self.loads:
+                load.wait_over()
+            raise
 
     def _save(self, found: int) -> None:
         full = len(self.hashes)

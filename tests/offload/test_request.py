@@ -169,6 +169,23 @@ def test_a_prompt_that_raises_holds_and_keeps_nothing(server: Server) -> None:
     assert (stats["pinned_blocks"], stats["saving_blocks"]) == (0, 0)
 
 
+def test_a_request_whose_save_cannot_begin_leaves_no_load_behind(
+    server: Server, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.prefill(TOKENS[: 2 * SIZE + 1], [9, 2, 11])
+
+    def refuse(*given: Any, **options: Any) -> None:
+        copies.go_on()
+        raise ZeroDivisionError
+
+    copies.hold("onload", 3)
+    monkeypatch.setattr(server.manager, "blocks_full", refuse)
+    with pytest.raises(ZeroDivisionError):
+        server.manager.request(TOKENS, [0, 1, 3, 4])
+    assert server.manager.in_flight() == []
+    assert server.manager.stats()["pinned_blocks"] == 0
+
+
 def test_with_write_back_it_saves_nothing(copies: Copies) -> None:
     server = Server(write_through=False)
     server.prefill(TOKENS, [9, 2, 11, 5])
