@@ -1,7 +1,7 @@
 """What an engine does: it moves objects, byte ranges between registered memory and a store, and reports each of them.
 
 An engine knows names, sizes and addresses; what the bytes mean, and whether they are right, :mod:`.tier` knows. All of
-it may be called by any thread, and nothing of it but ``close`` waits for storage.
+it may be called by any thread, and nothing of it but ``delete`` and ``close`` waits for storage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way down: which blocks of the host pool go to a tier, and when. Nothing here waits for storage."""
+"""The way down: which blocks of the host pool go to a tier, and when. Nothing here waits for storage but deletion."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ from .protocol import Engine, Outcome
 class Tier:
     """Stores blocks of a host pool in an engine, and loads them, each with its checksums.
 
-    No call waits for storage, but :meth:`close`. What is late, missing, damaged or of another model is a miss.
+    No call waits for storage, but :meth:`drain`, :meth:`delete` and :meth:`close`. What is late, missing, damaged or of
+    another model is a miss.
 
     Args:
         engine: where the objects are. It stays its owner's: close the tiers first, then the engine.
@@ -128,7 +129,7 @@ class Tier:
         return self.engine.exists([self.format.name_of(key) for key in check_keys(keys)])
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes objects that are there."""
+        """Deletes objects that are there. The engine may wait for its storage."""
         self._check_open()
         self.engine.delete([self.format.name_of(key) for key in check_keys(keys)])
 
