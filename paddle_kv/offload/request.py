@@ -57,7 +57,8 @@ class Request:
             found = lease.num_blocks
             try:
                 self.loads += [manager.onload(lease.hashes, self._table[:found])] if found else []
-            except TransferError:  # a block in host memory is damaged, and dropped now: nothing has moved
+            except TransferError:  # a block in host memory is damaged and dropped now, or no copy could begin
+                manager.device_cache.mark_rewritten(self._table[:found])  # the pass does
                 found = 0
         self.start = found * block_size
         try:

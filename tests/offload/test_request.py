@@ -13,15 +13,16 @@ from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload import KVOffloadManager, Request
 from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory
+from tests.schedule.test_failures import FailingBackend
 
 LAYERS, SIZE = 5, 7
 TOKENS = list(range(3 * SIZE + 2))
 
 
 class Server:
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, backend: Any = "auto", **options: Any) -> None:
         self.rig = Rig(host_blocks=12)
-        self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool)
+        self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool, backend=backend)
         self.manager = KVOffloadManager(self.scheduler, **options)
         self.computed: list[int] = []
 
@@ -184,6 +185,18 @@ def test_a_request_whose_save_cannot_begin_leaves_no_load_behind(
         server.manager.request(TOKENS, [0, 1, 3, 4])
     assert server.manager.in_flight() == []
     assert server.manager.stats()["pinned_blocks"] == 0
+
+
+def test_a_load_that_cannot_begin_is_computed_and_saved() -> None:
+    backend = FailingBackend()
+    server = Server(backend=backend)
+    server.prefill(TOKENS, [9, 2, 11, 5])
+    backend.fail("copy_layers", 1, OSError("lost"))
+    server.prefill(TOKENS, [0, 1, 3, 4])
+    server.check([0, 1, 3, 4])
+    assert server.computed == [0, 0]
+    server.manager.save([b"other", b"name"], [0, 1]).wait(WAIT_S)
+    server.close()
 
 
 def test_with_write_back_it_saves_nothing(copies: Copies) -> None:
