@@ -46,14 +46,18 @@ class FilesEngine:
         capacities = {path: check_positive(capacity, f"roots[{path!r}]") for path, capacity in roots.items()}
         threads_per_root = check_positive(threads_per_root, "threads_per_root")
         folders: list[Folder] = []
+        self.roots: list[Root] = []
         try:
             for path, capacity in capacities.items():
                 folders.append(Folder(path, capacity))
+            for folder in folders:
+                self.roots.append(Root(folder, threads_per_root))
         except BaseException:
+            for root in self.roots:
+                root.close(Deadline(None))
             for folder in folders:
                 folder.close()
             raise
-        self.roots = [Root(folder, threads_per_root) for folder in folders]
         self._process_id = os.getpid()
         self._closed = False
         _engines.add(self)

@@ -52,12 +52,15 @@ class Root:
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each item; False: the end
         self._num_open = 0
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"paddle_kv-files-{number}", daemon=True)
-            for number in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(num_threads):
+                thread = threading.Thread(target=self._run, name=f"paddle_kv-files-{number}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close(Deadline(None))
+            raise
 
     def write(self, item: Write) -> None:
         with self._lock:

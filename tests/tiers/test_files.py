@@ -456,6 +456,26 @@ def test_a_folder_is_given_back_whatever_children_live(tmp_path: Path) -> None:
         engine.close(WAIT_S)
 
 
+def test_an_engine_that_gets_no_threads_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def few(self: threading.Thread) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", few)
+        with pytest.raises(RuntimeError, match="new thread"):
+            FilesEngine({tmp_path / "a": 100, tmp_path / "b": 100}, threads_per_root=2)
+    for thread in started:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    FilesEngine({tmp_path / "a": 100, tmp_path / "b": 100}).close()
+
+
 def test_what_nobody_wants_evicts_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(capacity_bytes=3 * OBJECT_BYTES)
     rig.store(keys(3))
