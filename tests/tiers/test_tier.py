@@ -216,3 +216,16 @@ def test_those_that_waited_in_vain_are_forgotten(rig: Rig) -> None:
     assert not rig.tier._drains
     item.ended(Outcome.DONE)
     rig.close()
+
+
+def test_a_job_that_is_settled_behind_close_writes_to_no_descriptor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may still be at it; the number may be that of another file by now."""
+    rig.close()
+    written: list[int] = []
+    monkeypatch.setattr("os.eventfd_write", lambda descriptor, _: written.append(descriptor))
+    job = Job(keys(1), [2])
+    job.begin("store", 1, time.monotonic())
+    job.end(0, Outcome.DONE)
+    rig.tier._look(job)
+    assert job.settled
+    assert written == []
