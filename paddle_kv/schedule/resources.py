@@ -16,6 +16,7 @@ from typing import Any
 
 from ..backend.protocol import Backend
 from ..backend.work import Event, Stream
+from ..tracking.group import Grouped, Guard
 
 abandoned: deque[DeviceResources] = deque()
 
@@ -108,6 +109,12 @@ class DeviceResources:
             taken.clear()  # the exception keeps this frame
             raise
         return events
+
+    def guard_events(self, member: Grouped) -> None:
+        """Whoever waits for those in use hears of each, also where a signal handler raises in a :class:`_Notice`."""
+        for events in [tie() for tie in list(self._ties)]:
+            if events is not None and events is not self._own_events:
+                Guard(events, member, self._notify)
 
     def _collect_events(self) -> None:
         destroy = self.backend.destroy_event

@@ -375,6 +375,7 @@ class LayerwiseScheduler:
                 deadline = Deadline(timeout_s)
                 change(self, functools.partial(self._begin_close, closer))
                 self.drain(timeout_s)
+                change(self, functools.partial(self.resources.guard_events, self.host_pool.domain))
                 if not wait_until(self, self._is_unused, deadline.left_s()):
                     raise TimeoutError(f"other threads were still about to wait after timeout_s = {timeout_s}")
                 self.group.host.call(self._finish_close)

@@ -164,3 +164,15 @@ def test_the_numbers_of_groups_grow():
     assert all(isinstance(one, int) for one in numbers)
     assert groups.registry.acquire(timeout=WAIT_S)  # nobody has left it held
     groups.registry.release()
+
+
+def test_a_guard_that_was_cancelled_does_nothing(caplog):
+    class Owner:
+        pass
+
+    member, owner, done = Member(), Owner(), []
+    guard = groups.Guard(owner, member, lambda: done.append(1))
+    guard.cancel()
+    del owner
+    change(member, list)  # behind the guard
+    assert not done and not caplog.records and guard not in groups._guards

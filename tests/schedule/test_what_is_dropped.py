@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+
 import pytest
 
 from paddle_kv import BackendError, CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from tests.schedule.rig import WAIT_S
+from paddle_kv.schedule import resources
+from paddle_kv.tracking.group import change
+from tests.schedule.rig import SHORT_S, WAIT_S
 from tests.schedule.test_cancelled_before import Watched
 
 
@@ -87,3 +92,17 @@ def test_of_five_layers_that_lack_a_mark_three_are_named(rig):
             save.mark_layer_written(0 if save.state.value == "pending" else 1)
             save.wait_layer(0, timeout_s=WAIT_S)
         save.cancel()
+
+
+def test_close_hears_of_events_although_a_handler_raises_where_they_end(rig, monkeypatch):
+    """As at the first instruction of the finalizer that tells of them."""
+    monkeypatch.delattr(resources._Notice, "__del__")
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    held = change(scheduler, functools.partial(scheduler.resources.take_events, 2))
+    closing = threading.Thread(target=scheduler.close, daemon=True)
+    closing.start()
+    closing.join(SHORT_S)
+    assert closing.is_alive()
+    del held
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
