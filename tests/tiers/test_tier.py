@@ -229,3 +229,17 @@ def test_a_job_that_is_settled_behind_close_writes_to_no_descriptor(rig: Rig, mo
     rig.tier._look(job)
     assert job.settled
     assert written == []
+
+
+def test_a_drain_waits_for_the_last_job(rig: Rig) -> None:
+    _, first = begun(rig, "store")
+    _, second = begun(rig, "store")
+    draining = threading.Thread(target=rig.tier.drain, daemon=True)
+    draining.start()
+    until(lambda: len(rig.tier._drains) == 1)
+    first.ended(Outcome.DONE)
+    assert len(rig.tier._drains) == 1
+    second.ended(Outcome.DONE)
+    draining.join(WAIT_S)
+    assert not draining.is_alive()
+    rig.close()
