@@ -242,9 +242,8 @@ class Mover:
         transfer._movement.computed_from = ()  # the directory knows from what, and which ranks have failed
         moving = Moving(transfer._movement, jobs)
         self._moves.moving.append(moving)
-        limits = [job.timeout_s for job in jobs if job.timeout_s is not None]
-        if limits:
-            self._deadlines[moving] = time.monotonic() + min(limits)
+        if (timeout_s := jobs[0].timeout_s) is not None:
+            self._deadlines[moving] = time.monotonic() + timeout_s
         if not saves:
             submitted.loads.append(transfer)
         elif layerwise:

@@ -128,3 +128,59 @@ def test_a_job_that_was_planned_without_a_rank_does_not_wait_for_it() -> None:
     clock.now_s += 3.0
     assert [one.late for one in directory.complete()] == [()]
     assert directory.stats()["jobs_in_flight"] == 0
+
+
+def test_what_is_arriving_is_not_loaded() -> None:
+    directory = made()
+    assert directory.plan_save(KEYS[:1], [0]).job is not None
+    with pytest.raises(KeyError, match="is not present"):
+        directory.plan_load(KEYS[:1], [1])
+
+
+@pytest.mark.parametrize("result", [{}, {"failed": (0,)}])
+def test_nobody_is_told_of_a_block_that_was_forgotten_on_its_way(result: dict[str, Any]) -> None:
+    directory = made(max_events=9)
+    for forget, events in ((directory.clear, ["cleared"]), (lambda: directory.drop(KEYS[:1]), [])):
+        job = directory.plan_save(KEYS[:1], [0]).job
+        forget()
+        done(directory, job, **result)
+        assert [event.kind for event in directory.take_events()] == events
+
+
+def test_a_directory_without_a_spec_takes_ranks_of_any() -> None:
+    directory = Directory(8)
+    directory.join(Hello(0, 5, 8, b"spec"))
+    assert directory.ready
+
+
+def test_a_block_that_a_rank_calls_damaged_has_failed() -> None:
+    directory = made()
+    save(directory, KEYS[:2])
+    [outcome] = done(directory, directory.plan_load(KEYS[:2], [0, 1]), damaged=(1,))
+    assert outcome.failed == (1,)
+
+
+def test_a_save_whose_time_is_over_does_not_end_again_with_its_load() -> None:
+    clock = Clock()
+    directory = made(clock=clock)
+    save(directory, KEYS[:1])
+    load = directory.plan_load(KEYS[:1], [0])
+    job = directory.plan_save(KEYS[1:2], [1], computed_from=[load.id], timeout_s=1.0).job
+    assert done(directory, job) == []
+    clock.now_s += 1.0
+    assert [one.failed for one in directory.complete()] == [(0,)]
+    assert [one.job_id for one in done(directory, load)] == [load.id]
+
+
+def test_a_lost_rank_ends_each_job_once_and_none_that_another_still_moves() -> None:
+    clock = Clock()
+    directory = made(ranks=2, timeout_s=3.0, clock=clock)
+    save(directory, KEYS[:1])
+    late = directory.plan_load(KEYS[:1], [0])
+    clock.now_s += 3.0
+    assert [one.late for one in directory.complete()] == [(0, 1)]
+    load = directory.plan_load(KEYS[:1], [1])
+    job = directory.plan_save(KEYS[1:2], [2], computed_from=[load.id]).job
+    assert done(directory, job) == [] == directory.complete([Result(load.id, 0, 5)])
+    assert [one.job_id for one in directory.lost(1)] == [load.id, load.id + 1]
+    assert [(one.job_id, one.late) for one in directory.complete([Result(late.id, 0, 5)])] == [(late.id, ())]

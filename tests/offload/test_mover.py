@@ -257,6 +257,7 @@ def test_each_job_has_its_own_time(server: Server, copies: Copies) -> None:
     rank.mover.finished()  # cancels the first one alone
     copies.go_on()
     assert {result.job_id: result.failed for result in rank.results()} == {0: (0,), 1: ()}
+    assert rank.mover._deadlines == {}
 
 
 def test_a_damaged_block_fails_its_own_job_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
