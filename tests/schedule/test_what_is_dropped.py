@@ -106,3 +106,23 @@ def test_close_hears_of_events_although_a_handler_raises_where_they_end(rig, mon
     del held
     closing.join(WAIT_S)
     assert not closing.is_alive()
+
+
+def test_behind_three_that_were_dropped_from_the_last_to_the_first(rig, copies):
+    """What the first of them was behind still writes the block."""
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([5], [5], layerwise=True)
+        save.mark_layer_written(0)
+        writing = scheduler.onload([5], [0])
+        for load in reversed([scheduler.onload([block], [0]) for block in (6, 7, 8)]):
+            load.cancel()
+        last = scheduler.onload([9], [0])
+        for layer in range(1, save.num_layers):
+            save.mark_layer_written(layer)
+        copies.go_on()
+        for transfer in (save, writing, last):
+            transfer.wait(WAIT_S)
+    rig.expect_offload([5], [5])
+    rig.expect_onload([9], [0])
+    rig.check()
