@@ -16,6 +16,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,8 +207,15 @@ class Broken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.errors: dict[str, int] = {}
         self.short = False
+        self.now_s = 1000.0  # how long a root rests does not depend on how busy the machine is
+        monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: self.now_s))
         for name in ("pwritev", "preadv", "open"):
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+
+    def mend(self) -> None:
+        """It works again, and every root has rested."""
+        self.errors.clear()
+        self.now_s += health.LONGEST_REST_S
 
     def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*given: Any, **named: Any) -> Any:
@@ -223,7 +231,6 @@ class Broken:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Broken:
-    monkeypatch.setattr(health, "FIRST_REST_S", 0.2)
     return Broken(monkeypatch)
 
 
@@ -249,11 +256,13 @@ def test_writing_fails_for_a_while(
     assert rig.tier.stats()["engine_errors"] >= 1
     assert rig.tier.stats()["engine_resting_roots"] == 1
     broken.errors.clear()
+    assert rig.store(keys(1, "too early")).outcomes == [Outcome.DROPPED]
+    broken.mend()
     assert rig.load(keys(3)).done  # serving goes on
     assert len(objects(tmp_path)) == 3
     assert list(tmp_path.rglob("_*")) == []
     assert rig.tier.stats()["engine_used_bytes"] == 3 * OBJECT_BYTES
-    until(lambda: rig.store(keys(5, "later")).done)
+    assert rig.store(keys(5, "later")).done
     assert "works again" in caplog.records[-1].getMessage()
     assert len(warnings_of(caplog)) == 1
     assert rig.load(keys(5, "later")).done
@@ -263,8 +272,9 @@ def test_what_is_queued_behind_an_error_is_dropped(make_rig: MakeRig, broken: Br
     rig = make_rig()
     broken.errors["pwritev"] = errno.ENOSPC
     job = rig.store(keys(40))
-    assert job.outcomes.count(Outcome.DROPPED) >= 30
-    assert rig.tier.stats()["engine_errors"] == job.outcomes.count(Outcome.FAILED) <= 10
+    failed = job.outcomes.count(Outcome.FAILED)
+    assert rig.tier.stats()["engine_errors"] == failed <= 16  # one in each thread
+    assert job.outcomes.count(Outcome.DROPPED) == 40 - failed
 
 
 def test_reading_fails_for_a_while(make_rig: MakeRig, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
@@ -276,8 +286,9 @@ def test_reading_fails_for_a_while(make_rig: MakeRig, broken: Broken, caplog: py
         assert not set(job.outcomes) - {Outcome.FAILED, Outcome.DROPPED, Outcome.MISSING}
     assert len(warnings_of(caplog)) == 1
     assert rig.tier.exists(keys(5)) == [False] * 5
-    broken.errors.clear()
-    until(lambda: rig.tier.exists(keys(5)) == [True] * 5)
+    assert rig.tier.exists(keys(5)) == [False] * 5
+    broken.mend()
+    assert rig.tier.exists(keys(5)) == [True] * 5
     job = rig.load(keys(5))
     assert job.done
     assert rig.wrong(job) == []
@@ -534,11 +545,3 @@ def test_a_miss_is_not_behind_a_system_that_does_not_answer(make_rig: MakeRig) -
         loading.join(5.0)
         assert not loading.is_alive()
     assert job.outcomes == [Outcome.MISSING]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(300):
-        if condition():
-            return
-        time.sleep(0.05)
-    raise TimeoutError("it did not come about")
