@@ -5,9 +5,10 @@ two halves for servers of several processes.
 plain Python: names are imported when they are asked for.
 """
 
-import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+
+from .._lazy import lazy_name as _lazy_name
 
 if _TYPE_CHECKING:
     from .arc import Arc
@@ -96,11 +97,7 @@ _MODULE_OF = {
 
 
 def __getattr__(name: str) -> _Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(_importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    globals()[name] = found
-    return found
+    return _lazy_name(__name__, _MODULE_OF, name)
 
 
 def __dir__() -> list[str]:
