@@ -12,7 +12,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +78,19 @@ def late_copies(seed: int) -> Iterator[None]:
         binding.copy = copy
 
 
+@contextmanager
+def at_work(bench: Bench, seed: int) -> Iterator[tuple[CacheTransferManager, Callable[[Callable[[int], int]], int]]]:
+    """The adapter, and what sums up the results of a function of the thread's number."""
+
+    def total(serve: Callable[[int], int]) -> int:
+        with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="cache_transfer") as executor:
+            return sum(executor.map(serve, range(THREADS)))
+
+    with LayerwiseScheduler(bench.cache, bench.pool) as scheduler, late_copies(seed):
+        yield CacheTransferManager(scheduler), total
+    bench.pool.close()
+
+
 def stale_tensors(count: int, seed: int = 0) -> int:
     """Of so many loads, over all threads: tensors of a layer that were not what the host has, behind their event."""
     bench = Bench(seed)
@@ -112,12 +125,9 @@ def stale_tensors(count: int, seed: int = 0) -> int:
                     row[device] = POISON
         return stale
 
-    with LayerwiseScheduler(bench.cache, bench.pool) as scheduler, late_copies(seed):
-        manager = CacheTransferManager(scheduler)
-        with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="cache_transfer") as executor:
-            found = sum(executor.map(serve, range(THREADS)))
+    with at_work(bench, seed) as (manager, total):
+        found = total(serve)
         manager.sync_input_stream()
-    bench.pool.close()
     return found
 
 
@@ -150,12 +160,9 @@ def wrong_bytes(count: int, seed: int = 0) -> int:
             for view in views
         )
 
-    with LayerwiseScheduler(bench.cache, bench.pool) as scheduler, late_copies(seed):
-        manager = CacheTransferManager(scheduler)
-        with ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="cache_transfer") as executor:
-            found = sum(executor.map(serve, range(THREADS)))
+    with at_work(bench, seed) as (manager, total):
+        found = total(serve)
         manager.sync_output_stream()
-    bench.pool.close()
     return found
 
 

@@ -20,11 +20,14 @@ class Watched(CpuBackend):
         super().copy_layers(binding, work, stream)
 
 
-def test_a_cancel_that_the_device_refuses_is_a_failure(rig, copies):
-    class Refusing(CpuBackend):
-        def cancel(self, stream, number):
-            raise RuntimeError("refused")
+class Refusing(CpuBackend):
+    """Cancels nothing."""
 
+    def cancel(self, stream, number):
+        raise RuntimeError("refused")
+
+
+def test_a_cancel_that_the_device_refuses_is_a_failure(rig, copies):
     copies.hold("onload", 0)
     with LayerwiseScheduler(rig.cache, rig.pool, backend=Refusing()) as scheduler:
         load = scheduler.onload([3], [2])

@@ -8,11 +8,10 @@ import threading
 import pytest
 
 from paddle_kv import BackendError, CancelledError, LayerwiseScheduler, TransferError
-from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule import resources
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import SHORT_S, WAIT_S
-from tests.schedule.test_cancelled_before import Watched
+from tests.schedule.test_cancelled_before import Refusing, Watched
 
 
 def test_a_reader_that_was_cancelled_stays_cancelled_when_its_source_fails(rig, copies):
@@ -55,10 +54,6 @@ def test_events_given_back_behind_the_start_of_a_save_are_not_waited_for(rig, co
 
 
 def test_a_refused_cancel_keeps_what_the_device_has_told(rig, copies):
-    class Refusing(CpuBackend):
-        def cancel(self, stream, number):
-            raise RuntimeError("refused")
-
     copies.hold("onload", 0)
     with LayerwiseScheduler(rig.cache, rig.pool, backend=Refusing()) as scheduler:
         load = scheduler.onload([3], [2])
