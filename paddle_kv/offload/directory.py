@@ -402,7 +402,7 @@ class Directory:
         absent = len(keys) - sum(map(there.__contains__, keys))
         free_slots = self._slots.take(max(0, min(absent, index.capacity_blocks - len(there))))
         try:
-            return index.admit(keys, free_slots) if absent else index.admit(keys, [])
+            return index.admit(keys, free_slots)
         finally:
             self._slots.give_back(free_slots)
             self._tell_evicted()

@@ -182,8 +182,6 @@ def abandon(movement: Movement) -> None:
             failed.enter(State.ARRIVING)
     if not movement.over:
         movement.told = True  # the parent's to tell
-        if movement.guard is not None:
-            movement.guard.cancel()
         movement.enter(State.FAILED)
     _retire(movement)
 
