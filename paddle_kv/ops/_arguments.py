@@ -17,6 +17,7 @@ import paddle
 
 from .. import devices, streams
 from .._paddle import private
+from . import _library
 from ._library import facts
 from ._tracing import is_variable, tracing
 
@@ -220,8 +221,12 @@ def shown(value: Any) -> str:
     return f"an integer of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 256 else str(value)
 
 
-def cache(tensor: Any, name: str) -> Tensor:
-    """A contiguous dygraph tensor that an operator may write in place; while tracing any variable of the program.
+def cache(tensor: Any, name: str, *, views: bool = False) -> Tensor:
+    """A dygraph tensor that an operator may write in place; while tracing any variable of the program.
+
+    Args:
+        views: whether it may be a view with strides, which the operator checks. Only calls that go straight into the
+            library can have one.
 
     Raises:
         TypeError: not a Paddle tensor.
@@ -232,19 +237,19 @@ def cache(tensor: Any, name: str) -> Tensor:
     check_dense(tensor, name)
     if not tensor._is_initialized():
         raise ValueError(_without_memory(name))
-    if not tensor.is_contiguous():
+    if not tensor.is_contiguous() and not (views and _library.operators):
         raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a cache must be contiguous")
     return tensor  # type: ignore[no-any-return]
 
 
-def cache_in_place(tensor: Any, name: str) -> Tensor:
+def cache_in_place(tensor: Any, name: str, *, views: bool = False) -> Tensor:
     """:func:`cache` for an operator of which Paddle knows that it writes in place. What Paddle says against that it
     says when the operator has written.
 
     Raises:
         ValueError: a leaf that needs a gradient.
     """
-    cache(tensor, name)
+    cache(tensor, name, views=views)
     if not tensor.stop_gradient:
         check_in_place([tensor], lambda i: name)
     return tensor  # type: ignore[no-any-return]
@@ -261,8 +266,11 @@ def check_in_place(tensors: Sequence[Tensor], name_of: Callable[[int], str]) -> 
             )
 
 
-def readable(tensor: Any, name: str) -> Tensor:
-    """A contiguous dygraph tensor, perhaps empty, that an operator reads; while tracing any variable of the program.
+def readable(tensor: Any, name: str, *, views: bool = False) -> Tensor:
+    """A dygraph tensor, perhaps empty, that an operator reads; while tracing any variable of the program.
+
+    Args:
+        views: as for :func:`cache`.
 
     Raises:
         TypeError: not a Paddle tensor.
@@ -273,7 +281,7 @@ def readable(tensor: Any, name: str) -> Tensor:
     check_dense(tensor, name)
     if 0 in tensor.shape:
         place_of(tensor, name)
-    elif not tensor.is_contiguous():
+    elif not tensor.is_contiguous() and not (views and _library.operators):
         raise ValueError(f"{name} is not contiguous (shape {list(tensor.shape)}); a contiguous tensor is expected")
     return tensor  # type: ignore[no-any-return]
 
@@ -352,19 +360,26 @@ def strided(tensor: Any, name: str) -> list[int]:
     return [address, number, devices.device_of(tensor), *shape, *tensor.get_strides()]
 
 
-def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
+def scale(value: Any, name: str, *, views: bool = False) -> tuple[Tensor | None, float]:
     """A scale as what an operator takes: the tensor or None, and the number that counts where it is None.
+
+    Args:
+        views: as for :func:`cache`.
 
     Raises:
         TypeError: neither a number nor a tensor.
-        ValueError: a number that is not positive and finite as a float32, or a tensor that is not contiguous.
+        ValueError: a number that is not positive and finite as a float32, a tensor that is not contiguous, or a view of
+            which two elements lie in one place.
     """
     if tracing() and is_variable(value):
         return value, 1.0
     if isinstance(value, Tensor):
         if 0 in value.shape:  # Paddle takes it for an absent input
             raise ValueError(f"{name} has shape {list(value.shape)}; one value or one for each head is expected")
-        return readable(value, name), 1.0
+        readable(value, name, views=views)
+        if not value.is_contiguous():
+            _check_apart(value, name)
+        return value, 1.0
     kind = getattr(getattr(value, "dtype", None), "kind", None)
     unreal = isinstance(value, (bool, str)) or kind in _UNREAL
     if unreal or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
@@ -377,6 +392,20 @@ def scale(value: Any, name: str) -> tuple[Tensor | None, float]:
     if not 0.0 < number < float("inf"):
         raise ValueError(f"{name} = {shown(value)} must be positive and finite in float32")
     return None, number
+
+
+def _check_apart(tensor: Tensor, name: str) -> None:
+    """ValueError unless all elements of a view lie in places of their own. Where the stride of a token is 0 the kernels
+    would take the scales of the first block for all, and what overlaps such memory would not be seen."""
+    strides = tensor.get_strides()
+    extent = 1
+    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and strides {list(strides)}; no two of its elements may lie in "
+                "one place, and no stride may be negative"
+            )
+        extent += (size - 1) * stride
 
 
 def caches(tensors: Any, name: str) -> list[Tensor]:

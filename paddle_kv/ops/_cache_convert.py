@@ -12,7 +12,7 @@ from typing import Any, Literal
 import paddle
 
 from .. import streams
-from ..layout import CacheDtype, Layout
+from ..layout import CacheDtype, Layout, ScaleLayout
 from . import _arguments as arguments
 from ._arguments import Tensor
 from ._library import call_traceable
@@ -25,48 +25,60 @@ def gather_cache(
     block_table: Tensor,
     cu_seq_lens: Tensor,
     *,
-    total_tokens: int,
+    total_tokens: int | None = None,
+    starts: Tensor | None = None,
+    out: Tensor | None = None,
     layout: Layout = "HND",
     kv_cache_dtype: CacheDtype = "auto",
     out_dtype: Any = None,
     scale: float | Tensor | None = None,
+    scale_layout: ScaleLayout = "HND",
     stream: Any = None,
 ) -> Tensor:
     """The tokens of many sequences, from their blocks into one contiguous tensor.
 
-    Token ``n`` belongs to the last sequence ``s`` with ``cu_seq_lens[s] <= n``; its position ``p = n - cu_seq_lens[s]``
-    is slot ``p % bs`` of block ``block_table[s, p // bs]``. A token without a block becomes zeros: one before the first
-    or behind the last sequence, one whose id is negative (padding), beyond the cache, or not in the table.
+    Token ``n`` belongs to the last sequence ``s`` with ``cu_seq_lens[s] <= n``; its position ``p = starts[s] + n -
+    cu_seq_lens[s]`` is slot ``p % bs`` of block ``block_table[s, p // bs]``. A token without a block becomes zeros: one
+    before the first or behind the last sequence, one whose id is negative (padding), beyond the cache, or not in the
+    table, and all of a sequence with a negative start.
 
     Ordered after the work on ``stream`` (for None see :mod:`paddle_kv.streams`) and after nothing else. All tensors
-    must stay alive, and the cache must not be written, until the stream has passed the gather. The result is memory
+    must stay alive, and the cache must not be written, until the stream has passed the gather. A new result is memory
     of Paddle's current stream: with another ``stream``, make that one wait for Paddle's before the call, and Paddle's
     for it before the result is read or released.
 
     Args:
         cache: ``[nb, nh, bs, hd]`` (HND), ``[nb, bs, nh, hd]`` (NHD), or packed: keys ``[nb, nh, hd/x, bs, x]``, values
             ``[nb, nh, hd, bs]``; or the ``[nb, bs, width]`` of an MLA model, as :func:`concat_and_cache_mla` writes it.
-            Contiguous.
+            Eagerly also with strides, see :func:`reshape_and_cache`.
         block_table: ``[sequences, blocks_per_sequence]``, int32 or int64, on the device of the cache, contiguous.
         cu_seq_lens: ``[sequences + 1]``, int32 or int64, on the device of the cache: where each sequence starts and,
             last, where the last one ends.
-        total_tokens: rows of the result.
+        total_tokens: rows of the result; with ``out`` None, or the rows of that.
+        starts: ``[sequences]``, int32 or int64, on the device of the cache: the position in its row of the table where
+            the tokens of each sequence begin. None: 0.
+        out: where the result is written, and what is returned: contiguous, of exactly its shape, dtype and device, and
+            memory that no other argument has. None: a new tensor.
         layout: of the cache; without meaning where it has no heads.
         kv_cache_dtype: what the elements of the cache are. ``"auto"``: elements of its dtype, whatever that is,
             gathered as they are. Otherwise codes of that format (see ``docs/quantisation.md``), which are
-            dequantised: in uint8 tensors, fp8 also in Paddle's fp8 dtypes, int8 in int8.
+            dequantised: in uint8 tensors, fp8 also in Paddle's fp8 dtypes, int8 in int8. ``"fp8_ds_mla"``: rows of 656
+            bytes as :func:`concat_and_cache_mla` writes them, which become 576 elements of bfloat16.
         out_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (or Paddle's dtype object), rounded to nearest even.
-            None: the cache's dtype for ``"auto"``, else float32, in which a dequantised value loses nothing.
+            None: the dtype of ``out``, or the cache's for ``"auto"``, bfloat16 for ``"fp8_ds_mla"``, else float32, in
+            which a dequantised value loses nothing.
         scale: a positive number, or a float32 tensor on the device of the cache: of one value, one for each head, or
-            ``[nb, nh, bs]`` (nh = 1 where there are no heads), as :func:`reshape_and_cache_dynamic` writes it. None: 1.
+            ``[nb, nh, bs]`` (nh = 1 where there are no heads), as :func:`reshape_and_cache_dynamic` writes it; that
+            one eagerly also with strides, no element twice. None: 1.
+        scale_layout: ``"NHD"``: such a scale for each token is ``[nb, bs, nh]``.
         stream: see above.
 
     Returns:
-        ``[total_tokens, nh, hd]``, or ``[total_tokens, width]``.
+        ``[total_tokens, nh, hd]``, or ``[total_tokens, width]``. In a traced program use it and not ``out``.
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts that do not fit; a tensor that is not contiguous; ``scale`` or
-            another ``out_dtype`` with ``"auto"``.
+        ValueError: shapes, dtypes, devices or layouts that do not fit; a cache with strides that no kernel takes,
+            another tensor that is not contiguous; ``scale`` or another ``out_dtype`` with ``"auto"``.
         IndexError: with ``PADDLE_KV_CHECK=1``, a block id beyond the cache, or a sequence longer than its row of the
             table.
         TypeError: wrong type of an argument.
@@ -84,30 +96,71 @@ def gather_cache(
         >>> ops.gather_cache(cache, table, lengths, total_tokens=4).numpy().ravel().tolist()
         [6.0, 7.0, 2.0, 0.0]
     """
-    arguments.cache(cache, "cache")
+    arguments.cache(cache, "cache", views=True)
     arguments.readable(block_table, "block_table")
     arguments.readable(cu_seq_lens, "cu_seq_lens")
-    total_tokens = arguments.integer(total_tokens, "total_tokens")
-    if total_tokens < 0:
-        raise ValueError(f"total_tokens = {total_tokens} must not be negative")
+    starts = _checked_starts(starts, block_table)
     _text(layout, "layout")
     _text(kv_cache_dtype, "kv_cache_dtype")
-    if kv_cache_dtype == "auto" and scale is not None:
-        raise ValueError('scale was given with kv_cache_dtype "auto", which gathers the elements as they are')
+    _text(scale_layout, "scale_layout")
+    if kv_cache_dtype in ("auto", "fp8_ds_mla") and scale is not None:
+        raise ValueError(f'scale was given with kv_cache_dtype "{kv_cache_dtype}", which needs none')
+    tensor, number = (None, 1.0) if scale is None else arguments.scale(scale, "scale", views=True)
+    inputs = (cache, block_table, cu_seq_lens, tensor, starts)
+    total_tokens = _rows_of_result(total_tokens, out)
+    if out is not None:
+        if (
+            out_dtype is not None
+            and not tracing()
+            and _dtype_name(out_dtype, "out_dtype") != _dtype_name(out.dtype, "")
+        ):
+            raise ValueError(f"out has dtype {out.dtype}, out_dtype is {out_dtype}; both must be the same")
+        if total_tokens != 0:
+            into = (layout, kv_cache_dtype, number, scale_layout)
+            written = _call("gather_cache_into", stream, cache, (out, *inputs), into)
+            return written[0] if tracing() else out
+        out_dtype = out.dtype
     dtype = _dtype_name(out_dtype, "out_dtype")
     if dtype is None and kv_cache_dtype != "auto":
-        dtype = "float32"
+        dtype = "bfloat16" if kv_cache_dtype == "fp8_ds_mla" else "float32"
     if dtype is not None and kv_cache_dtype == "auto" and dtype == _dtype_name(cache.dtype, "cache"):
         dtype = None
-    tensor, number = (None, 1.0) if scale is None else arguments.scale(scale, "scale")
     # Paddle 2.6 takes no result without elements from an operator.
     empty = total_tokens == 0 and not tracing()
-    options = (1 if empty else total_tokens, layout, dtype or "", kv_cache_dtype, number)
+    options = (1 if empty else total_tokens, layout, kv_cache_dtype, dtype or "", number, scale_layout)
     try:
-        rows: Tensor = _call("gather_cache", stream, cache, (cache, block_table, cu_seq_lens, tensor), options)[0]
+        rows: Tensor = _call("gather_cache", stream, cache, inputs, options)[0]
     except MemoryError as error:
         raise MemoryError(f"total_tokens = {total_tokens}: {error}") from None
-    return rows[:0] if empty else rows
+    if out is not None and list(out.shape[1:]) != list(rows.shape[1:]):
+        raise ValueError(f"out has shape {list(out.shape)}; {[0, *rows.shape[1:]]} is expected")
+    return out if out is not None else rows[:0] if empty else rows
+
+
+def _rows_of_result(total_tokens: int | None, out: Tensor | None) -> int:
+    if out is None:
+        total = arguments.integer(total_tokens, "total_tokens")
+        if total < 0:
+            raise ValueError(f"total_tokens = {total} must not be negative")
+        return total
+    if not tracing():
+        empty = isinstance(out, Tensor) and 0 in out.shape
+        (arguments.readable if empty else arguments.cache_in_place)(out, "out")
+    rows = int(out.shape[0]) if out.ndim else 0
+    if total_tokens is not None and arguments.integer(total_tokens, "total_tokens") != rows:
+        raise ValueError(f"total_tokens = {total_tokens}, out has {rows} rows; both must be the same")
+    return rows
+
+
+def _checked_starts(starts: Tensor | None, block_table: Tensor) -> Tensor | None:
+    if starts is None:
+        return None
+    arguments.readable(starts, "starts")
+    if tracing() or 0 not in starts.shape:
+        return starts
+    if list(starts.shape) != list(block_table.shape[:1]):  # Paddle takes it for an absent input
+        raise ValueError(f"starts has shape {list(starts.shape)}; one entry for each row of block_table is expected")
+    return None
 
 
 @traceable
@@ -117,6 +170,7 @@ def scatter_cache(
     block_table: Tensor,
     cu_seq_lens: Tensor,
     *,
+    starts: Tensor | None = None,
     layout: Layout = "HND",
     stream: Any = None,
 ) -> Tensor:
@@ -131,11 +185,12 @@ def scatter_cache(
 
     Args:
         tokens: ``[tokens, nh, hd]`` (or ``[tokens, width]``) of the cache's dtype and device. Any strides: a slice of a
-            fused QKV tensor is read where it lies, not copied.
-        cache: see :func:`gather_cache`; updated in place.
-        block_table: see :func:`gather_cache`. A block that two sequences share would be written by both: the caller's
+            fused QKV tensor is read where it lies, not copied. Not in the memory of the cache, which nobody checks.
+        cache: see :func:`gather_cache`; updated in place. A view with strides: see :func:`reshape_and_cache`.
+        block_table: see :func:`gather_cache`. A slot that two sequences share would be written by both: the caller's
             error, reported with ``PADDLE_KV_CHECK=1``.
         cu_seq_lens: see :func:`gather_cache`.
+        starts: see :func:`gather_cache`.
         layout: of the cache.
         stream: see above.
 
@@ -143,7 +198,7 @@ def scatter_cache(
         ``cache``. In a traced program use the result and not the argument.
 
     Raises:
-        ValueError: shapes, dtypes, devices or layouts that do not fit; a cache that is not contiguous.
+        ValueError: shapes, dtypes, devices or layouts that do not fit; a cache with strides that no kernel takes.
         IndexError, ValueError: with ``PADDLE_KV_CHECK=1``, see :func:`gather_cache`.
         TypeError: wrong type of an argument.
         CudaError: CUDA reported a failure.
@@ -162,12 +217,13 @@ def scatter_cache(
         >>> ops.scatter_cache(tokens, cache, table, lengths).numpy().ravel().tolist()
         [3.0, 0.0, 0.0, 0.0, 1.0, 2.0]
     """
-    arguments.cache_in_place(cache, "cache")
+    arguments.cache_in_place(cache, "cache", views=True)
     arguments.readable(block_table, "block_table")
     arguments.readable(cu_seq_lens, "cu_seq_lens")
+    starts = _checked_starts(starts, block_table)
     _text(layout, "layout")
     if tracing():
-        return _call("scatter_cache", stream, cache, (tokens, cache, block_table, cu_seq_lens), ([], layout))[0]  # type: ignore[no-any-return]
+        return _call("scatter_cache", stream, cache, (tokens, cache, block_table, cu_seq_lens, starts), ([], layout))[0]  # type: ignore[no-any-return]
     arguments.check_dense(tokens, "tokens")
     view: list[int] = []
     given: Tensor | None = tokens
@@ -178,7 +234,7 @@ def scatter_cache(
         return cache
     if not tokens.is_contiguous():
         given, view = None, _view(tokens, cache)
-    _call("scatter_cache", stream, cache, (given, cache, block_table, cu_seq_lens), (view, layout))
+    _call("scatter_cache", stream, cache, (given, cache, block_table, cu_seq_lens, starts), (view, layout))
     return cache
 
 

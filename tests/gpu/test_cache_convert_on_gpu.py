@@ -33,6 +33,11 @@ def test_tensors_on_different_devices(machine: Machine) -> None:
         ops.scatter_cache(tokens, cache.tensor, table, lengths.cpu())
     with pytest.raises(ValueError, match="tokens and cache are on different devices"):
         ops.scatter_cache(tokens.cpu(), cache.tensor, table, lengths)
+    starts = paddle.to_tensor(np.zeros(2, np.int64), place=paddle.CPUPlace())
+    with pytest.raises(ValueError, match="starts and cache are on different devices"):
+        ops.gather_cache(cache.tensor, table, lengths, total_tokens=16, starts=starts)
+    with pytest.raises(ValueError, match="out and cache are on different devices"):
+        ops.gather_cache(cache.tensor, table, lengths, out=tokens.cpu())
     strided = paddle.to_tensor(np.zeros((16, 2, 9), np.float32), place=paddle.CPUPlace())[:, :, :8]
     with pytest.raises(ValueError, match=rf"tokens is on .*cpu.*, cache on {re.escape(str(cache.tensor.place))}"):
         ops.scatter_cache(strided, cache.tensor, table, lengths)

@@ -7,6 +7,7 @@ from tests.ops.test_reshape_and_cache import (  # noqa: F401
     TestPrompts,
     TestScales,
     TestStrides,
+    TestWholeRows,
     TestWrongArguments,
     test_blocks_that_a_transfer_is_moving_are_reported,
     test_caches_of_an_fp8_dtype,

@@ -50,6 +50,7 @@ def check(
     before = random_bits(1, num_bytes, seed)[0]
     source = Side(machine, kinds[0], before)
     target = Side(machine, kinds[1], np.full(num_bytes, POISON, np.uint8))
+    machine.synchronize()  # Paddle fills them on its own stream
     OPS[op]([source.address + o for o in sources], [target.address + o for o in targets], sizes, **named)
     (wait or machine.synchronize)()
     expected = np.full(num_bytes, POISON, np.uint8)

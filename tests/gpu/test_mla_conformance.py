@@ -2,6 +2,8 @@
 
 # The imported tests run here with this folder's `machine`.
 from tests.ops.test_concat_and_cache_mla import (  # noqa: F401
+    test_blocks_that_are_written_are_told,
+    test_caches_in_which_the_head_is_a_dimension,
     test_check_mode,
     test_dtypes_formats_and_sizes,
     test_no_tokens,

@@ -42,7 +42,7 @@ def rig():
 
 # ---- every byte ----
 @pytest.mark.parametrize("layers_per_event", [1, 2, 7])
-@pytest.mark.parametrize("pool_layout", ["layer_first", "block_first"])
+@pytest.mark.parametrize("pool_layout", ["layer_first", "block_first", "page_first_direct"])
 @pytest.mark.parametrize(
     "changes",
     [

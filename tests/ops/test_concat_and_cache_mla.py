@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_kv import ops
+from paddle_kv.ops import _check
 from tests.machine import GuardedCache, Machine, cpu_machine
 from tests.ops.insert_conformance import CACHE_DTYPES, random_bits, random_rows, slot_tensor, tensor
 from tests.reference.cache_insert import inserted
@@ -25,7 +26,7 @@ class Latent:
 
     def __init__(
         self, machine: Machine, tokens: int = 11, rank: int = 32, rope: int = 16, blocks: int = 5,
-        block_size: int = 4, dtype: str = "float16", kv_cache_dtype: str = "auto",
+        block_size: int = 4, dtype: str = "float16", kv_cache_dtype: str = "auto", head: str = "",
     ) -> None:  # fmt: skip
         self.machine, self.kv_cache_dtype, self.block_size = machine, kv_cache_dtype, block_size
         make = random_bits if kv_cache_dtype == "auto" else random_rows
@@ -33,7 +34,9 @@ class Latent:
         stored = self.kv_c.dtype if kv_cache_dtype == "auto" else np.dtype(np.uint8)
         shape = (blocks, block_size * (rank + rope) * stored.itemsize)
         bits = np.random.default_rng(3).integers(0, 256, shape, np.uint8)
-        self.cache = GuardedCache(machine, bits, (block_size, rank + rope), CACHE_DTYPES.get(kv_cache_dtype, dtype))
+        width = rank + rope
+        rows = {"": (block_size, width), "first": (1, block_size, width), "last": (block_size, 1, width)}[head]
+        self.cache = GuardedCache(machine, bits, rows, CACHE_DTYPES.get(kv_cache_dtype, dtype))
 
     def insert(self, slots: Any, **options: Any) -> Any:
         tensors = options.pop("tensors", None) or (tensor(self.kv_c, self.machine), tensor(self.k_pe, self.machine))
@@ -77,6 +80,16 @@ def some_slots(tokens: int, limit: int) -> np.ndarray:
 def test_dtypes_formats_and_sizes(machine: Machine, dtype: str, kv_cache_dtype: str, rank: int, rope: int) -> None:
     latent = Latent(machine, rank=rank, rope=rope, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     latent.check_insert(some_slots(11, 20))
+
+
+@pytest.mark.parametrize("head", ["first", "last"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_caches_in_which_the_head_is_a_dimension(
+    machine: Machine, head: str, kv_cache_dtype: str, block_size: int
+) -> None:
+    latent = Latent(machine, blocks=20, block_size=block_size, kv_cache_dtype=kv_cache_dtype, head=head)
+    latent.check_insert(some_slots(11, 20 * block_size))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", FORMATS)
@@ -124,6 +137,17 @@ def test_check_mode(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"both name slot 5"):
         latent.insert([0, 5, 2, 5, 4, -1, 6, 7, 8, 9, 10])
     latent.cache.check(latent.cache.bits)
+
+
+@pytest.mark.parametrize("head", ["", "first", "last"])
+def test_blocks_that_are_written_are_told(machine: Machine, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever dimension of the cache counts the slots of a block."""
+    seen: list[list[int]] = []
+    monkeypatch.setenv("PADDLE_KV_CHECK", "1")
+    monkeypatch.setattr(_check, "access_checks", [lambda address, ids, writing, queue: seen.append(list(ids))])
+    latent = Latent(machine, tokens=3, head=head)
+    latent.check_insert([17, -1, 3])
+    assert seen == [[0, 4]]
 
 
 @pytest.mark.parametrize(

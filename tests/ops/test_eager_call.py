@@ -18,7 +18,7 @@ import pytest
 
 from paddle_kv import ops
 from paddle_kv.ops import _arguments, _library
-from tests.fuzz.both_ways import equal_bits, registered_only, said
+from tests.fuzz.both_ways import TAKE_VIEWS, equal_bits, registered_only, said
 from tests.fuzz.calls import FAMILIES
 from tests.fuzz.ground import Ground
 from tests.fuzz.mutate import STRANGE
@@ -129,7 +129,14 @@ def test_both_ways_refuse_and_accept_alike(
         with registered_only():
             registered = attempt(put)
         paddle.seed(7)
-        assert straight[:3] == registered[:3], put.__name__
+        if put is put_transposed and op.partition(" ")[0] in TAKE_VIEWS and re.search("cache|scale", argument):
+            # What is registered would get a copy. No kernel takes such a view, but for scales.
+            assert registered[0] == "ValueError" and "is not contiguous" in registered[1]
+            if "scale" in argument:
+                continue
+            assert straight[0] == "ValueError"
+        else:
+            assert straight[:3] == registered[:3], put.__name__
         assert equal_bits(straight[3], registered[3]), put.__name__
         assert straight[4] == registered[4], put.__name__
 
@@ -186,7 +193,8 @@ def test_a_program_has_the_registered_operator(machine: Machine, monkeypatch: py
         programs.append(paddle.jit.to_static(closed, full_graph=True))
     with paddle.no_grad():
         for filling, program in enumerate(programs * 2, 3):
-            program(given["key"] * filling, caches, given["slots"])
+            key = np.full(given["key"].shape, filling, np.float32)  # not a product: a GPU may be unknown to Paddle 2.6
+            program(given.tensor(key), caches, given["slots"])
             assert caches[0].numpy()[0, 0, 1].tolist() == [filling, filling]
     assert straight == []
 
@@ -232,29 +240,39 @@ def test_nonsense_is_refused_before_anything_runs(op: str) -> None:
 def test_what_is_refused_is_named() -> None:
     run = _library.operators["gather_cache"]
     cache, ids, lengths = paddle.zeros([2, 1, 2, 2]), paddle.zeros([1, 1], "int64"), paddle.zeros([2], "int64")
-    sound: list[Any] = [cache, ids, lengths, None, 1, "HND", "", "auto", 1.0, 0]
+    sound: list[Any] = [cache, ids, lengths, None, None, 1, "HND", "auto", "", 1.0, "HND", 0]
     assert run(*sound)[0].shape == [1, 1, 2]
     for position, value, said_of_it in [
         (0, None, "argument 1 of gather_cache is NoneType; a paddle.Tensor is expected"),
         (3, [cache], "argument 4 of gather_cache is list; a paddle.Tensor is expected"),
-        (4, True, "argument 5 of gather_cache is bool; an integer is expected"),
-        (4, 1.0, "argument 5 of gather_cache is float; an integer is expected"),
-        (5, b"HND", "argument 6 of gather_cache is bytes; a string is expected"),
-        (8, 1, "argument 9 of gather_cache is int; a float is expected"),
+        (5, True, "argument 6 of gather_cache is bool; an integer is expected"),
+        (5, 1.0, "argument 6 of gather_cache is float; an integer is expected"),
+        (6, b"HND", "argument 7 of gather_cache is bytes; a string is expected"),
+        (9, 1, "argument 10 of gather_cache is int; a float is expected"),
     ]:
         with pytest.raises(TypeError, match=f"^{said_of_it}$"):
             run(*sound[:position], value, *sound[position + 1 :])
-    with pytest.raises(ValueError, match=r"^argument 1 of gather_cache is not contiguous; "):
-        run(cache.transpose([1, 0, 2, 3])[:, ::2], *sound[1:])
+    with pytest.raises(ValueError, match="block_table is not contiguous"):
+        run(cache, paddle.zeros([1, 4], "int64")[:, ::2], *sound[2:])
+    with pytest.raises(ValueError, match="cu_seq_lens is not contiguous"):
+        run(cache, ids, paddle.zeros([4], "int64")[::2], *sound[3:])
+    with pytest.raises(ValueError, match="scale is not contiguous"):
+        codes = paddle.zeros([2, 2, 2, 2], "int8")
+        run(codes, ids, lengths, paddle.ones([4])[::2], None, 1, "HND", "int8", "float32", 1.0, "HND", 0)
+    with pytest.raises(ValueError, match="out is not contiguous"):
+        into = [paddle.zeros([1, 1, 4])[..., ::2], cache, ids, lengths, None, None, "HND", "auto", 1.0, "HND", 0]
+        _library.operators["gather_cache_into"](*into)
+    with pytest.raises(ValueError, match=r"^argument 1 of convert_layout is not contiguous; "):
+        _library.operators["convert_layout"](cache.transpose([1, 0, 2, 3])[:, ::2], "key", "HND", "NHD", 0)
     with pytest.raises(OverflowError):
-        run(*sound[:4], 2**63, *sound[5:])
+        run(*sound[:5], 2**63, *sound[6:])
     swap = _library.operators["swap_blocks"]
     with pytest.raises(ValueError, match=r"^argument 1 of swap_blocks is empty; a list of paddle.Tensor is expected"):
         swap([], None, [], [], 0, 0)
     with pytest.raises(TypeError, match=r"^argument 3 of swap_blocks is bool; a list of integers is expected"):
         swap([cache], None, [True], [], 0, 0)
     with pytest.raises(TypeError, match=r"^argument 2 of reshape_and_cache is dict; "):
-        _library.operators["reshape_and_cache"](cache, {}, *[None] * 14)
+        _library.operators["reshape_and_cache"](cache, {}, *[None] * 15)
     with pytest.raises(TypeError, match=r"^argument 6 of universal_from_cache is int; a bool is expected$"):
         _library.operators["universal_from_cache"]([cache], None, cache, [], 0, 0, 0)
 
@@ -279,10 +297,11 @@ def test_facts_are_what_paddle_says(machine: Machine) -> None:
     tensors += [
         view for t in tensors for view in (t[1:], t[:, 1:2], t.transpose([2, 0, 1]), t[0, 0, 0], t[:0], t[:, ::2])
     ]
+    where = -1 if machine.on_cpu else 0
     for tensor in tensors:
         plain = bool(tensor._is_initialized() and tensor.is_dense() and tensor.is_contiguous())
         assert _library.facts["is_plain"](tensor) is plain
-        assert _library.facts["device"](tensor) == (-1 if tensor._is_initialized() else None)
+        assert _library.facts["device"](tensor) == (where if tensor._is_initialized() else None)
         numbers = _library.facts["strided"](tensor)
         if numbers is None:
             assert 0 in tensor.shape or tensor.ndim == 0

@@ -112,6 +112,41 @@ def test_more_sequences_than_threads(machine: Machine, layout: str, kind: str) -
     check_gather(cache, sequences(lengths, 1_600, 3))
 
 
+class TestWholeRows:
+    """Rows in one piece, in words of 16 bytes, have a kernel of their own on a GPU."""
+
+    @pytest.mark.parametrize("layout", ["HND", "NHD"])
+    @pytest.mark.parametrize("count", [1, 29, 30, 31, 32, 33, 61, 62, 63, 257])
+    def test_many_short_sequences(self, machine: Machine, layout: str, count: int) -> None:
+        """About as many as a warp looks through at once; several of them, and empty ones, among the tokens of a CTA."""
+        lengths = np.random.default_rng(count).integers(0, 5, count).tolist()
+        lengths[-1] += 2
+        cache = Cache(machine, 3 * count, 2, 2, 8, "float16", layout)
+        check_gather(cache, sequences(lengths, 3 * count, 2), sum(lengths) + 3)
+
+    @pytest.mark.parametrize("layout", ["HND", "NHD"])
+    @pytest.mark.parametrize(
+        ("heads", "head_size"), [(1, 8), (1, 24), (1, 576), (2, 40), (8, 128), (32, 256), (33, 256), (3, 24)]
+    )
+    @pytest.mark.parametrize("ids", ["int32", "int64"])
+    def test_lengths_of_rows(self, machine: Machine, layout: str, heads: int, head_size: int, ids: str) -> None:
+        """From many tokens in a CTA to more than one CTA has threads for."""
+        cache = Cache(machine, 6, heads, 16, head_size, "bfloat16", layout)
+        used = sequences([33, 0, 17], 6, 16, ids=ids)
+        used.table[0, 1] = -1
+        used.table[2, 1] = 6
+        check_gather(cache, used)
+
+    @pytest.mark.parametrize(("of_table", "of_lengths"), [("int32", "int64"), ("int64", "int32")])
+    def test_ids_of_two_dtypes(self, machine: Machine, of_table: str, of_lengths: str) -> None:
+        cache = Cache(machine, 6, 1, 16, 64, "float16", "NHD")
+        used = sequences([33, 0, 17], 6, 16)
+        ids = (used.table.astype(of_table), used.lengths.astype(of_lengths))
+        tensors = (paddle.to_tensor(array, place=machine.place) for array in ids)
+        result = ops.gather_cache(cache.tensor, *tensors, total_tokens=50, layout="NHD")
+        check_rows(machine, result, reference.gathered(cache.hnd, used.table, used.lengths, 50), cache.dtype)
+
+
 @every_layout
 @pytest.mark.parametrize("dequantized", [False, True])
 def test_tokens_without_a_block_are_zero(machine: Machine, layout: str, kind: str, dequantized: bool) -> None:
@@ -299,7 +334,7 @@ def test_errors(machine: Machine) -> None:
     refuse(TypeError, "block_table is list", block_table=[[0]])
     refuse(ValueError, r"cache has shape \[6, 64\]; \[blocks, heads, block size, head size\]",
            cache=tensor_of(cache.bits(cache.hnd), (64,), "float16", machine.place))  # fmt: skip
-    refuse(ValueError, "cache is not contiguous", cache=cache.tensor.transpose([0, 2, 1, 3]))
+    refuse(ValueError, "last dimension must be contiguous", cache=cache.tensor.transpose([0, 1, 3, 2]))
     refuse(ValueError, "block_table is not contiguous", block_table=table.transpose([1, 0]))
     refuse(ValueError, r"block_table has shape \[3\]; \[sequences, blocks per sequence\]", block_table=lengths)
     refuse(ValueError, r"cu_seq_lens has shape \[2, 4\]; \[sequences \+ 1\]", cu_seq_lens=table)

@@ -145,6 +145,44 @@ def test_slots_of_32_bits_and_with_a_stride(machine: Machine, layout: str) -> No
     case.check_insert(slots, slot_mapping=table[:, 0])
 
 
+class TestWholeRows:
+    """Rows in one piece on both sides, in words of 16 bytes, have a kernel of their own on a GPU."""
+
+    @pytest.mark.parametrize("layout", ["HND", "NHD"])
+    @pytest.mark.parametrize("tokens", [1, 2, 3, 15, 16, 17, 64, 255, 256, 257])
+    @pytest.mark.parametrize("dependent_launch", [False, True])
+    def test_token_counts(self, machine: Machine, layout: str, tokens: int, dependent_launch: bool) -> None:
+        case = Case(
+            machine, tokens=tokens, layout=layout, heads=8, head_size=64, blocks=tokens // 16 + 2, block_size=16
+        )
+        case.check_insert(case.random_slots(negative=min(2, tokens - 1)), dependent_launch=dependent_launch)
+
+    @pytest.mark.parametrize("layout", ["HND", "NHD"])
+    @pytest.mark.parametrize(
+        ("heads", "head_size", "value_head_size"),
+        [(1, 8, 8), (1, 8, 24), (2, 24, 24), (3, 40, 8), (8, 128, 64), (16, 256, 256), (32, 256, 256), (33, 256, 256),
+         (64, 8, 8), (1, 46, 46)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("block_size", [16, 17])
+    def test_lengths_of_rows(
+        self, machine: Machine, layout: str, heads: int, head_size: int, value_head_size: int, block_size: int
+    ) -> None:
+        """From several tokens in a CTA to more than one CTA has threads for."""
+        case = Case(machine, tokens=13, layout=layout, heads=heads, head_size=head_size, blocks=2,
+                    value_head_size=value_head_size, block_size=block_size)  # fmt: skip
+        slots = np.maximum(case.random_slots(), -(2**31))
+        slots[3] = 2 * block_size  # behind the last
+        for dtype in ("int32", "int64"):
+            case.check_insert(slots, slot_mapping=slot_tensor(slots, machine, dtype))
+
+    def test_more_tokens_than_slots(self, machine: Machine) -> None:
+        case = Case(machine, tokens=21, layout="NHD", heads=1, head_size=8)
+        slots = np.arange(19)[::-1].copy()
+        case.insert(slots, padded=True)
+        case.rows = [rows[:19] for rows in case.rows]
+        case.check_bits(case.expected(slots))
+
+
 @every_layout
 def test_no_tokens(machine: Machine, layout: str) -> None:
     case = Case(machine, layout=layout, tokens=0)
@@ -548,8 +586,10 @@ class TestWrongArguments:
     def test_caches_that_are_not_contiguous(self, machine: Machine) -> None:
         case = Case(machine)
         for name, cache in zip(("key_cache", "value_cache"), case.cache_tensors, strict=True):
-            with pytest.raises(ValueError, match=f"{name} is not contiguous"):
+            with pytest.raises(ValueError, match="must agree"):  # the same memory, but other dimensions
                 self.insert(case, **{name: cache.transpose([0, 2, 1, 3])})
+            with pytest.raises(ValueError, match=f"{name} has .*last dimension must be contiguous"):
+                self.insert(case, **{name: cache.transpose([0, 1, 3, 2])})
         case.check_untouched()
 
     def test_one_cache_for_keys_and_values(self, machine: Machine) -> None:

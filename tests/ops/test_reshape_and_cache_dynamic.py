@@ -105,8 +105,15 @@ class TestWrongArguments:
                 self.insert(case, **{name: tensor(np.zeros(shape, np.float32), machine)})
         with pytest.raises(ValueError, match=f"{name} has dtype float16"):
             self.insert(case, **{name: tensor(np.zeros((5, 3, 4), np.float16), machine)})
-        with pytest.raises(ValueError, match=f"{name} is not contiguous"):
-            self.insert(case, **{name: tensor(np.zeros((5, 4, 3), np.float32), machine).transpose([0, 2, 1])})
+        overlapping = tensor(np.zeros(60, np.float32), machine).as_strided([5, 3, 4], [12, 2, 1])
+        with pytest.raises(ValueError, match=rf"{name} has .* strides \[12, 2, 1\]; no two of its elements may"):
+            self.insert(case, **{name: overlapping})
+        with pytest.raises(
+            ValueError, match=r"_scale_cache has shape .*\[blocks, block size, heads\] = \[5, 4, 3\] is"
+        ):
+            self.insert(case, **{name: tensor(np.zeros((5, 3, 4), np.float32), machine), "scale_layout": "NHD"})
+        with pytest.raises(ValueError, match='scale_layout = "packed" must be "HND" or "NHD"'):
+            self.insert(case, scale_layout="packed")
         with pytest.raises(TypeError, match=name):
             self.insert(case, **{name: None})
         case.check_untouched()

@@ -246,7 +246,9 @@ def test_errors(machine: Machine) -> None:
     refuse(ValueError, r"tokens has shape \[16, 2, 9\]", tokens=other((16, 2, 10))[:, :, :9])
     refuse(ValueError, r"tokens has shape \[16, 8\]; \[tokens, 2, 8\]", tokens=other((16, 10))[:, :8])
     refuse(ValueError, "tokens has dtype .*float32, cache .*float16", tokens=other((16, 2, 10), np.float32)[:, :, :8])
-    refuse(ValueError, "cache is not contiguous", cache=cache.tensor.transpose([0, 2, 1, 3]))
+    refuse(ValueError, r"tokens has shape .*; \[tokens, 4, 8\] is expected", cache=cache.tensor.transpose([0, 2, 1, 3]))
+    refuse(ValueError, "last dimension must be contiguous", cache=cache.tensor.transpose([0, 1, 3, 2]),
+           tokens=other((16, 2, 4)))  # fmt: skip
     refuse(ValueError, r"cache has shape \[6, 2, 4, 4, 2\]; \[blocks, heads, block size", layout="HND",
            cache=other((6, 2, 4, 4, 2)))  # fmt: skip
     refuse(ValueError, "block_table has dtype float16; int32 or int64", block_table=other((2, 3)))

@@ -7,6 +7,7 @@ head.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -43,26 +44,31 @@ def from_layout(cache: np.ndarray, layout: str) -> np.ndarray:
 
 
 def slots(
-    table: np.ndarray, lengths: np.ndarray, tokens: int, blocks: int, block_size: int
+    table: np.ndarray, lengths: np.ndarray, tokens: int, blocks: int, block_size: int, starts: Any = None
 ) -> Iterator[tuple[int, int, int]]:
     """(token, block, position in the block) of each token that has a block."""
     for sequence in range(len(table)):
         start, end = int(lengths[sequence]), int(lengths[sequence + 1])
+        offset = 0 if starts is None else int(starts[sequence])
         for token in range(max(start, 0), min(end, tokens)):
-            entry, position = divmod(token - start, block_size)
+            if offset < 0:
+                break
+            entry, position = divmod(offset + token - start, block_size)
             if entry < table.shape[1] and 0 <= table[sequence, entry] < blocks:
                 yield token, int(table[sequence, entry]), position
 
 
-def gathered(hnd: np.ndarray, table: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
+def gathered(hnd: np.ndarray, table: np.ndarray, lengths: np.ndarray, tokens: int, starts: Any = None) -> np.ndarray:
     rows = np.zeros((tokens, hnd.shape[1], hnd.shape[3]), hnd.dtype)
-    for token, block, position in slots(table, lengths, tokens, len(hnd), hnd.shape[2]):
+    for token, block, position in slots(table, lengths, tokens, len(hnd), hnd.shape[2], starts):
         rows[token] = hnd[block, :, position]
     return rows
 
 
-def scattered(rows: np.ndarray, hnd: np.ndarray, table: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def scattered(
+    rows: np.ndarray, hnd: np.ndarray, table: np.ndarray, lengths: np.ndarray, starts: Any = None
+) -> np.ndarray:
     cache = hnd.copy()
-    for token, block, position in slots(table, lengths, len(rows), len(hnd), hnd.shape[2]):
+    for token, block, position in slots(table, lengths, len(rows), len(hnd), hnd.shape[2], starts):
         cache[block, :, position] = rows[token]
     return cache

@@ -1,7 +1,8 @@
-// Which kernel of move_kernels.cuh moves the tokens, and in what words. The instantiations that dequantise are in files
-// of their own, one for each format of the rows: they take a compiler the longest.
+// Which kernel, of gather_rows.cu or of move_kernels.cuh, moves the tokens, and in what words. The instantiations that
+// dequantise are in files of their own, one for each format of the rows: they take a compiler the longest.
 #include "paddle_kv/cache_write/move_tokens.h"
 
+#include "paddle_kv/cache_write/gather_rows.h"
 #include "paddle_kv/cache_write/move_kernels.cuh"
 
 namespace paddle_kv {
@@ -19,8 +20,11 @@ Status LaunchTiles(const TokenMove& move, cudaStream_t stream) {
 }
 
 template <bool kToCache>
-Status LaunchCopy(const TokenMove& given, cudaStream_t stream) {
+Status LaunchCopy(const TokenMove& given, const DeviceStream& where) {
   const TokenMove move = WithJoinedHeads(given, given.element_bytes, true);
+  RowGather gather;
+  if (!kToCache && AsRowGather(move, &gather)) return GatherRows(gather, where);
+  const cudaStream_t stream = StreamOf(where);
   if (IsPackedValue(move)) {
     if (move.element_bytes == 4) return LaunchTiles<kToCache, 4>(move, stream);
     if (move.element_bytes == 2) return LaunchTiles<kToCache, 2>(move, stream);
@@ -50,14 +54,14 @@ Status GatherTokensCuda(const TokenMove& move, const DeviceStream& where) {
   if (move.tokens == 0) return {};
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
-  return LaunchCopy<false>(move, StreamOf(where));
+  return LaunchCopy<false>(move, where);
 }
 
 Status ScatterTokensCuda(const TokenMove& move, const DeviceStream& where) {
   if (move.tokens == 0) return {};
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
-  return LaunchCopy<true>(move, StreamOf(where));
+  return LaunchCopy<true>(move, where);
 }
 
 Status DequantizeTokensCuda(const TokenMove& move, const Dequantization& how, const DeviceStream& where) {

@@ -6,6 +6,7 @@
 
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/quantize.cuh"
+#include "paddle_kv/common/word_access.cuh"
 
 namespace paddle_kv {
 namespace {
@@ -22,7 +23,7 @@ struct DynamicShape {
   unsigned words_of_row[kMostParts];
   std::int64_t source_word_stride[kMostParts];
   unsigned lanes;
-  bool whole_words;  // a word of codes lies in one piece in the cache, aligned
+  bool whole_words;  // what a word becomes lies in one piece in the cache, aligned
 };
 
 // The source in 16-byte words.
@@ -67,6 +68,23 @@ __global__ void __launch_bounds__(Tuning::kThreads)
       part.source.data + token * part.source.token_stride + head * part.source.head_stride;
   const unsigned words = shape.words_of_row[second];
   const std::int64_t word_stride = shape.source_word_stride[second];
+  std::uint8_t* const target = part.cache.data + OffsetOfSlot(part.cache, slot) + head * part.cache.head_stride;
+  const ScalePlace& scales = write.scales[second];
+  if (scales.data == nullptr) {  // all lanes of the group
+    for (unsigned word = lane; word < words; word += lanes) {
+      const auto plain = Access::Load(source + word * word_stride);
+      std::uint8_t* const place = target + word * sizeof(plain);
+      if (shape.whole_words) {
+        Store(place, plain);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < Access::kElements; ++i) {
+        Store(place + i * sizeof(plain.elements[0]), plain.elements[i]);
+      }
+    }
+    return;
+  }
   std::uint32_t largest = 0;
   for (unsigned word = lane; word < words; word += lanes) {
     const auto plain = Access::Load(source + word * word_stride);
@@ -79,10 +97,9 @@ __global__ void __launch_bounds__(Tuning::kThreads)
     largest = max(largest, __shfl_xor_sync(group, largest, distance));
   }
   const float scale = ScaleOfRow<Format>(largest);
-  if (lane == 0) write.scale_caches[second][IndexOfScale(part, slot, head)] = scale;
+  if (lane == 0) *AddressOfScale(scales, part.cache.block_size, slot, head) = scale;
 
   const ScaleDivider divider(scale);
-  std::uint8_t* const target = part.cache.data + OffsetOfSlot(part.cache, slot) + head * part.cache.head_stride;
   for (unsigned word = lane; word < words; word += lanes) {
     const auto plain = Access::Load(source + word * word_stride);
     const unsigned first = word * Access::kElements;
@@ -133,7 +150,8 @@ Status ReshapeAndCacheDynamicCuda(const DynamicTokenWrite& write, const DeviceSt
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   std::uint64_t source_bits = 0;
-  std::uint64_t cache_bits = 0;
+  std::uint64_t code_bits = 0;    // of the addresses of codes
+  std::uint64_t copied_bits = 0;  // of those of copied words
   bool one_row = true;
   bool dense = true;
   for (int p = 0; p < tokens.part_count; ++p) {
@@ -142,7 +160,7 @@ Status ReshapeAndCacheDynamicCuda(const DynamicTokenWrite& write, const DeviceSt
     source_bits |= reinterpret_cast<std::uintptr_t>(part.source.data) | static_cast<std::uint64_t>(row_bytes);
     if (tokens.tokens > 1) source_bits |= static_cast<std::uint64_t>(part.source.token_stride);
     if (part.heads > 1) source_bits |= static_cast<std::uint64_t>(part.source.head_stride);
-    cache_bits |=
+    (write.scales[p].data == nullptr ? copied_bits : code_bits) |=
         reinterpret_cast<std::uintptr_t>(part.cache.data) |
         static_cast<std::uint64_t>(part.cache.block_stride | part.cache.token_stride | part.cache.head_stride);
     one_row = one_row && part.cache.group_bytes >= part.head_size;
@@ -152,7 +170,7 @@ Status ReshapeAndCacheDynamicCuda(const DynamicTokenWrite& write, const DeviceSt
     return DispatchDynamic(tokens.stored, [&](auto format) {
       using Source = decltype(source);
       using Format = decltype(format);
-      const bool whole_words = one_row && cache_bits % PlainWord<Source>::kElements == 0;
+      const bool whole_words = one_row && code_bits % PlainWord<Source>::kElements == 0 && copied_bits % 16 == 0;
       return dense && source_bits % 16 == 0 ? Launch<Source, Format, Words<Source>>(write, whole_words, where)
                                             : Launch<Source, Format, Elements<Source>>(write, false, where);
     });

@@ -27,18 +27,30 @@ void WriteRow(const TokenPart& part, const std::uint8_t* source, std::uint8_t* t
   }
 }
 
+template <class Bits>
+void CopyRow(const TokenPart& part, const std::uint8_t* source, std::uint8_t* target) {
+  for (std::int64_t e = 0; e < part.head_size; ++e) {
+    std::memcpy(target + e * static_cast<std::int64_t>(sizeof(Bits)), source + e * part.source.element_stride,
+                sizeof(Bits));
+  }
+}
+
 template <class Source, class Format>
-void WritePart(const TokenWrite& write, const TokenPart& part, float* scale_cache) {
+void WritePart(const TokenWrite& write, const TokenPart& part, const ScalePlace& scales) {
   const std::int64_t row_bytes = part.head_size * static_cast<std::int64_t>(sizeof(typename Source::Bits) + 1);
   ParallelFor(write.tokens, write.tokens * part.heads * row_bytes, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t token = begin; token < end; ++token) {
       const std::int64_t slot = write.slots.Of(token);
       if (slot < 0) continue;
       for (std::int64_t head = 0; head < part.heads; ++head) {
-        WriteRow<Source, Format>(part,
-                                 part.source.data + token * part.source.token_stride + head * part.source.head_stride,
-                                 part.cache.data + OffsetOfSlot(part.cache, slot) + head * part.cache.head_stride,
-                                 scale_cache + IndexOfScale(part, slot, head));
+        const std::uint8_t* const source =
+            part.source.data + token * part.source.token_stride + head * part.source.head_stride;
+        std::uint8_t* const target = part.cache.data + OffsetOfSlot(part.cache, slot) + head * part.cache.head_stride;
+        if (scales.data == nullptr) {
+          CopyRow<typename Source::Bits>(part, source, target);
+        } else {
+          WriteRow<Source, Format>(part, source, target, AddressOfScale(scales, part.cache.block_size, slot, head));
+        }
       }
     }
   });
@@ -50,7 +62,7 @@ void ReshapeAndCacheDynamicCpu(const DynamicTokenWrite& write) {
   DispatchPlain(write.tokens.plain, [&](auto source) {
     DispatchDynamic(write.tokens.stored, [&](auto format) {
       for (int p = 0; p < write.tokens.part_count; ++p) {
-        WritePart<decltype(source), decltype(format)>(write.tokens, write.tokens.parts[p], write.scale_caches[p]);
+        WritePart<decltype(source), decltype(format)>(write.tokens, write.tokens.parts[p], write.scales[p]);
       }
     });
   });

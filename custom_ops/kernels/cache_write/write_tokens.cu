@@ -1,8 +1,9 @@
-// Which kernel of write_kernels.cuh writes the tokens, and in what words. The instantiations that quantise are in files
-// of their own, one for each format of the tokens: they take a compiler the longest.
+// Which kernel, of write_rows.cu or of write_kernels.cuh, writes the tokens, and in what words. The instantiations that
+// quantise are in files of their own, one for each format of the tokens: they take a compiler the longest.
 #include "paddle_kv/cache_write/write_tokens.h"
 
 #include "paddle_kv/cache_write/write_kernels.cuh"
+#include "paddle_kv/cache_write/write_rows.h"
 
 namespace paddle_kv {
 namespace {
@@ -28,7 +29,9 @@ void JoinHeads(const TokenWrite& write, TokenPart* part) {
   part->source.head_stride = part->cache.head_stride = 0;
 }
 
-Status WriteCopied(const TokenWrite& write, const DeviceStream& where) {
+Status WriteCopied(const TokenWrite& write, bool dependent, const DeviceStream& where) {
+  WholeRows rows;
+  if (AsWholeRows(write, &rows)) return WriteWholeRows(rows, dependent, where);
   const WordBits bits = WordBitsOf(write);
   const std::uint64_t all = bits.source | bits.stored | bits.cache;
   if (ElementBytes(write.plain) == 4) {
@@ -46,13 +49,13 @@ Status WriteQuantizedSingly(const TokenWrite& write, const DeviceStream& where) 
                                         : Launch<QuantizedSingly<2>, 1>(write, where);
 }
 
-Status WriteTokensCuda(const TokenWrite& write, const DeviceStream& where) {
+Status WriteTokensCuda(const TokenWrite& write, bool dependent, const DeviceStream& where) {
   if (write.tokens == 0) return {};
   DeviceGuard guard(where.device);
   PADDLE_KV_RETURN_IF_ERROR(guard.status());
   TokenWrite joined = write;
   for (int p = 0; p < joined.part_count; ++p) JoinHeads(write, &joined.parts[p]);
-  if (write.plain == write.stored) return WriteCopied(joined, where);
+  if (write.plain == write.stored) return WriteCopied(joined, dependent, where);
   switch (write.plain) {
     case ElementType::kFloat16:
       return WriteQuantized<Float16>(joined, where);

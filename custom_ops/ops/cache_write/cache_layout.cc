@@ -5,6 +5,27 @@
 #include "../common/validate.h"
 
 namespace paddle_kv {
+namespace {
+
+// Strides in bytes, of the dimensions of the tensor.
+RowPlace PlaceOfStrides(std::uint8_t* data, const CacheShape& shape, Layout layout, const std::vector<int64_t>& strides,
+                        int64_t x, int64_t element_bytes) {
+  const int64_t row_bytes = shape.head_size * element_bytes;
+  switch (layout) {
+    case Layout::kHnd:
+      return {data, shape.block_size, strides[0], strides[2], strides[1], row_bytes, row_bytes};
+    case Layout::kNhd:
+      return {data, shape.block_size, strides[0], strides[1], strides[2], row_bytes, row_bytes};
+    case Layout::kLatent:
+      return {data, shape.block_size, strides[0], strides[1], strides[1], row_bytes, row_bytes};
+    case Layout::kPackedKey:
+      return {data, shape.block_size, strides[0], strides[3], strides[1], strides[2], x * element_bytes};
+    default:
+      return {data, shape.block_size, strides[0], strides[3], strides[1], strides[2], element_bytes};
+  }
+}
+
+}  // namespace
 
 Layout LayoutNamed(const std::string& layout, const std::string& argument, bool packed_key) {
   if (layout == "HND") return Layout::kHnd;
@@ -64,19 +85,8 @@ std::vector<int64_t> RowsShape(int64_t tokens, const CacheShape& shape, Layout l
 }
 
 RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int64_t x, int64_t element_bytes) {
-  const int64_t row_bytes = shape.head_size * element_bytes;
-  const int64_t block_stride = shape.heads * shape.block_size * row_bytes;
-  RowPlace place{data, shape.block_size, block_stride, row_bytes, shape.block_size * row_bytes, row_bytes, row_bytes};
-  if (layout == Layout::kNhd) {
-    place.token_stride = shape.heads * row_bytes;
-    place.head_stride = row_bytes;
-  } else if (layout != Layout::kHnd && layout != Layout::kLatent) {
-    const int64_t group_bytes = (layout == Layout::kPackedKey ? x : 1) * element_bytes;
-    place.token_stride = group_bytes;
-    place.group_stride = shape.block_size * group_bytes;
-    place.group_bytes = group_bytes;
-  }
-  return place;
+  return PlaceOfStrides(data, shape, layout, ContiguousStrides(TensorShape(shape, layout, x), element_bytes), x,
+                        element_bytes);
 }
 
 CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& name, Layout layout) {
@@ -84,15 +94,17 @@ CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& nam
   if (DeviceOf(cache) == kPinned) {
     ThrowValueError(name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
   }
-  const std::vector<int64_t> dims = cache.shape();
-  const CacheShape shape = ReadShape(dims, layout, name);
-  const auto element_bytes = static_cast<int64_t>(phi::SizeOf(cache.dtype()));
+  StridedMemory memory = MemoryOf(cache);
+  const CacheShape shape = ReadShape(memory.shape, layout, name);
   constexpr int64_t kMostTokenBytes = int64_t{1} << 30;
   const int64_t token_elements = CheckedProduct(shape.heads, shape.head_size, name);
-  if (CheckedProduct(token_elements, element_bytes, name) > kMostTokenBytes) {
+  if (CheckedProduct(token_elements, memory.item_bytes, name) > kMostTokenBytes) {
     ThrowValueError(name + " has " + std::to_string(token_elements) + " elements a token; at most 1 GiB is supported");
   }
-  return {shape, PlaceOf(BytesOf(cache), shape, layout, dims.back(), element_bytes), element_bytes};
+  CheckBlockStrides(&memory, name, 1);
+  const RowPlace place =
+      PlaceOfStrides(BytesOf(cache), shape, layout, memory.strides, memory.shape.back(), memory.item_bytes);
+  return {shape, place, memory.item_bytes, std::move(memory)};
 }
 
 void CheckSameDevice(const paddle::Tensor& tensor, const std::string& name, const paddle::Tensor& cache,

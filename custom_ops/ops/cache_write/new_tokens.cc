@@ -64,9 +64,7 @@ TokenWrite CheckKeyValueWrite(const KeyValueWrite& given, const paddle::Tensor& 
   }
   write.parts[0] = {SourceOf(given.key), keys.place, keys.shape.heads, keys.shape.head_size, {}};
   write.parts[1] = {SourceOf(given.value), values.place, values.shape.heads, values.shape.head_size, {}};
-  CheckApart({{BytesOf(key_cache), keys.shape.blocks * keys.place.block_stride},
-              {BytesOf(value_cache), values.shape.blocks * values.place.block_stride}},
-             "key_cache and value_cache");
+  CheckTensorsApart({keys.memory, values.memory}, "key_cache and value_cache");
   CheckSlots(given.slot_mapping, CheckedProduct(keys.shape.blocks, keys.shape.block_size, "key_cache"),
              given.key.shape[0], "key", given.padded, key_cache, &write);
   return write;

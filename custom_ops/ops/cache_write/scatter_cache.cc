@@ -27,7 +27,8 @@ RowPlace PlaceOfRows(std::uint8_t* data, const std::vector<int64_t>& shape, cons
 // shape and the strides; then Python has checked that dtype and device are those of the cache.
 void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor& cache,
                   const paddle::Tensor& block_table, const paddle::Tensor& cu_seq_lens,
-                  const std::vector<int64_t>& tokens_view, const std::string& layout, int64_t stream) {
+                  const paddle::optional<paddle::Tensor>& starts, const std::vector<int64_t>& tokens_view,
+                  const std::string& layout, int64_t stream) {
   const Layout cache_layout = LayoutOfCache(cache.shape().size(), layout);
   const CacheTensor to = CheckCacheTensor(cache, "cache", cache_layout);
   std::uint8_t* data = nullptr;
@@ -39,10 +40,10 @@ void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor
                       "; both must have the same");
     }
     CheckSameDevice(*tokens, "tokens", cache, "cache");
+    const StridedMemory memory = MemoryOf(*tokens);
     data = BytesOf(*tokens);
-    shape = tokens->shape();
-    strides.assign(shape.size(), 1);
-    for (std::size_t d = shape.size(); d-- > 1;) strides[d - 1] = strides[d] * shape[d];
+    shape = memory.shape;
+    for (const int64_t stride : memory.strides) strides.push_back(stride / memory.item_bytes);
   } else if (!tokens_view.empty()) {
     const auto middle = tokens_view.begin() + 1 + (tokens_view.size() - 1) / 2;
     data = reinterpret_cast<std::uint8_t*>(tokens_view[0]);
@@ -59,7 +60,8 @@ void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor
     strides.insert(strides.begin() + 1, 0);
   }
   const DeviceStream where = OnGpu(cache) ? WhereOf(cache, stream) : DeviceStream{};
-  const TokenMap map = CheckTokenMap(block_table, cu_seq_lens, cache, to.shape, shape[0], BlockUse::kWritten, where);
+  const TokenMap map =
+      CheckTokenMap(block_table, cu_seq_lens, starts, cache, to.shape, shape[0], BlockUse::kWritten, where);
   const RowPlace from = PlaceOfRows(data, shape, strides, to.element_bytes);
   const TokenMove move{
       from, to.place, map, to.shape.blocks, shape[0], to.shape.heads, to.shape.head_size, to.element_bytes};
@@ -73,8 +75,8 @@ void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor
 }  // namespace paddle_kv
 
 PD_BUILD_STATIC_OP(paddle_kv_scatter_cache)
-    .Inputs({paddle::Optional("tokens"), "cache", "block_table", "cu_seq_lens"})
+    .Inputs({paddle::Optional("tokens"), "cache", "block_table", "cu_seq_lens", paddle::Optional("starts")})
     .Outputs({"cache_out"})
     .Attrs({"tokens_view: std::vector<int64_t>", "layout: std::string", "stream: int64_t"})
     .SetInplaceMap({{"cache", "cache_out"}})
-    .SetKernelFn(GUARDED_KERNEL(paddle_kv::ScatterCache));
+    .SetKernelFn(GUARDED_KERNEL_OF_VIEWS(paddle_kv::ScatterCache));

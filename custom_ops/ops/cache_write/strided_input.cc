@@ -27,18 +27,8 @@ StridedInput FromNumbers(const std::vector<int64_t>& numbers) {
 }
 
 StridedInput FromTensor(const paddle::Tensor& tensor) {
-  StridedInput input;
-  input.data = static_cast<const std::uint8_t*>(tensor.data());
-  input.dtype = tensor.dtype();
-  input.device = DeviceOf(tensor);
-  input.shape = tensor.shape();
-  input.strides.resize(input.shape.size());
-  int64_t stride = input.ItemBytes();
-  for (std::size_t d = input.shape.size(); d-- > 0;) {
-    input.strides[d] = stride;
-    stride *= input.shape[d];
-  }
-  return input;
+  const StridedMemory memory = MemoryOf(tensor);
+  return {memory.data, tensor.dtype(), DeviceOf(tensor), memory.shape, memory.strides};
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 #include "token_map.h"
 
+#include <algorithm>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "../common/element_type.h"
@@ -20,7 +23,9 @@ void CheckIdTensor(const paddle::Tensor& ids, const std::string& name, std::size
   if (ids.dtype() != phi::DataType::INT32 && ids.dtype() != phi::DataType::INT64) {
     ThrowValueError(name + " has dtype " + DtypeName(ids.dtype()) + "; int32 or int64 is expected");
   }
-  if (ids.initialized()) CheckSameDevice(ids, name, cache, "cache");
+  if (!ids.initialized()) return;
+  CheckContiguous(ids, name);
+  CheckSameDevice(ids, name, cache, "cache");
 }
 
 Ids ReadBack(const paddle::Tensor& tensor, const DeviceStream& where) {
@@ -38,9 +43,15 @@ Ids ReadBack(const paddle::Tensor& tensor, const DeviceStream& where) {
   return ids;
 }
 
-void CheckValues(const Ids& table, const Ids& lengths, const TokenMap& map, const CacheShape& shape, int64_t tokens,
-                 BlockUse use) {
-  std::vector<bool> written(shape.blocks);
+struct HostMap {
+  Ids table;
+  Ids lengths;
+  Ids starts;  // empty: all are 0
+};
+
+void CheckValues(const HostMap& on_host, const TokenMap& map, const CacheShape& shape, int64_t tokens, BlockUse use) {
+  const Ids& lengths = on_host.lengths;
+  std::multimap<int64_t, std::pair<int64_t, int64_t>> written;  // block -> first position, behind the last one
   for (int64_t s = 0; s < map.sequences; ++s) {
     const std::string entry = "cu_seq_lens[" + std::to_string(s + 1) + "] = " + std::to_string(lengths[s + 1]);
     if (lengths[s] < 0 || lengths[s + 1] < lengths[s] || lengths[s + 1] > tokens) {
@@ -48,21 +59,33 @@ void CheckValues(const Ids& table, const Ids& lengths, const TokenMap& map, cons
                       "; the ends of sequences must not be negative, not decrease, and not exceed the " +
                       std::to_string(tokens) + " tokens");
     }
-    const int64_t blocks = (lengths[s + 1] - lengths[s] + shape.block_size - 1) / shape.block_size;
+    const int64_t start = on_host.starts.empty() ? 0 : on_host.starts[s];
+    const int64_t capacity = map.blocks_per_sequence * shape.block_size;
+    if (start < 0 || start > capacity) {
+      ThrowIndexError("starts[" + std::to_string(s) + "] = " + std::to_string(start) + " must be in [0, " +
+                      std::to_string(capacity) + "], the tokens of a row of block_table");
+    }
+    if (lengths[s + 1] == lengths[s]) continue;  // without tokens it has no block
+    const int64_t end = start + lengths[s + 1] - lengths[s];
+    const int64_t blocks = (end + shape.block_size - 1) / shape.block_size;
     if (blocks > map.blocks_per_sequence) {
       ThrowIndexError(entry + ": sequence " + std::to_string(s) + " has " + std::to_string(blocks) +
                       " blocks, block_table has " + std::to_string(map.blocks_per_sequence) + " for it");
     }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t block = table[s * map.blocks_per_sequence + b];
+    for (int64_t b = start / shape.block_size; b < blocks; ++b) {
+      const int64_t block = on_host.table[s * map.blocks_per_sequence + b];
       const std::string name = "block_table[" + std::to_string(s) + ", " + std::to_string(b) + "]";
       if (block >= shape.blocks) {
         ThrowIndexError(name + " = " + std::to_string(block) + " must be in [0, " + std::to_string(shape.blocks) + ")");
       }
       if (block < 0 || use == BlockUse::kRead) continue;
-      if (written[block])
+      const int64_t first = std::max(start - b * shape.block_size, int64_t{0});
+      const int64_t behind = std::min(end - b * shape.block_size, shape.block_size);
+      const auto [from, to] = written.equal_range(block);
+      if (std::any_of(from, to,
+                      [&](const auto& one) { return first < one.second.second && one.second.first < behind; }))
         ThrowValueError(name + " names block " + std::to_string(block) + " a second time; it would be written twice");
-      written[block] = true;
+      if (first < behind) written.emplace(block, std::pair<int64_t, int64_t>{first, behind});
     }
   }
 }
@@ -70,10 +93,11 @@ void CheckValues(const Ids& table, const Ids& lengths, const TokenMap& map, cons
 }  // namespace
 
 TokenMap CheckTokenMap(const paddle::Tensor& block_table, const paddle::Tensor& cu_seq_lens,
-                       const paddle::Tensor& cache, const CacheShape& shape, int64_t tokens, BlockUse use,
-                       const DeviceStream& where) {
+                       const paddle::optional<paddle::Tensor>& starts, const paddle::Tensor& cache,
+                       const CacheShape& shape, int64_t tokens, BlockUse use, const DeviceStream& where) {
   CheckIdTensor(block_table, "block_table", 2, "[sequences, blocks per sequence]", cache);
   CheckIdTensor(cu_seq_lens, "cu_seq_lens", 1, "[sequences + 1]", cache);
+  if (starts) CheckIdTensor(*starts, "starts", 1, "[sequences]", cache);
   TokenMap map;
   map.sequences = block_table.shape()[0];
   map.blocks_per_sequence = block_table.shape()[1];
@@ -81,12 +105,20 @@ TokenMap CheckTokenMap(const paddle::Tensor& block_table, const paddle::Tensor& 
     ThrowValueError("cu_seq_lens has " + std::to_string(cu_seq_lens.shape()[0]) + " entries, block_table " +
                     std::to_string(map.sequences) + " rows; one entry more than rows is expected");
   }
+  if (starts && starts->shape()[0] != map.sequences) {
+    ThrowValueError("starts has " + std::to_string(starts->shape()[0]) + " entries, block_table " +
+                    std::to_string(map.sequences) + " rows; one entry for each row is expected");
+  }
   if (map.sequences == 0 || map.blocks_per_sequence == 0) {
     // No token has a block. An empty tensor has no address, which would mean "no table".
     map.sequences = 0;
   }
   map.block_table = map.sequences == 0 ? cu_seq_lens.data() : block_table.data();
   map.cu_seq_lens = cu_seq_lens.data();
+  if (starts) {
+    map.starts = starts->data();
+    map.starts_is_int64 = starts->dtype() == phi::DataType::INT64;
+  }
   map.block_table_is_int64 = block_table.dtype() == phi::DataType::INT64;
   map.cu_seq_lens_is_int64 = cu_seq_lens.dtype() == phi::DataType::INT64;
   if (!CheckRequested()) return map;
@@ -95,7 +127,9 @@ TokenMap CheckTokenMap(const paddle::Tensor& block_table, const paddle::Tensor& 
     LAUNCH_CUDA(where.device, StreamIsCapturing(where, &capturing));
     if (capturing) return map;
   }
-  CheckValues(ReadBack(block_table, where), ReadBack(cu_seq_lens, where), map, shape, tokens, use);
+  const HostMap on_host{ReadBack(block_table, where), ReadBack(cu_seq_lens, where),
+                        starts ? ReadBack(*starts, where) : Ids{}};
+  CheckValues(on_host, map, shape, tokens, use);
   return map;
 }
 

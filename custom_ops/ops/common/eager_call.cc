@@ -46,7 +46,7 @@ PyObject* Call(PyObject* self, PyObject* const* given, Py_ssize_t count) {
     return nullptr;
   }
   try {
-    EagerArguments arguments(op->name.c_str(), given);
+    EagerArguments arguments(op->name.c_str(), given, op->takes_views);
     return ResultsOf(*op, op->run(&arguments));
   } catch (const abi::__forced_unwind&) {  // the thread ends
     throw;
@@ -83,7 +83,8 @@ void EagerArguments::Refuse(PyObject* object, const char* expected) const {
 const paddle::Tensor& EagerArguments::TensorIn(PyObject* object) const {
   if (!paddle::pybind::PyCheckTensor(object)) Refuse(object, "a paddle.Tensor");
   const paddle::Tensor& tensor = paddle::pybind::CastPyArg2Tensor(object, taken_);
-  if (tensor.is_dense_tensor() && !static_cast<const phi::DenseTensor*>(tensor.impl().get())->meta().is_contiguous()) {
+  if (!views_ && tensor.is_dense_tensor() &&
+      !static_cast<const phi::DenseTensor*>(tensor.impl().get())->meta().is_contiguous()) {
     PyErr_Format(PyExc_ValueError, "argument %d of %s is not contiguous; a contiguous tensor is expected", taken_, op_);
     throw PythonError();
   }

@@ -19,7 +19,8 @@ namespace paddle_kv {
 // exception and ends the call.
 class EagerArguments {
  public:
-  EagerArguments(const char* op, _object* const* given) : op_(op), given_(given) {}
+  // `views`: the operator asks each tensor for its strides.
+  EagerArguments(const char* op, _object* const* given, bool views) : op_(op), given_(given), views_(views) {}
 
   void Take(paddle::Tensor* value);
   void Take(paddle::optional<paddle::Tensor>* value);
@@ -40,6 +41,7 @@ class EagerArguments {
 
   const char* op_;
   _object* const* given_;
+  bool views_;
   int taken_ = 0;
 };
 
@@ -52,6 +54,7 @@ struct EagerOperator {
   std::string name;
   int argument_count;
   bool has_results;
+  bool takes_views;  // tensors that are not contiguous
   std::vector<paddle::Tensor> (*run)(EagerArguments*);
 };
 
@@ -98,8 +101,8 @@ struct EagerCall<Result (*)(Arguments...), function> {
     return results;
   }
 
-  static void Add(std::string name) {
-    EagerOperators().push_back({std::move(name), sizeof...(Arguments), !std::is_void_v<Result>, &Run});
+  static void Add(std::string name, bool takes_views) {
+    EagerOperators().push_back({std::move(name), sizeof...(Arguments), !std::is_void_v<Result>, takes_views, &Run});
   }
 };
 

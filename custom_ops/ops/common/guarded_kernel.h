@@ -56,13 +56,19 @@ struct Guarded<Result (*)(Arguments...), function> {
 };
 
 template <class Signature, Signature function>
-void AddEagerCall() {
+void AddEagerCall(bool takes_views) {
   constexpr auto kGuarded = &Guarded<Signature, function>::Call;
-  EagerCall<Signature, kGuarded>::Add(OperatorName(__PRETTY_FUNCTION__));
+  EagerCall<Signature, kGuarded>::Add(OperatorName(__PRETTY_FUNCTION__), takes_views);
 }
 
 }  // namespace paddle_kv
 
-#define GUARDED_KERNEL(function)                                \
-  (::paddle_kv::AddEagerCall<decltype(&function), &function>(), \
+#define GUARDED_KERNEL_WITH(function, takes_views)                         \
+  (::paddle_kv::AddEagerCall<decltype(&function), &function>(takes_views), \
    PD_KERNEL(::paddle_kv::Guarded<decltype(&function), &function>::Call))
+
+#define GUARDED_KERNEL(function) GUARDED_KERNEL_WITH(function, false)
+
+// Of an operator that asks each tensor for its strides. Only eager calls bring tensors that are not contiguous: Paddle
+// copies them before it calls what is registered.
+#define GUARDED_KERNEL_OF_VIEWS(function) GUARDED_KERNEL_WITH(function, true)

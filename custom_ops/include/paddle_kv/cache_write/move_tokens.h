@@ -24,12 +24,15 @@ struct RowPlace {
 };
 
 // In which slot of the cache each token lives: token n belongs to the last sequence that starts at or before n, and
-// entry p / block size of its row in the block table names the block of position p. Without a table, slot n.
+// entry p / block size of its row in the block table names the block of position p. Without a table, slot n. The first
+// token of a sequence is at position 0, or where `starts` says.
 struct TokenMap {
   const void* block_table = nullptr;  // [sequences, blocks_per_sequence] int32 or int64
   const void* cu_seq_lens = nullptr;  // [sequences + 1] int32 or int64
+  const void* starts = nullptr;       // [sequences] int32 or int64
   bool block_table_is_int64 = false;
   bool cu_seq_lens_is_int64 = false;
+  bool starts_is_int64 = false;
   std::int64_t sequences = 0;
   std::int64_t blocks_per_sequence = 0;
 };
@@ -43,10 +46,14 @@ PADDLE_KV_HOST_DEVICE bool StartsAbove(const TokenMap& map, std::int64_t entry, 
 }
 
 // The position of a token in its sequence, given the first entry of cu_seq_lens above it. -1 for a token of no
-// sequence.
+// sequence, and for those of a sequence that starts where none can.
 PADDLE_KV_HOST_DEVICE std::int64_t PositionOf(const TokenMap& map, std::int64_t first_above, std::int64_t token) {
+  constexpr std::int64_t kMostStart = std::int64_t{1} << 62;
   if (first_above == 0 || first_above > map.sequences) return -1;
-  return token - IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, first_above - 1);
+  const std::int64_t in_sequence = token - IntegerAt(map.cu_seq_lens, map.cu_seq_lens_is_int64, first_above - 1);
+  if (map.starts == nullptr) return in_sequence;
+  const std::int64_t start = IntegerAt(map.starts, map.starts_is_int64, first_above - 1);
+  return start < 0 || start > kMostStart || in_sequence < 0 || in_sequence > kMostStart ? -1 : start + in_sequence;
 }
 
 // The block of an entry of that sequence in the table. -1 if it is not in the table or not in the cache.

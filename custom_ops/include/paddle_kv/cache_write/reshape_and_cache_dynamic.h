@@ -7,12 +7,19 @@
 
 namespace paddle_kv {
 
-// `tokens.parts[p].scale` is not used: the scale of slot s, head h of part p is computed and stored in
-// scale_caches[p][((s / block size) * heads + h) * block size + s % block size]. `tokens.stored` is one of the fp8
-// formats or int8.
+// Where the scale of each slot and head is kept: strides in floats.
+struct ScalePlace {
+  float* data = nullptr;
+  std::int64_t stride_per_block = 0;
+  std::int64_t stride_per_head = 0;
+  std::int64_t stride_per_token = 0;
+};
+
+// `tokens.parts[p].scale` is not used: it is computed and stored in scales[p]. A part without a place for scales is
+// copied as it is. `tokens.stored` is one of the fp8 formats or int8.
 struct DynamicTokenWrite {
   TokenWrite tokens;
-  float* scale_caches[kMostParts];
+  ScalePlace scales[kMostParts];
 };
 
 void ReshapeAndCacheDynamicCpu(const DynamicTokenWrite& write);
@@ -62,9 +69,10 @@ PADDLE_KV_HOST_DEVICE float ScaleOfRow(std::uint32_t largest_magnitude) {
   return BitsOfFloat(scale) < kSmallestNormal ? FloatOfBits(kSmallestNormal) : scale;
 }
 
-PADDLE_KV_HOST_DEVICE std::int64_t IndexOfScale(const TokenPart& part, std::int64_t slot, std::int64_t head) {
-  const std::int64_t block = slot / part.cache.block_size;
-  return (block * part.heads + head) * part.cache.block_size + slot % part.cache.block_size;
+PADDLE_KV_HOST_DEVICE float* AddressOfScale(const ScalePlace& place, std::int64_t block_size, std::int64_t slot,
+                                            std::int64_t head) {
+  return place.data + slot / block_size * place.stride_per_block + head * place.stride_per_head +
+         slot % block_size * place.stride_per_token;
 }
 
 }  // namespace paddle_kv

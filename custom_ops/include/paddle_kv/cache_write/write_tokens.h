@@ -67,6 +67,7 @@ struct TokenWrite {
 
 // Slots of one call are distinct.
 void WriteTokensCpu(const TokenWrite& write);
-Status WriteTokensCuda(const TokenWrite& write, const DeviceStream& where);
+// `dependent`: may be launched dependently on the kernel before it in the stream (common/dependent_launch.cuh).
+Status WriteTokensCuda(const TokenWrite& write, bool dependent, const DeviceStream& where);
 
 }  // namespace paddle_kv

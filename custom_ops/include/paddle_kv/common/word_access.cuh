@@ -63,6 +63,28 @@ __device__ inline void Store(void* address, const Value& value) {
   *static_cast<Word*>(address) = word;
 }
 
+// These two stay where they stand, and without a branch: a compiler moves a load whose word is stored under a condition
+// behind that condition, and one trip to memory then waits for the other.
+__device__ inline uint4 LoadNow(const std::uint8_t* address) {
+  uint4 word;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
+               : "l"(address)
+               : "memory");
+  return word;
+}
+
+__device__ inline void StoreIf(bool condition, std::uint8_t* address, const uint4& word) {
+  asm volatile(
+      "{\n"
+      ".reg .pred holds;\n"
+      "setp.ne.u32 holds, %0, 0;\n"
+      "@holds st.global.v4.u32 [%1], {%2, %3, %4, %5};\n"
+      "}" ::"r"(static_cast<unsigned>(condition)),
+      "l"(address), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+      : "memory");
+}
+
 // The same bits as another type of the same size. What is loaded before it is used should be held as a word: a struct
 // of small elements may be taken apart where it is loaded, and one load then waits for the other.
 template <class Value, class Word>
