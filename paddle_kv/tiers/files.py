@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..checks import check_timeout
 from ..errors import ForkedError
 from ..layout import check_positive
+from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
+from . import at_exit
 from .folder import Folder
 from .protocol import Outcome, Read, Write
 from .root import Root
 
-EXIT_TIMEOUT_S = 5.0
-
 
 class FilesEngine:
-    """Objects as files: direct I/O by a few threads for each root, without a copy on the host.
+    """Objects in files: direct I/O by a few threads for each root, without a copy on the host.
 
     Args:
         roots: folder -> capacity in bytes. Each is made if it is not there, is held by one engine at a time, and gets
@@ -59,48 +57,64 @@ class FilesEngine:
                 folder.close()
             raise
         self._process_id = os.getpid()
+        self._closing = threading.Lock()
         self._closed = False
         _engines.add(self)
+        at_exit.engines.add(self)
 
     def register(self, memory: np.ndarray) -> None:
         """Files need no registration."""
 
     def write(self, items: Sequence[Write]) -> None:
         self._check_process()
+        chosen: dict[Root, list[Write]] = {}
+        added = dict.fromkeys(self.roots, 0)
         for item in items:
             there = [root for root in self.roots if item.name in root.folder]
-            rested = there or [root for root in self.roots if not root.writes.resting]
-            if rested:
-                min(rested, key=lambda root: (root.queued_bytes + item.size_bytes) / root.rate).write(item)
+            able = there or [root for root in self.roots if not root.writes.resting]
+            if able:
+                size = item.size_bytes
+                best = min(able, key=lambda root: (root.queued_bytes + added[root] + size) / root.rate)
+                added[best] += size
+                chosen.setdefault(best, []).append(item)
             else:
                 item.ended(Outcome.DROPPED)
+        for root, group in chosen.items():
+            root.write(group)
 
     def read(self, items: Sequence[Read]) -> None:
         self._check_process()
+        chosen: dict[Root, list[Read]] = {}
         for item in items:
             root = next((root for root in self.roots if root.folder.present(item.name)), None)
             if root is None:
                 item.ended(Outcome.MISSING)
             else:
-                root.read(item)
+                chosen.setdefault(root, []).append(item)
+        for root, group in chosen.items():
+            root.read(group)
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         folders = [root.folder for root in self.roots if not root.reads.resting]
         return [any(folder.present(name) for folder in folders) for name in names]
 
     def delete(self, names: Sequence[bytes]) -> None:
-        for name in names:
-            for root in self.roots:
-                root.folder.delete(name)
+        for root in self.roots:
+            root.delete(names)
+
+    def clear(self) -> None:
+        """Deletes all objects that are there, also for a process that comes after a crash: waits for storage."""
+        for root in self.roots:
+            root.folder.empty()
 
     def stats(self) -> dict[str, float]:
         """``objects``, ``used_bytes``, ``capacity_bytes``, ``evicted``, ``errors``, ``resting_roots``."""
-        folders = [root.folder for root in self.roots]
+        spaces = [root.folder.space for root in self.roots]
         return {
-            "objects": sum(len(folder) for folder in folders),
-            "used_bytes": sum(folder.used_bytes for folder in folders),
-            "capacity_bytes": sum(folder.capacity_bytes for folder in folders),
-            "evicted": sum(folder.evicted for folder in folders),
+            "objects": sum(len(space.index) for space in spaces),
+            "used_bytes": sum(space.used_bytes for space in spaces),
+            "capacity_bytes": sum(space.capacity_bytes for space in spaces),
+            "evicted": sum(space.evicted for space in spaces),
             "errors": sum(root.reads.errors + root.writes.errors for root in self.roots),
             "resting_roots": sum(root.reads.resting or root.writes.resting for root in self.roots),
         }
@@ -116,6 +130,10 @@ class FilesEngine:
             return
         deadline = Deadline(timeout_s)
         stuck = [root for root in self.roots if not root.close(deadline)]
+        with self._closing:  # threads that close it at once must not close a descriptor twice
+            for root in self.roots:
+                if root not in stuck:
+                    root.folder.close()
         if stuck:
             raise TimeoutError(f"{stuck[0].folder.path} did not answer within timeout_s = {timeout_s}")
         self._closed = True
@@ -132,14 +150,6 @@ class FilesEngine:
 
 
 _engines: weakref.WeakSet[FilesEngine] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """What is being written is completed, what is queued is dropped."""
-    for engine in list(_engines):
-        with contextlib.suppress(Exception):  # nobody is left to be told
-            engine.close(EXIT_TIMEOUT_S)
 
 
 def _after_fork_in_child() -> None:

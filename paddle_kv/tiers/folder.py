@@ -1,9 +1,7 @@
-"""Which objects a folder holds, and where: names and sizes are in the names of files and folders, so that a restart
-reads directories and no file.
+"""Which objects a folder holds, and where: slabs of slots, and an index of them in memory.
 
-``<root>/<number>-<object bytes>/<name>``: a *shelf* is a folder of at most ``SHELF_OBJECTS`` objects of one size, and
-shelves are numbered as they were begun: that is the order of age after a restart. A name that begins with ``_`` is of
-an object that is not complete; nobody reads it, and a restart deletes it.
+``<root>/<number>-<bytes of a slot>.slab`` and ``.table``: see :mod:`.slab`. No method waits for the system under the
+lock, so that nobody who asks for a name waits for storage.
 """
 
 from __future__ import annotations
@@ -11,46 +9,31 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
-import re
 import threading
-from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import TierError
+from ..tracking.keeper import log
+from . import slab as slabs
+from .object_file import names_in, takes_direct_io
+from .protocol import Outcome, Write
+from .slab import SLAB_NAME, Slab
+from .space import Evicted, NoSlab, Place, Space, Spot, slot_bytes_of
 
-SHELF_OBJECTS = 256  # ext4 is several times slower with thousands of files in a folder
-SHELF_NAME = re.compile(r"([0-9]{10})-([0-9]{1,18})")
-OBJECT_NAME = re.compile(r"[0-9a-f]{32}")
-TRIMMED_PER_STORE = 32  # objects beyond a capacity that has become smaller
-
-
-class Shelf:
-    """A folder of objects of one size."""
-
-    __slots__ = ("count", "number", "path", "size_bytes")
-
-    def __init__(self, number: int, size_bytes: int) -> None:
-        self.number = number
-        self.size_bytes = size_bytes
-        self.count = 0  # objects, and those on their way
-        self.path = f"{number:010d}-{size_bytes}"
-
-
-class Place:
-    """Where an object is about to be written. ``temporary`` may be there already, as the file of an evicted one."""
-
-    __slots__ = ("final", "name", "shelf", "temporary")
-
-    def __init__(self, name: bytes, shelf: Shelf) -> None:
-        self.name = name
-        self.shelf = shelf
-        self.final = f"{shelf.path}/{name.hex()}"
-        self.temporary = f"{shelf.path}/_{name.hex()}"
+LEAST_SLAB_BYTES = 64 << 20
+MOST_SLABS = 128  # about so many of one size, each of them an open file
 
 
 class Folder:
     """One root, held by this process alone. All paths are relative to ``descriptor``.
+
+    Attributes:
+        space: what is where.
+        unknown: slots whose table could not be believed; nobody uses them until their headers were read.
+        looking: held while the header of one of them is read.
 
     Raises:
         TierError: another process has it, or it cannot be written to.
@@ -58,242 +41,317 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str], capacity_bytes: int) -> None:
         self.path = Path(path).absolute()
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self.evicted = 0
-        self._lock = threading.Lock()
-        self._objects: OrderedDict[bytes, Shelf] = OrderedDict()  # those used last are at the end
-        self._arriving: dict[bytes, Shelf] = {}
-        self._reading: dict[bytes, int] = {}
-        self._open_shelves: dict[int, Shelf] = {}  # by size: the one that is filled
-        self._next_number = 0
-        self._old_descriptors: list[int] = []
+        self.space = Space(capacity_bytes)
+        self.unknown: list[Spot] = []
+        self.looking = threading.Lock()
+        self.direct = False
         self.descriptor = -1
         self._lock_descriptor = -1
+        self._old_descriptors: list[int] = []
+        self._lock = threading.Lock()
+        self._changing = threading.Lock()  # of the slabs: held while the system makes one
         try:
             self._open()
         except OSError as error:
             raise TierError(f"the folder {self.path} cannot be used: {error}") from None
 
+    # ---- opening ----
     def _open(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._lock_descriptor = os.open(
-                "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.descriptor
-            )
+            self._hold()
+            self.direct = takes_direct_io(self.descriptor)
+            self._scan()
+        except BaseException:
+            for slab in self.space.slabs.values():
+                _close(slab.descriptors())
+            _close([self._lock_descriptor, self.descriptor])
+            self._lock_descriptor = self.descriptor = -1
+            self._begin_anew()
+            raise
+
+    def _begin_anew(self) -> None:
+        self.space, evicted = Space(self.space.capacity_bytes), self.space.evicted
+        self.space.evicted = evicted
+        self.unknown = []
+
+    def _hold(self) -> None:
+        """Locks the folder itself, whose lock nobody can delete, and a file for systems that lock no folders."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._lock_descriptor = os.open("lock", flags, 0o600, dir_fd=self.descriptor)
+        for descriptor in (self._lock_descriptor, self.descriptor):
             try:
-                fcntl.flock(self._lock_descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise TierError(
                     f"the folder {self.path} is in use by another engine; give each process a folder of its own"
                 ) from None
-            self._scan()
-        except BaseException:
-            self._close([])
-            raise
-
-    def close(self) -> None:
-        self._close(self._old_descriptors)
-        self._old_descriptors = []
-
-    def _close(self, others: list[int]) -> None:
-        for descriptor in (self._lock_descriptor, self.descriptor, *others):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._lock_descriptor = self.descriptor = -1
+            except OSError:
+                if descriptor != self.descriptor:
+                    raise
 
     def _scan(self) -> None:
-        found = (match for match in map(SHELF_NAME.fullmatch, os.listdir(self.descriptor)) if match)
-        for match in sorted(found, key=lambda match: int(match[1])):
-            shelf = Shelf(int(match[1]), int(match[2]))
-            self._next_number = shelf.number + 1
-            descriptor = os.open(
-                shelf.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.descriptor
-            )
+        names, space = names_in(self.descriptor), self.space
+        tables = {path for path in names if path.endswith(".table")}
+        older: list[Spot] = []
+        for match in sorted(filter(None, map(SLAB_NAME.fullmatch, names)), key=lambda match: int(match[1])):
+            number, slot_bytes = int(match[1]), int(match[2])
+            space.next_number = number + 1
+            tables.discard(slabs.paths(number, slot_bytes)[1])
             try:
-                self._scan_shelf(shelf, os.listdir(descriptor))
-            finally:
-                os.close(descriptor)
-            if not shelf.count:
-                self._remove_shelf(shelf)
+                if number in space.slabs:
+                    raise ValueError(f"{match[0]}: another slab has its number")
+                slab, table = slabs.open_slab(self.descriptor, number, slot_bytes, direct=self.direct)
+            except (OSError, ValueError) as error:
+                log.warning("%s: a slab cannot be used and is left as it is: %s", self.path, error)
+                continue
+            older += space.add(slab, table)
+            self.unknown += [(slab, slot) for slot in table.unknown]
+        space.clock = itertools.count(1 + max((int(slab.used.max()) for slab in space.slabs.values()), default=0))
+        for path in tables:  # of slabs that are gone
+            with contextlib.suppress(OSError):
+                os.unlink(path, dir_fd=self.descriptor)
+        self.clear(older)
+        if space.charged_bytes > space.capacity_bytes:
+            self._punch(space.take_free())
 
-    def _scan_shelf(self, shelf: Shelf, names: list[str]) -> None:
-        for text in names:
-            if OBJECT_NAME.fullmatch(text):
-                name = bytes.fromhex(text)
-                older = self._objects.pop(name, None)
-                if older is not None:
-                    self._unlink(f"{older.path}/{text}")
-                    self._left(older)
-                    self.used_bytes -= older.size_bytes
-                self._objects[name] = shelf
-                shelf.count += 1
-                self.used_bytes += shelf.size_bytes
-            elif text.startswith("_"):
-                self._unlink(f"{shelf.path}/{text}")
+    def close(self) -> None:
+        for slab in self.space.slabs.values():
+            self._old_descriptors += slab.descriptors()
+        self.space.slabs = {}
+        _close([*self._old_descriptors, self._lock_descriptor, self.descriptor])
+        self._old_descriptors = []
+        self._lock_descriptor = self.descriptor = -1
 
-    def check(self) -> bool:
-        """Somebody may have removed the folder, or what is in it: begins anew then. Whether it had to."""
-        with self._lock:
+    def check(self) -> None:
+        """Somebody may have removed the folder, or what is in it: what is gone is forgotten.
+
+        Raises:
+            OSError: somebody else has it now.
+        """
+        with self._changing:
             with contextlib.suppress(OSError):
                 ours, there = os.fstat(self.descriptor), os.stat(self.path)
                 if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
-                    self._open_shelves.clear()
-                    return False
-            self._objects.clear()
-            self._open_shelves.clear()
-            self.used_bytes = sum(shelf.size_bytes for shelf in self._arriving.values())
-            # Other threads may be about to use them: the numbers must not become those of other files.
-            self._old_descriptors += [one for one in (self.descriptor, self._lock_descriptor) if one >= 0]
-            self.descriptor = self._lock_descriptor = -1
+                    for slab in [slab for slab in self.space.slabs.values() if not slab.there()]:
+                        with self._lock:
+                            self._old_descriptors += self.space.forget(slab)
+                        slab.unlink()
+                    return
+            with self._lock:
+                # Other threads may be about to use them: the numbers must not become those of other files.
+                for slab in self.space.slabs.values():
+                    slab.gone = True
+                    self._old_descriptors += slab.descriptors()
+                self._old_descriptors += [one for one in (self.descriptor, self._lock_descriptor) if one >= 0]
+                self.descriptor = self._lock_descriptor = -1
+                self._begin_anew()
             try:
                 self._open()
             except TierError as error:
                 raise OSError(errno.EBUSY, str(error)) from None
-            return True
 
     # ---- asked ----
     def __contains__(self, name: bytes) -> bool:
-        return name in self._objects or name in self._arriving
+        space = self.space
+        return name in space.index or name in space.arriving
 
     def __len__(self) -> int:
-        return len(self._objects)
+        return len(self.space.index)
 
     def present(self, name: bytes) -> bool:
-        return name in self._objects
+        return name in self.space.index
 
     def names(self) -> list[bytes]:
         """Of all objects, those used longest ago first."""
         with self._lock:
-            return list(self._objects)
+            index = self.space.index if self.descriptor >= 0 else {}
+            places = {name: self.space.at(place) for name, place in index.items()}
+            ages = {name: int(slab.used[slot]) for name, (slab, slot) in places.items()}
+        return sorted(ages, key=ages.__getitem__)
 
     # ---- reading ----
-    def begin_read(self, name: bytes) -> str | None:
-        """The path of the object, which nobody evicts until ``end_read``; None if it is not there."""
+    def begin_read(self, names: Iterable[bytes]) -> list[Spot | None]:
+        """Where each object is, which nobody overwrites until ``end_read``; None if it is not there."""
         with self._lock:
-            shelf = self._objects.get(name)
-            if shelf is None:
-                return None
-            self._objects.move_to_end(name)
-            self._reading[name] = self._reading.get(name, 0) + 1
-            return f"{shelf.path}/{name.hex()}"
+            space = self.space
+            found = [None if (place := space.index.get(name)) is None else space.at(place) for name in names]
+            for slab, slot in filter(None, found):
+                slab.used[slot] = next(space.clock)
+                slab.reading[slot] = slab.reading.get(slot, 0) + 1
+        return found
 
-    def end_read(self, name: bytes) -> None:
+    def end_read(self, spot: Spot) -> None:
+        slab, slot = spot
         with self._lock:
-            left = self._reading.pop(name) - 1
+            left = slab.reading.pop(slot) - 1
             if left:
-                self._reading[name] = left
+                slab.reading[slot] = left
+            elif slot in slab.leaving:
+                slab.leaving.discard(slot)
+                self.space.release(slab, slot)
 
     # ---- writing ----
-    def begin_write(self, name: bytes, size_bytes: int) -> Place | None:
-        """Makes room; None if the object is there or arriving, or has no room. What is evicted gives its file."""
-        with self._lock:
-            if self.descriptor < 0:
-                raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.path))
-            if name in self or size_bytes > self.capacity_bytes:
-                return None
-            for trimmed in range(TRIMMED_PER_STORE + 1):
-                if self.used_bytes + size_bytes <= self.capacity_bytes:
-                    return self._place(name, size_bytes)
-                victim = self._victim()
-                if victim is None:
-                    return None
-                old, shelf = victim
-                self.used_bytes -= shelf.size_bytes
-                self.evicted += 1
-                last = self.used_bytes + size_bytes <= self.capacity_bytes or trimmed == TRIMMED_PER_STORE
-                path = f"{shelf.path}/{old.hex()}"
-                if last and shelf.size_bytes == size_bytes:
-                    return self._recycled(name, shelf, path)
-                self._unlink(path)
-                self._left(shelf)
-            return None
-
-    def _recycled(self, name: bytes, old_shelf: Shelf, path: str) -> Place:
-        """A file that has its blocks on the disk already costs neither a deletion nor an allocation."""
+    def begin_write(self, items: Sequence[Write]) -> list[Place | Outcome | OSError | None]:
+        """For each what :meth:`.Space.begin` says, or why there is no slab for it. Makes room."""
+        evicted = Evicted()
+        found: list[Place | Outcome | OSError | None] = []
         try:
-            place = self._place(name, old_shelf.size_bytes)
-        except OSError:
-            self._unlink(path)
-            self._left(old_shelf)
-            raise
-        try:
-            os.rename(path, place.temporary, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-        except OSError:
-            self._unlink(path)
-        self._left(old_shelf)
-        return place
+            while len(found) < len(items):
+                try:
+                    with self._lock:
+                        if self.descriptor < 0:
+                            raise FileNotFoundError(errno.ENOENT, "the folder is gone", str(self.path))
+                        for item in items[len(found) :]:
+                            found.append(self.space.begin(item, evicted))
+                except NoSlab:
+                    self._add_slab(slot_bytes_of(items[len(found)].size_bytes))
+        except OSError as error:
+            found += [error] * (len(items) - len(found))
+        self._clear(evicted.records)
+        self._punch(evicted.punched)
+        return found
 
-    def _victim(self) -> tuple[bytes, Shelf] | None:
-        for name, shelf in self._objects.items():
-            if name not in self._reading:
-                del self._objects[name]
-                return name, shelf
-        return None
+    def _add_slab(self, slot_bytes: int) -> None:
+        with self._changing:
+            with self._lock:
+                space = self.space
+                if any(slab.holes for slab in space.with_room[slot_bytes]):
+                    return  # another thread made one
+                size = min(max(LEAST_SLAB_BYTES, space.capacity_bytes // MOST_SLABS), space.capacity_bytes)
+                num_slots = max(1, size // slot_bytes)
+                number, space.next_number = space.next_number, space.next_number + 1
+                allocate = space.charged_bytes + num_slots * slot_bytes <= space.capacity_bytes
+            slab = slabs.create(self.descriptor, number, slot_bytes, num_slots, direct=self.direct, allocate=allocate)
+            with self._lock:
+                space.add(slab)
 
-    def _place(self, name: bytes, size_bytes: int) -> Place:
-        shelf = self._open_shelves.get(size_bytes)
-        if shelf is None or shelf.count >= SHELF_OBJECTS:
-            shelf = Shelf(self._next_number, size_bytes)
-            os.mkdir(shelf.path, 0o700, dir_fd=self.descriptor)
-            self._next_number += 1
-            before, self._open_shelves[size_bytes] = self._open_shelves.get(size_bytes), shelf
-            if before is not None and not before.count:
-                self._remove_shelf(before)
-        shelf.count += 1
-        self.used_bytes += size_bytes
-        self._arriving[name] = shelf
-        return Place(name, shelf)
+    def _clear(self, spots: Sequence[Spot]) -> None:
+        """Their records. One that stays is of an object whose header is not there any more: a miss."""
+        for slab, slots in _by_slab(spots):
+            with contextlib.suppress(OSError):
+                slab.clear_records(slots)
 
-    def end_write(self, place: Place, *, complete: bool) -> None:
-        """Makes the object visible, or gives up what was made of it.
+    def _punch(self, spots: Sequence[Spot]) -> None:
+        """Their bytes, which are not charged any more, go back to the file system; the slots are there again."""
+        for slab, slots in _by_slab(spots):
+            hole = True
+            try:
+                slab.punch(slots)
+            except OSError:
+                hole = False  # a file system that cannot: these bytes stay
+            with self._lock:
+                if slab.gone:
+                    continue
+                for slot in slots:
+                    self.space.give(slab, slot, hole=hole)
+                if not hole:
+                    self.space.charge(slab, len(slots))
+                if len(slab.holes) < slab.num_slots:
+                    continue
+                descriptors = self.space.forget(slab)  # which nobody uses
+            slab.unlink()
+            _close(descriptors)
+
+    def end_write(self, places: Sequence[Place], *, complete: bool, bad: bool = False) -> None:
+        """Makes the objects visible, or gives up what was made of them. All are neighbours in one slab. ``bad``: the
+        slots are used again as late as possible.
 
         Raises:
-            OSError: it could not be made visible, and is given up.
+            OSError: they could not be made visible, and are given up.
         """
-        renamed = False
+        slab, slots = places[0].slab, [place.slot for place in places]
+        stored = [next(self.space.clock) for _ in places]
+        recorded = False
         try:
             if complete:
-                os.rename(place.temporary, place.final, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-                renamed = True
+                records = [(place.name, when, place.size_bytes) for place, when in zip(places, stored, strict=True)]
+                slab.write_records(slots, records)
+                recorded = True
         finally:
-            if not renamed:
-                self._unlink(place.temporary)
+            if complete and not recorded:
+                self._clear([(slab, slot) for slot in slots])
             with self._lock:
-                kept = renamed and self._arriving.get(place.name) is place.shelf
-                self._arriving.pop(place.name, None)
-                if kept:
-                    self._objects[place.name] = place.shelf
-                else:
-                    self.used_bytes -= place.shelf.size_bytes
-                    self._left(place.shelf)
+                for place, when in zip(places, stored, strict=True):
+                    self.space.end(place, when, kept=recorded, last=bad)
 
-    def path_of(self, name: bytes) -> Path | None:
-        """Where an object is, for those who look at it by other means."""
-        shelf = self._objects.get(name)
-        return None if shelf is None else self.path / shelf.path / name.hex()
-
-    def delete(self, name: bytes) -> None:
-        if name not in self._objects:
-            return  # not behind those who hold the lock while the system works
+    def adopt(self, slab: Slab, slot: int, name: bytes | None, size_bytes: int) -> None:
+        """What the header of an unknown slot says; no name: nothing."""
         with self._lock:
-            shelf = self._objects.pop(name, None)
-            if shelf is not None:
-                self.used_bytes -= shelf.size_bytes
-                self._unlink(f"{shelf.path}/{name.hex()}")
-                self._left(shelf)
+            if slab.gone:
+                return
+            place = None if name is None or name in self else self.space.expect(name, size_bytes, (slab, slot))
+        if place is not None:
+            self.end_write([place], complete=True)
+        else:
+            self.clear([(slab, slot)])
 
-    def _left(self, shelf: Shelf) -> None:
-        """One object less."""
-        shelf.count -= 1
-        if not shelf.count and self._open_shelves.get(shelf.size_bytes) is not shelf:
-            self._remove_shelf(shelf)
+    # ---- deleting ----
+    def delete(self, names: Iterable[bytes]) -> list[Spot]:
+        """They are not there any more; what is returned is to be given to ``clear``."""
+        there = [name for name in names if name in self.space.index]
+        if not there:
+            return []
+        with self._lock:
+            if self.descriptor < 0:
+                return []  # closed
+            found = [self.space.delete(name) for name in there]
+        return [spot for spot in found if spot is not None]
 
-    def _remove_shelf(self, shelf: Shelf) -> None:
-        with contextlib.suppress(OSError):
-            os.rmdir(shelf.path, dir_fd=self.descriptor)
+    def clear(self, spots: Sequence[Spot]) -> None:
+        """Ends a deletion: waits for the system."""
+        self._clear(spots)
+        with self._lock:
+            for slab, slot in spots:
+                self.space.release(slab, slot)
 
-    def _unlink(self, path: str) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(path, dir_fd=self.descriptor)
+    def empty(self) -> None:
+        """Deletes all, also what nobody has looked at yet: waits for the system.
+
+        Raises:
+            OSError: a restart would find some of it.
+        """
+        with self.looking:
+            unknown, self.unknown = self.unknown, []
+            spots, stuck = [*self.delete(self.names()), *unknown], []
+            for slab, slots in _by_slab(spots):
+                try:
+                    slab.clear_records(slots)
+                except OSError:
+                    stuck.append(slab)  # goes as a whole
+            with self._lock:
+                for slab in stuck:
+                    self._old_descriptors += [] if slab.gone else self.space.forget(slab)
+                for slab, slot in spots:
+                    self.space.release(slab, slot)
+            for slab in stuck:
+                slab.unlink()
+            if any(slab.there() for slab in stuck):
+                raise OSError(errno.EIO, "what was deleted is there again after a restart", str(self.path))
+
+    def trim(self) -> int:
+        """Evicts until all is within the capacity, and gives those bytes to the file system. Returns how many."""
+        evicted = []
+        with self._lock:
+            space = self.space
+            free = space.take_free()
+            while space.charged_bytes > space.capacity_bytes and (victim := space.victim()) is not None:
+                space.charge(victim[0], -1)
+                evicted.append(victim)
+        self._clear(evicted)
+        self._punch([*free, *evicted])
+        return len(evicted)
+
+
+def _by_slab(spots: Iterable[Spot]) -> list[tuple[Slab, list[int]]]:
+    found: dict[int, tuple[Slab, list[int]]] = {}
+    for slab, slot in spots:
+        found.setdefault(id(slab), (slab, []))[1].append(slot)
+    return list(found.values())
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 
@@ -9,6 +10,8 @@ from ..tracking.keeper import log
 
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 60.0
+OF_ONE_OBJECT = {errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EILSEQ}  # a sector, perhaps, and not the whole device
+MOST_IN_A_ROW = 3  # of these errors, until it is the device
 
 
 class Health:
@@ -19,6 +22,7 @@ class Health:
         self._lock = threading.Lock()
         self._rest_s = 0.0  # of the last rest; 0: it works
         self._until_s = 0.0
+        self._in_a_row = 0
         self.errors = 0
 
     @property
@@ -29,6 +33,9 @@ class Health:
     def failed(self, error: BaseException) -> None:
         with self._lock:
             self.errors += 1
+            self._in_a_row += 1
+            if not self._rest_s and self._in_a_row < MOST_IN_A_ROW and getattr(error, "errno", None) in OF_ONE_OBJECT:
+                return
             first, resting = not self._rest_s, self.resting
             if not resting:  # else one of those that were under way
                 self._rest_s = min(2 * self._rest_s, LONGEST_REST_S) if self._rest_s else FIRST_REST_S
@@ -43,6 +50,7 @@ class Health:
             )
 
     def worked(self) -> None:
+        self._in_a_row = 0
         if not self._rest_s or self.resting:
             return
         with self._lock:

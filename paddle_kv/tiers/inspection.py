@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .checksum import checksum
-from .folder import OBJECT_NAME, SHELF_NAME, Folder
+from .folder import Folder
 from .object_format import header_bytes_of, parse
+from .recovery import recover
+from .slab import SLAB_NAME, parse_table, paths, read_table, slots_of
 
 Progress = Callable[[int, int], object]
 
@@ -21,24 +23,23 @@ class Verified:
 
     objects: int = 0
     bytes: int = 0
-    damaged: list[Path] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)  # slab and slot
     sets: Counter[str] = field(default_factory=Counter)  # objects by model, spec, group and rank
 
 
-def count(path: Path) -> tuple[dict[int, int], int]:
-    """Objects by size, and files that are not complete. Reads names alone, and needs nobody's leave."""
+def count(path: Path) -> dict[int, int]:
+    """Objects by size. Reads tables alone, and needs nobody's leave."""
     sizes: Counter[int] = Counter()
-    incomplete = 0
-    for shelf in path.iterdir():
-        if match := SHELF_NAME.fullmatch(shelf.name):
-            try:
-                names = os.listdir(shelf)
-            except (FileNotFoundError, NotADirectoryError):
-                continue  # its server has emptied it meanwhile
-            unfinished = sum(name.startswith("_") for name in names)
-            sizes[int(match[2])] += sum(OBJECT_NAME.fullmatch(name) is not None for name in names)
-            incomplete += unfinished
-    return {size: number for size, number in sorted(sizes.items()) if number}, incomplete
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for match in filter(None, map(SLAB_NAME.fullmatch, os.listdir(descriptor))):
+            slot_bytes = int(match[2])
+            content = read_table(descriptor, paths(int(match[1]), slot_bytes)[1])
+            if slots_of(content, slot_bytes):
+                sizes.update(parse_table(content, slot_bytes).sizes.tolist())
+    finally:
+        os.close(descriptor)
+    return dict(sorted(sizes.items()))
 
 
 def verify(path: Path, progress: Progress, *, delete: bool = False) -> Verified:
@@ -50,41 +51,40 @@ def verify(path: Path, progress: Progress, *, delete: bool = False) -> Verified:
     folder = Folder(path, 2**62)
     found = Verified()
     try:
+        recover(folder, lambda: False)
         names = folder.names()
         for number, name in enumerate(names):
             progress(number, len(names))
-            file = folder.path_of(name)
-            assert file is not None
+            [spot] = folder.begin_read([name])
+            assert spot is not None
+            slab, slot = spot
             try:
-                content = file.read_bytes()
+                content = os.pread(slab.file(direct=False), slab.slot_bytes, slot * slab.slot_bytes)
             except OSError:
                 content = b""  # what cannot be read is not right either
+            folder.end_read(spot)
             found.objects += 1
             found.bytes += len(content)
             said = _right(name, content)
             if said is not None:
                 found.sets[said] += 1
                 continue
-            found.damaged.append(file)
+            found.damaged.append(f"{path / slab.path}, slot {slot}")
             if delete:
-                folder.delete(name)
+                folder.clear(folder.delete([name]))
         progress(len(names), len(names))
     finally:
         folder.close()
     return found
 
 
-def collect_garbage(path: Path, capacity_bytes: int | None) -> tuple[int, int]:
-    """Deletes what is not complete, and the oldest objects beyond a capacity. Returns how many of each."""
-    _, incomplete = count(path)
-    folder = Folder(path, 2**62)  # which deletes what is not complete
+def collect_garbage(path: Path, capacity_bytes: int | None) -> int:
+    """Deletes what former versions left, and the objects used longest ago beyond a capacity; their bytes go back to the
+    file system. Returns how many."""
+    folder = Folder(path, 2**62 if capacity_bytes is None else capacity_bytes)
     try:
-        before = len(folder)
-        for name in folder.names() if capacity_bytes is not None else ():
-            if folder.used_bytes <= capacity_bytes:  # type: ignore[operator]
-                break
-            folder.delete(name)
-        return incomplete, before - len(folder)
+        recover(folder, lambda: False)
+        return folder.trim()
     finally:
         folder.close()
 
@@ -92,10 +92,10 @@ def collect_garbage(path: Path, capacity_bytes: int | None) -> tuple[int, int]:
 def _right(name: bytes, content: bytes) -> str | None:
     """Which set the object belongs to; None if it is not what it says."""
     header = parse(content[: header_bytes_of(content)])
-    if header is None or header.name != name or len(content) != header.header_bytes + header.payload_bytes:
+    if header is None or header.name != name or len(content) < header.header_bytes + header.payload_bytes:
         return None
     payload = memoryview(content)[header.header_bytes :]
-    if any(checksum(payload[at : at + size]) != expected for at, size, expected in header.layers):
+    if any(checksum(payload[at : at + size]) != expected for at, size, expected in header.pieces):
         return None
     return (
         f"model {header.model_digest.hex()[:12]}, spec {header.spec_digest.hex()[:12]}, group {header.group}, "

@@ -6,14 +6,12 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from .checksum import checksum
 from .job import Job
 from .object_format import ALIGN_BYTES, ObjectFormat
 from .protocol import Outcome
 
 STAGE_GROWTH = 3  # of the layers before
 MOST_STAGE_PARTS = 3  # a stage is at most this part of the layers: what computes meanwhile waits for whole stages
-LEAST_STAGE_BYTES = 16 << 10  # below that a storage is asked more often than it is read
 
 
 class Owner(Protocol):
@@ -44,15 +42,27 @@ class Item:
         self._position = position
         self._payload = tier.payload(job.block_ids[position])
         self._open = True
+        self._lent = False  # whether the engine has the addresses
         self._ending = threading.Lock()
 
     @property
     def _unwanted(self) -> bool:
         return self._job.cancelled or self.deadline.over
 
-    def ended(self, outcome: Outcome) -> None:
+    def _lend(self) -> bool:
+        """Whether the engine may have the addresses."""
         with self._ending:
-            was_open, self._open = self._open, False
+            self._lent = self._open and not self._unwanted
+            return self._lent
+
+    def give_up(self) -> None:
+        """The engine has raised: fails unless it has the addresses, and then it is for the engine to end that."""
+        self.ended(Outcome.FAILED, only_if_not_lent=True)
+
+    def ended(self, outcome: Outcome, *, only_if_not_lent: bool = False) -> None:
+        with self._ending:
+            was_open = self._open and not (only_if_not_lent and self._lent)
+            self._open = self._open and not was_open
         if was_open:
             self._tier.item_ended(self, self._job, self._position, self.checked(outcome))
 
@@ -67,7 +77,7 @@ class WriteItem(Item):
     """See :class:`~paddle_kv.tiers.protocol.Write`."""
 
     def buffers(self) -> list[memoryview] | None:
-        if self._unwanted or not self._open:
+        if not self._lend():
             return None
         self._tier.format.write_header(self.header, self.key, self._payload)
         return [self.header, self._payload]
@@ -85,7 +95,7 @@ class ReadItem(Item):
         self._wrong: Outcome | None = None
 
     def buffers(self, stage: int) -> tuple[int, list[memoryview]] | None:
-        if self._unwanted or not self._open:
+        if not self._lend():
             return None
         step, header = self._tier.format.layer_bytes, len(self.header)
         layers = self._stages[stage]
@@ -110,11 +120,8 @@ class ReadItem(Item):
             if isinstance(found, Outcome):
                 return found
             self._sums = found
-        step = self._tier.format.layer_bytes
-        for layer in self._stages[stage]:
-            if checksum(self._payload[layer * step : (layer + 1) * step]) != self._sums[layer]:
-                return Outcome.DAMAGED
-        return None
+        intact = self._tier.format.intact(self._payload, self._stages[stage], self._sums)
+        return None if intact else Outcome.DAMAGED
 
     def checked(self, outcome: Outcome) -> Outcome:
         if self._wrong is not None:
@@ -124,17 +131,19 @@ class ReadItem(Item):
         return super().checked(outcome)
 
 
-def stages_of(num_layers: int, layer_bytes: int, *, layerwise: bool, aligned: bool) -> list[range]:
-    """Ranges of layers that are read at once: they grow, so that the first one is there early and few are needed. With
-    ``aligned`` they begin at multiples of 4 KiB."""
+def stages_of(form: ObjectFormat, *, layerwise: bool, aligned: bool) -> list[range]:
+    """Ranges of layers that are read at once: they grow, so that the first one is there early and few are needed. Each
+    begins with a piece, and with ``aligned`` at a multiple of 4 KiB."""
+    num_layers, least = form.num_layers, form.piece_layers
     stages: list[range] = []
     first = 0
-    least, most = max(1, -(-LEAST_STAGE_BYTES // layer_bytes)), -(-num_layers // MOST_STAGE_PARTS)
+    most = -(-num_layers // MOST_STAGE_PARTS)
     while first < num_layers:
         count = max(least, min(STAGE_GROWTH * first, most)) if layerwise else num_layers
-        stop = min(first + count, num_layers)
-        while aligned and stop < num_layers and stop * layer_bytes % ALIGN_BYTES:
-            stop += 1
+        stop = first + -(-count // least) * least
+        while aligned and stop < num_layers and stop * form.layer_bytes % ALIGN_BYTES:
+            stop += least
+        stop = min(stop, num_layers)
         stages.append(range(first, stop))
         first = stop
     return stages

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..checks import check_timeout
 from ..ops import _arguments as arguments
+from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline, log
 from .object_format import MOST_KEY_BYTES
 from .protocol import Outcome

@@ -29,10 +29,9 @@ def load(
 ) -> tuple[Transfer, Job]:
     """Reads blocks from the tier into the host pool, and loads each layer to the device as soon as it is there.
 
-    ``wait_layer`` means what it means for every load. If a block is missing, damaged or late, the transfer fails: its
-    device blocks and its host blocks hold no usable data. ``job.outcomes`` says how it went with each block; those that
-    are ``DONE`` may be made usable by ``pool.mark_rewritten`` once the transfer is over. It is over only when the tier
-    touches the host blocks no more.
+    ``wait_layer`` means what it means for every load. If a block is missing, damaged or late, the transfer fails, and
+    ``job.outcomes`` says how it went with each block: those that are ``DONE`` are good on both sides when the transfer
+    is over, the others hold no usable data on either. It is over only when the tier touches the host blocks no more.
 
     Args:
         tier: over the pool of the scheduler.
@@ -70,32 +69,37 @@ def load(
     if scheduler.host_pool is not tier.pool:
         raise ValueError("the scheduler and the tier have different host pools")
     plan = scheduler.plan("onload", device_block_ids, host_block_ids)
-    arrival = _Arrival()
+    arrival = Arrival()
     job = Job(keys, plan.host_ids, timeout_s=timeout_s, observer=arrival)
     section = functools.partial(arriving.start, scheduler, plan, scheduler.compute_stream(None), urgent, job)
     # Both or none, whatever a signal handler raises.
-    start = functools.partial(_start, tier, scheduler, section, job, arrival)
-    transfer: Transfer = scheduler.group.host.call(start)
+    begin = functools.partial(_start, tier, scheduler, section, job, arrival)
+    transfer: Transfer = scheduler.group.host.call(begin)
     return transfer, job
 
 
 def _start(
-    tier: Tier, scheduler: LayerwiseScheduler, section: Callable[[], Transfer], job: Job, arrival: _Arrival
+    tier: Tier, scheduler: LayerwiseScheduler, section: Callable[[], Transfer], job: Job, arrival: Arrival
 ) -> Transfer:
     transfer: Transfer = change(scheduler, section)
     arrival.movement = transfer._movement
+    read(tier, arrival.movement, job)
+    return transfer
+
+
+def read(tier: Tier, movement: Movement, job: Job) -> None:
+    """What a load that was just started waits for, whose arrival the job tells. Not in a section."""
     try:
         tier.load([job])
     except BaseException as error:
         # Nothing was read, or what is read will be reported.
-        change(scheduler, functools.partial(arriving.fail, arrival.movement, f"the tier could not be asked: {error}"))
+        change(movement, functools.partial(arriving.fail, movement, f"the tier could not be asked: {error}"))
         if not job.started_s:
-            change(scheduler, functools.partial(arriving.end, arrival.movement))
+            change(movement, functools.partial(arriving.end, movement))
         raise
-    return transfer
 
 
-class _Arrival:
+class Arrival:
     """Tells the scheduler, out of threads of the tier."""
 
     movement: Movement
@@ -105,10 +109,12 @@ class _Arrival:
 
     def settled(self, job: Job) -> None:
         if not job.done:
+            ends = zip(job.block_ids, job.outcomes, strict=True)
+            lost = [block_id for block_id, outcome in ends if outcome is not Outcome.DONE]
             counts = Counter(outcome.value for outcome in job.outcomes if outcome not in (None, Outcome.DONE))
             what = ", ".join(f"{count} {value}" for value, count in counts.items())
             message = f"{counts.total()} of {len(job.keys)} blocks did not come from the tier: {what}"
-            change_soon(self.movement, functools.partial(arriving.fail, self.movement, message))
+            change_soon(self.movement, functools.partial(arriving.lose, self.movement, lost, message))
 
     def over(self, job: Job) -> None:
         change_soon(self.movement, functools.partial(arriving.end, self.movement))

@@ -1,28 +1,33 @@
-"""Reading and writing one file at once, also where the system does less than it was asked for."""
+"""Reading and writing parts of files at once, also where the system does less than it was asked for."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 DIRECT = os.O_DIRECT
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
-def write_file(folder: int, path: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
-    """Makes the file, or overwrites one of the same size. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | _FLAGS | (DIRECT if direct else 0)
-    descriptor = os.open(path, flags, 0o600, dir_fd=folder)
+def open_file(folder: int, path: str, flags: int, *, direct: bool = False) -> int:
+    """For its user alone if it is made. Raises OSError."""
+    return os.open(path, flags | _FLAGS | (DIRECT if direct else 0), 0o600, dir_fd=folder)
+
+
+def names_in(folder: int, path: str = ".") -> list[str]:
+    """By a descriptor of its own: a child that is forked meanwhile must not inherit the lock of the folder's."""
+    descriptor = open_file(folder, path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        if not _all(os.pwritev, descriptor, buffers, 0):
-            raise OSError(errno.EIO, "nothing was written", path)
+        return os.listdir(descriptor)
     finally:
         os.close(descriptor)
 
 
-def open_file(folder: int, path: str, *, direct: bool) -> int:
-    return os.open(path, os.O_RDONLY | _FLAGS | (DIRECT if direct else 0), dir_fd=folder)
+def write_range(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> None:
+    """All of it. Raises OSError."""
+    if not _all(os.pwritev, descriptor, buffers, offset):
+        raise OSError(errno.EIO, "nothing was written")
 
 
 def read_range(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> bool:
@@ -30,10 +35,12 @@ def read_range(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> b
     return _all(os.preadv, descriptor, buffers, offset)
 
 
-def _all(call: object, descriptor: int, buffers: Sequence[memoryview], offset: int) -> bool:
+def _all(
+    call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, buffers: Sequence[memoryview], offset: int
+) -> bool:
     left = sum(map(len, buffers))
     while left:
-        done = call(descriptor, buffers, offset)  # type: ignore[operator]
+        done = call(descriptor, buffers, offset)
         if not done:
             return False  # the end of the file
         left -= done
@@ -54,8 +61,7 @@ def _behind(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 def takes_direct_io(folder: int) -> bool:
     """Whether the file system has direct I/O."""
     try:
-        descriptor = os.open("lock", os.O_RDWR | _FLAGS | DIRECT, dir_fd=folder)
+        os.close(open_file(folder, "lock", os.O_RDWR, direct=True))
     except OSError:
         return False
-    os.close(descriptor)
     return True

@@ -11,24 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from ..block_keys import BlockKey, Namespace, spec_digest
 from ..layout import KVCacheSpec, check_spec
-from ..offload.hashing import spec_digest
-from ..offload.jobs import BlockKey, Namespace
 from ..ops import _arguments as arguments
 from .checksum import checksum, checksum_of
 from .protocol import Outcome
 
 MAGIC = b"PDKVTIER"
-VERSION = 1
+VERSION = 2
 CHECKSUM_XXH3_64 = 1
 ALIGN_BYTES = 4096
 NAME_BYTES = 16
 MOST_KEY_BYTES = 64
+LEAST_PIECE_BYTES = 16 << 10  # with a checksum of its own: below that the call costs more than the bytes
 
-# magic, version, header bytes, payload bytes, layers, group, rank, checksum's kind, spec, model, key bytes, key
-_FIXED = struct.Struct(f"<8sIIQIIII32s32sI4x{MOST_KEY_BYTES}s")
+# magic, version, header bytes, payload bytes, layers, group, rank, checksum's kind, spec, model, key bytes, pieces, key
+_FIXED = struct.Struct(f"<8sIIQIIII32s32sII{MOST_KEY_BYTES}s")
 _SUM = struct.Struct("<Q")
-_TABLE_AT = _FIXED.size + _SUM.size  # offsets, sizes and checksums of the layers: three columns
+_TABLE_AT = _FIXED.size + _SUM.size  # offsets, sizes and checksums of the pieces: three columns
 _MOST_LAYERS = 65536
 
 
@@ -44,7 +44,7 @@ class Header:
     model_digest: bytes
     key: bytes
     header_bytes: int
-    layers: Sequence[tuple[int, int, int]]  # offset in the payload, bytes, checksum
+    pieces: Sequence[tuple[int, int, int]]  # offset in the payload, bytes, checksum
 
     @property
     def name(self) -> bytes:
@@ -76,43 +76,53 @@ class ObjectFormat:
         self.num_layers = spec.num_layers
         self.layer_bytes = spec.block_bytes
         self.payload_bytes = self.num_layers * self.layer_bytes
-        self.header_bytes = _header_bytes(self.num_layers)
+        self.piece_layers = min(-(-LEAST_PIECE_BYTES // self.layer_bytes), self.num_layers)
+        self.num_pieces = -(-self.num_layers // self.piece_layers)
+        self.header_bytes = _header_bytes(self.num_pieces)
         self.object_bytes = self.header_bytes + self.payload_bytes
         self._space, self._rank = Namespace(_digest(model), spec_digest(spec), group), rank
+        front = BlockKey(self._space, self._rank, b"").to_bytes()[:-4]  # without the length of the key
+        self._names = blake2b(VERSION.to_bytes(4, "little") + front, digest_size=NAME_BYTES)
         sizes = (self.header_bytes, self.payload_bytes, self.num_layers)
         self._front = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, self._space.spec, self._space.model)
-        offsets = range(0, self.payload_bytes, self.layer_bytes)
-        layers = self.num_layers
-        self._table = struct.pack(f"<{2 * layers}Q", *offsets, *[self.layer_bytes] * layers)
+        step = self.piece_layers * self.layer_bytes
+        self._pieces = [slice(at, min(at + step, self.payload_bytes)) for at in range(0, self.payload_bytes, step)]
+        sizes_of_pieces = [piece.stop - piece.start for piece in self._pieces]
+        self._table = struct.pack(f"<{2 * self.num_pieces}Q", *(one.start for one in self._pieces), *sizes_of_pieces)
         self._sums_at = _TABLE_AT + len(self._table)
-        self._sums = struct.Struct(f"<{layers}Q")
+        self._sums = struct.Struct(f"<{self.num_pieces}Q")
 
     def name_of(self, key: bytes) -> bytes:
         """The name of the object: a hash that tells nothing of what is in it."""
-        return _name_of(VERSION, BlockKey(self._space, self._rank, key))
+        name = self._names.copy()  # what all names begin with is hashed once: a lookup asks for a thousand
+        name.update(len(key).to_bytes(4, "little") + key)
+        return name.digest()
 
     def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
         """Fills the header of an object with this payload."""
-        header[: _FIXED.size] = _FIXED.pack(*self._front, len(key), key)
+        header[: _FIXED.size] = _FIXED.pack(*self._front, len(key), self.num_pieces, key)
         header[_TABLE_AT : self._sums_at] = self._table
-        step = self.layer_bytes
-        sums = [checksum(payload[start : start + step]) for start in range(0, self.payload_bytes, step)]
-        self._sums.pack_into(header, self._sums_at, *sums)
+        self._sums.pack_into(header, self._sums_at, *[checksum(payload[piece]) for piece in self._pieces])
         end = self._sums_at + self._sums.size
         header[end:] = bytes(len(header) - end)
         _SUM.pack_into(header, _FIXED.size, _checksum_of_header(header))
 
     def read_header(self, header: memoryview, key: bytes) -> tuple[int, ...] | Outcome:
-        """The checksums of the layers, or why this is not the object of the key."""
+        """The checksums of the pieces, or why this is not the object of the key."""
         if _SUM.unpack_from(header, _FIXED.size)[0] != _checksum_of_header(header):
             # One of another version may keep its checksum elsewhere.
             other = header[:8] == MAGIC and header[8:12] != VERSION.to_bytes(4, "little")
             return Outcome.MISSING if other else Outcome.DAMAGED
-        if header[: _FIXED.size] != _FIXED.pack(*self._front, len(key), key):
+        if header[: _FIXED.size] != _FIXED.pack(*self._front, len(key), self.num_pieces, key):
             return Outcome.MISSING
         if header[_TABLE_AT : self._sums_at] != self._table:
             return Outcome.MISSING
         return self._sums.unpack_from(header, self._sums_at)
+
+    def intact(self, payload: memoryview, layers: range, sums: Sequence[int]) -> bool:
+        """Whether these layers are what was stored; they begin with a piece."""
+        first, stop = layers.start // self.piece_layers, -(-layers.stop // self.piece_layers)
+        return all(checksum(payload[self._pieces[i]]) == sums[i] for i in range(first, stop))
 
 
 def parse(header: bytes | memoryview) -> Header | None:
@@ -121,16 +131,16 @@ def parse(header: bytes | memoryview) -> Header | None:
     if len(header) < _TABLE_AT:
         return None
     magic, version, header_bytes, payload_bytes, layers, group, rank, kind, *rest = _FIXED.unpack_from(header)
-    spec_digest, model_digest, key_bytes, key = rest
+    spec_digest, model_digest, key_bytes, pieces, key = rest
     if magic != MAGIC or version != VERSION or kind != CHECKSUM_XXH3_64:
         return None
-    if not 0 < layers <= _MOST_LAYERS or header_bytes != _header_bytes(layers) or len(header) < header_bytes:
+    if not 0 < pieces <= layers <= _MOST_LAYERS or header_bytes != _header_bytes(pieces) or len(header) < header_bytes:
         return None
     header = header[:header_bytes]
     if key_bytes > MOST_KEY_BYTES or _SUM.unpack_from(header, _FIXED.size)[0] != _checksum_of_header(header):
         return None
-    table = struct.unpack_from(f"<{3 * layers}Q", header, _TABLE_AT)
-    ranges = list(zip(table[:layers], table[layers : 2 * layers], table[2 * layers :], strict=True))
+    table = struct.unpack_from(f"<{3 * pieces}Q", header, _TABLE_AT)
+    ranges = list(zip(table[:pieces], table[pieces : 2 * pieces], table[2 * pieces :], strict=True))
     if any(offset + size > payload_bytes for offset, size, _ in ranges):
         return None
     return Header(version, payload_bytes, group, rank, spec_digest, model_digest, key[:key_bytes], header_bytes, ranges)
@@ -138,8 +148,8 @@ def parse(header: bytes | memoryview) -> Header | None:
 
 def header_bytes_of(start: bytes | memoryview) -> int:
     """How long the header is, as far as its first bytes can be believed."""
-    layers = _FIXED.unpack_from(start)[4] if len(start) >= _FIXED.size else 0
-    return _header_bytes(min(layers, _MOST_LAYERS))
+    pieces = _FIXED.unpack_from(start)[-2] if len(start) >= _FIXED.size else 0
+    return _header_bytes(min(pieces, _MOST_LAYERS))
 
 
 def _name_of(version: int, key: BlockKey) -> bytes:
@@ -150,8 +160,8 @@ def _digest(content: bytes) -> bytes:
     return blake2b(content, digest_size=32).digest()
 
 
-def _header_bytes(layers: int) -> int:
-    return -(-(_TABLE_AT + 24 * layers) // ALIGN_BYTES) * ALIGN_BYTES
+def _header_bytes(pieces: int) -> int:
+    return -(-(_TABLE_AT + 24 * pieces) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _checksum_of_header(header: memoryview) -> int:

@@ -1,7 +1,8 @@
 """What an engine does: it moves objects, byte ranges between registered memory and a store, and reports each of them.
 
 An engine knows names, sizes and addresses; what the bytes mean, and whether they are right, :mod:`.tier` knows. All of
-it may be called by any thread, and nothing of it but ``delete`` and ``close`` waits for storage.
+it may be called by any thread, and nothing of it but ``close`` waits for storage. What it raises is
+logged, and a miss; items whose buffers it has asked for it still has to end.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Engine(Protocol):
         """Whether they could be read, as far as that is known here and now."""
 
     def delete(self, names: Sequence[bytes]) -> None:
-        """Those that are there go; now or soon."""
+        """Those that are there are not found any more; their bytes go now or soon."""
 
     def stats(self) -> dict[str, float]:
         """``objects``, ``used_bytes``, ``capacity_bytes``, ``evicted``, ``errors``, and what else it counts."""

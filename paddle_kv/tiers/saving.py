@@ -1,11 +1,11 @@
-"""The way down: which blocks of the host pool go to a tier, and when. Nothing here waits for storage but deletion."""
+"""The way down: which blocks of the host pool go to a tier, and when. Nothing here waits for storage."""
 
 from __future__ import annotations
 
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from ..checks import check_ids
@@ -38,7 +38,12 @@ class Saver:
         uses: of ``nth_use``.
         timeout_s: of each store.
         most_counted: keys of which the uses are counted at once; those used longest ago are forgotten.
+
+    Attributes:
+        told: is called, in a thread of the tier, with each job that is over; None: nobody wants to know.
     """
+
+    told: Callable[[Job], object] | None = None
 
     def __init__(
         self, tier: Tier, when: When, *, uses: int = 2, timeout_s: float = 30.0, most_counted: int = 1 << 20
@@ -94,11 +99,12 @@ class Saver:
 
     def _store(self, blocks: list[tuple[bytes, int]]) -> Job | None:
         """Those that the tier does not have, and that nobody is writing."""
-        there = self.tier.exists([key for key, _ in blocks])
+        # An engine that raises is asked to store them all the same: it knows what it has.
+        there = self.tier.ask(lambda: self.tier.exists([key for key, _ in blocks]), [False] * len(blocks))
         found = [block for block, has in zip(blocks, there, strict=True) if not has]
         if not found:
             return None
-        lease = _Lease(self.tier.pool)
+        lease = _Lease(self.tier.pool, self.told)
         job = Job([key for key, _ in found], [block for _, block in found], timeout_s=self.timeout_s, observer=lease)
         # Both or none, whatever a signal handler raises.
         started = self.tier.pool.domain.group.host.call(functools.partial(self._start, lease, job))
@@ -119,8 +125,9 @@ class Saver:
 class _Lease:
     """Of the blocks of a job, until the tier has let go of them."""
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, told: Callable[[Job], object] | None) -> None:
         self._domain = pool.domain
+        self._told = told
 
     def begin(self, block_ids: list[int]) -> bool:
         """In a section."""
@@ -137,6 +144,8 @@ class _Lease:
 
     def over(self, job: Job) -> None:
         change_soon(self._domain, functools.partial(self._end, job.block_ids))
+        if self._told is not None and job.started_s:
+            self._told(job)
 
     def _end(self, block_ids: list[int]) -> None:
         self._domain.end_lease(block_ids, write=False)

@@ -10,17 +10,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..checks import check_distinct, check_ids, check_timeout
+from ..checks import check_distinct, check_ids
 from ..errors import ClosedError, ForkedError
 from ..layout import check_positive
 from ..memory import HostPool
 from ..memory.host_rows import block_rows
+from ..timeouts import check_timeout
 from ..tracking.group import wake
-from ..tracking.keeper import Deadline, Waiter
+from ..tracking.keeper import Deadline, Waiter, log
 from .counters import Counters
 from .deadlines import Deadlines
 from .items import Item, ReadItem, WriteItem, stages_of
@@ -28,12 +29,14 @@ from .job import Job, check_keys
 from .object_format import ALIGN_BYTES, ObjectFormat
 from .protocol import Engine, Outcome
 
+_Answer = TypeVar("_Answer")
+
 
 class Tier:
     """Stores blocks of a host pool in an engine, and loads them, each with its checksums.
 
-    No call waits for storage, but :meth:`drain`, :meth:`delete` and :meth:`close`. What is late, missing, damaged or of
-    another model is a miss.
+    No call waits for storage, but :meth:`drain` and :meth:`close`. What is late, missing, damaged or of another model
+    is a miss, and so is all that is asked of an engine that raises.
 
     Args:
         engine: where the objects are. It stays its owner's: close the tiers first, then the engine.
@@ -95,10 +98,7 @@ class Tier:
         self._headers = deque(memory[start : start + size] for start in range(0, len(memory), size))
         engine.register(np.frombuffer(memory, np.uint8))
         engine.register(self._rows)
-        self._stages = {
-            way: stages_of(self.format.num_layers, self.format.layer_bytes, layerwise=way, aligned=self.aligned)
-            for way in (False, True)
-        }
+        self._stages = {way: stages_of(self.format, layerwise=way, aligned=self.aligned) for way in (False, True)}
         self._lock = threading.Lock()
         self._drains: deque[Waiter] = deque()  # of threads that wait until no job is left
         self._jobs: dict[Job, None] = {}  # not over
@@ -124,14 +124,33 @@ class Tier:
         self._call(functools.partial(self._start, jobs, "load", self._reads_of, self.engine.read))
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether objects are there: a hint, at the cost of no access to storage. A load may find otherwise."""
+        """Whether objects are there: a hint, at the cost of no access to storage. A load may find otherwise. What
+        the engine raises is its caller's."""
         self._check_open()
         return self.engine.exists([self.format.name_of(key) for key in check_keys(keys)])
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Deletes objects that are there. The engine may wait for its storage."""
+        """Deletes objects that are there: from now on they are not found."""
         self._check_open()
-        self.engine.delete([self.format.name_of(key) for key in check_keys(keys)])
+        names = [self.format.name_of(key) for key in check_keys(keys)]
+        self._call(lambda: self.ask(lambda: self.engine.delete(names), None))
+
+    def clear(self) -> None:
+        """Deletes all that the engine has, also of other tiers. It may wait for its storage.
+
+        Raises:
+            NotImplementedError: see :meth:`check_clear`.
+        """
+        self.check_clear()
+        self._check_open()
+        self.engine.clear()  # type: ignore[attr-defined]
+
+    def check_clear(self) -> None:
+        """NotImplementedError if the engine has no method ``clear``, which not every one has."""
+        if not hasattr(self.engine, "clear"):
+            raise NotImplementedError(
+                f"the engine {self.engine.name} cannot delete all; other weights need another salt"
+            )
 
     def fileno(self) -> int:
         """A descriptor (eventfd) that can be read from when a job was settled since the last :meth:`finished`."""
@@ -159,7 +178,8 @@ class Tier:
                 "jobs_in_flight": len(self._jobs),
                 "store_bytes_in_flight": self._store_bytes,
             }
-        return found | {f"engine_{name}": value for name, value in self.engine.stats().items()}
+        engine: dict[str, float] = self.ask(self.engine.stats, {})
+        return found | {f"engine_{name}": value for name, value in engine.items()}
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Blocks until all jobs are over.
@@ -214,6 +234,14 @@ class Tier:
     def __exit__(self, *raised: object) -> None:
         self.close(30.0)
 
+    def ask(self, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
+        """What an engine answers. One that raises ends neither the caller nor a thread."""
+        try:
+            return call()
+        except Exception:  # noqa: BLE001  it is nobody's
+            log.exception("an error in the engine %s", self.engine.name)
+            return otherwise
+
     # ---- starting ----
     def _call(self, function: Callable[[], Any]) -> Any:
         """Where no signal handler raises in the middle of it."""
@@ -242,7 +270,13 @@ class Tier:
                 if job.end(position, Outcome.DROPPED):
                     self._counters.ended(kind, Outcome.DROPPED, 0)
             self._deadlines.add(job)
-            submit(items)
+            try:
+                submit(items)
+            except Exception:  # noqa: BLE001  it is nobody's
+                log.exception("an error in the engine %s", self.engine.name)
+                for item in items:
+                    item.give_up()
+                self._end_all(job, Outcome.FAILED)
             job.let_go(dropped)
             self._look(job)
 
@@ -271,7 +305,7 @@ class Tier:
             if isinstance(item, WriteItem):
                 self._store_bytes -= item.size_bytes
         if isinstance(item, ReadItem) and outcome in (Outcome.DAMAGED, Outcome.MISSING):
-            self.engine.delete([item.name])  # or every lookup would find it again
+            self.ask(lambda: self.engine.delete([item.name]), None)  # or every lookup would find it again
         if job.end(position, outcome):
             self._counters.ended(job.kind, outcome, self.format.payload_bytes)
         self._look(job)
@@ -280,8 +314,11 @@ class Tier:
 
     def _late(self, job: Job) -> None:
         """Its time is over. The engine may still be at it; nobody waits for that."""
-        for _ in range(job.end_all(Outcome.LATE)):
-            self._counters.ended(job.kind, Outcome.LATE, 0)
+        self._end_all(job, Outcome.LATE)
+
+    def _end_all(self, job: Job, outcome: Outcome) -> None:
+        for _ in range(job.end_all(outcome)):
+            self._counters.ended(job.kind, outcome, 0)
         self._look(job)
 
     def _look(self, job: Job) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,42 @@ def close(made: list[Rig]) -> None:
         rig.tier.engine.close(WAIT_S)
 
 
-def objects(folder: Path) -> list[Path]:
-    """The complete ones, oldest folder first."""
-    return sorted(path for path in folder.rglob("*") if len(path.name) == 32 and path.is_file())
+@dataclass(frozen=True)
+class Stored:
+    """An object in its slot, as somebody sees it who has the folder open."""
+
+    slab: Path
+    slot: int
+    slot_bytes: int
+    size_bytes: int
+    name: bytes
+    stored: int  # when, by the clock of the folder
+
+    def read(self) -> bytes:
+        with self.slab.open("rb") as file:
+            file.seek(self.slot * self.slot_bytes)
+            return file.read(self.size_bytes)
+
+    def write(self, content: bytes) -> None:
+        assert len(content) <= self.slot_bytes
+        with self.slab.open("r+b") as file:
+            file.seek(self.slot * self.slot_bytes)
+            file.write(content)
+
+
+def objects(folder: Path) -> list[Stored]:
+    """Those that the tables below a folder tell of, by the order of the document; those stored first come first."""
+    found = []
+    for table in folder.rglob("*.table"):
+        content, slot_bytes = table.read_bytes(), int(table.stem.split("-")[1])
+        for slot, at in enumerate(range(32, len(content), 32)):
+            name, stored, size_bytes, _ = struct.unpack_from("<16sQII", content, at)
+            if size_bytes:
+                found.append(Stored(table.with_suffix(".slab"), slot, slot_bytes, size_bytes, name, stored))
+    return sorted(found, key=lambda one: one.stored)
+
+
+def wait_for_recovery(engine: FilesEngine) -> None:
+    for root in engine.roots:
+        root.recovery.join(WAIT_S)
+        assert not root.recovery.is_alive()

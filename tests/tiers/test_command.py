@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from paddle_kv.cli.main import app
 from paddle_kv.testing.tiers.rig import WAIT_S, keys
 from paddle_kv.tiers import Outcome
 from paddle_kv.tiers.folder import Folder
+from paddle_kv.tiers.space import Place
 from tests.tiers.conftest import MakeRig, objects
 
 RUNNER = CliRunner()
@@ -28,70 +30,75 @@ def called(*words: object, code: int = 0) -> str:
 
 @pytest.fixture
 def root(make_rig: MakeRig, tmp_path: Path) -> Path:
-    """Six objects that nobody uses, of which one is damaged, and one that is not complete."""
+    """Six objects that nobody uses, of which one is damaged."""
     rig = make_rig()
     rig.store(keys(6))
     rig.close()
     rig.tier.engine.close(WAIT_S)
     victim = objects(tmp_path)[2]
-    content = bytearray(victim.read_bytes())
+    content = bytearray(victim.read())
     content[-1] ^= 1
-    victim.write_bytes(content)
-    (victim.parent / "_half").write_bytes(b"")
+    victim.write(bytes(content))
     return tmp_path / "root"
 
 
 def test_stat(root: Path) -> None:
-    assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes; 1 incomplete"
+    assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes"
 
 
 def test_verify_finds_what_is_damaged(root: Path) -> None:
     victim = objects(root)[2]
     told = called("verify", root, code=1)
-    assert f"damaged: {victim}" in told
+    assert f"damaged: {victim.slab}, slot {victim.slot}" in told
     assert told.endswith("6 objects, 319488 bytes read; 1 damaged")
     assert "5 objects of model " in told
-    assert victim.exists()
+    assert called("stat", root).endswith("6 objects, 319488 bytes")
 
 
 def test_what_is_not_an_object_or_not_in_its_place(root: Path) -> None:
-    first, second, third = objects(root)[:3]
-    third.write_bytes(first.read_bytes())  # all right, but that of another key
-    second.unlink()
-    second.mkdir()
-    (first.parent / "of somebody else").write_bytes(b"")
-    with first.open("ab") as file:
-        file.write(b"\0")
-    (root / f"{9:010d}-4096").write_bytes(b"")
-    assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes; 1 incomplete"
-    (root / f"{9:010d}-4096").unlink()
+    first, second, third = objects(root)[3:]
+    third.write(first.read())  # all right, but that of another key
+    second.write(bytes(4096))
+    (root / "of somebody else").write_bytes(b"")
+    (root / f"{9:010d}-4096.slab").write_bytes(b"")
+    assert called("stat", root) == "6 objects of 53248 bytes 6 objects, 319488 bytes"
     told = called("verify", root, code=1)
-    assert f"damaged: {second}" in told
-    assert f"damaged: {third}" in told
-    assert f"damaged: {first}" in told
+    for one in (second, third):
+        assert f"damaged: {one.slab}, slot {one.slot}" in told
     assert "3 damaged" in told
 
 
+def test_verify_looks_for_headers_where_a_table_is_gone(root: Path) -> None:
+    objects(root)[0].slab.with_suffix(".table").unlink()
+    assert called("stat", root) == "0 objects, 0 bytes"
+    assert called("verify", root, code=1).endswith("6 objects, 319488 bytes read; 1 damaged")
+    assert called("stat", root).endswith("6 objects, 319488 bytes")
+
+
 def test_gc(root: Path) -> None:
-    assert called("gc", root) == "deleted: 1 incomplete, 0 beyond the capacity"
+    (root / f"{9:010d}-4096").mkdir()  # of a former version
+    assert called("gc", root) == "deleted: 0 beyond the capacity"
+    assert not (root / f"{9:010d}-4096").exists()
     assert "1 damaged and deleted" in called("gc", root, "--damaged")
     assert called("verify", root).endswith("5 objects, 266240 bytes read; 0 damaged")
     assert called("gc", root, "--capacity-bytes", 3 * 53248).endswith("2 beyond the capacity")
-    assert called("stat", root).endswith("3 objects, 159744 bytes; 0 incomplete")
+    assert called("stat", root).endswith("3 objects, 159744 bytes")
+    assert sum(path.stat().st_blocks * 512 for path in root.glob("*.slab")) <= 3 * 53248
+    assert called("gc", root, "--capacity-bytes", 0).endswith("3 beyond the capacity")
+    assert list(root.iterdir()) == [root / "lock"]
 
 
 def test_gc_takes_the_oldest(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "root", 1 << 20)
-    for number, size in enumerate((100, 300, 200)):  # a folder for each size: the order of age after a restart
-        place = folder.begin_write(bytes([number]) * 16, size)
-        assert place is not None
-        (tmp_path / "root" / place.temporary).write_bytes(bytes(size))
-        folder.end_write(place, complete=True)
+    for number, size in enumerate((1, 3, 2)):
+        [place] = folder.begin_write([SimpleNamespace(name=bytes([number]) * 16, size_bytes=size * 4096)])
+        assert isinstance(place, Place)
+        folder.end_write([place], complete=True)
     folder.close()
-    assert called("gc", tmp_path / "root", "--capacity-bytes", 500).endswith("1 beyond the capacity")
-    assert [path.stat().st_size for path in objects(tmp_path)] == [300, 200]
-    assert called("gc", tmp_path / "root", "--capacity-bytes", 499).endswith("1 beyond the capacity")
-    assert [path.stat().st_size for path in objects(tmp_path)] == [200]
+    assert called("gc", tmp_path / "root", "--capacity-bytes", 5 * 4096).endswith("1 beyond the capacity")
+    assert [one.size_bytes for one in objects(tmp_path)] == [3 * 4096, 2 * 4096]
+    assert called("gc", tmp_path / "root", "--capacity-bytes", 5 * 4096 - 1).endswith("1 beyond the capacity")
+    assert [one.size_bytes for one in objects(tmp_path)] == [2 * 4096]
 
 
 def test_a_folder_that_a_server_uses(make_rig: MakeRig, tmp_path: Path) -> None:

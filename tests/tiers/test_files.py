@@ -9,38 +9,92 @@ import os
 import shutil
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
 import time
 import tracemalloc
+import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_kv import ForkedError
 from paddle_kv.errors import TierError
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD, WAIT_S, Rig, keys
-from paddle_kv.tiers import FilesEngine, Job, Outcome, health, object_file
-from paddle_kv.tiers.folder import SHELF_OBJECTS, Folder
-from tests.tiers.conftest import MakeRig, objects
+from paddle_kv.tiers import FilesEngine, Job, Outcome, health, object_file, recovery
+from paddle_kv.tiers.folder import Folder
+from paddle_kv.tiers.slab import Slab, create
+from paddle_kv.tiers.space import Place
+from tests.tiers.conftest import MakeRig, objects, wait_for_recovery
 
 OBJECT_BYTES = 53248
+
+
+@dataclass
+class Wanted:
+    """As much of a write as a folder looks at."""
+
+    name: bytes
+    size_bytes: int
+
+
+def stored_in(folder: Folder, *wanted: Wanted) -> list[Place]:
+    places = []
+    for place in folder.begin_write(wanted):  # type: ignore[arg-type]
+        assert isinstance(place, Place)
+        folder.end_write([place], complete=True)
+        places.append(place)
+    return places
 
 
 def test_what_is_in_the_folder(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig()
     rig.store([b"a secret of a user", b"another one"])
-    everything = sorted(path for path in (tmp_path / "root").rglob("*"))
-    shelf = tmp_path / "root" / f"{0:010d}-{OBJECT_BYTES}"
-    names = sorted(rig.tier.format.name_of(key).hex() for key in (b"a secret of a user", b"another one"))
-    assert everything == [shelf, *(shelf / name for name in names), tmp_path / "root" / "lock"]
-    for path in [tmp_path / "root", *everything]:
+    root = tmp_path / "root"
+    slab, table = root / f"{0:010d}-{OBJECT_BYTES}.slab", root / f"{0:010d}-{OBJECT_BYTES}.table"
+    assert sorted(root.rglob("*")) == [slab, table, root / "lock"]
+    for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    assert all(path.stat().st_size == OBJECT_BYTES for path in objects(tmp_path))
+    num_slots = (64 << 20) // OBJECT_BYTES
+    assert slab.stat().st_size == num_slots * OBJECT_BYTES
+    content = table.read_bytes()
+    head = struct.pack("<8sIQQ", b"PDKVSLAB", 1, OBJECT_BYTES, num_slots)
+    assert content[:32] == head + struct.pack("<I", zlib.crc32(head))
+    found = objects(tmp_path)
+    names = {rig.tier.format.name_of(key) for key in (b"a secret of a user", b"another one")}
+    assert {one.name for one in found} == names
+    for number, one in enumerate(found):
+        record = struct.pack("<16sQI", one.name, number + 1, OBJECT_BYTES)
+        assert content[32 * (one.slot + 1) :][:32] == record + struct.pack("<I", zlib.crc32(record))
+        assert one.read()[:8] == b"PDKVTIER"
+    used = {one.slot for one in found}
+    assert all(content[32 * (slot + 1) :][:32] == bytes(32) for slot in range(num_slots) if slot not in used)
+
+
+def test_small_objects_that_are_stored_together_are_written_and_read_together(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, calls = make_rig(), dict.fromkeys(("pwritev", "preadv"), 0)
+    for name in calls:
+        call = getattr(os, name)
+
+        def counted(fd: int, buffers: Any, offset: int, call: Any = call, name: str = name) -> Any:
+            calls[name] += sum(map(len, buffers)) > OBJECT_BYTES
+            return call(fd, buffers, offset)
+
+        monkeypatch.setattr(os, name, counted)
+    rig.store(keys(38))
+    assert calls == {"pwritev": 2, "preadv": 0}  # 19 of them are less than 1 MiB
+    job = rig.load(keys(38), layerwise=False)
+    assert rig.wrong(job) == []
+    assert calls == {"pwritev": 2, "preadv": 2}
 
 
 def test_one_engine_a_folder(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -52,6 +106,9 @@ def test_one_engine_a_folder(make_rig: MakeRig, tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", program]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "BlockingIOError" in ran.stderr, ran.stderr
+    (tmp_path / "root" / "lock").unlink()
+    with pytest.raises(TierError, match=r"root is in use by another engine"):
+        FilesEngine({tmp_path / "root": 100})
     FilesEngine({tmp_path / "other": 100}).close()  # it was given back
     rig.tier.engine.close(WAIT_S)
     Folder(tmp_path / "root", 1).close()
@@ -76,22 +133,78 @@ def test_bad_roots(roots: Any, error: type[Exception], text: str) -> None:
         FilesEngine(roots)
 
 
-def test_what_a_crash_left_is_deleted_and_the_rest_is_there(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_what_former_versions_left_is_deleted_and_the_rest_is_there(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig()
     rig.store(keys(3))
-    shelf = objects(tmp_path)[0].parent
-    (shelf / ("_" + "0" * 32)).write_bytes(b"half")
-    (shelf / "of somebody else").write_bytes(b"")
-    (tmp_path / "root" / "folder of somebody else").mkdir()
-    empty = tmp_path / "root" / f"{7:010d}-4096"
-    empty.mkdir()
+    root = tmp_path / "root"
+    former = root / f"{7:010d}-4096"
+    former.mkdir()
+    for name in ("_" + "0" * 32, "1" * 32):
+        (former / name).write_bytes(b"object")
+    others = root / f"{8:010d}-4096"
+    others.mkdir()
+    (others / "of somebody else").write_bytes(b"")
+    (root / "folder of somebody else").mkdir()
+    (root / f"{9:010d}-4096.table").write_bytes(b"of a slab that is gone")
+    (root / f"{5:010d}-4097.slab").write_bytes(b"no size of a slot")
+    (root / f"{6:010d}-4096.slab").symlink_to(root / "lock")
     rig = make_rig()
-    assert not (shelf / ("_" + "0" * 32)).exists()
-    assert (shelf / "of somebody else").exists()
-    assert not empty.exists()
+    wait_for_recovery(rig.tier.engine)  # type: ignore[arg-type]
+    assert not former.exists()
+    assert (others / "of somebody else").exists()
+    assert not (root / f"{9:010d}-4096.table").exists()
     assert rig.load(keys(3)).done
-    rig.store(keys(1, "new"))
-    assert (tmp_path / "root" / f"{8:010d}-{OBJECT_BYTES}").exists()  # younger than all that was there
+    assert rig.store(keys(1, "new")).done
+    assert rig.tier.stats()["engine_objects"] == 4
+
+
+def test_a_start_does_not_wait_for_headers(make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not known yet is a miss; its slots are nobody's, and what is stored meanwhile goes elsewhere."""
+    rig = make_rig()
+    rig.store(keys(6))
+    rig = make_rig()
+    rig.tier.engine.close(WAIT_S)
+    next((tmp_path / "root").glob("*.table")).unlink()
+    look, going = recovery._look, threading.Event()
+
+    def waiting(*given: Any, **named: Any) -> Any:
+        assert going.wait(WAIT_S)
+        return look(*given, **named)
+
+    monkeypatch.setattr(recovery, "_look", waiting)
+    rig = make_rig(capacity_bytes=1 << 30)
+    assert rig.tier.exists(keys(6)) == [False] * 6
+    assert rig.store(keys(3)).done  # in another slab
+    assert rig.store(keys(3, "new")).done
+    going.set()
+    wait_for_recovery(rig.tier.engine)  # type: ignore[arg-type]
+    assert rig.tier.exists(keys(6)) == [True] * 6
+    assert rig.tier.stats()["engine_objects"] == 9
+    job = rig.load([*keys(6), *keys(3, "new")])
+    assert job.done
+    assert rig.wrong(job) == []
+
+
+def test_a_name_that_is_there_twice_is_the_one_stored_last(make_rig: MakeRig, tmp_path: Path) -> None:
+    """As after a process that lost its tables' last records."""
+    rig = make_rig()
+    rig.store(keys(4))
+    found = objects(tmp_path)
+    rig.tier.engine.close(WAIT_S)
+    table = found[0].slab.with_suffix(".table")
+    content = bytearray(table.read_bytes())
+    for one, name, stored in ((found[1], found[0].name, 9), (found[2], found[3].name, 1)):
+        record = struct.pack("<16sQI", name, stored, OBJECT_BYTES)
+        at = 32 * (one.slot + 1)
+        content[at : at + 32] = record + struct.pack("<I", zlib.crc32(record))
+    table.write_bytes(content)
+    folder = Folder(tmp_path / "root", 1 << 30)
+    assert len(folder) == 2
+    assert folder.space.used_bytes == 2 * OBJECT_BYTES
+    places = {name: folder.space.at(place)[1] for name, place in folder.space.index.items()}
+    assert places == {found[0].name: found[1].slot, found[3].name: found[3].slot}
+    folder.close()
+    assert {(one.name, one.slot) for one in objects(tmp_path)} == set(places.items())
 
 
 def test_the_capacity_holds_across_restarts_and_the_oldest_go(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -116,34 +229,46 @@ def test_what_was_used_stays(make_rig: MakeRig) -> None:
     assert rig.tier.exists(keys(6)) == [True] * 3 + [False] * 3
 
 
-def test_an_evicted_object_gives_its_file(make_rig: MakeRig, tmp_path: Path) -> None:
+def test_an_evicted_object_gives_its_slot(make_rig: MakeRig, tmp_path: Path) -> None:
     rig = make_rig(capacity_bytes=6 * OBJECT_BYTES)
     rig.store(keys(6))
-    before = {path.stat().st_ino for path in objects(tmp_path)}
+    before = {(one.slab, one.slot) for one in objects(tmp_path)}
     rig.store(keys(6, "new"))
-    assert {path.stat().st_ino for path in objects(tmp_path)} == before
+    assert {(one.slab, one.slot) for one in objects(tmp_path)} == before
     job = rig.load(keys(6, "new"))
     assert job.done
     assert rig.wrong(job) == []
 
 
-def test_what_is_being_read_is_not_overwritten(make_rig: MakeRig, tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "root", 2 * 100)
-    for name in (b"a" * 16, b"b" * 16):
-        place = folder.begin_write(name, 100)
-        assert place is not None
-        (tmp_path / "root" / place.temporary).write_bytes(bytes(100))
-        folder.end_write(place, complete=True)
-    for _ in range(2):
-        assert folder.begin_read(b"a" * 16) is not None
-    folder.end_read(b"a" * 16)
-    place = folder.begin_write(b"c" * 16, 100)
-    assert place is not None
-    assert folder.present(b"a" * 16)
-    assert not folder.present(b"b" * 16)
-    assert folder.begin_write(b"d" * 16, 100) is None  # one is being read, one written
-    folder.end_write(place, complete=False)
-    assert folder.used_bytes == 100
+def test_what_is_being_read_is_not_overwritten(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "root", 2 * 4096)
+    a, b, c, d = (Wanted(bytes([number]) * 16, 4096) for number in range(4))
+    stored_in(folder, a, b)
+    spots = [folder.begin_read([a.name])[0] for _ in range(2)]
+    assert spots[0] == spots[1] is not None
+    folder.end_read(spots[0])
+    [place] = folder.begin_write([c])  # type: ignore[list-item]
+    assert isinstance(place, Place)
+    assert folder.present(a.name)
+    assert not folder.present(b.name)
+    assert folder.begin_write([d]) == [Outcome.DROPPED]  # type: ignore[list-item]
+    folder.end_write([place], complete=False)  # one was being read, one written
+    assert folder.space.used_bytes == 4096
+    folder.end_read(spots[1])
+    folder.close()
+
+
+def test_what_is_deleted_while_it_is_read_keeps_its_slot_until_then(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "root", 4096)
+    a, b = (Wanted(bytes([number]) * 16, 4096) for number in range(2))
+    [place] = stored_in(folder, a)
+    spots = [folder.begin_read([a.name])[0] for _ in range(2)]
+    folder.clear(folder.delete([a.name]))
+    for spot in spots:
+        assert spot == (place.slab, place.slot)
+        assert folder.begin_write([b]) == [Outcome.DROPPED]  # type: ignore[list-item]
+        folder.end_read(spot)
+    assert [(one.slab, one.slot) for one in stored_in(folder, b)] == spots[:1]
     folder.close()
 
 
@@ -164,39 +289,81 @@ def test_objects_of_two_sizes_share_a_capacity(tmp_path: Path) -> None:
     engine.close(WAIT_S)
 
 
-def test_a_folder_has_few_files(make_rig: MakeRig, tmp_path: Path) -> None:
-    folder = Folder(tmp_path / "root", 1 << 30)
-    for number in range(SHELF_OBJECTS + 1):
-        place = folder.begin_write(number.to_bytes(16, "big"), 10)
-        assert place is not None
-        (tmp_path / "root" / place.temporary).write_bytes(bytes(10))
-        folder.end_write(place, complete=True)
-    assert [len(list(shelf.iterdir())) for shelf in sorted((tmp_path / "root").glob("*-10"))] == [SHELF_OBJECTS, 1]
-    for number in range(SHELF_OBJECTS):
-        folder.delete(number.to_bytes(16, "big"))
-    assert len(list((tmp_path / "root").glob("*-10"))) == 1
+def on_disk(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.slab"))
+
+
+def test_a_large_object_makes_as_many_small_ones_go_as_it_needs(in_memory: Path) -> None:
+    folder = Folder(in_memory, 100 * 4096)
+    small = [Wanted(number.to_bytes(16, "big"), 4096) for number in range(100)]
+    stored_in(folder, *small)
+    stored_in(folder, Wanted(b"l" * 16, 70 * 4096))
+    assert [folder.present(one.name) for one in small] == [False] * 70 + [True] * 30
+    assert folder.space.used_bytes == folder.space.charged_bytes == 100 * 4096
+    stored_in(folder, Wanted(b"m" * 16, 4096))  # and a small one needs as much as one: of those used longest ago
+    assert [folder.present(one.name) for one in small] == [False] * 71 + [True] * 29
+    stored_in(folder, *(Wanted(b"n%15d" % number, 4096) for number in range(30)))
+    assert not folder.present(b"l" * 16)
+    assert folder.space.used_bytes <= folder.space.charged_bytes <= 100 * 4096
+    assert len(folder) == 31
+    assert sorted(path.name[11:] for path in in_memory.glob("*.slab")) == ["4096.slab"]  # an empty one is deleted
+    assert len(list(in_memory.glob("*.table"))) == 1
+    folder.close()
+
+
+def test_what_the_disk_holds_is_within_the_capacity(in_memory: Path) -> None:
+    capacity = 3 << 20
+    folder = Folder(in_memory, capacity)
+    rng = np.random.default_rng(5)
+    for number in range(400):
+        size = int(rng.choice([4096, 3 * 4096, 50 * 4096, 5000]))
+        for place in folder.begin_write([Wanted(number.to_bytes(16, "big"), size)]):  # type: ignore[list-item]
+            assert isinstance(place, Place)
+            os.pwrite(place.slab.file(direct=False), bytes([1]) * size, place.slot * place.slab.slot_bytes)
+            folder.end_write([place], complete=bool(rng.random() < 0.9))
+        if rng.random() < 0.2:
+            folder.clear(folder.delete([int(rng.integers(number + 1)).to_bytes(16, "big")]))
+        assert folder.space.used_bytes <= folder.space.charged_bytes <= capacity
+        assert on_disk(in_memory) <= capacity
+        assert sum(slab.num_charged * slab.slot_bytes for slab in folder.space.slabs.values()) == (
+            folder.space.charged_bytes
+        )
+    assert folder.space.evicted > 100
+    assert folder.space.used_bytes == sum(folder.space.at(place)[0].slot_bytes for place in folder.space.index.values())
+    folder.close()
+
+
+def test_a_slab_has_its_bytes_before_it_is_used(in_memory: Path) -> None:
+    folder = Folder(in_memory, 4 << 20)
+    stored_in(folder, Wanted(b"a" * 16, 4096))
+    assert on_disk(in_memory) == 4 << 20
+    folder.close()
+    folder = Folder(in_memory, 1 << 20)  # and gives them back when it may have less
+    assert on_disk(in_memory) <= 1 << 20
+    assert folder.present(b"a" * 16)
     folder.close()
 
 
 def test_the_index_is_small(in_memory: Path) -> None:
-    """Of names alone: the files need not be read."""
+    """Of tables alone: slabs need not be read."""
     names = [number.to_bytes(16, "big") for number in range(6000)]
-    for shelf in range(12):
-        folder = in_memory / f"{shelf:010d}-4096"
-        folder.mkdir()
-        for name in names[500 * shelf : 500 * shelf + 500]:
-            (folder / name.hex()).touch()
+    descriptor = os.open(in_memory, os.O_RDONLY)
+    for number in range(12):
+        slab = create(descriptor, number, 4096, 500, direct=False, allocate=False)
+        mine = names[500 * number :][:500]
+        slab.write_records(range(500), [(name, 500 * number + at + 1, 4096) for at, name in enumerate(mine)])
+        for one in slab.descriptors():
+            os.close(one)
+    os.close(descriptor)
     gc.collect()
     tracemalloc.start()
     index = Folder(in_memory, 1 << 40)
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(index) == 6000
-    assert index.used_bytes == 6000 * 4096
+    assert index.space.used_bytes == 6000 * 4096
     assert held / 6000 <= 200
-    assert [sorted(index.names()[at : at + 500]) for at in range(0, 6000, 500)] == [
-        names[at : at + 500] for at in range(0, 6000, 500)
-    ]  # in order of age
+    assert index.names() == names  # in order of age
     index.close()
 
 
@@ -260,7 +427,6 @@ def test_writing_fails_for_a_while(
     broken.mend()
     assert rig.load(keys(3)).done  # serving goes on
     assert len(objects(tmp_path)) == 3
-    assert list(tmp_path.rglob("_*")) == []
     assert rig.tier.stats()["engine_used_bytes"] == 3 * OBJECT_BYTES
     assert rig.store(keys(5, "later")).done
     assert "works again" in caplog.records[-1].getMessage()
@@ -268,30 +434,78 @@ def test_writing_fails_for_a_while(
     assert rig.load(keys(5, "later")).done
 
 
-def test_what_is_queued_behind_an_error_is_dropped(make_rig: MakeRig, broken: Broken) -> None:
-    rig = make_rig()
+def test_what_is_queued_behind_an_error_is_dropped(tmp_path: Path, broken: Broken) -> None:
+    engine = FilesEngine({tmp_path: 1 << 30}, threads_per_root=1)
+    rig = Rig(engine)
+    rig.store(keys(1, "first"))
     broken.errors["pwritev"] = errno.ENOSPC
     job = rig.store(keys(40))
-    failed = job.outcomes.count(Outcome.FAILED)
-    assert rig.tier.stats()["engine_errors"] == failed <= 16  # one in each thread
-    assert job.outcomes.count(Outcome.DROPPED) == 40 - failed
+    assert job.outcomes == [Outcome.FAILED] * 19 + [Outcome.DROPPED] * 21  # those of one call, and all others
+    assert rig.tier.stats()["engine_errors"] == 1
+    rig.close()
+    engine.close(WAIT_S)
 
 
 def test_reading_fails_for_a_while(make_rig: MakeRig, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
     rig = make_rig()
-    rig.store(keys(5))
+    rig.store(keys(30))
     broken.errors["preadv"] = errno.EIO
     for _ in range(3):
         job = rig.load(keys(5))
         assert not set(job.outcomes) - {Outcome.FAILED, Outcome.DROPPED, Outcome.MISSING}
     assert len(warnings_of(caplog)) == 1
-    assert rig.tier.exists(keys(5)) == [False] * 5
-    assert rig.tier.exists(keys(5)) == [False] * 5
+    for _ in range(2):
+        assert rig.tier.exists(keys(30)) == [False] * 30
+    assert set(rig.load(keys(30)[10:]).outcomes) == {Outcome.DROPPED}
     broken.mend()
-    assert rig.tier.exists(keys(5)) == [True] * 5
-    job = rig.load(keys(5))
+    assert rig.tier.exists(keys(30)) == [False] * 5 + [True] * 25  # what could not be read is gone
+    job = rig.load(keys(30)[5:])
     assert job.done
     assert rig.wrong(job) == []
+
+
+@pytest.mark.parametrize("direction", ["reading", "writing"])
+def test_a_sector_that_fails_takes_its_object_alone(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    rig = make_rig()
+    rig.store(keys(12))
+    bad = objects(tmp_path)[4]
+    calls = []
+    name = "preadv" if direction == "reading" else "pwritev"
+    call = getattr(os, name)
+
+    def failing(fd: int, buffers: Any, offset: int) -> Any:
+        start, stop = bad.slot * OBJECT_BYTES, (bad.slot + 1) * OBJECT_BYTES
+        mine = (
+            offset < stop and offset + sum(map(len, buffers)) > start and "slab" in os.readlink(f"/proc/self/fd/{fd}")
+        )
+        calls.append(mine)
+        if mine:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(fd, buffers, offset)
+
+    [lost] = [key for key in keys(12) if rig.tier.format.name_of(key) == bad.name]
+    if direction == "writing":
+        rig.tier.delete(keys(12))
+        while objects(tmp_path):  # the slots are free when their records are gone
+            time.sleep(0.001)
+    monkeypatch.setattr(os, name, failing)
+    job = rig.load(keys(12), layerwise=False) if direction == "reading" else rig.store(keys(12))
+    assert any(calls)
+    assert sorted(outcome.value for outcome in job.outcomes if outcome) == ["done"] * 11 + ["failed"]
+    assert rig.wrong(job) == []
+    stats = rig.tier.stats()
+    assert (stats["engine_errors"], stats["engine_resting_roots"]) == (1, 0)
+    assert rig.tier.exists(keys(12)).count(False) == 1
+    if direction == "reading":
+        assert job.outcomes[keys(12).index(lost)] is Outcome.FAILED
+    else:
+        assert rig.store(keys(12)).done  # elsewhere
+        monkeypatch.setattr(os, name, call)
+        job = rig.load(keys(12))
+        assert job.done
+        assert rig.wrong(job) == []
 
 
 @pytest.mark.parametrize("spec", [ODD])
@@ -304,23 +518,33 @@ def test_a_system_that_does_less_than_asked(make_rig: MakeRig, broken: Broken, s
     assert rig.wrong(job) == []
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("what", ["the folder", "a slab", "a table", "both"])
 def test_somebody_removes_the_folder(
-    make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, whole: bool
+    make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
     rig = make_rig()
     rig.store(keys(5))
-    target = tmp_path / "root" if whole else objects(tmp_path)[0].parent
-    shutil.rmtree(target)
-    assert rig.load(keys(5)).outcomes == [Outcome.MISSING] * 5
+    slab = objects(tmp_path)[0].slab
+    if what == "the folder":
+        shutil.rmtree(tmp_path / "root")
+    if what in ("a slab", "both"):
+        slab.unlink()
+    if what in ("a table", "both"):
+        slab.with_suffix(".table").unlink()
+    job = rig.load(keys(5))
+    assert rig.wrong(job) == []
     assert rig.store(keys(5, "new")).done
+    assert rig.tier.exists(keys(5)) == [False] * 5  # it is known since then
     job = rig.load(keys(5, "new"))
     assert job.done
     assert rig.wrong(job) == []
     assert len(objects(tmp_path / "root")) == 5
     assert rig.tier.stats()["engine_used_bytes"] == 5 * OBJECT_BYTES
+    assert warnings_of(caplog) == []
     with pytest.raises(TierError):
         Folder(tmp_path / "root", 1)  # held again
+    rig = make_rig()
+    assert rig.load(keys(5, "new")).done
 
 
 def test_a_clock_that_jumps(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,35 +568,36 @@ def test_without_direct_io(
 
 
 def test_direct_io_is_used_where_it_can_be(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[int] = []
+    flags: list[tuple[str, int]] = []
     call = os.open
 
     def spying(path: Any, given: int, *rest: Any, **named: Any) -> int:
-        flags.append(given)
+        flags.append((str(path), given))
         return call(path, given, *rest, **named)
 
     for spec, direct in ((ALIGNED, True), (ODD, False)):
-        rig = make_rig(spec)
-        if not rig.tier.engine.roots[0].direct:  # type: ignore[attr-defined]
-            pytest.skip("this file system has no direct I/O")
         monkeypatch.setattr(os, "open", spying)
+        rig = make_rig(spec)
+        if not rig.tier.engine.roots[0].folder.direct:  # type: ignore[attr-defined]
+            pytest.skip("this file system has no direct I/O")
         rig.store(keys(1))
         rig.load(keys(1))
         monkeypatch.setattr(os, "open", call)
-        assert [bool(one & os.O_DIRECT) for one in flags] == [direct] * 2
+        slabs = [(path.endswith(".slab"), bool(given & os.O_DIRECT)) for path, given in flags]
+        assert (True, True) in slabs
+        assert ((True, False) in slabs) != direct
         flags.clear()
 
 
 def test_the_engine_writes_from_and_reads_into_the_pool(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy on the host: the addresses that the system is given are those of the pool."""
-    import numpy as np
-
     rig, seen = make_rig(), []
     for name in ("pwritev", "preadv"):
         call = getattr(os, name)
 
         def spying(fd: int, buffers: Any, offset: int, call: Any = call) -> Any:
-            seen.extend((np.frombuffer(one, np.uint8).ctypes.data, len(one)) for one in buffers if len(one) != 4096)
+            if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
+                seen.extend((np.frombuffer(one, np.uint8).ctypes.data, len(one)) for one in buffers[-1:])
             return call(fd, buffers, offset)
 
         monkeypatch.setattr(os, name, spying)
@@ -403,16 +628,6 @@ def test_the_faster_folder_gets_more(tmp_path: Path, monkeypatch: pytest.MonkeyP
     engine.close(WAIT_S)
 
 
-def test_many_objects_and_few_descriptors(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paddle_kv.tiers.root.MOST_OPEN_FILES", 2)
-    rig = make_rig()
-    rig.store(keys(30))
-    job = rig.load(keys(30))
-    assert job.done
-    assert rig.wrong(job) == []
-    assert rig.tier.engine.roots[0]._num_open == 0  # type: ignore[attr-defined]
-
-
 def test_a_closed_engine_has_no_threads_and_no_descriptors(tmp_path: Path) -> None:
     def held() -> tuple[set[int], set[str]]:
         return {thread.ident or 0 for thread in threading.enumerate()}, set(os.listdir("/proc/self/fd"))
@@ -427,6 +642,43 @@ def test_a_closed_engine_has_no_threads_and_no_descriptors(tmp_path: Path) -> No
     engine.close(WAIT_S)
     rig.close()
     assert held() == before
+
+
+def test_threads_that_close_at_once_close_no_descriptor_twice(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, closed, failed = make_rig(), [], []
+    rig.store(keys(3))
+
+    def close(descriptor: int, call: Any = os.close) -> None:
+        closed.append(descriptor)
+        time.sleep(0.001)
+        call(descriptor)
+
+    def run() -> None:
+        try:
+            rig.tier.engine.close(WAIT_S)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+    assert failed == []
+    assert len(set(closed)) == len(closed) >= 3
+
+
+def test_a_closed_engine_deletes_nothing_and_raises_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.store(keys(3))
+    rig.tier.engine.close(WAIT_S)
+    rig.tier.engine.delete([rig.tier.format.name_of(key) for key in keys(3)])
+    rig.tier.clear()
+    assert make_rig().tier.exists(keys(3)) == [True] * 3
 
 
 def test_a_forked_child_is_told(make_rig: MakeRig) -> None:
@@ -457,8 +709,10 @@ def test_a_folder_is_given_back_whatever_children_live(tmp_path: Path) -> None:
     childs.close()
     assert ours.recv(1) == b"!"
     # As if this process had died: nothing but its own descriptors goes.
-    os.close(engine.roots[0].folder._lock_descriptor)
-    engine.roots[0].folder._lock_descriptor = -1
+    folder = engine.roots[0].folder
+    for name in ("_lock_descriptor", "descriptor"):
+        os.close(getattr(folder, name))
+        setattr(folder, name, -1)
     try:
         Folder(tmp_path / "root", 1).close()
     finally:
@@ -499,24 +753,10 @@ def test_what_nobody_wants_evicts_nothing(make_rig: MakeRig) -> None:
     assert rig.tier.stats()["engine_used_bytes"] == 3 * OBJECT_BYTES
 
 
-def test_a_link_is_no_object(make_rig: MakeRig, tmp_path: Path) -> None:
-    rig = make_rig()
-    rig.store(keys(2))
-    outside = tmp_path / "outside"
-    first = next(path for path in objects(tmp_path) if path.name == rig.tier.format.name_of(keys(1)[0]).hex())
-    first.rename(outside)
-    first.symlink_to(outside)
-    job = rig.load(keys(2))
-    assert job.outcomes == [Outcome.DAMAGED, Outcome.DONE]
-    assert not first.is_symlink()
-    assert outside.stat().st_size == OBJECT_BYTES
-    assert rig.tier.stats()["engine_errors"] == 0
-
-
 def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(OSError, match="nothing was written"):
-        object_file.write_file(-1, str(tmp_path / "file"), [memoryview(b"a")], direct=False)
+        object_file.write_range(-1, 0, [memoryview(b"a")])
 
 
 def test_a_folder_that_comes_back_in_other_hands_leaves_descriptors_alone(tmp_path: Path) -> None:
@@ -529,7 +769,8 @@ def test_a_folder_that_comes_back_in_other_hands_leaves_descriptors_alone(tmp_pa
             folder.check()
         os.fstat(before)  # another thread may be about to use it
     other.close()
-    assert folder.check()
+    folder.check()
+    assert folder.descriptor >= 0
     folder.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(before)
@@ -545,3 +786,128 @@ def test_a_miss_is_not_behind_a_system_that_does_not_answer(make_rig: MakeRig) -
         loading.join(5.0)
         assert not loading.is_alive()
     assert job.outcomes == [Outcome.MISSING]
+
+
+def test_no_call_waits_for_a_system_that_does_not_answer(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a thread of the engine does: look-ups, deletions and new jobs return at once."""
+    rig = make_rig()
+    rig.store(keys(4))
+    going, call, waiting = threading.Event(), os.pwritev, threading.Semaphore(0)
+
+    def stuck(*given: Any) -> Any:
+        waiting.release()
+        assert going.wait(WAIT_S)
+        return call(*given)
+
+    monkeypatch.setattr(os, "pwritev", stuck)
+    jobs = [Job(keys(1, "new"), [5]), Job(keys(1), [6]), Job(keys(1), [7])]
+    rig.tier.store(jobs[:1])
+    assert waiting.acquire(timeout=WAIT_S)
+    answers: list[object] = []
+
+    def ask() -> None:
+        rig.tier.delete(keys(2))
+        answers.append(rig.tier.exists(keys(4)))
+        rig.tier.load(jobs[1:2])
+        rig.tier.store(jobs[2:])
+        answers.append(rig.tier.stats()["engine_objects"])
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(WAIT_S / 2)
+    returned = list(answers)
+    going.set()
+    assert returned == [[False, False, True, True], 2]
+    rig.tier.drain(WAIT_S)
+    assert [job.outcomes for job in jobs] == [[Outcome.DONE], [Outcome.MISSING], [Outcome.DONE]]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_store_beside_one_of_the_same_key_ends_with_it(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    """It does not count as stored before it is, and is stored if the other one fails."""
+    rig = make_rig()
+    going, call, began, failures = threading.Event(), os.pwritev, threading.Event(), [] if works else [1]
+
+    def waiting(fd: int, buffers: Any, offset: int) -> Any:
+        if "slab" in os.readlink(f"/proc/self/fd/{fd}"):
+            began.set()
+            assert going.wait(WAIT_S)
+            if failures:
+                failures.pop()
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return call(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", waiting)
+    for block in (0, 1):
+        rig.rows[block] = rig.content(b"key-0")
+    jobs = [Job(keys(1), [0]), Job(keys(1), [1])]
+    rig.tier.store(jobs[:1])
+    assert began.wait(WAIT_S)
+    rig.tier.store(jobs[1:])
+    time.sleep(0.05)
+    assert jobs[1].outcomes == [None]
+    going.set()
+    rig.tier.drain(WAIT_S)
+    assert [job.outcomes for job in jobs] == [[Outcome.DONE if works else Outcome.FAILED], [Outcome.DONE]]
+    assert rig.tier.stats()["engine_objects"] == 1
+    job = rig.load(keys(1))
+    assert job.done
+    assert rig.wrong(job) == []
+
+
+def test_a_root_rests_at_the_third_failed_sector_in_a_row() -> None:
+    sector = OSError(errno.EIO, "a sector")
+    one = health.Health("reading")
+    for _ in range(3):
+        for _ in range(2):
+            one.failed(sector)
+        assert not one.resting
+        one.worked()
+    for resting in (False, False, True):
+        one.failed(sector)
+        assert one.resting == resting
+    other = health.Health("writing")
+    other.failed(OSError(errno.ENOSPC, "full"))
+    assert other.resting
+
+
+def test_what_is_cleared_is_gone_for_the_next_process_at_once(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig()
+    rig.store(keys(5))
+    rig.tier.clear()
+    assert objects(tmp_path) == []
+
+
+def test_what_could_not_be_recorded_is_not_there_after_a_crash(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    write = Slab.write_records
+
+    def torn(*given: Any) -> None:
+        write(*given)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Slab, "write_records", torn)
+    assert rig.store(keys(2)).outcomes == [Outcome.FAILED] * 2
+    assert objects(tmp_path) == []
+
+
+def test_a_closed_engine_looks_at_nothing_more(make_rig: MakeRig, tmp_path: Path) -> None:
+    rig = make_rig()
+    rig.store(keys(3))
+    rig.tier.engine.close(WAIT_S)
+    former = tmp_path / "root" / f"{7:010d}-4096"
+    former.mkdir()
+    (former / ("1" * 32)).touch()
+    next((tmp_path / "root").glob("*.table")).unlink()
+    folder = Folder(tmp_path / "root", 1 << 30)
+    recovery.recover(folder, lambda: True)
+    assert len(folder) == 0
+    assert len(list(former.iterdir())) == 1
+    recovery.recover(folder, lambda: False)
+    assert len(folder) == 3
+    assert not former.exists()
+    folder.close()

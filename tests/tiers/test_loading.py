@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 from paddle_kv import CancelledError, DeviceCache, HostPool, LayerwiseScheduler, LeasedError, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule import arriving
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S, Rig, keys
 from paddle_kv.tiers import FilesEngine, Job, Outcome, Read, load
+from paddle_kv.tracking.group import change
 from tests.tiers.conftest import objects
 
 LAYERS = ALIGNED.num_layers
@@ -24,6 +28,7 @@ class GatedEngine(FilesEngine):
 
     def __init__(self, folder: Path) -> None:
         super().__init__({folder: 1 << 30}, threads_per_root=8)
+        self.roots[0].most_batched = 1  # a thread for each object, so that each waits for itself
         self.gates = [threading.Event() for _ in range(3)]
         self.waiting = threading.Semaphore(0)  # one for each object of which the first bytes were read
 
@@ -156,33 +161,37 @@ def test_it_does_not_write_over_what_is_being_saved(way: Way) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_does_not_come_poisons_both_sides(way: Way, tmp_path: Path, damaged: bool) -> None:
-    name = way.tier.format.name_of(way.keys[2]).hex()
-    [path] = [path for path in objects(tmp_path) if path.name == name]
+def test_what_does_not_come_is_poisoned_on_both_sides_and_the_rest_is_good(
+    way: Way, tmp_path: Path, damaged: bool
+) -> None:
+    name = way.tier.format.name_of(way.keys[2])
+    [mine] = [one for one in objects(tmp_path) if one.name == name]
     if damaged:
-        with path.open("r+b") as file:
-            file.seek(-1, 2)
-            file.write(bytes([way.rig.content(way.keys[2])[-1] ^ 1]))
+        mine.write(mine.read()[:-1] + bytes([way.rig.content(way.keys[2])[-1] ^ 1]))
     else:
-        path.unlink()
+        mine.write(next(one for one in objects(tmp_path) if one.name != name).read())  # the slot is another one's
     way.engine.open_all()
     transfer, job = way.load()
     with pytest.raises(
         TransferError, match=r"1 of 4 blocks did not come from the tier: 1 (missing|damaged)$"
     ) as caught:
         transfer.wait(WAIT_S)
-    assert caught.value.block_ids == [9, 3, 7, 1]
+    assert caught.value.block_ids == [7]
     assert job.outcomes.count(Outcome.DONE) == 3
     with pytest.raises(TransferError):
         transfer.wait_layer(0)
+    assert transfer.failed and transfer.state.value == "failed"
+    assert way.scheduler.stats()["failed"] == 1
     with pytest.raises(TransferError, match="holds no usable data"):
-        way.scheduler.onload(way.ids[:1], [10])
+        way.scheduler.onload(way.ids[2:3], [10])
     with pytest.raises(TransferError, match="holds no usable data"):
-        way.scheduler.offload([9], way.ids[7:])
-    good = [way.ids[i] for i in (0, 1, 3)]
-    way.pool.mark_rewritten(good)
-    way.scheduler.onload(good, [10, 11, 12]).wait(WAIT_S)
+        way.scheduler.offload([7], way.ids[7:])
+    good = [0, 1, 3]
+    for number, block in zip(good, [9, 3, 1], strict=True):
+        assert np.array_equal(way.on_device(block, range(LAYERS)), way.rig.content(way.keys[number]))
+    way.scheduler.onload([way.ids[i] for i in good], [10, 11, 12]).wait(WAIT_S)
     assert np.array_equal(way.on_device(11, range(LAYERS)), way.rig.content(way.keys[1]))
+    way.scheduler.offload([9], way.ids[7:]).wait(WAIT_S)
     assert not way.tier.exists([way.keys[2]])[0]
     assert way.rig.store([way.keys[2]], [22]).done
     way.load()[0].wait(WAIT_S)  # and makes both sides usable again
@@ -191,12 +200,61 @@ def test_what_does_not_come_poisons_both_sides(way: Way, tmp_path: Path, damaged
 
 
 def test_who_reads_what_does_not_come_fails_too(way: Way, tmp_path: Path) -> None:
-    objects(tmp_path)[0].unlink()
-    _transfer, _ = way.load()
-    second = way.scheduler.onload(way.ids[:4], [10, 11, 12, 13])
+    name = way.tier.format.name_of(way.keys[2])
+    next(one for one in objects(tmp_path) if one.name == name).write(bytes(4096))
+    _transfer, job = way.load()
+    second = way.scheduler.onload([*way.ids[:4], 20], [10, 11, 12, 13, 14])
+    third = way.scheduler.onload(way.ids[3:4], [15])  # nothing of what does not come
+    save = way.scheduler.offload([7, 20], way.ids[6:8])  # of what the load brings; a save moves all or nothing
     way.engine.open_all()
-    with pytest.raises(TransferError, match="reads blocks of a transfer that failed"):
-        second.wait(WAIT_S)
+    for one, lost in ((second, [12]), (save, way.ids[6:8])):
+        with pytest.raises(TransferError, match="reads blocks of a transfer that failed") as caught:
+            one.wait(WAIT_S)
+        assert caught.value.block_ids == lost
+    with pytest.raises(TransferError, match=r"holds no usable data \(1 of 4 blocks did not come"):  # the first reason
+        way.scheduler.onload(way.ids[7:8], [16])
+    third.wait(WAIT_S)
+    assert not third.failed
+    for number, block in ((0, 10), (1, 11), (3, 13), (3, 15)):
+        assert np.array_equal(way.on_device(block, range(LAYERS)), way.rig.content(way.keys[number]))
+    assert np.array_equal(way.on_device(14, range(LAYERS)), way.rig.rows[20])
+    assert job.outcomes.count(Outcome.DONE) == 3
+
+
+def test_who_waits_hears_at_once_of_what_does_not_come(way: Way) -> None:
+    """Also where no layer can move yet: a save of a target is not marked."""
+    save = way.scheduler.offload([9], way.ids[6:7], layerwise=True)
+    way.tier.delete(way.keys[2:3])
+    transfer, _ = way.load()
+    heard: list[TransferError] = []
+
+    def wait() -> None:
+        try:
+            transfer.wait_layer(0, timeout_s=WAIT_S)
+        except TransferError as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not transfer._movement.waiters:
+        threading.Event().wait(0.001)
+    way.engine.open_all()
+    thread.join(WAIT_S / 2)
+    assert not thread.is_alive() and len(heard) == 1
+    assert heard[0].block_ids == [7]
+    save.cancel()
+    transfer.wait_over(WAIT_S)
+
+
+def test_nothing_comes(way: Way) -> None:
+    way.tier.delete(way.keys)
+    way.engine.open_all()
+    before = way.on_device(9, range(LAYERS))
+    transfer, _ = way.load()
+    with pytest.raises(TransferError, match="4 of 4 blocks did not come from the tier: 4 missing") as caught:
+        transfer.wait(WAIT_S)
+    assert caught.value.block_ids == [9, 3, 7, 1]
+    assert np.array_equal(way.on_device(9, range(LAYERS)), before)  # nothing has moved
 
 
 @pytest.mark.parametrize("how", ["cancel", "late"])
@@ -308,3 +366,55 @@ def test_a_checksum_of_what_was_there_before_is_forgotten(tmp_path: Path, monkey
     way.scheduler.onload(way.ids[:1], [11]).wait(WAIT_S)
     assert np.array_equal(way.on_device(11, range(LAYERS)), way.rig.content(way.keys[0]))
     way.close()
+
+
+def test_blocks_whose_transfer_has_ended_unheard_are_taken(tmp_path: Path) -> None:
+    class Silent(CpuBackend):
+        silent = True
+
+        def watch(self, events: Any, report: Any) -> None:
+            if not self.silent:
+                super().watch(events, report)
+
+    way = Way(tmp_path / "root", backend=(backend := Silent()))
+    way.engine.open_all()
+    save = way.scheduler.offload([20], [way.ids[1]])
+    assert save._movement.last_event.wait(WAIT_S)
+    backend.silent = False
+    way.load()[0].wait(WAIT_S)
+    assert way.is_on_device(range(LAYERS))
+    way.close()
+
+
+def test_what_is_lost_of_a_load_that_has_ended_or_failed_changes_nothing(way: Way) -> None:
+    def lose(transfer: Any) -> None:
+        change(way.pool.domain, functools.partial(arriving.lose, transfer._movement, way.ids[2:3], "lost"))
+
+    cancelled, _ = way.load()
+    assert all(way.engine.waiting.acquire(timeout=WAIT_S) for _ in range(4))
+    cancelled.cancel()
+    lose(cancelled)
+    with pytest.raises(TransferError, match=r"holds no usable data \(onload was cancelled"):
+        way.scheduler.onload(way.ids[2:3], [10])
+    way.engine.open_all()
+    cancelled.wait_over(WAIT_S)
+    transfer, _ = way.load()
+    transfer.wait(WAIT_S)
+    lose(transfer)
+    assert transfer.error is None
+    way.scheduler.onload(way.ids[2:3], [10]).wait(WAIT_S)
+
+
+def test_two_blocks_are_lost_one_behind_the_other(way: Way) -> None:
+    transfer, _ = way.load()
+    for block_id, why in ((way.ids[2], "the first"), (way.ids[0], "the second")):
+        lose = functools.partial(arriving.lose, transfer._movement, [block_id], why)
+        change(way.pool.domain, lose)
+    way.engine.open_all()
+    with pytest.raises(TransferError, match="the first") as caught:
+        transfer.wait(WAIT_S)
+    assert caught.value.block_ids == [9, 7]
+    for block_id, why in ((way.ids[2], "the first"), (way.ids[0], "the second")):
+        with pytest.raises(TransferError, match=rf"block {block_id} of the host pool holds no usable data \({why}"):
+            way.scheduler.onload([block_id], [10])
+    way.scheduler.onload([way.ids[1], way.ids[3]], [10, 11]).wait(WAIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from hashlib import blake2b
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from paddle_kv import KVCacheSpec
 from paddle_kv.offload import BlockKey, Namespace, spec_digest
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD
+from paddle_kv.tiers.items import stages_of
 from paddle_kv.tiers.object_format import Header, ObjectFormat, header_bytes_of, parse
 from paddle_kv.tiers.protocol import Outcome
 
@@ -32,18 +34,19 @@ def made(spec: KVCacheSpec = ALIGNED, key: bytes = KEY, **options: int) -> tuple
 def test_the_bytes_as_they_are_written_down() -> None:
     form, header, payload = made(group=3, rank=5)
     layer = ALIGNED.block_bytes
-    expected = struct.pack("<8sIIQIIII", b"PDKVTIER", 1, 4096, 6 * layer, 6, 3, 5, 1)
+    expected = struct.pack("<8sIIQIIII", b"PDKVTIER", 2, 4096, 6 * layer, 6, 3, 5, 1)
     text = b"".join(struct.pack("<Q", len(part)) + part for part in SPEC_TEXT)
     expected += blake2b(text, digest_size=32, person=b"paddle_kv").digest() + blake2b(b"model", digest_size=32).digest()
-    expected += struct.pack("<I4x64s", 32, KEY)
-    sums = [xxhash.xxh3_64_intdigest(payload[i * layer : (i + 1) * layer]) for i in range(6)]
-    table = struct.pack("<18Q", *(i * layer for i in range(6)), *[layer] * 6, *sums)
+    expected += struct.pack("<II64s", 32, 3, KEY)
+    piece = 2 * layer  # 16 KiB
+    sums = [xxhash.xxh3_64_intdigest(payload[i * piece : (i + 1) * piece]) for i in range(3)]
+    table = struct.pack("<9Q", *(i * piece for i in range(3)), *[piece] * 3, *sums)
     table += bytes(4096 - len(expected) - 8 - len(table))
     expected += struct.pack("<Q", xxhash.xxh3_64_intdigest(expected + table)) + table
     assert bytes(header) == expected
     assert form.read_header(memoryview(header), KEY) == tuple(sums)
     block = BlockKey(Namespace(expected[72:104], spec_digest(ALIGNED), 3), 5, KEY).to_bytes()
-    assert form.name_of(KEY) == blake2b(bytes([1, 0, 0, 0]) + block, digest_size=16).digest()
+    assert form.name_of(KEY) == blake2b(bytes([2, 0, 0, 0]) + block, digest_size=16).digest()
 
 
 @pytest.mark.parametrize("spec", [ALIGNED, ODD])
@@ -53,16 +56,36 @@ def test_a_header_says_what_was_put_in(spec: KVCacheSpec) -> None:
     assert isinstance(said, Header)
     assert (said.group, said.rank, said.key, said.payload_bytes) == (1, 2, KEY, len(payload))
     assert said.name == form.name_of(KEY)
-    assert (said.version, said.spec_digest, header_bytes_of(header)) == (1, spec_digest(spec), form.header_bytes)
-    assert [offset for offset, _, _ in said.layers] == [i * spec.block_bytes for i in range(spec.num_layers)]
+    assert (said.version, said.spec_digest, header_bytes_of(header)) == (2, spec_digest(spec), form.header_bytes)
+    ends = [0]
+    for at, size, _ in said.pieces:  # whole layers, side by side, and 16 KiB of them as long as there are so many
+        assert at == ends[-1]
+        assert size % spec.block_bytes == 0
+        ends.append(at + size)
+    assert ends[-1] == form.payload_bytes
+    assert all(16384 <= size < 16384 + spec.block_bytes for _, size, _ in said.pieces[:-1])
 
 
 def test_many_layers_have_a_longer_header() -> None:
-    spec = KVCacheSpec(num_layers=400, num_kv_heads=1, head_dim=1, block_size=1, dtype="int8")
+    spec = KVCacheSpec(num_layers=400, num_kv_heads=1, head_dim=8192, block_size=1, dtype="int8")
     form, header, _ = made(spec)
     assert len(header) == 12288
     assert isinstance(form.read_header(memoryview(header), KEY), tuple)
     assert parse(bytes(header)) is not None
+
+
+@pytest.mark.parametrize("spec", [ALIGNED, ODD])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_stages_begin_with_pieces(spec: KVCacheSpec, aligned: bool) -> None:
+    for layers in (1, 2, 5, 6, 31, 32, 80):
+        form = ObjectFormat(dataclasses.replace(spec, num_layers=layers), b"model")
+        stages = stages_of(form, layerwise=True, aligned=aligned)
+        assert [layer for stage in stages for layer in stage] == list(range(layers))
+        for stage in stages:
+            assert stage.start % form.piece_layers == 0
+            assert not aligned or stage.start * form.layer_bytes % 4096 == 0
+        assert len(stages) > 2 or layers < 4 * form.piece_layers or aligned
+    assert stages_of(form, layerwise=False, aligned=aligned) == [range(80)]
 
 
 def test_every_byte_of_a_header_counts() -> None:
@@ -87,7 +110,7 @@ def test_objects_of_others_are_missing_not_damaged() -> None:
         strange = bytes(other[1][: form.header_bytes]).ljust(form.header_bytes, b"\0")
         assert form.read_header(memoryview(strange), KEY) is Outcome.MISSING
     newer = bytearray(header)
-    newer[8] = 2  # with a checksum of its own
+    newer[8] = 3  # with a checksum of its own
     newer[100:] = bytes(len(newer) - 100)
     assert form.read_header(memoryview(newer), KEY) is Outcome.MISSING
     assert parse(bytes(newer)) is None
@@ -107,7 +130,7 @@ def test_fuzz(noise: bytes, at: int, signed: bool) -> None:
     found = form.read_header(memoryview(header), KEY)
     assert isinstance(found, Outcome) or header[:472] == original[:472] or signed
     said = parse(bytes(header))
-    assert said is None or all(offset + size <= said.payload_bytes for offset, size, _ in said.layers)
+    assert said is None or all(offset + size <= said.payload_bytes for offset, size, _ in said.pieces)
     assert parse(noise) is None
     header_bytes_of(noise)
 

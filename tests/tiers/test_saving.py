@@ -220,19 +220,22 @@ def test_a_store_that_fails_holds_blocks_only_while_it_runs(rig: Rig, monkeypatc
             saver.saved(keys(1), [0])
     assert rig.pool.domain.busy(range(12)) == []
 
+    lent: list[Write] = []
+
     def fail_later(items: Sequence[Write]) -> None:
-        Stuck.write(engine, items)
+        lent.extend(items[:1])
+        assert items[0].buffers() is not None
         raise RuntimeError("begun")
 
-    engine.answers.clear()
     with monkeypatch.context() as patch:
         patch.setattr(engine, "write", fail_later)
-        with pytest.raises(RuntimeError, match=r"^begun"):
-            saver.saved(keys(1), [0])
-    assert rig.pool.domain.busy(range(12)) == [0]
-    [job] = rig.tier._jobs
+        job = saver.saved(keys(2), [0, 1])
+    assert job is not None
+    assert job.outcomes == [Outcome.FAILED] * 2
     assert job.timeout_s == 7.0
-    engine.answers.set()
+    assert rig.pool.domain.busy(range(12)) == [0, 1]  # the engine has an address of them
+    assert rig.tier.stats()["store_failed"] == 2
+    lent[0].ended(Outcome.DONE)
     rig.tier.drain(WAIT_S)
     assert rig.pool.domain.busy(range(12)) == []
 

@@ -12,7 +12,8 @@ import pytest
 
 from paddle_kv import ClosedError, HostPool
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S, Rig, keys
-from paddle_kv.tiers import Job, Outcome, Tier
+from paddle_kv.tiers import Job, Outcome, Saver, Tier
+from tests.tiers.conftest import MakeRig
 
 
 class Silent:
@@ -243,3 +244,39 @@ def test_a_drain_waits_for_the_last_job(rig: Rig) -> None:
     draining.join(WAIT_S)
     assert not draining.is_alive()
     rig.close()
+
+
+@pytest.mark.parametrize("method", ["write", "read", "exists", "delete", "stats"])
+def test_an_engine_that_raises_is_a_miss(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    rig = make_rig()
+    rig.store(keys(2))
+
+    def raising(*given: Any) -> Any:
+        raise RuntimeError("an engine of somebody")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier.engine, method, raising)
+        if method in ("write", "read"):
+            job = rig.store(keys(3, "new")) if method == "write" else rig.load(keys(3))
+            assert job.outcomes == [Outcome.FAILED] * 3
+            assert job.over
+            assert rig.tier.stats()[f"{'store' if method == 'write' else 'load'}_failed"] == 3
+        elif method == "exists":
+            with pytest.raises(RuntimeError, match="of somebody"):
+                rig.tier.exists(keys(2))
+            job = Saver(rig.tier, "write_through").saved(keys(2), [0, 1])
+            assert job is not None
+            rig.tier.drain(WAIT_S)
+            assert job.done
+        elif method == "delete":
+            rig.tier.delete(keys(2))
+            assert rig.load([b"absent"]).outcomes == [Outcome.MISSING]  # which the tier wants deleted
+        else:
+            assert rig.tier.stats()["store_done"] == 2
+    assert "an error in the engine files" in caplog.text
+    job = rig.load(keys(2))
+    assert job.done
+    assert rig.wrong(job) == []
+    assert rig.tier.stats()["jobs_in_flight"] == rig.tier.stats()["store_bytes_in_flight"] == 0

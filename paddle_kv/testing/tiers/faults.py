@@ -68,6 +68,9 @@ class FaultyEngine:
         if not self.dead:
             self._engine.delete(names)
 
+    def clear(self) -> None:
+        self._engine.clear()  # type: ignore[attr-defined]
+
     def stats(self) -> dict[str, float]:
         return self._engine.stats()
 

@@ -1,0 +1,19 @@
+"""Time-outs that callers give. Without NumPy: a directory checks them too."""
+
+from __future__ import annotations
+
+from numbers import Real
+from threading import TIMEOUT_MAX
+
+
+def check_timeout(timeout_s: float | None, *, positive: bool = False) -> None:
+    """TypeError or ValueError unless it is a number of seconds or None. One that is not positive is over at once, where
+    that makes sense."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
+        raise TypeError(f"timeout_s is {timeout_s!r}; a number of seconds or None is expected")
+    if not timeout_s <= TIMEOUT_MAX:
+        raise ValueError(f"timeout_s = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")
+    if positive and not timeout_s > 0:
+        raise ValueError(f"timeout_s = {timeout_s} must be positive")
