@@ -60,10 +60,11 @@ def run_rank(connection: Any, rank: int, sizes: Sizes, wait_for: Callable[..., A
     spec = KVCacheSpec(num_layers=3, num_kv_heads=1, head_dim=elements, block_size=1, dtype="int32")
     cache = DeviceCache(spec, sizes.device_blocks, "cpu")
     tensors = [[as_array(cache.tensor(name, layer)) for name in spec.tensor_names] for layer in range(spec.num_layers)]
+    count = np.arange(elements, dtype=np.int32)
 
     def pattern(keys: Sequence[bytes], layer: int) -> Any:
         seeds = np.frombuffer(b"".join(key[:4] for key in keys), np.int32)
-        return (seeds[:, None] + np.arange(elements, dtype=np.int32) * (7 * layer + rank + 1))[:, None, None, :]
+        return (seeds[:, None] + count * (7 * layer + rank + 1))[:, None, None, :]
 
     def serve(step: Step) -> list[int]:
         submitted = mover.submit(step.jobs)
@@ -75,12 +76,11 @@ def run_rank(connection: Any, rank: int, sizes: Sizes, wait_for: Callable[..., A
             with ForwardPass(submitted.loads, submitted.saves, timeout_s=TIMEOUT_S) as layers:
                 for layer in range(spec.num_layers):
                     with layers.layer(layer):
+                        written = pattern(keys, layer)
+                        expected = [(job, list(job.device_ids), pattern(job.keys, layer)) for job in loads]
                         for tensor in tensors[layer]:
-                            if blocks:
-                                tensor[blocks] = pattern(keys, layer)
-                            for job in loads:
-                                if (tensor[list(job.device_ids)] != pattern(job.keys, layer)).any():
-                                    wrong.add(job.id)
+                            tensor[blocks] = written
+                            wrong.update(job.id for job, ids, bits in expected if (tensor[ids] != bits).any())
             for load in submitted.loads:
                 load.wait(TIMEOUT_S)
         except (PaddleKVError, TimeoutError):
@@ -92,12 +92,13 @@ def run_rank(connection: Any, rank: int, sizes: Sizes, wait_for: Callable[..., A
         connection.send(mover.hello())
         descriptor = scheduler.fileno()
         while True:
-            wait_for([connection, descriptor], 0.2)
+            ready = wait_for([connection, descriptor], 0.2)
             wrong: list[int] = []
             try:
-                if connection.poll():
+                if connection in ready:
                     wrong = serve(connection.recv())
-                scheduler.finished()  # what the descriptor told of
+                if descriptor in ready:
+                    scheduler.finished()  # what it told of
                 results = mover.finished()
                 if results or wrong:
                     connection.send(Report(rank, results, wrong))
@@ -270,9 +271,9 @@ class Engine:
         while True:
             idle = [block for block in self._free if block not in self._users]
             if len(idle) >= count:
-                taken = idle[:count]
+                taken = set(idle[:count])
                 self._free = [block for block in self._free if block not in taken]
-                return taken
+                return idle[:count]
             self.receive()
 
     def _give_back(self, table: list[int]) -> None:

@@ -9,27 +9,30 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from ..checks import check_distinct, check_ids, check_timeout
+from ..checks import check_distinct, check_ids
 from ..errors import ClosedError, LeasedError
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
+from ..timeouts import check_timeout
 from ..tracking import stamps
 from ..tracking.domain import BlockDomain
 from ..tracking.group import Guard, OnItsWay, change, wait_until
 from ..tracking.memories import Extent, attach, interleaved
 from .free_extents import FreeExtents
+from .host_layout import HostLayout, check_layout, placement
 from .host_memory import HostMemory, allocate, can_page_lock
 
 
 class HostPool:
     """Blocks of all layers in host memory: page-locked where there is a GPU, plain RAM where there is none.
 
-    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first") or one piece
-    in which all layers of a block are adjacent ("block_first"). They are given back by :meth:`close`.
+    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first"), one piece in
+    which all layers of a block are adjacent ("block_first"), or one piece per name in which they are
+    ("page_first_direct", as SGLang calls it: keys and values apart). They are given back by :meth:`close`.
 
     Args:
         spec: shapes and dtypes.
@@ -52,30 +55,15 @@ class HostPool:
         0
     """
 
-    def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, *, layout: Literal["layer_first", "block_first"] = "layer_first"
-    ) -> None:
-        if layout not in ("layer_first", "block_first"):
-            raise ValueError(f"layout = {layout!r} must be 'layer_first' or 'block_first'")
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "layer_first") -> None:
+        check_layout(layout)
         self._set_up(spec, num_blocks)
-        layer_bytes = self.num_blocks * spec.block_bytes
-        sizes = [layer_bytes] * spec.num_layers if layout == "layer_first" else [layer_bytes * spec.num_layers]
-        self._memory += allocate(sizes, pinned=can_page_lock())
-        block_first_stride = spec.num_layers * spec.block_bytes
-        for name in spec.tensor_names:
-            offset, own = spec.tensor_offset_bytes(name), spec.tensor_block_bytes(name)
-            self._strides[name] = own if layout == "layer_first" else block_first_stride
-            self._pointers[name] = [
-                self._memory[layer].address + offset * self.num_blocks
-                if layout == "layer_first"
-                else self._memory[0].address + layer * spec.block_bytes + offset
-                for layer in range(spec.num_layers)
-            ]
-        if layout == "layer_first":
-            self._attach(self._tensor_extents())
-        else:
-            start = self._memory[0].address
-            self._attach([Extent(start, start + sizes[0], block_first_stride)])
+        where = placement(spec, self.num_blocks, layout)
+        self._memory += allocate(where.sizes_bytes, pinned=can_page_lock())
+        self._strides.update(where.strides_bytes)
+        for name, places in where.first_blocks.items():
+            self._pointers[name] = [self._memory[piece].address + first for piece, first in places]
+        self._attach(interleaved(self._tensor_extents()))
 
     @classmethod
     def adopt(
@@ -97,7 +85,8 @@ class HostPool:
             num_blocks: blocks behind each address.
             strides_bytes: name -> bytes from a block to the next one; of names that are not in it the blocks are dense.
                 So blocks whose layers lie together, ``[block, layer, ...]``, have a stride of all layers, and each
-                layer its own address.
+                layer its own address. SGLang's ``page_first``, ``[token, layer, ...]``, are blocks of one token: with
+                a spec of ``block_size=1``, for which NHD tensors of the device are seen as ``[tokens, 1, ...]``.
 
         Raises:
             TypeError: addresses or strides that are not integers.

@@ -3,9 +3,10 @@ the group of its scheduler alone (:mod:`paddle_kv.tracking.group`)."""
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Set
+from typing import TYPE_CHECKING, Any
 
 from ..backend.work import Stream
 from ..errors import ClosedError, TransferError
@@ -14,13 +15,19 @@ from ..schedule import settling, submission
 from ..schedule.movement import Movement
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
-from ..tracking.group import MemoryGroup
+from ..tracking.group import MemoryGroup, change
 from .directory import Directory
-from .jobs import Hello
+from .found import BlockState
+from .jobs import Event, Hello, Job, Result, Snapshot
 from .moving import Moves
 from .policy import Policy
+from .prefetch import Prefetch
+
+if TYPE_CHECKING:
+    from ..tiers import Tier
 
 RANK, EPOCH = 0, 0  # there is one, and it lives as long as the directory
+_COUNTS = ("tier_hit_blocks", "tier_lost_blocks", "tier_dropped_blocks", "prefetched_blocks")
 
 
 class PoolSlots:
@@ -54,15 +61,20 @@ class Books:
         left_out: save -> positions of its blocks for which there was no room.
     """
 
-    def __init__(self, scheduler: LayerwiseScheduler, policy: str | Policy[bytes], capacity_blocks: int) -> None:
+    def __init__(
+        self, scheduler: LayerwiseScheduler, policy: str | Policy[bytes], capacity_blocks: int, max_events: int = 0
+    ) -> None:
         self.scheduler = scheduler
         self.slots = PoolSlots(scheduler.host_pool)
-        self.directory = Directory(capacity_blocks, policy=policy, timeout_s=None, slots=self.slots)
+        self.directory = Directory(
+            capacity_blocks, policy=policy, timeout_s=None, max_events=max_events, slots=self.slots
+        )
         self.directory.join(Hello(RANK, EPOCH, capacity_blocks))
         self.index = self.directory.index
         self.moves = Moves(scheduler)
         self.loads: weakref.WeakSet[Movement] = weakref.WeakSet()
         self.left_out: weakref.WeakKeyDictionary[Movement, list[int]] = weakref.WeakKeyDictionary()
+        self.counts = dict.fromkeys(_COUNTS, 0)
         self.closed = False
 
     @property
@@ -70,16 +82,58 @@ class Books:
         """The lock under which all of this changes."""
         return self.scheduler.group
 
+    # ---- what a tier below has: see :class:`TieredBooks` ----
+    tier: Tier | None = None
+
+    def ask(self, keys: list[bytes]) -> Set[bytes]:
+        """Those of the keys that a tier may have. Not in a section."""
+        return frozenset()
+
+    def load_s(self, num_blocks: int) -> float:
+        """How long it may take until so many blocks have come from there."""
+        return 0.0
+
+    def start_load(self, keys: list[bytes], device_ids: list[int], compute: Stream) -> Transfer:
+        """Not in a section."""
+        started: Transfer = change(self, functools.partial(self.onload, keys, device_ids, compute))
+        return started
+
+    def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
+        return Prefetch(self, [])
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Until what was saved so far has gone down."""
+
+    def forget(self, keys: list[bytes]) -> int:
+        """In the tier too, and may wait for its storage, as the next one."""
+        return int(change(self, functools.partial(self.drop, keys)))
+
+    def forget_all(self) -> int:
+        """NotImplementedError if there is a tier that cannot be cleared."""
+        return int(change(self, self.clear))
+
+    def end(self) -> None:
+        """Behind :meth:`close`."""
+
     # ---- sections ----
-    def lookup(self, keys: list[bytes]) -> tuple[list[bytes], int]:
-        """The prefix that is there, pinned, and how many blocks behind it are arriving."""
+    def lookup(self, keys: list[bytes], below: Set[bytes]) -> tuple[list[bytes], list[BlockState], int]:
+        """The prefix that can be loaded, pinned; where each of its blocks is; and how many blocks behind it are
+        arriving."""
         self.settle()
         found = self.directory.lookup(keys)
-        return found.keys, found.num_arriving
+        keys = found.hand_over()  # the lease has a guard of its own
+        return keys, [BlockState.PRESENT] * len(keys), found.num_arriving
 
-    def peek(self, keys: list[bytes]) -> int:
+    def peek(self, keys: list[bytes], below: Set[bytes]) -> int:
         self.settle()
         return self.directory.peek(keys)
+
+    def states(self, keys: list[bytes], below: Set[bytes]) -> list[BlockState]:
+        self.settle()
+        return [
+            BlockState.TIER if state is BlockState.ABSENT and key in below else state
+            for key, state in zip(keys, self.directory.states(keys), strict=True)
+        ]
 
     def onload(self, keys: list[bytes], device_ids: list[int], compute: Stream) -> Transfer:
         self.settle()
@@ -138,10 +192,19 @@ class Books:
         if not self.closed:
             self.index.unpin(keys)
 
+    def take_events(self) -> list[Event]:
+        if not self.closed:
+            self.settle()
+        return self.directory.take_events()
+
+    def snapshot(self) -> Snapshot:
+        self.settle()
+        return self.directory.snapshot()
+
     def stats(self) -> dict[str, int]:
         if not self.closed:
             self.settle()
-        found = self.directory.stats()
+        found = {**self.directory.stats(), **self.counts}
         del found["jobs_in_flight"]
         free = 0 if self.slots.pool.closed else self.slots.pool.count_free_here()
         found["capacity_blocks"] = min(self.index.capacity_blocks, len(self.slots.taken) + free)
@@ -165,7 +228,13 @@ class Books:
         if self.closed:
             raise ClosedError("the offload manager is closed")
         for moving in self.moves.take_over():
-            self.directory.complete(moving.results(RANK, EPOCH))
+            results = moving.results(RANK, EPOCH)
+            self.directory.complete(results)
+            for job, result in zip(moving.jobs, results, strict=True):
+                self.ended(job, result)
+
+    def ended(self, job: Job, result: Result) -> None:
+        """It is booked."""
 
     def users_of(self, device_ids: list[int]) -> list[Any]:
         """The transfers in flight that touch these device blocks: of other saves of the same blocks, for example."""

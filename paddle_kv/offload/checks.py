@@ -30,16 +30,6 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
         raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")
 
 
-def check_timeout(timeout_s: float | None) -> None:
-    """TypeError unless it is a number or None; ValueError unless positive: a rank that is given no time is lost."""
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
-        raise TypeError(f"timeout_s is {type(timeout_s).__name__}; a number of seconds or None is expected")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s = {timeout_s} must be positive")
-
-
 def check_tier(tier: str) -> None:
     """ValueError for host memory: what is there the directory knows by its jobs."""
     if tier == HOST:

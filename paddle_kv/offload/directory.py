@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
 from typing import Any
 
 from ..errors import TransferError
-from .checks import check_device_ids, check_tier, check_timeout, checked_hashes
-from .events import EventLog
-from .found import BlockState, Found
-from .index import BlockIndex
-from .jobs import HOST, Event, Hello, Job, Namespace, Outcome, Result, SavePlan, Snapshot
+from ..timeouts import check_timeout
+from .checks import check_device_ids, checked_hashes
+from .contents import Contents
+from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan
 from .joining import Pending, Ranks
 from .policies import make_policy
 from .policy import Policy
@@ -21,21 +19,8 @@ from .slot_lru import SlotLru
 from .slots import NumberedSlots, Slots
 from .uses import UseCounts
 
-_COUNTERS = (
-    "lookups",
-    "looked_up_blocks",
-    "hit_blocks",
-    "saved_blocks",
-    "deduplicated_blocks",
-    "left_out_blocks",
-    "loaded_blocks",
-    "damaged_blocks",
-    "failed_saves",
-    "failed_loads",
-)
 
-
-class Directory:
+class Directory(Contents):
     """Blocks by the hash of their tokens and of all before them, on one rank or several.
 
     Args:
@@ -90,18 +75,13 @@ class Directory:
             policy = make_policy(policy, capacity_blocks)
         elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
-        check_timeout(timeout_s)
+        check_timeout(timeout_s, positive=True)
         self.space = space or Namespace()
         self.timeout_s = timeout_s
-        self.index: BlockIndex[bytes] = BlockIndex(policy, capacity_blocks)
-        self.counters = dict.fromkeys(_COUNTERS, 0)
+        super().__init__(policy, capacity_blocks, slots or NumberedSlots(capacity_blocks), max_events)
         self.ranks = Ranks(num_ranks, clock, self._settle)
-        self._slots = slots or NumberedSlots(capacity_blocks)
-        self._bringing: dict[bytes, int] = {}  # arriving block -> the job that brings it
+        self.following: set[bytes] = set()  # arriving blocks that a load may follow
         self._uses = UseCounts(capacity_blocks)
-        self._tiers: dict[bytes, tuple[str, ...]] = {}
-        self._events = EventLog(max_events)
-        self.index.evicted = [] if max_events else None
 
     # ---- ranks ----
     @property
@@ -110,7 +90,8 @@ class Directory:
         return self.ranks.ready
 
     def join(self, hello: Hello) -> list[Outcome]:
-        """A mover is there, for the first time or anew: then what its rank had is gone, and so all blocks are.
+        """A mover is there, for the first time or anew: then what its rank had is gone, and so all blocks are. Returns
+        how jobs have ended by that, as :meth:`lost` does.
 
         Raises:
             ValueError: another version, rank, spec, fewer host blocks than the directory gives out, or a life of the
@@ -130,7 +111,8 @@ class Directory:
 
     def lost(self, rank: int) -> list[Outcome]:
         """The rank is gone: all jobs that are not over have failed, and nothing is present. To be called when a
-        process or its connection has died; who has not ended a job after twice its ``timeout_s`` is lost without.
+        process or its connection has died; who was late with a job, and is so again when as much time is over since
+        :meth:`complete` has seen it, is lost without.
 
         Whoever comes back under its number says hello with another epoch.
 
@@ -160,60 +142,6 @@ class Directory:
             outcomes += self.lost(rank)
         return outcomes
 
-    # ---- what is there ----
-    def lookup(self, hashes: Sequence[bytes]) -> Found:
-        """The longest prefix that is present, held against eviction. A use of these blocks: once per request."""
-        keys = checked_hashes(hashes)
-        count = self.index.lookup(keys)
-        found = keys[:count]
-        self.index.pin(found)
-        self.counters["lookups"] += 1
-        self.counters["looked_up_blocks"] += len(keys)
-        self.counters["hit_blocks"] += count
-        there = self.index.slots
-        coming = next((i for i in range(count, len(keys)) if keys[i] not in there), len(keys))
-        return Found(self.index, found, coming - count)
-
-    def peek(self, hashes: Sequence[bytes]) -> int:
-        """How many blocks :meth:`lookup` would find. No use, and holds nothing."""
-        return self.index.peek(checked_hashes(hashes))
-
-    def states(self, hashes: Sequence[bytes]) -> list[BlockState]:
-        """Where each of the blocks is; no use."""
-        return [self._state(key) for key in checked_hashes(hashes)]
-
-    def _state(self, key: bytes) -> BlockState:
-        if key in self.index.arriving:
-            return BlockState.ARRIVING
-        if key in self.index.slots:
-            return BlockState.PRESENT
-        return BlockState.TIER if key in self._tiers else BlockState.ABSENT
-
-    def tiers_of(self, key: bytes) -> tuple[str, ...]:
-        """The tiers below host memory that are believed to have the block."""
-        return self._tiers.get(key, ())
-
-    def tier_stored(self, tier: str, hashes: Sequence[bytes]) -> None:
-        """A tier below host memory says that it has these blocks, of all ranks.
-
-        Raises:
-            ValueError: ``tier`` is host memory itself.
-        """
-        check_tier(tier)
-        added = [key for key in checked_hashes(hashes) if tier not in self._tiers.get(key, ())]
-        for key in added:
-            self._tiers[key] = (*self._tiers.get(key, ()), tier)
-        self._events.add("stored", tier, added)
-
-    def tier_removed(self, tier: str, hashes: Sequence[bytes]) -> None:
-        """It has them no more."""
-        gone = [key for key in checked_hashes(hashes) if tier in self._tiers.get(key, ())]
-        for key in gone:
-            left = tuple(one for one in self._tiers.pop(key) if one != tier)
-            if left:
-                self._tiers[key] = left
-        self._events.add("removed", tier, gone)
-
     # ---- plans ----
     def plan_load(
         self,
@@ -240,23 +168,22 @@ class Directory:
         """
         keys, device_ids = checked_hashes(hashes), list(device_block_ids)
         check_device_ids(keys, device_ids)
-        check_timeout(timeout_s)
+        check_timeout(timeout_s, positive=True)
         if tier != HOST:
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
         index = self.index
         slots = list(map(index.slots.get, keys))
-        if None in slots or not index.arriving.isdisjoint(keys):
+        if None in slots or not index.arriving.keys().isdisjoint(keys):
             self._raise_not_present(keys)
-        index.pin(keys)
         self.counters["loaded_blocks"] += len(keys)
-        return self._job("load", keys, slots, device_ids, timeout_s)
+        return self._begin(self._job("load", keys, slots, device_ids, timeout_s))
 
     def _raise_not_present(self, keys: list[bytes]) -> None:
         slots = self.index.slots
         for position, key in enumerate(keys):
             if key not in slots and key in self.index.pins:
                 raise TransferError(f"hashes[{position}] = {key.hex()} was dropped or found damaged since the lookup")
-            if key not in slots or key in self.index.arriving:
+            if key not in slots or (key in self.index.arriving and key not in self.following):
                 raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
 
     def _plan_load_from(self, tier: str, keys: list[bytes], device_ids: Sequence[int], timeout_s: float | None) -> Job:
@@ -265,12 +192,13 @@ class Directory:
         for position, key in enumerate(keys):
             if tier not in self._tiers.get(key, ()) or key in self.index.slots:
                 raise KeyError(f"hashes[{position}] = {key.hex()} is not in tier {tier!r} alone; see states()")
+        self._holds.end_lost()
         admitted = self._admit(keys) if self.ready else {}
         count = next((i for i, key in enumerate(keys) if key not in admitted), len(keys))
         self._forget(key for key in keys[count:] if key in admitted)
         self.counters["loaded_blocks"] += count
         slots = [admitted[key] for key in keys[:count]]
-        return self._bring("load", keys[:count], slots, list(device_ids)[:count], timeout_s, tier=tier)
+        return self._begin(self._job("load", keys[:count], slots, device_ids[:count], timeout_s, tier=tier))
 
     def plan_save(
         self,
@@ -298,13 +226,15 @@ class Directory:
             timeout_s: None: that of the directory.
 
         Raises:
-            ValueError: as many ids as hashes are expected.
+            ValueError: as many ids as hashes are expected; a number that is of no load of this very directory.
             What the policy raises; then nothing is planned.
         """
         keys, device_ids = checked_hashes(hashes), list(device_block_ids)
         check_device_ids(keys, device_ids, distinct=False)
-        check_timeout(timeout_s)
+        check_timeout(timeout_s, positive=True)
         computed_from = tuple(computed_from)
+        self.ranks.check_loads(computed_from)
+        self._holds.end_lost()
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
         wanted = list(source)
         if min_uses > 1:
@@ -318,7 +248,7 @@ class Directory:
             self._forget(admitted)
             admitted = {}
         left_out: tuple[int, ...] = ()
-        if not all(map(index.slots.__contains__, keys)):
+        if len(admitted) < len(source):
             left_out = tuple(i for i, key in enumerate(keys) if key not in index.slots)
         num_left_out = len({keys[i] for i in left_out})
         self.counters["saved_blocks"] += len(admitted)
@@ -326,66 +256,34 @@ class Directory:
         self.counters["left_out_blocks"] += num_left_out
         if not admitted:
             return SavePlan(None, left_out)
-        ids = [source[key] for key in admitted]
-        slots = list(admitted.values())
-        job = self._bring("save", list(admitted), slots, ids, timeout_s, layerwise, computed_from)
-        return SavePlan(job, left_out)
+        ids = map(source.__getitem__, admitted)
+        job = self._job("save", admitted, admitted.values(), ids, timeout_s, layerwise=layerwise)
+        return SavePlan(self._begin(job, computed_from), left_out)
 
-    def undo(self, job: Job, damaged: Iterable[int] = ()) -> None:
-        """It was never begun, on no rank: as if it had not been planned. ``damaged``: positions that are dropped."""
-        pending = self.ranks.pending.pop(job.id)
-        pending.decided = True
-        self.index.unpin(job.keys)
-        counter = "saved_blocks" if job.kind == "save" else "loaded_blocks"
-        self.counters[counter] -= len(job.keys)
-        self._forget(key for key in job.keys if self._bringing.get(key) == job.id)
+    def undo(self, job: Job, damaged: Iterable[int] = ()) -> list[Outcome]:
+        """It was begun on no rank and never will be: as if it had not been planned, but what was computed from it has
+        failed. Of one that is over: does nothing.
+
+        Args:
+            damaged: positions that are dropped.
+
+        Returns:
+            Of the saves that end with it; and of itself, if it had failed and ranks were named as late.
+        """
+        pending = self.ranks.pending.get(job.id)
+        if pending is not None and not pending.decided:
+            self.index.unpin(job.keys)
+            counter = "saved_blocks" if job.kind == "save" else "loaded_blocks"
+            self.counters[counter] -= len(job.keys)
+            self._forget(key for key in job.keys if self.index.arriving.get(key) == job.id)
+        outcomes = [] if pending is None else self.ranks.undo(pending)
         self._drop_damaged(job, damaged)
-
-    # ---- room ----
-    def evict(self, num_blocks: int) -> int:
-        """Lets go of up to so many blocks that nothing holds, in the order of the policy; how many."""
-        try:
-            slots = self.index.evict(num_blocks)
-        finally:
-            self._tell_evicted()
-        self._slots.give_back(slots)
-        return len(slots)
-
-    def drop(self, keys: Iterable[bytes]) -> int:
-        """Forgets those of the blocks that are there or arriving, whoever holds them; how many there were. Jobs in
-        flight go on."""
-        found = [key for key in dict.fromkeys(keys) if key in self.index.slots]
-        present = [key for key in found if key not in self.index.arriving]
-        self._forget(found)
-        self._events.add("removed", HOST, present)
-        return len(found)
-
-    def clear(self) -> int:
-        """:meth:`drop` of all blocks in host memory."""
-        slots = self.index.clear()
-        self._bringing.clear()
-        self._slots.give_back(slots)
-        self._events.add("cleared", HOST)
-        return len(slots)
-
-    # ---- events ----
-    def take_events(self) -> list[Event]:
-        """What came and went since the last call; see :class:`~paddle_kv.offload.Mirror`. If more than ``max_events``
-        were waiting, the oldest are missing."""
-        return self._events.take()
-
-    def snapshot(self) -> Snapshot:
-        """All that is present, for a :class:`~paddle_kv.offload.Mirror` that begins or has missed an event."""
-        arriving = self.index.arriving
-        blocks: dict[str, Any] = {HOST: tuple(key for key in self.index.slots if key not in arriving)}
-        for key, tiers in self._tiers.items():
-            for tier in tiers:
-                blocks.setdefault(tier, []).append(key)
-        return Snapshot(self._events.number, {tier: tuple(keys) for tier, keys in blocks.items()})
+        return outcomes
 
     def stats(self) -> dict[str, int]:
         """Counts since it was made, and what there is now."""
         index = self.index
+        self._holds.end_lost()
         return {
             **self.counters,
             "evicted_blocks": index.evicted_blocks,
@@ -396,58 +294,25 @@ class Directory:
         }
 
     # ---- inside ----
-    def _admit(self, keys: list[bytes]) -> dict[bytes, int]:
-        index = self.index
-        there = index.slots
-        absent = len(keys) - sum(map(there.__contains__, keys))
-        free_slots = self._slots.take(max(0, min(absent, index.capacity_blocks - len(there))))
-        try:
-            return index.admit(keys, free_slots)
-        finally:
-            self._slots.give_back(free_slots)
-            self._tell_evicted()
-
-    def _bring(
-        self,
-        kind: Any,
-        keys: list[bytes],
-        slots: list[int],
-        ids: Sequence[int],
-        timeout_s: float | None,
-        layerwise: bool = False,
-        computed_from: Iterable[int] = (),
-        tier: str | None = None,
-    ) -> Job:
-        self.index.arriving.update(keys)
-        self.index.pin(keys)
-        job = self._job(kind, keys, slots, ids, timeout_s, layerwise, computed_from, tier)
-        self._bringing.update(dict.fromkeys(keys, job.id))
-        return job
-
     def _job(
         self,
-        kind: Any,
-        keys: list[bytes],
-        slots: Sequence[Any],
-        ids: Sequence[int],
+        kind: Kind,
+        keys: Iterable[bytes],
+        slots: Iterable[Any],
+        ids: Iterable[int],
         timeout_s: float | None,
-        layerwise: bool = False,
-        computed_from: Iterable[int] = (),
-        tier: str | None = None,
+        **form: Any,
     ) -> Job:
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        job = Job(
-            self.ranks.next_id(),
-            kind,
-            self.space,
-            tuple(keys),
-            tuple(slots),
-            tuple(ids),
-            tuple(epoch or 0 for epoch in self.ranks.epochs),
-            timeout_s,
-            layerwise,
-            tier,
-        )
+        epochs = tuple(epoch or 0 for epoch in self.ranks.epochs)
+        bound_s = self.timeout_s if timeout_s is None else timeout_s
+        number = self.ranks.next_id()
+        return Job(number, kind, self.space, tuple(keys), tuple(slots), tuple(ids), epochs, bound_s, **form)
+
+    def _begin(self, job: Job, computed_from: Iterable[int] = ()) -> Job:
+        """Its blocks are held until it is over, whatever becomes of them."""
+        if job.fills_host:
+            self.index.arriving.update(dict.fromkeys(job.keys, job.id))
+        self.index.pin(job.keys)
         self.ranks.add(job, computed_from)
         return job
 
@@ -456,17 +321,16 @@ class Directory:
         job, failed = pending.job, pending.failed
         self.index.unpin(job.keys)
         self.counters["failed_saves" if job.kind == "save" else "failed_loads"] += bool(failed)
-        bringing = self._bringing
-        if job.kind == "save" or job.tier is not None:
-            own = [bringing.get(key) == job.id for key in job.keys]  # not what was dropped meanwhile
-            good = [mine and position not in failed for position, mine in enumerate(own)]
-            arrived = list(compress(job.keys, good))
+        if job.fills_host:
+            arriving = self.index.arriving
+            own = [key for key in job.keys if arriving.get(key) == job.id]  # not what was dropped meanwhile
+            wrong = {job.keys[position] for position in failed}
+            arrived = [key for key in own if key not in wrong] if wrong else own
             for key in arrived:
-                del bringing[key]
-            self.index.arriving.difference_update(arrived)
+                del arriving[key]
             self._events.add("stored", HOST, arrived)
-            if failed:
-                self._forget([job.keys[position] for position in failed if own[position]])
+            if wrong:
+                self._forget(key for key in own if key in wrong)
         if pending.damaged:
             self._drop_damaged(job, pending.damaged)
 
@@ -477,22 +341,3 @@ class Directory:
         slots = self.index.slots
         wrong = [job.keys[one] for one in positions if slots.get(job.keys[one]) == job.host_slots[one]]
         self.counters["damaged_blocks"] += self.drop(wrong)
-
-    def _forget(self, keys: Iterable[bytes]) -> None:
-        slots = []
-        for key in list(keys):
-            self._bringing.pop(key, None)
-            slots.append(self.index.remove(key))
-        self._slots.give_back(slots)
-
-    def _tell_evicted(self) -> None:
-        if self.index.evicted:
-            self._events.add("removed", HOST, self.index.evicted)
-            self.index.evicted = []
-
-    def _has_room(self, keys: list[bytes]) -> bool:
-        index = self.index
-        absent = sum(key not in index.slots for key in keys)
-        held = {key for key in index.pins if key in index.slots}
-        held.update(key for key in keys if key in index.slots)
-        return absent <= index.capacity_blocks - len(held)

@@ -59,7 +59,7 @@ class Mirror:
             ValueError: an event of another version.
         """
         for event in events:
-            check_version(event)
+            check_version(event, Event)
             if event.number <= self.number:
                 continue
             if event.number != self.number + 1:
@@ -79,7 +79,7 @@ class Mirror:
         Raises:
             ValueError: a snapshot of another version.
         """
-        check_version(snapshot)
+        check_version(snapshot, Snapshot)
         self.number = snapshot.number
         self.tiers = {HOST: set(), **{tier: set(keys) for tier, keys in snapshot.blocks.items()}}
 

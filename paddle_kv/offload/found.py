@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import weakref
+from collections import deque
 from types import TracebackType
 
 from .index import BlockIndex
@@ -18,23 +20,30 @@ class BlockState(enum.Enum):
 
 
 class Found:
-    """The prefix that :meth:`Directory.lookup` has found, held against eviction until :meth:`release`.
+    """The prefix that :meth:`Directory.lookup` has found, held against eviction until :meth:`release`, or until nobody
+    refers to it any more.
 
     Attributes:
         keys: of it.
         num_arriving: so many more, right behind them, are there when the jobs that bring them are over.
     """
 
-    def __init__(self, index: BlockIndex[bytes], keys: list[bytes], num_arriving: int) -> None:
+    def __init__(self, holds: Holds, keys: list[bytes], num_arriving: int) -> None:
         self.keys = keys
         self.num_arriving = num_arriving
-        self._index: BlockIndex[bytes] | None = index
+        self._holds = holds
+        self._hold = holds.begin(self, keys) if keys else None
 
     def release(self) -> None:
         """The blocks may be evicted again. Again: does nothing."""
-        if self._index is not None:
-            index, self._index = self._index, None
-            index.unpin(self.keys)
+        if self._hold is not None:
+            self._holds.end(self._hold)
+
+    def hand_over(self) -> list[bytes]:
+        """The keys; to let go of the blocks is the caller's from now on."""
+        if self._hold is not None:
+            self._holds.forget(self._hold)
+        return self.keys
 
     def __enter__(self) -> Found:
         return self
@@ -43,3 +52,40 @@ class Found:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+class _Hold(weakref.ref):  # type: ignore[type-arg]
+    """Says that nobody refers to a look-up any more: by C code alone, whatever thread it happens in."""
+
+    keys: tuple[bytes, ...]  # not the list, which is the caller's
+
+    __hash__ = object.__hash__  # that of what it referred to is gone with it
+
+
+class Holds:
+    """What look-ups hold. The thread of the index gives back what was lost, when it comes by."""
+
+    def __init__(self, index: BlockIndex[bytes]) -> None:
+        self._index = index
+        self._all: set[_Hold] = set()
+        self._lost: deque[_Hold] = deque()
+
+    def begin(self, found: Found, keys: list[bytes]) -> _Hold:
+        hold = _Hold(found, self._lost.append)
+        hold.keys = tuple(keys)
+        self._index.pin(keys)
+        self._all.add(hold)
+        return hold
+
+    def end(self, hold: _Hold) -> None:
+        """Again: does nothing."""
+        if hold in self._all:
+            self._all.discard(hold)
+            self._index.unpin(hold.keys)
+
+    def forget(self, hold: _Hold) -> None:
+        self._all.discard(hold)
+
+    def end_lost(self) -> None:
+        while self._lost:
+            self.end(self._lost.popleft())

@@ -7,22 +7,15 @@ PYTHONHASHSEED or the machine, and hashes a block of 512 tokens in a few microse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from ..layout import KVCacheSpec
+from ..block_keys import digest_of, joined
+from ..block_keys import spec_digest as spec_digest
+from ..block_keys import spec_salt as spec_salt
 
-DIGEST_BYTES = 32
 TOKEN_BYTES = 8
-_PERSON = b"paddle_kv"
-
-
-def _joined(fields: Sequence[bytes]) -> bytes:
-    """Injective: each field has its length in front."""
-    return b"".join(len(field).to_bytes(8, "little") + field for field in fields)
 
 
 def cache_salt(model: str, *, lora: str = "", tp_rank: int = 0, tp_size: int = 1) -> bytes:
@@ -45,20 +38,7 @@ def cache_salt(model: str, *, lora: str = "", tp_rank: int = 0, tp_size: int = 1
     for name, value in (("model", model), ("lora", lora)):
         if not isinstance(value, str):
             raise TypeError(f"{name} is {type(value).__name__}; a string is expected")
-    return _joined([model.encode(), lora.encode(), str(tp_rank).encode(), str(tp_size).encode()])
-
-
-def spec_salt(spec: KVCacheSpec) -> bytes:
-    """What the bytes of a block depend on: shapes, dtypes, layout."""
-    fields = [str(spec.num_layers), spec.layout, str(spec.latent)]
-    for name in spec.tensor_names:
-        fields += [name, spec.tensor_dtype(name), "x".join(map(str, spec.block_shape(name)))]
-    return _joined([field.encode() for field in fields])
-
-
-def spec_digest(spec: KVCacheSpec) -> bytes:
-    """:func:`spec_salt` in 32 bytes, by which a directory and its movers know that they mean the same blocks."""
-    return _digest(spec_salt(spec))
+    return joined([model.encode(), lora.encode(), str(tp_rank).encode(), str(tp_size).encode()])
 
 
 class BlockHasher:
@@ -103,7 +83,7 @@ class BlockHasher:
         """
         if not isinstance(request_salt, (bytes, bytearray)):
             raise TypeError(f"request_salt is {type(request_salt).__name__}; bytes are expected")
-        return PrefixHasher(self._block_size, _digest(_joined([self._salt, bytes(request_salt)])))
+        return PrefixHasher(self._block_size, digest_of(joined([self._salt, bytes(request_salt)])))
 
 
 class PrefixHasher:
@@ -141,7 +121,7 @@ class PrefixHasher:
         full = len(content) // step * step
         hashes = []
         for start in range(0, full, step):
-            parent = _digest(parent + content[start : start + step])
+            parent = digest_of(parent + content[start : start + step])
             hashes.append(parent)
         self._parent, self._rest = parent, content[full:]
         self.num_tokens += len(added) // TOKEN_BYTES
@@ -158,7 +138,3 @@ def _content(token_ids: Any) -> bytes:
     if tokens.size and tokens.dtype.kind not in "iu":
         raise TypeError(f"token_ids has dtype {tokens.dtype}; integers are expected")
     return tokens.astype("<i8").tobytes()
-
-
-def _digest(content: bytes) -> bytes:
-    return blake2b(content, digest_size=DIGEST_BYTES, person=_PERSON).digest()

@@ -16,7 +16,8 @@ class BlockIndex(Generic[Key]):
 
     Attributes:
         slots: block -> its slot, also for blocks that are still arriving.
-        arriving: blocks whose bytes are not there yet; the owner keeps it, and :meth:`lookup` stops at them.
+        arriving: blocks whose bytes are not there yet, and the number of what brings them; the owner keeps it, and
+            :meth:`lookup` stops at them.
         pins: block -> how often it is held; see :meth:`pin`. Also blocks that were removed while they were held.
         evicted_blocks: blocks that made room for others.
         evicted: which ones, since the owner last emptied it; None: nobody wants to know.
@@ -24,7 +25,7 @@ class BlockIndex(Generic[Key]):
 
     def __init__(self, policy: Policy[Key], capacity_blocks: int) -> None:
         self.slots: dict[Key, int] = {}
-        self.arriving: set[Key] = set()
+        self.arriving: dict[Key, int] = {}
         self.pins: dict[Key, int] = {}
         self.capacity_blocks = capacity_blocks
         self.evicted_blocks = 0
@@ -89,9 +90,10 @@ class BlockIndex(Generic[Key]):
         return there
 
     def _admit(self, keys: Sequence[Key], free_slots: list[int], admitted: dict[Key, int]) -> None:
-        slots, pins = self.slots, self.pins
+        slots, pins, evicted = self.slots, self.pins, self.evicted
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
-        make_room = self._replace or self._policy.victim
+        replace = self._replace
+        make_room = replace or self._policy.victim
         free = min(len(free_slots), self.capacity_blocks - len(slots))
         first = next((position for position, key in enumerate(keys) if key not in slots), len(keys))
         for key in reversed(keys[first : len(slots) + free]):
@@ -108,7 +110,7 @@ class BlockIndex(Generic[Key]):
                 except BaseException:
                     self._forget(key)  # it may have been let in
                     raise
-                told = self._replace is not None and victim is not None
+                told = replace is not None and victim is not None
                 if victim is not None and (victim not in slots or victim in pins):
                     if told:
                         self._forget(key)
@@ -121,11 +123,15 @@ class BlockIndex(Generic[Key]):
                 if victim in admitted:
                     self._take_back(victim, admitted)
                 else:
-                    self._count_evicted(victim)
+                    self.evicted_blocks += 1
+                    if evicted is not None:
+                        evicted.append(victim)
                 slot = slots.pop(victim)
             admitted[key] = slots[key] = slot
             if len(admitted) > 1:
-                self.pin([key])  # the prompt makes room from its end on: behind a gap nothing is of use
+                pins[key] = (
+                    pins.get(key, 0) + 1
+                )  # the prompt makes room from its end on: what is behind a gap is no use
             if not told:
                 on_insert(key)
 
@@ -158,7 +164,7 @@ class BlockIndex(Generic[Key]):
         except Exception:  # noqa: BLE001  the block is gone, whatever the policy says
             confused = True
         slot = self.slots.pop(key)
-        self.arriving.discard(key)
+        self.arriving.pop(key, None)
         if confused:
             self._tell_anew([key])
         return slot
@@ -174,7 +180,11 @@ class BlockIndex(Generic[Key]):
 
     def evict(self, num_blocks: int) -> list[int]:
         """Lets go of up to so many blocks that nothing holds; their slots. Of one it may raise what the policy does."""
-        taken: list[int] = []
+        return list(self.take_out(num_blocks).values())
+
+    def take_out(self, num_blocks: int) -> dict[Key, int]:
+        """:meth:`evict`: which ones, each with its slot."""
+        taken: dict[Key, int] = {}
         try:
             while len(taken) < num_blocks:
                 victim = self._policy.victim(None, self.pins)
@@ -182,7 +192,7 @@ class BlockIndex(Generic[Key]):
                     victim = self._another_victim(victim)
                 if victim is None:
                     break
-                taken.append(self.slots.pop(victim))
+                taken[victim] = self.slots.pop(victim)
                 self._count_evicted(victim)
         except Exception:
             self._tell_anew()

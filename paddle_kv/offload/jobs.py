@@ -2,71 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+from ..block_keys import BlockKey as BlockKey
+from ..block_keys import Namespace as Namespace
 
 FORMAT_VERSION = 1
 
 Kind = Literal["load", "save"]
 HOST = "host"  # the tier of the pools; what lies below it has names of its own
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """What the blocks of a directory are blocks of.
-
-    Attributes:
-        model: what :func:`~paddle_kv.offload.cache_salt` made: the model with its revision, adapters, ranks.
-        spec: digest of the cache's spec (:func:`~paddle_kv.offload.spec_digest`); empty: movers do not compare it.
-        group: of layers with one kind of cache. There is one now, 0.
-    """
-
-    model: bytes = b""
-    spec: bytes = b""
-    group: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockKey:
-    """The full name of one rank's part of a block, for what outlives a process or is shared: files, stores.
-
-    Example:
-        >>> from paddle_kv.offload import BlockKey, Namespace
-        >>> key = BlockKey(Namespace(b"model", b"spec", 0), 1, b"hash")
-        >>> BlockKey.from_bytes(key.to_bytes()) == key
-        True
-    """
-
-    space: Namespace
-    rank: int
-    hash: bytes
-
-    def to_bytes(self) -> bytes:
-        """Version, group, rank, then each of the three byte strings with its length in front; little-endian."""
-        numbers = (FORMAT_VERSION, self.space.group, self.rank)
-        strings = (self.space.model, self.space.spec, self.hash)
-        return b"".join(
-            [number.to_bytes(4, "little") for number in numbers]
-            + [len(one).to_bytes(4, "little") + one for one in strings]
-        )
-
-    @classmethod
-    def from_bytes(cls, text: bytes) -> BlockKey:
-        """
-        Raises:
-            ValueError: another version, or not what :meth:`to_bytes` has made.
-        """
-        version, group, rank = (int.from_bytes(text[start : start + 4], "little") for start in (0, 4, 8))
-        if version != FORMAT_VERSION:
-            raise ValueError(f"the key has version {version}; {FORMAT_VERSION} is expected")
-        strings, at = [], 12
-        for _ in range(3):
-            end = at + 4 + int.from_bytes(text[at : at + 4], "little")
-            strings.append(text[at + 4 : end])
-            at = end
-        if at != len(text):
-            raise ValueError(f"the key has {len(text)} bytes; its fields have {at}")
-        return cls(Namespace(strings[0], strings[1], group), rank, strings[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +54,11 @@ class Job:
     layerwise: bool = False
     tier: str | None = None
     version: int = FORMAT_VERSION
+
+    @property
+    def fills_host(self) -> bool:
+        """Whether it brings the blocks to host memory."""
+        return self.kind == "save" or self.tier is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +133,14 @@ class Snapshot:
     version: int = FORMAT_VERSION
 
 
-def check_version(one: Hello | Job | Result | Event | Snapshot) -> None:
-    """ValueError unless it has the form of this release."""
+def new_life() -> int:
+    """A number that belongs to one life of a rank or a directory, and to no other."""
+    return int.from_bytes(os.urandom(7), "little")
+
+
+def check_version(one: Any, kind: type[Any]) -> None:
+    """TypeError unless it is such a message, ValueError unless it has the form of this release."""
+    if not isinstance(one, kind):
+        raise TypeError(f"{type(one).__name__} is no message that can stand here; {kind.__name__} is expected")
     if one.version != FORMAT_VERSION:
         raise ValueError(f"{type(one).__name__} has version {one.version}; {FORMAT_VERSION} is expected")

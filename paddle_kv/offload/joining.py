@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable, Iterable
 
-from .jobs import Hello, Job, Outcome, Result, check_version
+from .jobs import Hello, Job, Outcome, Result, check_version, new_life
 
 REMEMBERED_FAILURES = 4096
 
@@ -51,12 +50,12 @@ class Ranks:
 
     def __init__(self, num_ranks: int, clock: Callable[[], float], settle: Callable[[Pending], None]) -> None:
         self.epochs: list[int | None] = [None] * num_ranks
-        self._lost = list(self.epochs)  # the last life of each that is over
+        self._lost: set[tuple[int, int | None]] = set()  # rank and life
         self.pending: dict[int, Pending] = {}
         self._clock = clock
         self._settle = settle
         self._due: list[tuple[float, int, bool]] = []  # when, whose, and whether its time is over for the second time
-        self._numbers = itertools.count(1)
+        self._first = self._next = new_life()  # so a job of another directory is never taken for one of this
         self._failed: dict[int, None] = {}  # loads, the oldest first
         self._forgotten = 0  # the largest number of a failed load that is not remembered any more
 
@@ -65,7 +64,8 @@ class Ranks:
         return None not in self.epochs
 
     def next_id(self) -> int:
-        return next(self._numbers)
+        self._next += 1
+        return self._next - 1
 
     def add(self, job: Job, computed_from: Iterable[int] = ()) -> None:
         """It is about to be sent to all ranks."""
@@ -84,6 +84,20 @@ class Ranks:
         """Whether a load has ended as failed, or may have, so long ago that nobody knows."""
         return load_id in self._failed or (load_id <= self._forgotten and load_id not in self.pending)
 
+    def check_loads(self, numbers: Iterable[int]) -> None:
+        """TypeError or ValueError unless all of them are loads that were planned here."""
+        for position, number in enumerate(numbers):
+            if type(number) is not int:
+                raise TypeError(
+                    f"computed_from[{position}] is {type(number).__name__}; the number of a load is expected"
+                )
+            pending = self.pending.get(number)
+            if not self._first <= number < self._next or (pending is not None and pending.job.kind != "load"):
+                raise ValueError(
+                    f"computed_from[{position}] = {number} must be a load of this directory, whose jobs have "
+                    f"numbers in [{self._first}, {self._next})"
+                )
+
     def check_rank(self, rank: int) -> None:
         """ValueError unless there is such a rank."""
         if not 0 <= rank < len(self.epochs):
@@ -91,16 +105,16 @@ class Ranks:
 
     def check_hello(self, hello: Hello) -> None:
         """ValueError: another version, no such rank, or one that was lost and may still move what it had."""
-        check_version(hello)
+        check_version(hello, Hello)
         self.check_rank(hello.rank)
-        if hello.epoch == self._lost[hello.rank]:
+        if (hello.rank, hello.epoch) in self._lost:
             raise ValueError(
                 f"rank {hello.rank} was lost in its life {hello.epoch}; restart() of its mover begins another"
             )
 
     def check_result(self, result: Result) -> None:
         """ValueError: another version, no such rank, or positions that the job has not."""
-        check_version(result)
+        check_version(result, Result)
         self.check_rank(result.rank)
         pending = self.pending.get(result.job_id)
         if pending is not None:
@@ -112,7 +126,8 @@ class Ranks:
 
     def lose(self, rank: int, reason: str) -> list[Outcome]:
         """The rank is gone with all that it had: what was not decided has failed."""
-        self._lost[rank], self.epochs[rank] = self.epochs[rank], None
+        self._lost.add((rank, self.epochs[rank]))
+        self.epochs[rank] = None
         found = []
         for pending in list(self.pending.values()):
             waited = rank in pending.waiting
@@ -131,7 +146,7 @@ class Ranks:
             if self.epochs[result.rank] != result.epoch:
                 continue
             pending = self.pending.get(result.job_id)
-            if pending is None:
+            if pending is None or result.rank not in pending.waiting:  # it has said so already
                 continue
             pending.waiting.discard(result.rank)
             if pending.decided:
@@ -148,33 +163,48 @@ class Ranks:
     def expire(self) -> tuple[list[Outcome], list[int]]:
         """What is over because its time is; and the ranks that have not ended a job after twice its time."""
         found: list[Outcome] = []
-        stuck: dict[int, None] = {}
+        stuck: set[int] = set()
         now_s = self._clock()
         while self._due and self._due[0][0] <= now_s:
-            due_s, number, again = heapq.heappop(self._due)
+            _, number, again = heapq.heappop(self._due)
             pending = self.pending.get(number)
             if pending is None or pending.job.timeout_s is None:
                 continue
             if again:
-                stuck.update(dict.fromkeys(sorted(pending.waiting)))
+                stuck |= pending.waiting
                 continue
             if not pending.decided:
                 pending.fail(f"ranks {sorted(pending.waiting)} were not done after timeout_s = {pending.job.timeout_s}")
                 found += self._decide(pending)
-            heapq.heappush(self._due, (due_s + pending.job.timeout_s, number, True))
-        return found, list(stuck)
+            # From now on: or a pause of this process would lose ranks whose answers are waiting to be read.
+            heapq.heappush(self._due, (now_s + pending.job.timeout_s, number, True))
+        return found, sorted(stuck)
 
     def _decide(self, pending: Pending) -> list[Outcome]:
         """With the saves that wait for it."""
         pending.decided = True
+        self._settle(pending)
+        return [pending.outcome() if pending.waiting else self._end(pending), *self._decide_saves_of(pending)]
+
+    def undo(self, pending: Pending) -> list[Outcome]:
+        """It was begun on no rank: nothing of it is settled, and what was computed from it has failed."""
+        del self.pending[pending.job.id]
+        pending.waiting.clear()
+        if pending.decided:
+            return [pending.outcome()]
+        pending.decided = True
+        pending.fail("it was never begun")
+        return self._decide_saves_of(pending)
+
+    def _decide_saves_of(self, pending: Pending) -> list[Outcome]:
+        """It is decided how a load ends: so may be the saves that were computed from it."""
         if pending.job.kind == "load" and pending.failed:
             self._failed[pending.job.id] = None
             if len(self._failed) > REMEMBERED_FAILURES:
                 oldest = next(iter(self._failed))
                 del self._failed[oldest]
                 self._forgotten = max(self._forgotten, oldest)
-        self._settle(pending)
-        found = [pending.outcome() if pending.waiting else self._end(pending)]
+        found: list[Outcome] = []
         for save in pending.dependents:
             save.after.discard(pending.job.id)
             if pending.failed:

@@ -8,6 +8,7 @@ from types import TracebackType
 from ..ops import _arguments as arguments
 from ..tracking.group import Guard, change
 from .books import Books
+from .found import BlockState
 
 
 class Lease:
@@ -15,10 +16,12 @@ class Lease:
     :meth:`release`, at the end of a ``with`` block, or when nobody refers to it any more.
 
     Attributes:
-        hashes: of the blocks, the longest prefix that is present.
+        hashes: of the blocks, the longest prefix that can be loaded.
         num_blocks: how many.
-        num_arriving: so many more, right behind them, are there once the saves are over that bring them now. They are
-            not held.
+        states: where each of them was then: ``PRESENT`` in host memory, in the ``TIER`` below, or ``ARRIVING`` from
+            there, so that a load follows layer by layer. Without a tier all are present.
+        num_arriving: so many more, right behind them, are there once the saves and prefetches are over that bring them
+            now. They are not held.
 
     Any thread may call. It stays valid after :meth:`KVOffloadManager.close`, and then holds nothing.
 
@@ -38,11 +41,10 @@ class Lease:
         >>> manager.close(); scheduler.close()
     """
 
-    _held = False  # so for one whose construction was interrupted
-
-    def __init__(self, books: Books, hashes: list[bytes], num_arriving: int) -> None:
+    def __init__(self, books: Books, hashes: list[bytes], states: list[BlockState], num_arriving: int) -> None:
         """In a section."""
         self.hashes = hashes
+        self.states = states
         self.num_arriving = num_arriving
         self._books = books
         self._held = True
@@ -52,6 +54,18 @@ class Lease:
     def num_blocks(self) -> int:
         """How many blocks it has, after :meth:`keep_first` those that it kept."""
         return len(self.hashes)
+
+    @property
+    def num_below(self) -> int:
+        """How many of the blocks lie in the tier: a hint, since it may lose them at any time. What does not come ends
+        in :meth:`KVOffloadManager.blocks_to_recompute`."""
+        return self.states.count(BlockState.TIER)
+
+    @property
+    def load_s(self) -> float:
+        """Estimate of the seconds until these have come into host memory, if they are asked for now: by the loads
+        before. :meth:`keep_first` leaves out what takes longer than computing it."""
+        return self._books.load_s(self.num_below)
 
     def keep_first(self, num_blocks: int) -> None:
         """Releases all but the first so many, for a server that uses only those.
@@ -66,6 +80,7 @@ class Lease:
         if not 0 <= num_blocks <= len(self.hashes):
             raise ValueError(f"num_blocks = {num_blocks} must be in [0, {len(self.hashes)}]")
         self.hashes, dropped = self.hashes[:num_blocks], self.hashes[num_blocks:]
+        self.states = self.states[:num_blocks]
         if self._held:
             self._books.unpin(dropped)
             self._guard.cancel()

@@ -5,20 +5,27 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checks import check_ids
 from ..memory import DeviceCache
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
+from ..timeouts import check_timeout
 from ..tracking.group import change
 from .books import Books
 from .checks import checked_hashes
+from .found import BlockState
 from .hashing import BlockHasher, PrefixHasher, spec_salt
+from .jobs import Event, Snapshot
 from .lease import Lease
 from .policy import Policy
 from .request import Request, full_table
+
+if TYPE_CHECKING:
+    from ..tiers import Saver, Tier
+    from .prefetch import Prefetch
 
 _BYTES = {
     "saved_bytes": ["saved_blocks"],
@@ -32,19 +39,23 @@ class KVOffloadManager:
     """Blocks in host memory, found by the hash of their tokens and of all tokens before them.
 
     Args:
-        scheduler: moves the blocks; its host pool is where they are kept. The manager takes blocks of the pool as it
-            needs them and gives them back when they are evicted, when a save fails, and by :meth:`close`. It neither
-            closes the scheduler nor the pool.
+        scheduler: moves the blocks; its host pool is where they are kept. The manager takes blocks of the pool and
+            gives them back when they are evicted, when a save fails, and by :meth:`close`; it closes neither of both.
         policy: which block goes when room is needed: "lru", "arc", "s3fifo", or a fresh object with the methods of
             :class:`~paddle_kv.offload.Policy`.
         write_through: what :meth:`blocks_full` and :meth:`blocks_evicted` do.
         salt: what the content of a block depends on besides its tokens and the cache's spec (always part of the hash):
             the model and its revision, the LoRA adapter, the tensor-parallel rank; see :func:`cache_salt`.
         capacity_bytes: how much of the pool to use at most; None: all of it.
+        tier: what keeps blocks below host memory: a :class:`~paddle_kv.tiers.Tier` over the pool of the scheduler; it
+            gets each block as soon as it is saved. Or a :class:`~paddle_kv.tiers.Saver`, which says what it gets and
+            when. It stays its owner's: close the manager first.
+        tier_timeout_s: what a load has not got from the tier by then is to be computed.
+        max_events: events kept for :meth:`take_events`; 0: none are collected.
 
     Raises:
-        TypeError: not a scheduler, a policy or a salt.
-        ValueError: an unknown policy, or ``capacity_bytes`` below one block (all layers).
+        TypeError: not a scheduler, a policy, a tier or a salt.
+        ValueError: an unknown policy, ``capacity_bytes`` below one block (all layers), a tier over another pool.
 
     Any thread may call; calls are serialised, and whole whatever a signal handler raises. What is promised is in
     ``docs/offload.md``. A ``with`` block closes it.
@@ -72,6 +83,9 @@ class KVOffloadManager:
         write_through: bool = True,
         salt: bytes = b"",
         capacity_bytes: int | None = None,
+        tier: Tier | Saver | None = None,
+        tier_timeout_s: float = 30.0,
+        max_events: int = 0,
     ) -> None:
         check_scheduler(scheduler)
         spec = scheduler.device_cache.spec
@@ -89,7 +103,13 @@ class KVOffloadManager:
         self.write_through = write_through
         self._block_size = spec.block_size
         self._hasher = BlockHasher(spec.block_size, spec_salt(spec) + salt)
-        self._books = Books(scheduler, policy, capacity_blocks)
+        max_events = arguments.integer(max_events, "max_events")
+        if tier is None:
+            self._books = Books(scheduler, policy, capacity_blocks, max_events)
+        else:
+            from .tiered import make_books  # needs packages that not everybody has
+
+            self._books = make_books(scheduler, policy, capacity_blocks, max_events, tier, tier_timeout_s)
 
     # ---- what is there ----
     def block_hashes(self, token_ids: Sequence[int], *, request_salt: bytes = b"") -> list[bytes]:
@@ -135,7 +155,8 @@ class KVOffloadManager:
             ClosedError: closed.
         """
         keys = self._reusable(checked_hashes(hashes), num_tokens)
-        found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys)))
+        below = self._books.ask(keys)
+        found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys, below)))
         return found
 
     def peek(self, hashes: Sequence[bytes]) -> int:
@@ -144,9 +165,33 @@ class KVOffloadManager:
         Raises:
             As :meth:`lookup`.
         """
-        return int(change(self._books, functools.partial(self._books.peek, checked_hashes(hashes))))
+        keys = checked_hashes(hashes)
+        return int(change(self._books, functools.partial(self._books.peek, keys, self._books.ask(keys))))
+
+    def states(self, hashes: Sequence[bytes]) -> list[BlockState]:
+        """Where each of the blocks is; the tier is asked up to the first blocks that it has not. Counts as no use, and
+        holds nothing."""
+        keys = checked_hashes(hashes)
+        below = self._books.ask(keys)
+        found: list[BlockState] = change(self._books, lambda: self._books.states(keys, below))
+        return found
 
     # ---- one prompt ----
+    def prefetch(self, hashes: Sequence[bytes], *, timeout_s: float) -> Prefetch:
+        """For a request that waits its turn: brings what of its prefix lies in the tier into host memory, as far as
+        there is room beside what is held. What has arrived is found by :meth:`lookup`, and may be evicted again as any
+        block that was just used; until then it is ``num_arriving``. Behind ``prefetch.cancel()`` and
+        ``prefetch.wait()`` what has not come is in the tier again, from where :meth:`onload` takes it layer by layer.
+
+        Args:
+            hashes: of :meth:`block_hashes`, from the first block on.
+            timeout_s: from now on; what has not come by then stays in the tier.
+
+        Raises:
+            TypeError, ValueError, ClosedError: as :meth:`lookup`, and a time that is none.
+        """
+        return self._books.prefetch(checked_hashes(hashes), timeout_s)
+
     def request(
         self, token_ids: Sequence[int] | PrefixHasher, device_block_ids: Any, *, request_salt: bytes = b""
     ) -> Request:
@@ -175,6 +220,11 @@ class KVOffloadManager:
         """Of the scheduler."""
         return self._scheduler.device_cache
 
+    @property
+    def tier(self) -> Tier | None:
+        """What keeps blocks below host memory, if there is one."""
+        return self._books.tier
+
     # ---- transfers ----
     def onload(self, hashes: Sequence[bytes], device_block_ids: Any) -> Transfer:
         """Loads blocks: that of ``hashes[i]`` to ``device_block_ids[i]``. Ordering and lifetime as for
@@ -199,8 +249,7 @@ class KVOffloadManager:
         keys = checked_hashes(hashes)
         device_ids = self._device_ids(device_block_ids, len(keys))
         compute = self._scheduler.compute_stream(None)  # of this thread
-        start = functools.partial(self._books.onload, keys, device_ids, compute)
-        return self._scheduler.check_started(change(self._books, start))
+        return self._scheduler.check_started(self._books.start_load(keys, device_ids, compute))
 
     def save(
         self,
@@ -315,7 +364,7 @@ class KVOffloadManager:
         """
         if not isinstance(load, Transfer) or load._movement not in self._books.loads:
             raise ValueError("load is not a transfer that this manager's onload has returned")
-        return [] if load.error is None else list(range(len(load.plan.device_ids)))
+        return [] if load.error is None else load._movement.lost_positions
 
     def left_out(self, save: Transfer) -> list[int]:
         """Positions in the ``hashes`` of that :meth:`save` for which there was no room.
@@ -353,17 +402,24 @@ class KVOffloadManager:
 
     def drop(self, hashes: Sequence[bytes]) -> int:
         """Forgets these blocks, also such as are arriving or held: no lookup finds them until they are saved again.
-        Loads in flight go on. Returns how many there were.
+        Loads in flight go on. Returns how many there were in host memory. Those in the tier are not found any
+        more when this returns, which may wait for its storage; what is on its way there is deleted when it is there.
 
         Raises:
             TypeError: not a list of bytes.
             ClosedError: closed.
         """
-        return int(change(self._books, functools.partial(self._books.drop, checked_hashes(hashes))))
+        return self._books.forget(checked_hashes(hashes))
 
     def clear(self) -> int:
-        """:meth:`drop` of all blocks: for weights that have changed. What is being saved now is never found."""
-        return int(change(self._books, self._books.clear))
+        """:meth:`drop` of all blocks: for weights that have changed. What is being saved now is never found. The engine
+        of the tier deletes all its objects, also those of other tiers.
+
+        Raises:
+            NotImplementedError: the engine of the tier cannot do that. Nothing was dropped.
+            ClosedError: closed.
+        """
+        return self._books.forget_all()
 
     @property
     def capacity_blocks(self) -> int:
@@ -374,6 +430,28 @@ class KVOffloadManager:
     def capacity_bytes(self) -> int:
         """Bytes of host memory that they take."""
         return self.capacity_blocks * self._block_bytes
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Blocks until what has been saved so far is in the tier, as far as its policy and its queue take it; with
+        "write_back" and "exclusive" all that is in host memory goes there: before a server ends.
+
+        Raises:
+            TimeoutError: not after ``timeout_s``.
+            ClosedError: closed.
+        """
+        check_timeout(timeout_s)
+        self._books.flush(timeout_s)
+
+    # ---- for others ----
+    def take_events(self) -> list[Event]:
+        """What came and went since the last call, in ``"host"`` memory and in the tier (the name of its engine), for a
+        :class:`~paddle_kv.offload.Mirror`. What a tier finds or evicts by itself is told when a lookup asks for it."""
+        return list(change(self._books, self._books.take_events))
+
+    def snapshot(self) -> Snapshot:
+        """All that is known to be there, for a :class:`~paddle_kv.offload.Mirror` that begins or has missed events."""
+        found: Snapshot = change(self._books, self._books.snapshot)
+        return found
 
     def stats(self) -> dict[str, int | float]:
         """Counts since the manager was made (blocks, calls, bytes), and what it holds now: the names are in
@@ -388,6 +466,7 @@ class KVOffloadManager:
         """Drops what its saves have not submitted yet, forgets all blocks and gives them back to the pool, which hands
         them out again once no transfer holds them. Again: does nothing."""
         change(self._books, self._books.close)
+        self._books.end()
 
     def __enter__(self) -> KVOffloadManager:
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
 from ..tracking.keeper import Deadline
 from .hashing import spec_digest
-from .jobs import Hello, Job, Result, check_version
+from .jobs import Hello, Job, Result, check_version, new_life
 from .moving import Moves, Moving
 
 
@@ -125,7 +124,7 @@ class Mover:
         self._ended: list[Result] = []
         self._deadlines: dict[Moving, float] = {}
         self._closed = False
-        self.epoch = _new_epoch()
+        self.epoch = new_life()
 
     @property
     def group(self) -> MemoryGroup:
@@ -141,13 +140,14 @@ class Mover:
         of the rank, a block that is not there) ends as failed, and :meth:`finished` tells.
 
         Raises:
+            TypeError: not a job.
             ValueError: a job of another version, or one that is no load or save of so many different blocks.
             IndexError: a job names a block that this rank has not.
             ClosedError: closed. Then nothing was started.
         """
         jobs = list(jobs)
         for job in jobs:
-            check_version(job)
+            check_version(job, Job)
             _check_form(job)
             check_ids(job.device_ids, f"device_ids of job {job.id}", self._scheduler.device_cache.num_blocks)
             check_ids(job.host_slots, f"host_slots of job {job.id}", len(self._blocks))
@@ -162,6 +162,8 @@ class Mover:
         """How jobs have ended since the last call, for the directory. Does not wait: an engine calls it in each step,
         and whoever wants to sleep until something ends does so on ``scheduler.fileno()``. Jobs that are not over in
         their time are cancelled here."""
+        if not self._moves.moving and not self._ended:  # an engine asks in each step: without a section
+            return []
         return list(change(self, self._finished_here))
 
     def restart(self, timeout_s: float = 10.0) -> Hello:
@@ -285,7 +287,7 @@ class Mover:
             self._moves.moving.clear()
             for books in (self._deadlines, self._ended, self._holds, self._written_by):
                 books.clear()
-            self.epoch = _new_epoch()
+            self.epoch = new_life()
         return still
 
     def _close_here(self) -> None:
@@ -303,7 +305,3 @@ def _check_form(job: Job) -> None:
     counts = {len(job.keys), len(job.host_slots), len(job.device_ids), len(set(targets))}
     if len(counts) > 1:
         raise ValueError(f"job {job.id} must have as many host slots and device ids as keys, each target once")
-
-
-def _new_epoch() -> int:
-    return int.from_bytes(os.urandom(7), "little")

@@ -36,9 +36,14 @@ class Moving:
         if self.failed and not reason:
             reason = "a load from which it was computed failed"
         damaged = set(failure.damaged if failure is not None else ())
+        lost = None  # all that failed
+        if failure is not None and failure is self.movement.loss:
+            lost = set(self.movement.plan.host_ids[self.movement.lost].tolist())
         found = []
         for job in self.jobs:
             positions = tuple(range(len(job.keys))) if self.failed else ()
+            if lost is not None:
+                positions = tuple(i for i in positions if job.host_slots[i] in lost)
             wrong = tuple(i for i in positions if damaged and job.host_slots[i] in damaged)
             found.append(Result(job.id, rank, epoch, positions, wrong, reason))
         return found

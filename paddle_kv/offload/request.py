@@ -50,7 +50,7 @@ class Request:
         """``manager``: a KVOffloadManager, which makes it; ``table``: checked."""
         self.hashes = hashes
         self._manager = manager
-        self._table = list(table)
+        self._table, self._block_size = list(table), block_size
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
         with manager.lookup(hashes, num_tokens=num_tokens) as lease:
@@ -77,9 +77,9 @@ class Request:
         self.saves = [save] if save is not None else []
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is 0, ``loads`` is
-        empty, ``saves`` are new ones, nothing of the old ones touches the blocks any more, and the pass is to be run
-        again.
+        """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is the first token that
+        did not come, ``loads`` is empty, ``saves`` are new ones, nothing of the old ones touches the blocks any more,
+        and the pass is to be run again.
 
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``.
@@ -93,10 +93,11 @@ class Request:
                 if transfer.unmarked_layers:
                     transfer.cancel()
                 transfer.wait_over(deadline.left_s())
-            lost = [self._table[i] for load in self.loads for i in self._manager.blocks_to_recompute(load)]
-            self._manager.device_cache.mark_rewritten(lost)  # the pass that comes does
-            self.start, self.loads = 0, []
-            self._save(0)
+            lost = [i for load in self.loads for i in self._manager.blocks_to_recompute(load)]
+            self._manager.device_cache.mark_rewritten([self._table[i] for i in lost])  # the pass that comes does
+            good = min(lost, default=0)
+            self.start, self.loads = good * self._block_size, []
+            self._save(good)
             return False
         return True
 

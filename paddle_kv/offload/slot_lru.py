@@ -59,12 +59,14 @@ class SlotLru(Generic[Key]):
         return found
 
     def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
-        slot = self._oldest(pinned)
-        if slot is None:
+        keys, older, younger, end = self._keys, self._older, self._younger, self._end
+        slot = younger[end]
+        while slot != end and keys[slot] in pinned:  # as _oldest(), without a call a block
+            slot = younger[slot]
+        if slot == end:
             return None
-        found: Key = self._keys[slot]
-        self._keys[slot] = incoming
-        older, younger, end = self._older, self._younger, self._end
+        found: Key = keys[slot]
+        keys[slot] = incoming
         behind = younger[slot]
         if behind != end:
             before = older[slot]

@@ -112,6 +112,15 @@ def test_strides_that_cannot_be(change: dict[str, Any], error: type[Exception], 
     HostPool.adopt(spec, buffers.pointers, BLOCKS, strides_bytes=buffers.strides).close()
 
 
+@pytest.mark.parametrize("strides", [[84], "key", 84])
+def test_strides_that_are_no_mapping(strides: Any) -> None:
+    spec = make_spec()
+    buffers = Buffers(spec)
+    buffers.pool.close()
+    with pytest.raises(TypeError, match=r"strides_bytes is .*; a mapping name -> bytes, or None, is expected"):
+        HostPool.adopt(spec, buffers.pointers, BLOCKS, strides_bytes=strides)
+
+
 def test_layers_at_one_stride_that_overlap() -> None:
     spec = make_spec()
     buffers = Buffers(spec)

@@ -66,6 +66,18 @@ def test_a_group_that_sees_itself_as_the_root(machine: Machine, version: int, li
     assert cgroups.headroom_bytes() == 40 * MIB
 
 
+def test_folders_above_those_of_the_groups_are_none_of_them(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.member("0::/pod")
+    monkeypatch.setattr(cgroups, "_ROOT", machine.root / "groups")
+    machine.group(2, "groups/pod", 64 * MIB, 24 * MIB)
+    machine.group(2, "", 8 * MIB, MIB)
+    assert cgroups.headroom_bytes() == 40 * MIB
+    machine.member("0::/../beside")
+    machine.group(2, "beside", 8 * MIB, MIB)
+    (machine.root / "groups" / "memory.max").write_text("max")
+    assert cgroups.headroom_bytes() is None
+
+
 @pytest.mark.parametrize(("version", "line"), [(2, "0::/docker/1f"), (1, "4:memory:/docker/1f"), (2, "0::/../1f")])
 def test_a_path_outside_of_the_container(machine: Machine, version: int, line: str) -> None:
     machine.member(line)

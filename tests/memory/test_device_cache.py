@@ -8,8 +8,9 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import DeviceCache
+from paddle_kv import DeviceCache, devices
 from paddle_kv.devices import has_gpu
+from paddle_kv.memory import device_cache
 from tests.schedule.rig import cache_memory, cpu_tensor, make_spec
 
 
@@ -221,3 +222,51 @@ def test_an_idle_cache_cannot_be_sent_or_copied(copied) -> None:
     """Nothing has been moved, and so nothing in it stands in the way of that. Of a copy the tracking would not know."""
     with pytest.raises(TypeError, match="a DeviceCache cannot be pickled or copied; send its spec"):
         copied(DeviceCache(make_spec(), 3, "cpu"))
+
+
+@pytest.mark.parametrize(("number", "device_id"), [(-1, None), (0, 0), (3, 3)])
+def test_the_gpu_of_a_cache_is_that_of_its_tensors(monkeypatch, number, device_id):
+    spec = make_spec()
+    given = tensors(spec)
+    monkeypatch.setattr(devices, "device_of", lambda tensor: number)
+    assert DeviceCache.adopt(spec, given).device_id == device_id
+
+
+@pytest.mark.parametrize(
+    ("other", "message"), [(2, "all must be on one device"), (devices.PINNED, "a tensor on a GPU or on the CPU is exp")]
+)
+def test_adopt_refuses_tensors_elsewhere(monkeypatch, other, message):
+    spec = make_spec()
+    given = tensors(spec)
+    last = given[spec.tensor_names[-1]][-1] if other == 2 else None
+    monkeypatch.setattr(devices, "device_of", lambda tensor: other if last is None or tensor is last else 1)
+    with pytest.raises(ValueError, match=message):
+        DeviceCache.adopt(spec, given)
+
+
+@pytest.mark.parametrize(("dtype", "fits"), [("float8_e4m3fn", True), ("float8_e5m2", True), ("float16", False)])
+def test_bytes_stand_for_floats_of_eight_bits_alone(dtype, fits):
+    spec = make_spec(dtype=dtype, extra={})
+    given = {
+        name: [cpu_tensor(np.zeros((6, *spec.block_shape(name)), np.uint8)) for _ in range(spec.num_layers)]
+        for name in spec.tensor_names
+    }
+    if fits:
+        assert DeviceCache.adopt(spec, given).num_blocks == 6
+    else:
+        with pytest.raises(ValueError, match="has dtype uint8; float16 is expected"):
+            DeviceCache.adopt(spec, given)
+
+
+@pytest.mark.parametrize(
+    ("device", "current", "number"),
+    [(None, "gpu:1", 1), ("gpu", "gpu:1", 1), ("gpu", "cpu", 0), ("gpu:0", "gpu:1", 0), ("gpu:1", "gpu:0", 1)],
+)
+def test_which_gpu_a_cache_is_made_on(monkeypatch, device, current, number):
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
+    monkeypatch.setattr(devices, "place_of", lambda number: ("the place of", number))
+    monkeypatch.setattr(paddle.device, "get_device", lambda: current)
+    assert device_cache._place(device) == ("the place of", number)
+    with pytest.raises(ValueError, match="device = 'gpu:2' must name one of the 2 GPUs"):
+        device_cache._place("gpu:2")

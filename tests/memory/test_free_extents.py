@@ -109,6 +109,13 @@ def test_neighbours_merge_on_both_sides():
     assert free.allocate(9) == list(range(9))
 
 
+def test_nothing_is_left_of_an_extent_that_fits():
+    free = FreeExtents(9)
+    free.allocate(4)
+    free.allocate(5)
+    assert (free._by_size, free._end_of, free._start_of) == ([], {}, {})
+
+
 @pytest.mark.parametrize("halves", [([0, 1], [2, 3]), ([2, 3], [0, 1])])
 def test_halves_merge_with_what_lies_before_and_behind(halves):
     free = FreeExtents(9)

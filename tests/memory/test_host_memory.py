@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import re
+import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +111,7 @@ def test_all_or_none(monkeypatch, pinned):
     assert taken == [100, 200, 300]
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_a_gpu_and_operators_without_cuda(monkeypatch):
     """They move nothing to the GPU, and cannot lock pages."""
     monkeypatch.setattr(host_memory, "has_gpu", lambda: True)
@@ -119,4 +123,60 @@ def test_a_gpu_and_operators_without_cuda(monkeypatch):
     host_memory._page_locked_functions.cache_clear()
     with pytest.raises(NotImplementedError, match=r"page-locked memory was asked for, but .* built without CUDA"):
         HostMemory(100, pinned=True)
+    gc.collect()  # nothing was taken that could be given back
     host_memory._page_locked_functions.cache_clear()
+
+
+@pytest.mark.parametrize(("gpu", "stub"), [(True, False), (True, True), (False, False)])
+def test_memory_is_page_locked_where_a_gpu_and_its_operators_are(monkeypatch, gpu, stub):
+    monkeypatch.setattr(host_memory, "has_gpu", lambda: gpu)
+    monkeypatch.setattr(host_memory, "is_stub_build", lambda: stub)
+    assert host_memory.can_page_lock() is (gpu and not stub)
+
+
+def test_page_locked_memory_is_given_back_once(monkeypatch):
+    given, freed = np.zeros(100, np.uint8), []
+
+    def take(size_bytes, address):
+        assert size_bytes == 100
+        address._obj.value = given.ctypes.data
+        return 0
+
+    monkeypatch.setattr(host_memory, "_page_locked_functions", lambda: (take, freed.append))
+    memory = HostMemory(100, pinned=True)
+    array = memory.array()
+    array[:] = 7
+    assert given.tolist() == [7] * 100
+    del memory
+    assert freed == []
+    del array
+    assert freed == [given.ctypes.data]
+
+
+def test_page_locked_memory_that_there_is_not_is_not_given_back(monkeypatch):
+    freed = []
+    runtime = SimpleNamespace(CUDARuntimeError=lambda code: f"cudaError {code}")
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", runtime)
+    monkeypatch.setattr(host_memory, "_page_locked_functions", lambda: (lambda size_bytes, address: 2, freed.append))
+    with pytest.raises(MemoryError, match="cudaError 2"):
+        HostMemory(100, pinned=True)
+    gc.collect()
+    assert freed == []
+
+
+def test_a_forked_child_writes_to_a_copy():
+    memory = HostMemory(64, pinned=False)
+    memory.array()[:] = 1
+    child = os.fork()
+    if child == 0:
+        memory.array()[:] = 2
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memory.array().tolist() == [1] * 64
+
+
+def test_a_system_that_does_not_tell_what_is_available(monkeypatch):
+    monkeypatch.setattr(host_memory, "open", lambda path: io.StringIO("MemTotal: 900 kB\n"), raising=False)
+    assert available_bytes() == 0

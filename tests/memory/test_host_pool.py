@@ -15,7 +15,7 @@ from paddle_kv.memory import host_memory
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
-LAYOUTS = ["layer_first", "block_first"]
+LAYOUTS = ["layer_first", "block_first", "page_first_direct"]
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -42,7 +42,8 @@ def test_exactly_the_bytes_of_the_blocks_none_shared_none_left(layout, changes):
     spec = make_spec(**changes)
     pool = HostPool(spec, 11, layout=layout)
     assert pool.pinned_bytes == 11 * spec.num_layers * spec.block_bytes
-    pieces = 1 if layout == "block_first" else spec.num_layers
+    by_layout = {"layer_first": spec.num_layers, "block_first": 1, "page_first_direct": len(spec.tensor_names)}
+    pieces = by_layout[layout]
     placed = intervals(pool)
     assert sum(size for _, size in placed) == pool.pinned_bytes
     gaps = [after[0] - (before[0] + before[1]) for before, after in itertools.pairwise(placed)]
@@ -59,6 +60,19 @@ def test_block_first_keeps_a_block_together():
         for name in spec.tensor_names:
             assert pool.pointer(name, layer) == start + layer * spec.block_bytes + spec.tensor_offset_bytes(name)
             assert pool.stride_bytes(name) == spec.num_layers * spec.block_bytes
+
+
+def test_page_first_direct_keeps_the_layers_of_a_block_of_a_tensor_together():
+    """``[blocks, layers, ...]`` for each name."""
+    spec = make_spec()
+    pool = HostPool(spec, 4, layout="page_first_direct")
+    for name in spec.tensor_names:
+        own, start = spec.tensor_block_bytes(name), pool.pointer(name, 0)
+        assert pool.stride_bytes(name) == spec.num_layers * own
+        assert [pool.pointer(name, layer) - start for layer in range(spec.num_layers)] == [
+            layer * own for layer in range(spec.num_layers)
+        ]
+    pool.close()
 
 
 def test_views_are_the_pool(pool):
@@ -167,7 +181,9 @@ def test_number_of_blocks(num_blocks):
 
 
 def test_wrong_layout_and_spec():
-    with pytest.raises(ValueError, match=r"layout = 'layers' must be 'layer_first' or 'block_first'"):
+    with pytest.raises(
+        ValueError, match=r"layout = 'layers' must be 'layer_first', 'block_first' or 'page_first_direct'"
+    ):
         HostPool(make_spec(), 3, layout="layers")
     with pytest.raises(TypeError, match=r"spec is dict; a KVCacheSpec is expected"):
         HostPool({}, 3)
@@ -490,3 +506,20 @@ def test_blocks_that_did_not_reach_their_caller_come_back_from_a_cycle_too(pool)
     del cycle
     gc.collect()
     assert pool.num_free_blocks == pool.num_blocks
+
+
+def test_a_pool_is_closed_by_the_end_of_its_block():
+    made = HostPool(make_spec(), 3)
+    with made as pool:
+        assert pool is made and not pool.closed
+    assert made.closed
+
+
+def test_a_lease_that_is_ended_again_ends_no_other():
+    """As in a forked child, where those of lost threads are ended and their frames go later."""
+    with HostPool(make_spec(), 3) as pool:
+        lease = change(pool.domain, functools.partial(pool._try_lease, [1], False, 5))
+        for _ in range(2):
+            change(pool.domain, lease.end)
+        with pool.lease([1]), pytest.raises(TimeoutError), pool.lease([1], write=True, timeout_s=0.0):
+            pass

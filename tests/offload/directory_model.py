@@ -36,6 +36,7 @@ class InFlight:
     failed: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
     decided: bool = False
+    lost_s: float = float("inf")  # when who has not ended it is lost
 
 
 class Model:
@@ -128,13 +129,7 @@ class Model:
             if key in self.order and self.slots[key] == one.job.host_slots[position]:
                 self.remove([key])
         self.report(one, outcomes)
-        for other in list(self.jobs.values()):
-            if one.job.id in other.after:
-                other.after.discard(one.job.id)
-                if one.failed:
-                    other.failed.update(range(len(other.job.keys)))
-                if not other.decided and not other.waiting and not other.after:
-                    self.decide(other, outcomes)
+        self.release(one, bool(one.failed), outcomes)
 
     def report(self, one: InFlight, outcomes: list[tuple[Any, ...]]) -> None:
         outcomes.append((one.job.id, tuple(sorted(one.failed)), tuple(sorted(one.waiting))))
@@ -154,6 +149,29 @@ class Model:
         self.order.clear()
         self.brought_by.clear()
 
+    def undo(self, one: InFlight, outcomes: list[tuple[Any, ...]]) -> None:
+        if one.decided:
+            one.waiting.clear()
+            self.report(one, outcomes)
+            return
+        one.decided = True
+        del self.jobs[one.job.id]
+        self.pins.subtract(one.job.keys)
+        self.remove(key for key in one.job.keys if self.brought_by.get(key) == one.job.id)
+        if one.job.kind == "load":
+            self.failed_loads.add(one.job.id)
+        self.release(one, True, outcomes)
+
+    def release(self, one: InFlight, failed: bool, outcomes: list[tuple[Any, ...]]) -> None:
+        """The saves that wait for how a load ends."""
+        for other in list(self.jobs.values()):
+            if one.job.id in other.after:
+                other.after.discard(one.job.id)
+                if failed:
+                    other.failed.update(range(len(other.job.keys)))
+                if not other.decided and not other.waiting and not other.after:
+                    self.decide(other, outcomes)
+
     def complete(self, results: list[Result], now_s: float) -> list[tuple[Any, ...]]:
         outcomes: list[tuple[Any, ...]] = []
         for result in results:
@@ -171,11 +189,13 @@ class Model:
                 self.decide(one, outcomes)
         stuck = set()
         for one in sorted(self.jobs.values(), key=lambda one: (one.deadline_s, one.job.id)):
-            if not one.decided and one.deadline_s <= now_s:
-                one.failed.update(range(len(one.job.keys)))
-                self.decide(one, outcomes)
-            if one.job.id in self.jobs and one.deadline_s + TIMEOUT_S <= now_s:
+            if one.lost_s <= now_s:
                 stuck |= one.waiting
+            elif one.deadline_s <= now_s and one.lost_s == float("inf"):
+                one.lost_s = now_s + TIMEOUT_S
+                if not one.decided:
+                    one.failed.update(range(len(one.job.keys)))
+                    self.decide(one, outcomes)
         for rank in sorted(stuck):
             self.lose(rank, outcomes)
         return outcomes
@@ -229,6 +249,7 @@ class Trial:
         self.jobs = self.good = 0
         self.wrong: set[tuple[int, int]] = set()
         self.right: set[tuple[int, int]] = set()
+        self.said: list[Result] = []
         self.loads: list[int] = []
         for rank in self.ranks:
             self.join(rank)
@@ -293,7 +314,8 @@ class Trial:
                 except (TransferError, KeyError):
                     pass
             self.model.pins.subtract(found.keys)
-            found.release()
+            if self.random.random() < 0.5:
+                found.release()  # else it is lost
 
     def work(self) -> None:
         results = []
@@ -301,6 +323,9 @@ class Trial:
             if self.model.alive[rank.number] or self.random.random() < 0.5:
                 while rank.inbox and self.random.random() < 0.6:
                     results.append(rank.step(self.random.random() < 0.1, self.right, self.wrong))
+                    if self.random.random() < 0.1:
+                        self.said.append(results[-1])
+        results += self.random.sample(self.said[-9:], min(len(self.said), self.random.randrange(2)))  # a second time
         expected = self.model.complete(self.current(results), self.now_s)
         self.agree(self.directory.complete(results), expected)
 
@@ -310,7 +335,18 @@ class Trial:
         ]
 
     def pass_time(self) -> None:
-        self.now_s += self.random.choice([0.1, 0.1, 0.1, TIMEOUT_S * 0.7])
+        self.now_s += self.random.choice([0.1, 0.1, 0.1, 0.1, TIMEOUT_S * 0.7, TIMEOUT_S, TIMEOUT_S * 5])
+
+    def undo(self) -> None:
+        """No rank has begun it: nothing could be sent."""
+        unsent = [one for one in self.model.jobs.values() if all(one.job in rank.inbox for rank in self.ranks)]
+        if unsent:
+            one = self.random.choice(unsent)
+            for rank in self.ranks:
+                rank.inbox.remove(one.job)
+            expected: list[tuple[Any, ...]] = []
+            self.model.undo(one, expected)
+            self.agree(self.directory.undo(one.job), expected)
 
     def trouble(self) -> None:
         rank = self.random.choice(self.ranks)
@@ -350,7 +386,7 @@ class Trial:
         assert order == model.order
         assert set(index.slots) == set(order)
         assert len(set(index.slots.values())) == len(order)
-        assert index.arriving == set(model.brought_by) == set(self.directory._bringing)
+        assert index.arriving == model.brought_by
         assert index.pins == {key: count for key, count in model.pins.items() if count}
         assert set(self.directory.ranks.pending) == set(model.jobs)
         free = self.directory._slots
@@ -359,9 +395,10 @@ class Trial:
         assert self.mirror.tiers[HOST] == {key for key in order if key not in model.brought_by}
 
     def run(self, jobs: int) -> None:
-        calls = [self.serve, self.save, self.release, self.work, self.pass_time, self.trouble, self.revive]
+        calls = [self.serve, self.save, self.release, self.work, self.pass_time, self.trouble, self.revive, self.undo]
         while self.jobs < jobs:
-            self.random.choices(calls, [30, 30, 30, 60, 8, 1, 2])[0]()
+            self.random.choices(calls, [30, 30, 30, 60, 8, 1, 2, 2])[0]()
+            self.directory._holds.end_lost()
             self.check()
 
 

@@ -19,8 +19,11 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager, Lru, books, directory, index, moving
 from paddle_kv.tracking import group, keeper
+from tests.offload import tier_clauses
+from tests.offload.test_manager_tiers import MakeRig, make
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
+__all__ = ["make"]
 HOST_BLOCKS = 6
 LAYERS = 5
 PAGE = Path(__file__).parents[2] / "docs" / "offload.md"
@@ -56,7 +59,7 @@ class Case:
             slots = list(found.index.slots.values())
             assert len(set(slots)) == len(slots)
             assert set(slots) == found.slots.taken == self.rig.pool._allocated
-            assert found.index.arriving <= set(found.index.slots)
+            assert found.index.arriving.keys() <= set(found.index.slots)
             assert set(found.index.pins) == {key for one in found.moves.moving for job in one.jobs for key in job.keys}
             assert set(found.index._policy._order) == set(found.index.slots)
 
@@ -431,11 +434,27 @@ def test_removal_is_noticed(case: Case, number: int) -> None:
         CLAUSES[number](case)
 
 
+@pytest.mark.parametrize("number", tier_clauses.CLAUSES)
+def test_clause_of_a_tier_holds(make: MakeRig, number: int) -> None:
+    tier_clauses.CLAUSES[number](make)
+
+
+@pytest.mark.parametrize("number", tier_clauses.MUTATIONS)
+def test_removal_of_a_tier_is_noticed(make: MakeRig, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    where, name, instead = tier_clauses.MUTATIONS[number]
+    monkeypatch.setattr(where, name, instead)
+    if number == 19:
+        monkeypatch.setattr(where, "end_lease", lambda self, block_ids, write: None)
+    with pytest.raises((AssertionError, TransferError, pytest.fail.Exception)):
+        tier_clauses.CLAUSES[number](make)
+
+
 def test_the_page_and_the_tests_have_the_same_clauses() -> None:
     text = PAGE.read_text()
     contract = text.partition("## The contract")[2].partition("\n## ")[0]
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", contract, re.MULTILINE)]
-    rows = dict(re.findall(r"^\| (\d+) \| .*`test_clause_holds\[\d+\]` \| `([\w.]+)`", contract, re.MULTILINE))
-    assert numbers == sorted(CLAUSES) == sorted(MUTATIONS) == [int(number) for number in rows]
-    for number, (where, name, _) in MUTATIONS.items():
+    rows = dict(re.findall(r"^\| (\d+) \| .*`test_clause\w*_holds\[\d+\]` \| `([\w.]+)`", contract, re.MULTILINE))
+    clauses, mutations = {**CLAUSES, **tier_clauses.CLAUSES}, {**MUTATIONS, **tier_clauses.MUTATIONS}
+    assert numbers == sorted(clauses) == sorted(mutations) == [int(number) for number in rows]
+    for number, (where, name, _) in mutations.items():
         assert rows[str(number)] == f"{where.__name__.rpartition('.')[2]}.{name}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import BlockState, Directory, Hello, Result
+from paddle_kv.offload import BlockState, Directory, Hello, Mirror, Result
 from tests.offload.test_directory import KEYS, Clock, done, made, save
 
 
@@ -18,7 +18,7 @@ def test_a_position_that_a_job_has_not_is_not_booked(kind: str, result: dict[str
     job = directory.plan_load(KEYS[:2], [2, 3]) if kind == "load" else directory.plan_save(KEYS[2:4], [2, 3]).job
     assert job is not None
     before, states = directory.stats(), directory.states(KEYS[:4])
-    with pytest.raises(ValueError, match=r"rank 1 names position -?[12] of job 2; it must be in \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"rank 1 names position -?[12] of job \d+; it must be in \[0, 2\)"):
         directory.complete([Result(job.id, 0, 5), Result(job.id, 1, 5, **result)])
     assert (directory.stats(), directory.states(KEYS[:4])) == (before, states)
     [outcome] = done(directory, job)
@@ -35,6 +35,12 @@ def test_a_life_that_was_lost_is_not_joined_again() -> None:
     with pytest.raises(ValueError, match="rank 1 was lost in its life 5"):  # a message that comes late
         directory.join(Hello(1, 5, 8))
     assert directory.ready
+    directory.join(Hello(1, 7, 8))
+    for old in (5, 6):
+        with pytest.raises(ValueError, match=f"rank 1 was lost in its life {old}"):
+            directory.join(Hello(1, old, 8))
+    assert directory.join(Hello(1, 7, 8)) == []
+    assert directory.join(Hello(0, 6, 8)) == []  # of another rank it is just a number
     assert directory.plan_save(KEYS[:1], [0]).job is not None
 
 
@@ -119,7 +125,9 @@ def test_a_job_that_was_planned_without_a_rank_does_not_wait_for_it() -> None:
     directory.lost(1)
     jobs = [directory.plan_load([], []), directory.plan_load(KEYS[:2], [0, 1], tier="disk")]
     assert [job.keys for job in jobs] == [(), ()]
-    assert [one.job_id for one in directory.complete([Result(job.id, 0, 5) for job in jobs])] == [1, 2]
+    assert [one.job_id for one in directory.complete([Result(job.id, 0, 5) for job in jobs])] == [
+        job.id for job in jobs
+    ]
     directory.plan_load([], [])
     clock.now_s += 3.0
     assert [one.late for one in directory.complete()] == [(0,)]
@@ -184,3 +192,60 @@ def test_a_lost_rank_ends_each_job_once_and_none_that_another_still_moves() -> N
     assert done(directory, job) == [] == directory.complete([Result(load.id, 0, 5)])
     assert [one.job_id for one in directory.lost(1)] == [load.id, load.id + 1]
     assert [(one.job_id, one.late) for one in directory.complete([Result(late.id, 0, 5)])] == [(late.id, ())]
+
+
+def test_what_a_rank_has_said_of_a_job_counts_once() -> None:
+    directory = made(ranks=2)
+    job = directory.plan_save(KEYS[:2], [0, 1]).job
+    assert job is not None
+    good, again = Result(job.id, 0, 5), Result(job.id, 0, 5, (0,), reason="told twice")
+    assert directory.complete([good, good]) == [] == directory.complete([again])
+    assert [one.failed for one in directory.complete([Result(job.id, 1, 5)])] == [()]
+    assert directory.complete([again]) == []
+    assert directory.peek(KEYS[:2]) == 2
+
+
+def test_a_result_that_comes_with_its_deadline_is_in_time() -> None:
+    clock = Clock()
+    directory = made(timeout_s=3.0, clock=clock)
+    for late in (0.0, 0.001):
+        job = directory.plan_save(KEYS[:1], [0]).job
+        assert job is not None
+        clock.now_s += 3.0 + late
+        if late:
+            assert [one.late for one in directory.complete()] == [(0,)]
+        assert [one.failed for one in done(directory, job)] == [(0,) if late else ()]
+        directory.clear()
+
+
+def test_a_pause_of_the_directory_loses_no_rank() -> None:
+    """Or its clock jumps."""
+    clock = Clock()
+    directory = made(ranks=2, timeout_s=3.0, clock=clock)
+    save(directory, KEYS[:2])
+    job = directory.plan_load(KEYS[:2], [0, 1])
+    clock.now_s += 1000.0
+    assert [one.late for one in directory.complete()] == [(0, 1)]
+    clock.now_s += 2.9
+    assert directory.complete() == []
+    assert [one.late for one in directory.complete([Result(job.id, 0, 5)])] == []
+    assert directory.peek(KEYS[:2]) == 2
+    clock.now_s += 0.1
+    assert [one.late for one in directory.complete()] == [()]
+    assert directory.ranks.epochs == [5, None]
+
+
+def test_only_messages_are_taken_for_messages() -> None:
+    directory = made(max_events=9)
+    plan = directory.plan_save(KEYS[:1], [0])
+    for call, given, expected in (
+        (directory.complete, [plan.job], "Result"),
+        (directory.join, plan, "Hello"),
+        (Mirror().apply, [plan], "Event"),
+        (Mirror().restore, plan, "Snapshot"),
+    ):
+        with pytest.raises(TypeError, match=f"{expected} is expected"):
+            call(given)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="hashes is bytes"):
+        directory.drop(KEYS[0])  # type: ignore[arg-type]
+    assert directory.states(KEYS[:1]) == [BlockState.ARRIVING]

@@ -111,8 +111,8 @@ def test_a_prompt_that_grows_has_the_hashes_of_the_whole(seed: int) -> None:
 def test_a_token_costs_no_block_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     prefix = BlockHasher(4).prefix()
     prefix.append(range(4 * 1000 + 3))
-    digest, calls = hashing._digest, []
-    monkeypatch.setattr(hashing, "_digest", lambda content: calls.append(len(content)) or digest(content))
+    digest, calls = hashing.digest_of, []
+    monkeypatch.setattr(hashing, "digest_of", lambda content: calls.append(len(content)) or digest(content))
     prefix.append([5])
     assert calls == [32 + 4 * 8]
 

@@ -14,7 +14,7 @@ def test_a_prefix_ends_at_the_first_block_that_is_absent_or_not_there_yet() -> N
     index, _ = filled("abcd", 7)
     assert index.lookup(list("abxd")) == 2
     assert index.lookup(list("xab")) == 0
-    index.arriving.add("b")
+    index.arriving["b"] = 1
     assert index.lookup(list("abcd")) == 1
 
 

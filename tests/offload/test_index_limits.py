@@ -37,7 +37,7 @@ def test_an_admission_that_goes_wrong_leaves_nothing() -> None:
 def test_a_block_that_is_forgotten_is_no_longer_arriving() -> None:
     index: BlockIndex[str] = BlockIndex(Lru(), 4)
     slots = list(range(4))
-    index.arriving.update(index.admit(["a", "b"], slots))
+    index.arriving.update(dict.fromkeys(index.admit(["a", "b"], slots), 1))
     slots.append(index.remove("a"))
     index.admit(["a"], slots)
     assert index.lookup(["a", "b"]) == 1

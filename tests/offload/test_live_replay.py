@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,36 @@ def test_hits_are_those_of_the_simulation(policy: str) -> None:
     assert (run.saved_blocks, run.evicted_blocks) == (simulated.saved_blocks, simulated.evicted_blocks)
     assert 0 < run.hit_blocks < run.num_blocks and run.evicted_blocks > 0
     assert steps == list(range(1, len(WAYS) * len(requests) + 1))
+
+
+@pytest.mark.parametrize("tier_blocks", [400, 60])
+def test_hits_in_a_tier_are_those_of_the_simulation(tmp_path: Path, tier_blocks: int) -> None:
+    requests = requests_of(60)
+    run = live_replay(requests, "lru", 20, COSTS, TIME_SCALE, tier_blocks=tier_blocks, tier_folder=tmp_path)
+    simulated = replay(requests, "lru", 20, COSTS, tier_blocks=tier_blocks)
+    alone = replay(requests, "lru", 20, COSTS)
+    assert sum(simulated.tier_hits) > 0 and simulated.hit_blocks > alone.hit_blocks
+    if tier_blocks == 400:  # room for all
+        assert (run.hits, run.tier_hits) == (simulated.hits, simulated.tier_hits)
+        assert run.hits == replay(requests, "lru", 400, COSTS).hits
+    else:  # an engine makes room in an order of its own
+        assert run.hit_blocks == pytest.approx(simulated.hit_blocks, rel=0.2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_comes_from_a_tier_takes_longer() -> None:
+    requests = requests_of(40)
+    quick, slow = (
+        replay(requests, "lru", 20, replace(COSTS, tier_bytes_per_s=rate), tier_blocks=400) for rate in (1e12, 1e6)
+    )
+    block_s = [COSTS.block_bytes / rate for rate in (COSTS.link_bytes_per_s, 1e6)]
+    for found, below, one, other in zip(
+        quick.hits, quick.tier_hits, quick.prefills["whole"], slow.prefills["whole"], strict=True
+    ):
+        assert one.load_s == pytest.approx(found * block_s[0])
+        assert other.load_s == pytest.approx((found - below) * block_s[0] + below * block_s[1])
+    best = replay(requests, "optimum", 20, COSTS, tier_blocks=30)
+    assert best.hits == replay(requests, "optimum", 50, COSTS).hits
 
 
 def test_a_policy_that_would_evict_what_is_being_loaded_differs_a_little() -> None:

@@ -480,6 +480,16 @@ def test_a_lease_that_is_over_cannot_be_shortened_twice(server: Server) -> None:
     held.release()
 
 
+def test_a_shortened_lease_that_is_lost_holds_nothing(server: Server) -> None:
+    hashes = server.hashes(3)
+    server.save(hashes, [0, 1, 2])
+    lease = server.manager.lookup(hashes)
+    lease.keep_first(2)
+    assert server.manager.stats()["pinned_blocks"] == 2
+    del lease
+    assert server.manager.stats()["pinned_blocks"] == 0
+
+
 def test_stats_count_what_was_looked_up_and_loaded(server: Server) -> None:
     hashes = server.hashes(3)
     server.save(hashes, [0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +14,10 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass
-from paddle_kv.offload import Directory, Hello, Job, Mover, Namespace, Outcome, Result, mover, spec_digest
+from paddle_kv.offload import Directory, Hello, Job, Mover, Namespace, Outcome, Result, SavePlan, mover, spec_digest
 from paddle_kv.schedule.transfer import Transfer
 from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory, pool_memory
+from tests.schedule.test_failures import FailingBackend
 
 HOST_BLOCKS = 10
 LAYERS = 5
@@ -23,9 +25,9 @@ KEYS = [b"%02d" % number for number in range(30)]
 
 
 class Rank:
-    def __init__(self, number: int, **options: Any) -> None:
+    def __init__(self, number: int, *, backend: Any = "auto", **options: Any) -> None:
         self.rig = Rig(host_blocks=HOST_BLOCKS)
-        self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool)
+        self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool, backend=backend)
         self.mover = Mover(self.scheduler, rank=number, **options)
 
     def results(self) -> list[Result]:
@@ -190,6 +192,35 @@ def test_a_load_that_fails_takes_no_save_of_the_step_with_it(server: Server, cop
     assert {result.job_id: result.failed for result in rank.results()} == {2: (0,), 3: ()}
 
 
+def test_the_model_waits_for_what_still_runs_of_a_submission_that_failed(copies: Copies) -> None:
+    backend = FailingBackend()
+    rank = Rank(0, backend=backend)
+    rank.mover.submit([job_of(rank, "save", [0], [3])])
+    rank.results()
+    copies.hold("onload", LAYERS - 1)
+    backend.fail("copy_layers", 1, OSError("lost"), after=True)
+
+    def let_it_run() -> None:
+        copies.arrived.acquire(timeout=WAIT_S)
+        time.sleep(0.05)
+        copies.go_on()
+
+    runs = threading.Thread(target=let_it_run)
+    runs.start()
+    rank.mover.submit([job_of(rank, "load", [0], [5])])  # from here on the model may write
+    assert copies.done[-1] == ("onload", (5,), LAYERS - 1)
+    runs.join()
+    assert [result.failed for result in rank.results()] == [(0,)]
+    rank.close()
+
+
+def test_a_mover_is_closed_behind_its_pool() -> None:
+    rank = Rank(0)
+    rank.rig.pool.close()
+    rank.mover.close()
+    rank.scheduler.close(WAIT_S)
+
+
 def test_close_cancels_what_is_on_its_way() -> None:
     rank = Rank(0)
     submitted = rank.mover.submit([job_of(rank, "save", [0], [3], layerwise=True)])
@@ -322,6 +353,8 @@ def test_bad_jobs_move_nothing(server: Server, changes: dict[str, Any], error: A
     before = pool_memory(rank.rig.pool)
     with pytest.raises(error, match=message):
         rank.mover.submit([job_of(rank, "save", [5], [7]), replace(job_of(rank, "save", [0, 1], [3, 4]), **changes)])
+    with pytest.raises(TypeError, match="SavePlan is no message that can stand here; Job is expected"):
+        rank.mover.submit([job_of(rank, "save", [5], [7]), SavePlan(None)])  # type: ignore[list-item]
     assert rank.mover.finished() == []
     assert_same(pool_memory(rank.rig.pool), before)
 

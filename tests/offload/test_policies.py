@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_kv.offload import POLICIES, BlockIndex, S3Fifo, make_policy
+from paddle_kv.offload import POLICIES, Arc, BlockIndex, S3Fifo, make_policy
 from tests.reference.policies import ArcReference, LruReference, S3FifoReference
 
 REFERENCES: dict[str, Any] = {"lru": LruReference, "arc": ArcReference, "s3fifo": S3FifoReference}
@@ -120,6 +120,16 @@ def test_a_removed_block_leaves_nothing_behind(name: str) -> None:
     assert index.slots == {}
 
 
+def test_a_block_that_is_only_remembered_cannot_be_removed() -> None:
+    policy: S3Fifo[int] = S3Fifo(4)
+    index, free_slots = BlockIndex(policy, 4), list(range(4))
+    for key in range(5):
+        request(index, key, free_slots)
+    assert policy._counts.keys() - index.slots.keys() == {0}
+    with pytest.raises(KeyError, match="0"):
+        policy.on_remove(0)
+
+
 def test_the_memory_for_ghosts_does_not_grow() -> None:
     capacity, rng = 30, random.Random(1)
     policy: S3Fifo[int] = S3Fifo(capacity)
@@ -128,6 +138,30 @@ def test_the_memory_for_ghosts_does_not_grow() -> None:
         request(index, rng.randrange(45), free_slots)  # most of them return as ghosts
         assert len(policy._counts) <= 2 * capacity
         assert len(policy._ghosts) <= 2 * capacity
+
+
+def test_arc_remembers_as_much_as_its_paper_allows_and_no_more() -> None:
+    capacity, rng = 5, random.Random(2)
+    policy: Arc[int] = Arc(capacity)
+    index, free_slots, most = BlockIndex(policy, capacity), list(range(capacity)), 0
+    for _ in range(4000):
+        request(index, int(rng.paretovariate(0.5)) % 30, free_slots)
+        used_once = len(policy._once) + len(policy._once_ghosts)
+        all_known = used_once + len(policy._often) + len(policy._often_ghosts)
+        assert used_once <= capacity and all_known <= 2 * capacity
+        most = max(most, all_known)
+    assert most == 2 * capacity
+
+
+@names
+def test_a_policy_that_was_made_for_fewer_blocks_still_finds_the_next_to_go(name: str) -> None:
+    if name == "lru":
+        return  # it knows of no capacity, or refuses a slot that it lacks
+    index: BlockIndex[int] = BlockIndex(make_policy(name, 2), 9)
+    free_slots, rng = list(range(9)), random.Random(3)
+    for _ in range(3000):
+        request(index, rng.randrange(15), free_slots)
+    assert len(index.slots) == 9
 
 
 def test_an_unknown_policy_is_named() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paddle import distributed
 
 from paddle_kv import LayerwiseScheduler
 from paddle_kv.offload import KVOffloadManager, cache_salt, lookup_common, paddle_all_reduce_min
@@ -114,8 +115,10 @@ def test_nothing_is_held_when_the_ranks_cannot_agree() -> None:
     def lost(number: int) -> int:
         raise ConnectionError("a rank is gone")
 
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ConnectionError) as caught:
         lookup_common(manager, hashes, lost)
+    assert manager.stats()["pinned_blocks"] == 0, "although the exception keeps the frame"
+    del caught
     with pytest.raises(ValueError, match=r"num_blocks = 7 must be in \[0, 2\]"):
         lookup_common(manager, hashes, lambda mine: 7)
     for wrong in (1.5, "2", None):
@@ -127,3 +130,29 @@ def test_nothing_is_held_when_the_ranks_cannot_agree() -> None:
     assert manager.evict(2) == 2
     manager.close()
     manager._scheduler.close()
+
+
+def test_of_a_prompt_all_but_the_last_token_is_looked_up_on_every_rank() -> None:
+    rig = Rig()
+    manager = make_manager(rig, 0)
+    hashes = manager.block_hashes(np.arange(3 * rig.spec.block_size))
+    manager.save(hashes, [3, 5, 0]).wait(WAIT_S)
+    asked = []
+    with lookup_common(
+        manager, hashes, lambda mine: asked.append(mine) or 1, num_tokens=3 * rig.spec.block_size
+    ) as got:
+        assert (asked, got.hashes) == ([2], hashes[:1])
+    manager.close()
+    manager._scheduler.close()
+
+
+def test_the_smallest_number_of_the_group_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def all_reduce(value: Any, op: Any, group: Any) -> None:
+        asked.append((int(value.numpy()[0]), op, group))
+        value.set_value(np.array([3], np.int64))
+
+    monkeypatch.setattr("paddle.distributed.all_reduce", all_reduce)
+    assert paddle_all_reduce_min("a group")(7) == 3
+    assert asked == [(7, distributed.ReduceOp.MIN, "a group")]

@@ -144,6 +144,21 @@ def test_no_pass_begins_while_the_load_that_failed_still_moves(server: Server, c
     server.scheduler.drain(WAIT_S)
 
 
+def test_no_pass_begins_while_a_save_of_the_one_before_still_moves(server: Server, copies: Copies) -> None:
+    request = failing(server, copies)
+    copies.hold("offload", 1)
+    for layer in range(2):
+        request.saves[0].mark_layer_written(layer)
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    with pytest.raises(TimeoutError):
+        request.wait(0.05)
+    assert request.saves[0].state.value == "arriving"  # of its other layers nothing is marked
+    copies.go_on()
+    assert not request.wait(WAIT_S)
+    request.cancel()
+    server.scheduler.drain(WAIT_S)
+
+
 def test_a_damaged_block_is_computed_without_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
     server = Server()

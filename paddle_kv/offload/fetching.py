@@ -1,0 +1,82 @@
+"""The parts of a prefetch: read from the tier into host blocks that nobody else may touch meanwhile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from ..tiers import Job as TierJob
+from ..tiers import Outcome, Tier
+from ..tracking import stamps
+from ..tracking.group import MemoryGroup, change_soon
+from .jobs import Job
+
+BLOCKS_PER_JOB = 64  # what has arrived can be found before all has
+
+
+def parts_of(keys: list[bytes]) -> Iterator[list[bytes]]:
+    """In parts."""
+    for start in range(0, len(keys), BLOCKS_PER_JOB):
+        yield keys[start : start + BLOCKS_PER_JOB]
+
+
+class Owner(Protocol):
+    """The books: see :class:`TieredBooks`."""
+
+    slots: Any
+    below: Any
+
+    @property
+    def group(self) -> MemoryGroup: ...
+
+    def fetched(self, job: Job, outcomes: Sequence[Outcome | None]) -> None: ...
+
+
+class TierFetching:
+    """A part of a prefetch. Made in a section, with a lease for writing on the host blocks."""
+
+    def __init__(self, books: Owner, job: Job, timeout_s: float) -> None:
+        self._books, self.job = books, job
+        self._domain = books.slots.pool.domain
+        stamps.forget(self._domain, job.host_slots)
+        self._timed = books.below.timed(self, len(job.keys))
+        self.reading = TierJob(
+            list(job.keys), list(job.host_slots), timeout_s=timeout_s, layerwise=False, observer=self._timed
+        )
+        self.num_blocks, self.num_arrived = len(job.keys), 0
+        self.known = False
+        self._left: list[int] = []  # slots that the tier may still write to
+
+    def cancel(self) -> None:
+        self.reading.cancel()
+
+    def read(self, tier: Tier) -> None:
+        """Not in a section. It comes, or is given up."""
+        try:
+            tier.load([self.reading])
+        except Exception:  # noqa: BLE001  a tier that is closed, say: nothing comes
+            if not self.reading.started_s:
+                self._timed.give_up()
+                self.settled(self.reading)
+                self.over(self.reading)
+
+    def layers_arrived(self, job: TierJob, layers: range) -> None:
+        pass
+
+    def settled(self, job: TierJob) -> None:
+        change_soon(self._books, functools.partial(self._settle, list(job.outcomes)))
+
+    def over(self, job: TierJob) -> None:
+        change_soon(self._books, self._end)
+
+    def _settle(self, outcomes: list[Outcome | None]) -> None:
+        self.known, self.num_arrived = True, outcomes.count(Outcome.DONE)
+        self._left = [
+            slot for slot, outcome in zip(self.job.host_slots, outcomes, strict=True) if outcome is not Outcome.DONE
+        ]
+        self._books.fetched(self.job, outcomes)
+
+    def _end(self) -> None:
+        self._domain.end_lease(self._left, write=True)
+        self._domain.group.notify()
