@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from ..backend.protocol import Backend
 from ..backend.work import Event, Stream, TransferPlan
 from ..errors import BackendError, CancelledError, CudaError, TransferError
@@ -79,7 +81,7 @@ class Failure:
         """A new one for whoever asks."""
         kind = CancelledError if self.state is State.CANCELLED else TransferError
         error = kind(self.message, layer=self.layer, block_ids=block_ids)
-        if self.damaged and isinstance(error, TransferError):
+        if isinstance(error, TransferError):
             error.damaged_host_blocks = list(self.damaged)
         if self.cause is not None:
             name, code, text = self.cause
@@ -88,7 +90,13 @@ class Failure:
 
 
 class Reading(Protocol):
-    """What writes to the host blocks of a load while it is under way: a job of a tier."""
+    """What writes to host blocks of a load while it is under way: a job of a tier.
+
+    Attributes:
+        block_ids: those that it writes.
+    """
+
+    block_ids: list[int]
 
     def cancel(self) -> None:
         """Nobody wants the rest. Takes no lock and waits for nothing."""
@@ -141,11 +149,11 @@ class Movement:
         self.bytes: int = len(plan.device_ids) * bytes_per_layer * plan.num_moved_layers
         self.stream = stream
         self.layerwise = layerwise
-        self.queued = False  # behind other loads: counted by the scheduler
+        self.queued = stream is scheduler.resources.streams["onload"]  # behind other loads: counted by the scheduler
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
         self.marks: list[Event | None] = [None] * plan.num_layers if layerwise else []
-        self.reading = reading  # its source blocks are still being written; None once nobody touches them
+        self.reading = reading  # what still writes some of its source blocks; None once nobody touches them
         self.unread = set(range(plan.num_layers)) if reading else set()  # layers that are not there yet
         held_back = layerwise or reading is not None
         self.ready: list[int] = [] if held_back else plan.groups  # marked, not submitted; ascending
@@ -165,6 +173,8 @@ class Movement:
         # The end
         self.state = State.PENDING
         self.failure: Failure | None = None
+        self.loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
+        self.lost = np.zeros(len(plan.device_ids), bool)  # which
         self.submission_failed = False  # already in the call that started it
         self.through = False  # nothing of it runs any more
         self.told = False  # somebody knows of the failure
@@ -196,6 +206,18 @@ class Movement:
         return self.failure is not None
 
     @property
+    def spoiled(self) -> bool:
+        """Whether it is known that some blocks do not arrive."""
+        return self.failure is not None or self.loss is not None
+
+    @property
+    def lost_positions(self) -> list[int]:
+        """Of the blocks that do not arrive, as far as it is known."""
+        if self.failure is None or self.failure is self.loss:
+            return np.flatnonzero(self.lost).tolist()
+        return list(range(len(self.lost)))
+
+    @property
     def dropped(self) -> bool:
         """Whether layers of it will never be submitted: what is behind it is behind what it was behind, for those."""
         # One whose host blocks are still being written keeps its place: those behind it write them too.
@@ -218,10 +240,11 @@ class Movement:
 
     def error(self) -> TransferError | CancelledError | None:
         """A new exception that says what went wrong, as far as it is known."""
-        if self.failure is None:
+        failure = self.failure or self.loss
+        if failure is None:
             return None
         self.told = True
-        return self.failure.exception(self.plan.target_ids.tolist())
+        return failure.exception(self.plan.target_ids[self.lost_positions].tolist())
 
     def raise_if_failed(self) -> None:
         error = self.error()
@@ -256,7 +279,7 @@ class Movement:
         self.scheduler.abandon(self)
 
     def is_ordered_before(self, stream: int | None, layer: int) -> bool:
-        if layer >= 0 and layer in self.unmarked:
+        if layer in self.unmarked:
             return True  # it reads the layer only after the mark that is still to come
         groups = set(self.plan.groups)
         if layer >= 0:

@@ -25,12 +25,9 @@ class Events:
     """Events that are given back together, when the last reference to them goes: whoever waits for one of them keeps
     them by a reference, and an exception that ends the wait lets go of it by itself."""
 
-    def __init__(
-        self, events: list[Event], ties: set[_Tie], given_back: deque[Any], notify: Callable[[], object]
-    ) -> None:
+    def __init__(self, events: list[Event], ties: set[_Tie], given_back: deque[Any]) -> None:
         self._events = events
         ties.add(_Tie(self, events, given_back))
-        self._notice = _Notice(notify)  # goes behind the tie
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
@@ -48,16 +45,6 @@ class _Tie(weakref.ref):  # type: ignore[type-arg]
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
-
-
-class _Notice:
-    """Tells, when it goes, that events were given back."""
-
-    def __init__(self, notify: Callable[[], object]) -> None:
-        self._notify = notify
-
-    def __del__(self) -> None:
-        self._notify()
 
 
 class DeviceResources:
@@ -99,19 +86,19 @@ class DeviceResources:
         """So many. Only under the lock, as all of this."""
         self._collect_events()
         taken: list[Event] = []
-        events = Events(taken, self._ties, self._given_back, self._notify)  # has those that could be made if one cannot
+        events = Events(taken, self._ties, self._given_back)  # has those that could be made if one cannot
         try:
             for _ in range(count):
                 taken.append(self.backend.create_event())
                 self._num_events += 1
         except BaseException:
-            Events(taken.copy(), self._ties, self._given_back, self._notify)  # gone at once
+            Events(taken.copy(), self._ties, self._given_back)  # gone at once
             taken.clear()  # the exception keeps this frame
             raise
         return events
 
     def guard_events(self, member: Grouped) -> None:
-        """Whoever waits for those in use hears of each, also where a signal handler raises in a :class:`_Notice`."""
+        """Whoever waits for those in use hears of each that is given back."""
         for events in [tie() for tie in list(self._ties)]:
             if events is not None and events is not self._own_events:
                 Guard(events, member, self._notify)
@@ -142,5 +129,5 @@ class DeviceResources:
 def release_abandoned() -> None:
     """Gives back what schedulers held that nobody closed."""
     while abandoned:
-        with contextlib.suppress(Exception, IndexError):  # a lost device; another thread was quicker
+        with contextlib.suppress(Exception):  # a lost device; another thread was quicker
             abandoned.popleft().release()

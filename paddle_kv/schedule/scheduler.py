@@ -12,12 +12,12 @@ from typing import Any, Literal
 from .. import backend as backends
 from ..backend.protocol import Backend
 from ..backend.work import ENGINES, Direction, Event, Stream, TransferPlan
-from ..checks import check_timeout
 from ..errors import ClosedError, ForkedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
+from ..timeouts import check_timeout
 from ..tracking.group import MemoryGroup, change, unite, wait_until
 from ..tracking.keeper import Deadline
 from ..tracking.memories import check_access
@@ -358,14 +358,17 @@ class LayerwiseScheduler:
         return not self._users and self.resources.num_events <= 1  # the own one
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Drops what the device has not been given, waits for the rest, and gives streams and events back. Again: does
-        nothing.
+        """Drops what the device has not been given, waits for the rest, and gives streams and events back, once.
 
         The pools stay: they are the user's to close.
 
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
         """
+        self.end(timeout_s)
+
+    def end(self, timeout_s: float | None, *, at_exit: bool = False) -> None:
+        """:meth:`close`; at exit what is submitted arrives, and nothing is taken from then on."""
         if self._process_id != os.getpid():
             return
         check_timeout(timeout_s)
@@ -373,7 +376,7 @@ class LayerwiseScheduler:
         try:
             if not self._closed:
                 deadline = Deadline(timeout_s)
-                change(self, functools.partial(self._begin_close, closer))
+                change(self, functools.partial(self._begin_close, closer, at_exit))
                 self.drain(timeout_s)
                 change(self, functools.partial(self.resources.guard_events, self.host_pool.domain))
                 if not wait_until(self, self._is_unused, deadline.left_s()):
@@ -383,16 +386,13 @@ class LayerwiseScheduler:
         finally:
             self._closers.discard(closer)
 
-    _released = False
+    _released = _ending = False
 
-    def _begin_close(self, closer: Use) -> None:
+    def _begin_close(self, closer: Use, at_exit: bool) -> None:
         self._closers.add(closer)
-        self.drop(also_submitted=True)
-
-    def drop(self, *, also_submitted: bool) -> None:
-        """In a section: cancels all transfers, or only those of which layers are not submitted."""
+        self._ending |= at_exit
         for movement in list(self._in_flight):
-            settling.progress(submission.cancel(movement, also_submitted=also_submitted))
+            settling.progress(submission.cancel(movement, also_submitted=not at_exit))
 
     def _finish_close(self) -> None:
         """By one hand-over: an exception of a signal handler between its two halves would leave it closed for ever."""
@@ -488,7 +488,7 @@ class LayerwiseScheduler:
     def _check_open(self) -> None:
         if self._process_id != os.getpid():
             raise ForkedError("the scheduler was made before a fork; make one in this process")
-        if self._closed or self._closers:
+        if self._closed or self._closers or self._ending:
             raise ClosedError("the scheduler is closed")
         if self.host_pool.closed:
             raise ClosedError("the host pool is closed")

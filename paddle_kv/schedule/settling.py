@@ -118,7 +118,7 @@ def _look_at_device(movement: Movement) -> list[Movement]:
     if not movement.failed and not all(source.over for source in movement.over_after):
         return found  # a failure of theirs would be one of this transfer
     if scheduler.observer is not None:
-        mismatch = scheduler.observer.over(movement, movement.failure)
+        mismatch = scheduler.observer.over(movement, movement.failure or movement.loss)
         if mismatch is not None:
             found += _progress(fail(movement, mismatch))
     if movement.failure is None:
@@ -143,6 +143,7 @@ def _end(movement: Movement) -> None:
     movement.unmarked = dict.fromkeys(movement.unmarked)
     movement.marks = [None] * len(movement.marks)
     movement.stream = None
+    movement.failure = movement.failure or movement.loss
     movement.enter(State.DONE if movement.failure is None else movement.failure.state)
     host = movement.group.host
     for callback in movement.callbacks:
@@ -164,8 +165,9 @@ def log_untold(movement: Movement) -> None:
 def _retire(movement: Movement) -> None:
     """Gives back its blocks: nothing is left to wait for."""
     movements.pop(movement.number, None)
-    movement.source.release(movement, written=movement.failure is None)  # it has written them if they were being read
-    movement.target.release(movement, written=movement.failure is None)
+    written, plan, lost = movement.failure is movement.loss, movement.plan, movement.lost
+    movement.source.release(movement, written=written, lost=plan.source_ids[lost])  # written if they were being read
+    movement.target.release(movement, written=written, lost=plan.target_ids[lost])
     movement.group.transfers.pop(movement.number, None)
     for before in movement.depends_on:
         before.dependents.pop(movement, None)

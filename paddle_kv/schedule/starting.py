@@ -8,7 +8,10 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from ..backend.work import Stream, TransferPlan
+from ..checks import Ids
 from ..tracking.group import Guard
 from . import settling, submission
 from .movement import Movement, Owner, Reading, movements
@@ -37,22 +40,28 @@ def start(
         (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
     )
     names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-    holders = [*source.domain.holders(plan.source_ids, writing=bool(reading)), *target.domain.holders(plan.target_ids)]
+    read_into = [] if reading is None else reading.block_ids
+    read_ids = _but_for(read_into, plan.source_ids)
+    holders = [
+        *source.domain.holders(read_into),
+        *source.domain.holders(read_ids, writing=False),
+        *target.domain.holders(plan.target_ids),
+    ]
     for holder in dict.fromkeys(holders):  # in an order that repeats
         holder.look()  # one that has failed must be known of
-    source.domain.check(plan.source_ids, names[0], writing=bool(reading))
+    source.domain.check(read_into, names[0], writing=True)
+    source.domain.check(read_ids, names[0], writing=False)
     target.domain.check(plan.target_ids, names[1], writing=True)
     if plan.left_out:  # the block is usable afterwards if it was before
         target.domain.check(plan.target_ids, names[1], writing=False)
-    if scheduler.observer is not None and not to_host and reading is None:
-        scheduler.observer.check(plan.host_ids)
+    if scheduler.observer is not None and not to_host:
+        scheduler.observer.check(read_ids)
     if urgent is None:
         moved_bytes = len(plan.device_ids) * scheduler.bytes_per_block // plan.num_layers * plan.num_moved_layers
         urgent = statistics.queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
     movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
-    movement.queued = stream is resources.streams["onload"]
     if plan.num_groups:
         events = movement.hold_events(plan.num_layers if layerwise else 1)
         if layerwise:
@@ -77,8 +86,9 @@ def start(
 
 
 def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
-    access = movement.source.read if movement.reading is None else movement.source.write
-    reads_from: set[Any] = access(movement.plan.source_ids, movement)
+    read_into = [] if movement.reading is None else movement.reading.block_ids
+    reads_from: set[Any] = movement.source.read(_but_for(read_into, movement.plan.source_ids), movement)
+    movement.source.write(read_into, movement)  # nobody uses them: see :mod:`.arriving`
     if movement.plan.left_out:
         reads_from = {*reads_from, *movement.target.holders(movement.plan.target_ids, writing=False)}
     others: set[Any] = movement.target.write(movement.plan.target_ids, movement)
@@ -89,6 +99,10 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
         before.dependents[movement] = None
     if movement.num_unsubmitted:
         submission.inherit(movement)
+
+
+def _but_for(read_into: list[int], ids: Ids) -> Ids:
+    return ids[~np.isin(ids, read_into)] if read_into else ids
 
 
 def hold(movement: Movement, compute: Stream) -> None:

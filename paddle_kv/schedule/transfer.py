@@ -15,8 +15,8 @@ from numbers import Integral
 from typing import Any
 
 from ..backend.work import Event, Stream, TransferPlan
-from ..checks import check_timeout
 from ..errors import CancelledError, TransferError
+from ..timeouts import check_timeout
 from ..tracking.group import change, change_soon, note
 from ..tracking.keeper import Deadline, Waiter, log
 from . import settling, submission
@@ -286,7 +286,7 @@ class Transfer:
     @property
     def failed(self) -> bool:
         """Whether something is known to have gone wrong; does not look at the device."""
-        return self._movement.failed
+        return self._movement.spoiled
 
     @property
     def elapsed_ms(self) -> float:
@@ -344,7 +344,7 @@ class Transfer:
         movement = self._movement
 
         def submitted() -> bool:
-            return movement.over or movement.failed or event_of() is not None
+            return movement.over or movement.spoiled or event_of() is not None
 
         if not self._wait_for(submitted, deadline):
             what = "a layer" if layer is None else f"layer {layer}"
@@ -412,7 +412,7 @@ def _stands_behind(movement: Movement, other: Movement) -> bool:
     found = {movement: None}
     left = [movement]
     for one in left:  # grows meanwhile
-        if one.num_unsubmitted and not one.failed:
+        if one.num_unsubmitted:
             left += [before for before in one.depends_on if before not in found]
             found.update(dict.fromkeys(one.depends_on))
     return other in found

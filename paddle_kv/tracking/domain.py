@@ -105,7 +105,7 @@ class BlockDomain:
             return
         found = ids[self._poisoned[ids]]
         # A transfer that writes the block anew gives it its content back, if it does not fail.
-        rewritten = [number for number in _numbers(self._writer[found]) if not self._transfers[number].failed]
+        rewritten = [number for number in _numbers(self._writer[found]) if not self._transfers[number].spoiled]
         bad = found[~np.isin(self._writer[found], rewritten)]
         if bad.size:
             raise TransferError(
@@ -165,8 +165,9 @@ class BlockDomain:
         self._poisoned[own] = True
         self._why_poisoned.update(dict.fromkeys(own.tolist(), why))
 
-    def release(self, transfer: Tracked, *, written: bool) -> None:
-        """The transfer is over and holds nothing any more. ``written``: it has rewritten its targets completely."""
+    def release(self, transfer: Tracked, *, written: bool, lost: Sequence[int] | Ids = ()) -> None:
+        """The transfer is over and holds nothing any more. ``written``: it has rewritten its targets, but for the
+        ``lost`` ones."""
         number = transfer.number
         reads = self._reads.pop(number, None)
         if reads is not None:
@@ -178,7 +179,7 @@ class BlockDomain:
             own = writes[self._writer[writes] == number]
             self._writer[own] = NOBODY
             if written:
-                self.mark_rewritten(own)
+                self.mark_rewritten(own[~np.isin(own, _array(lost))] if len(lost) else own)
         self._transfers.pop(number, None)
 
     def mark_rewritten(self, block_ids: Sequence[int] | Ids) -> None:
@@ -202,14 +203,14 @@ class BlockDomain:
             return False
         self._leases[ids] += 1
         self._write_leases[ids] += write
-        self._num_leases += 1
+        self._num_leases += ids.size
         return True
 
     def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
         ids = _array(block_ids)
         self._leases[ids] -= 1
         self._write_leases[ids] -= write
-        self._num_leases -= 1
+        self._num_leases -= ids.size
 
     # ---- helpers ----
     def _hold(self, transfer: Tracked) -> int:

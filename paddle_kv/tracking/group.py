@@ -35,7 +35,7 @@ class Tracked(Protocol):
     number: int
 
     @property
-    def failed(self) -> bool:
+    def spoiled(self) -> bool:
         """Whether it is known that its targets are not written completely."""
 
     def look(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv import LayerwiseScheduler, TransferError
+from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from tests.schedule.rig import WAIT_S
+from tests.schedule.rig import WAIT_S, Rig, make_spec
 
 
 class Silent(CpuBackend):
@@ -33,10 +33,10 @@ def scheduler(rig, backend):
         yield made
 
 
-def a_ladder(scheduler):
+def a_ladder(scheduler, num_steps=4):
     """Two transfers a step; each reads what both of the step before move."""
     found = []
-    for step in range(4):
+    for step in range(num_steps):
         start = scheduler.onload if step % 2 else scheduler.offload
         source, target = step // 2 * 4, (step + 1) // 2 * 4
         found.append(start([source, source + 2], [target, target + 1]))
@@ -54,6 +54,17 @@ def test_those_that_are_read_from_are_asked_with_it_each_once(copies, backend, s
     assert ladder[-1].done()
     assert all(transfer._movement.over for transfer in ladder)
     assert [backend.asked.count(event) for event in events] == [1] * 8
+
+
+def test_a_high_ladder_is_not_gone_down_on_each_of_its_ways(copies, backend):
+    """Of which there are as many as two to the power of its steps."""
+    rig = Rig(make_spec(num_layers=1), device_blocks=64, host_blocks=64)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        copies.hold("offload", 0)
+        ladder = a_ladder(scheduler, num_steps=30)
+        copies.go_on()
+        assert all(transfer._movement.last_event.wait(WAIT_S) for transfer in ladder)
+        assert ladder[-1].done()
 
 
 def test_behind_copies_that_run_nobody_is_asked(copies, backend, scheduler):
@@ -139,3 +150,35 @@ def test_what_is_over_keeps_no_event_and_no_stream(rig, scheduler):
     assert held == ((), [], [], None, [])
     assert set(movement.marks) == {None}
     assert movement.unmarked == dict.fromkeys([0, 2, 3, 4])
+
+
+@pytest.mark.parametrize("ask", [lambda scheduler: scheduler.stats(), lambda scheduler: scheduler.drain(WAIT_S)])
+def test_whoever_asks_for_all_transfers_looks_at_them(scheduler, ask):
+    save = scheduler.offload([3], [2])
+    assert save._movement.last_event.wait(WAIT_S)
+    ask(scheduler)
+    assert save._movement.over
+    assert scheduler.in_flight() == []
+
+
+def test_those_in_flight_are_the_handles_that_were_given_out(copies, scheduler):
+    copies.hold("offload", 0)
+    save = scheduler.offload([3], [2])
+    scheduler.offload([4], [5])
+    [first, second] = scheduler.in_flight()
+    assert first is save
+    copies.go_on()
+    assert second._movement.last_event.wait(WAIT_S)
+    assert second.done()
+
+
+def test_a_time_out_that_makes_no_sense_drops_nothing(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        with pytest.raises(TypeError, match="timeout_s"):
+            scheduler.close("soon")
+        for layer in range(5):
+            save.mark_layer_written(layer)
+        save.wait(WAIT_S)
+    with pytest.raises(ClosedError):
+        scheduler.fileno()

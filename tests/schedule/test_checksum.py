@@ -84,6 +84,21 @@ def test_the_report_has_the_last_transfers(rig):
     assert text[-1].endswith(": in flight")
 
 
+def test_of_the_reports_of_a_process_the_latest_are_kept(rig, tmp_path):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1], [4]).wait(WAIT_S)
+        flip(rig.pool, 4)
+        written = []
+        for _ in range(checksum.KEPT_FILES + 3):
+            with pytest.raises(TransferError) as caught:
+                scheduler.onload([4], [2])
+            if len(written) == 1:
+                (tmp_path / written[0]).unlink()  # by somebody else
+            written += re.findall(r"paddle_kv-transfers-\d+-\d+\.json", str(caught.value))[:1]  # then older errors
+    assert {path.name for path in tmp_path.iterdir()} == set(written[3:])
+    assert len(set(written)) == len(written)
+
+
 def test_a_report_that_cannot_be_written(rig, monkeypatch):
     monkeypatch.setattr(checksum.tempfile, "gettempdir", lambda: "/proc/nowhere")
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
@@ -103,14 +118,19 @@ def test_a_load_of_what_is_being_saved_is_compared_at_its_end(rig, copies):
         copies.go_on("offload")
         save.wait(WAIT_S)
         flip(rig.pool, 9, layer=1)
+        flip(rig.pool, 4, layer=4)
         copies.go_on()
-        with pytest.raises(TransferError, match=r"1 blocks .* do not hold what was saved to them: \[9\]") as caught:
+        with pytest.raises(TransferError, match=r"2 blocks .* do not hold what was saved to them: \[4, 9\]") as caught:
             load.wait(WAIT_S)
         assert caught.value.block_ids == [6, 7]  # not to be used
-        assert caught.value.damaged_host_blocks == [9]
+        assert caught.value.damaged_host_blocks == [4, 9]
         with pytest.raises(TransferError, match=r"block 6 of the device cache holds no usable data"):
             scheduler.offload([6], [1])
-        assert dump_of(caught.value)["wrong_host_blocks"] == [9]
+        assert dump_of(caught.value)["wrong_host_blocks"] == [4, 9]
+        flip(rig.pool, 9)
+        with pytest.raises(TransferError):
+            scheduler.onload([9], [8])
+        assert "do not hold what was saved" in checksum._recent[-1]["error"]
 
 
 def test_a_load_of_what_is_being_saved(rig, copies):
@@ -242,3 +262,10 @@ def test_switched_off_it_is_not_there(rig, monkeypatch):
         scheduler.offload([1], [4]).wait(WAIT_S)
         flip(rig.pool, 4)
         scheduler.onload([4], [6]).wait(WAIT_S)
+
+
+def test_a_save_does_not_ask_for_host_blocks_that_have_the_numbers_of_its_device_blocks(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1], [4]).wait(WAIT_S)
+        flip(rig.pool, 4)
+        scheduler.offload([4], [9]).wait(WAIT_S)

@@ -1,8 +1,12 @@
-"""Two threads close one scheduler."""
+"""A scheduler that is closed while others are at it, and what it tells of its time."""
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+
+import pytest
 
 from paddle_kv import LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
@@ -29,3 +33,57 @@ def test_a_second_closer_returns_when_the_first_one_has_closed(rig):
     assert returned.wait(WAIT_S)
     for thread in (first, second):
         thread.join(WAIT_S)
+
+
+def test_close_waits_for_a_thread_that_asks_for_an_event(rig):
+    at_it, go_on = threading.Event(), threading.Event()
+
+    class Slow(CpuBackend):
+        def user_event(self, stream):
+            at_it.set()
+            assert go_on.wait(WAIT_S)
+            return super().user_event(stream)
+
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=Slow())
+    asking = threading.Thread(target=scheduler.record_event, args=("offload",))
+    asking.start()
+    assert at_it.wait(WAIT_S)
+    with pytest.raises(TimeoutError, match=r"other threads were still about to wait after timeout_s = 0.05") as caught:
+        scheduler.close(SHORT_S)
+    scheduler.offload([1], [2]).wait(WAIT_S)
+    del caught
+    closing = threading.Thread(target=scheduler.close)
+    closing.start()
+    closing.join(SHORT_S)
+    assert closing.is_alive()
+    go_on.set()
+    for thread in (asking, closing):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
+def test_what_was_dropped_without_close_is_given_back_by_the_next_close(rig):
+    ended = []
+
+    class Counting(CpuBackend):
+        def destroy_stream(self, stream):
+            ended.append(stream)
+            super().destroy_stream(stream)
+
+    other = LayerwiseScheduler(rig.cache, rig.pool)
+    dropped = LayerwiseScheduler(rig.cache, rig.pool, backend=Counting())
+    del dropped
+    gc.collect()
+    assert ended == []
+    other.close()
+    assert len(ended) == 2
+
+
+def test_the_time_of_a_scheduler_is_that_since_it_was_made(rig):
+    before_s = time.perf_counter()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        made_s = time.perf_counter()
+        time.sleep(0.02)
+        asked_s = time.perf_counter()
+        told_ms = scheduler.now_ms()
+        assert (asked_s - made_s) * 1e3 <= told_ms <= (time.perf_counter() - before_s) * 1e3

@@ -9,12 +9,35 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paddle_kv import BackendError, CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv import BackendError, CancelledError, CudaError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.schedule.movement import Movement
+from paddle_kv.schedule.movement import Failure, Movement, State
 from paddle_kv.schedule.transfer import Transfer
 from tests.schedule import rig as rig_module
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
+
+
+def test_what_the_device_reported_is_the_cause_with_its_name_number_and_text():
+    reported = CudaError("cudaErrorLaunchFailure", 719, "onload: cudaErrorLaunchFailure")
+    told = Failure.of("onload failed", 2, reported).exception([5]).__cause__
+    assert isinstance(told, CudaError) and told is not reported
+    assert (told.name, told.code, str(told)) == ("cudaErrorLaunchFailure", 719, "onload: cudaErrorLaunchFailure")
+    other = Failure.of("onload failed", 2, RuntimeError("broken")).exception([5]).__cause__
+    assert type(other) is BackendError and str(other) == "RuntimeError: broken"
+
+
+def test_damaged_host_blocks_are_told_by_a_failure():
+    told = Failure(State.FAILED, "wrong", damaged=(3, 5)).exception([1])
+    assert (told.block_ids, told.damaged_host_blocks) == ([1], [3, 5])
+
+
+def test_a_transfer_that_is_over_stays_over(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [2])
+        save.wait(WAIT_S)
+        for state in State:
+            with pytest.raises(AssertionError, match=f"a transfer cannot be {state.value} behind done"):
+                save._movement.enter(state)
 
 
 class Broken(RuntimeError):

@@ -16,7 +16,7 @@ NUMBERS = itertools.count(1)
 class Moves:
     """A transfer as the tracker sees it."""
 
-    failed = False
+    spoiled = False
 
     def __init__(self) -> None:
         self.number = next(NUMBERS)
@@ -103,7 +103,7 @@ def test_a_failed_writer_that_still_runs_is_poison_already(domain):
     failed = Moves()
     domain.write([1], failed)
     domain.poison([1], failed, "broken")
-    failed.failed = True
+    failed.spoiled = True
     with pytest.raises(TransferError, match=r"block 1 of the pool holds no usable data"):
         domain.check([1], "pool", writing=False)
 

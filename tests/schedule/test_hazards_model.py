@@ -27,7 +27,7 @@ class Move:
 
     ids: list[int]
     writes: bool
-    failed: bool = False
+    spoiled: bool = False
     number: int = field(default_factory=itertools.count(1).__next__)
 
 
@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
                 return LeasedError, f"block {block_id} of the pool is leased"
         for block_id in ids:
             block = self.blocks[block_id]
-            if not writes and block_id in self.poison and (block.writer is None or block.writer.failed):
+            if not writes and block_id in self.poison and (block.writer is None or block.writer.spoiled):
                 return TransferError, f"block {block_id} of the pool holds no usable data"
         return None
 
@@ -99,13 +99,13 @@ class Machine(RuleBasedStateMachine):
     def fail(self, move: Move) -> None:
         if not move.writes:
             return
-        move.failed = True
+        move.spoiled = True
         self.domain.poison(move.ids, move, "broken")
         self.poison.update(i for i in move.ids if self.blocks[i].writer is move)
 
     @rule(move=consumes(moves))
     def release(self, move: Move) -> None:
-        written = move.writes and not move.failed
+        written = move.writes and not move.spoiled
         self.domain.release(move, written=written)
         for block_id, block in self.blocks.items():
             block.readers.discard(move)

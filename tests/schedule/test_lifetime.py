@@ -405,8 +405,9 @@ PROGRAM = """
 import sys, threading, time, zlib, warnings
 warnings.simplefilter("ignore")
 import numpy as np
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, PaddleKVError
 from paddle_kv.backend import binding
+from paddle_kv.schedule import at_exit
 
 spec = KVCacheSpec(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="uint8", latent=True)
 file = np.memmap(sys.argv[1], np.uint8, "r+", shape=(4, 6, spec.block_bytes))
@@ -434,6 +435,15 @@ ENDS = {
         "save = scheduler.offload([1], [3], layerwise=True)\nscheduler.offload([2, 0], [5, 1])\n"
         "def wait():\n    try:\n        save.wait()\n    except RuntimeError:\n        pass\n"
         "threading.Thread(target=wait, daemon=True).start(); time.sleep(0.1)"
+    ),
+    "a thread that goes on submitting": (
+        "scheduler.offload([2, 0], [5, 1])\n"
+        "def submit():\n    loads = []\n    try:\n        while True:\n"
+        "            loads.append(scheduler.onload([4], [1]))\n"
+        "            len(loads) < 3 or loads.pop(0).wait()\n"  # never idle, and never many: the end waits for them
+        "    except PaddleKVError:\n        pass\n"
+        "threading.Thread(target=submit, daemon=True).start(); time.sleep(0.1)\n"
+        "at_exit.release_abandoned = submit"  # the last thing done at exit: it must be refused by then
     ),
 }
 

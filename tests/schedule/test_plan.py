@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_kv.backend.work import TransferPlan
-from paddle_kv.checks import check_timeout
 from paddle_kv.schedule.plan import make_plan
+from paddle_kv.timeouts import check_timeout
 
 
 def plan(device_ids, host_ids, direction="offload", layers=7, per_event=3):

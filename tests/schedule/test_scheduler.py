@@ -42,7 +42,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("pool_layout", ["layer_first", "block_first"])
+@pytest.mark.parametrize("pool_layout", ["layer_first", "block_first", "page_first_direct"])
 @pytest.mark.parametrize("changes", LAYOUTS, ids=str)
 def test_every_byte_arrives_and_no_other_changes(changes, pool_layout):
     rig = Rig(make_spec(**changes), layout=pool_layout)

@@ -191,3 +191,23 @@ def test_wrong_layers(
     with pytest.raises(error, match=text):
         scheduler.onload(blocks, blocks, layers=layers)
     rig.check()
+
+
+def test_what_comes_behind_it_is_behind_what_the_left_out_layers_were_behind(
+    rig: Rig, scheduler: LayerwiseScheduler
+) -> None:
+    """Also when it is over long before."""
+    save = scheduler.offload([0], [5], layerwise=True)
+    load = scheduler.onload([3], [0], layers=[1])
+    save.mark_layer_written(1)
+    load.wait(WAIT_S)
+    whole = scheduler.onload([4], [0])
+    with pytest.raises(TimeoutError):
+        whole.wait_layer(0, timeout_s=SHORT_S)
+    rig.expect_offload([0], [5])
+    for layer in (0, 2, 3, 4):
+        save.mark_layer_written(layer)
+    whole.wait(WAIT_S)
+    save.wait(WAIT_S)
+    rig.expect_onload([4], [0])
+    rig.check()

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from paddle_kv import BackendError, CancelledError, LayerwiseScheduler, TransferError
-from paddle_kv.schedule import resources
+from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule.uses import Use
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import SHORT_S, WAIT_S
 from tests.schedule.test_cancelled_before import Refusing, Watched
@@ -89,11 +90,15 @@ def test_of_five_layers_that_lack_a_mark_three_are_named(rig):
         save.cancel()
 
 
-def test_close_hears_of_events_although_a_handler_raises_where_they_end(rig, monkeypatch):
-    """As at the first instruction of the finalizer that tells of them."""
-    monkeypatch.delattr(resources._Notice, "__del__")
+@pytest.mark.parametrize("kind", ["events", "call"])
+def test_close_waits_for_what_is_in_use_and_hears_of_its_end(rig, kind):
+    """Also where it ends by an exception, which lets go of it and tells nobody."""
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
-    held = change(scheduler, functools.partial(scheduler.resources.take_events, 2))
+    if kind == "events":
+        held = change(scheduler, functools.partial(scheduler.resources.take_events, 2))
+    else:
+        held = Use(scheduler.group)
+        change(scheduler, functools.partial(scheduler._users.add, held))
     closing = threading.Thread(target=scheduler.close, daemon=True)
     closing.start()
     closing.join(SHORT_S)
@@ -121,3 +126,27 @@ def test_behind_three_that_were_dropped_from_the_last_to_the_first(rig, copies):
     rig.expect_offload([5], [5])
     rig.expect_onload([9], [0])
     rig.check()
+
+
+class Counting(CpuBackend):
+    """How many events there are."""
+
+    num_events = 0
+
+    def create_event(self):
+        self.num_events += 1
+        return super().create_event()
+
+    def destroy_event(self, event):
+        self.num_events -= 1
+        super().destroy_event(event)
+
+
+def test_a_scheduler_that_is_never_asked_keeps_no_events_of_what_is_over(rig):
+    backend = Counting()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        for _ in range(10):
+            scheduler.offload([1], [2]).wait(WAIT_S)
+        assert backend.num_events < 30
+        assert len(scheduler.resources._ties) < 10
+    assert backend.num_events == 0 and not scheduler.resources._ties

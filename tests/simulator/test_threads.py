@@ -281,7 +281,7 @@ def without_references(patch: pytest.MonkeyPatch) -> None:
     def ends(movement: Any) -> None:
         for events in movement.held:
             resources = movement.scheduler.resources
-            Events(events._events.copy(), resources._ties, resources._given_back, lambda: None)
+            Events(events._events.copy(), resources._ties, resources._given_back)
             events._events.clear()
         end(movement)
 

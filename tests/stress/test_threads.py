@@ -19,4 +19,5 @@ def shown_if_it_hangs() -> Iterator[None]:
 def test_eight_threads(seed: int) -> None:
     counts = Stress(8, 500, seed).run()
     assert all(counts[call.__name__.strip("_")] for call in CALLS)
-    assert min(counts["compared"], counts["refused"]) > 100
+    # Some 200 of each on two cores; how many calls meet a block that another thread holds is a matter of luck.
+    assert min(counts["compared"], counts["refused"]) > 30

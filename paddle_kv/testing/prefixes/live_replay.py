@@ -11,11 +11,13 @@ too long.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...devices import has_gpu
 from ...integrations.layers import ForwardPass
@@ -27,6 +29,10 @@ from ...schedule.transfer import Transfer
 from .replay import WAYS, Costs, Prefill, Progress, Run
 from .trace import Request
 
+if TYPE_CHECKING:
+    from ...tiers import Tier
+
+TIER_HEADER_BYTES = 4096
 ELEMENT_BYTES = 2
 TENSORS = 2  # key and value
 TIMEOUT_S = 60.0
@@ -58,11 +64,15 @@ def live_replay(
     costs: Costs,
     time_scale: float,
     progress: Progress = lambda done: None,
+    *,
+    tier_blocks: int = 0,
+    tier_folder: Path | None = None,
 ) -> Run:
     """One run with real transfers; its times are measured, in the time of :func:`shrunk` requests.
 
     ``costs.link_bytes_per_s`` is not used: the link is the one of this machine. ``progress`` is told the number of
-    requests done, of ``len(WAYS) * len(requests)``.
+    requests done, of ``len(WAYS) * len(requests)``. ``tier_folder``: where a tier of ``tier_blocks`` has its files, in
+    a folder of its own that is deleted at the end.
 
     Raises:
         ValueError: an unknown policy, a capacity below 1, ``time_scale`` not above 0, or see :func:`spec_of`.
@@ -74,7 +84,10 @@ def live_replay(
         raise ValueError(f"capacity_blocks = {capacity_blocks} must be at least 1")
     run = Run(policy, capacity_blocks, sum(len(request.block_ids) for request in requests), [], 0, 0)
     for number, way in enumerate(WAYS):
-        with _Server(requests, policy, capacity_blocks, costs, time_scale) as server:
+        with (
+            tempfile.TemporaryDirectory(dir=tier_folder) as folder,
+            _Server(requests, policy, capacity_blocks, costs, time_scale, tier_blocks, folder) as server,
+        ):
             services = []
             for position, request in enumerate(requests):
                 services.append(server.prefill(request, way))
@@ -82,7 +95,7 @@ def live_replay(
             run.prefills[way] = _queued(shrunk(requests, time_scale), services)
             if way == "layerwise":
                 figures = server.manager.stats()
-                run.hits = server.hits
+                run.hits, run.tier_hits, run.tier_blocks = server.hits, server.tier_hits, tier_blocks
                 run.saved_blocks, run.evicted_blocks = int(figures["saved_blocks"]), int(figures["evicted_blocks"])
     return run
 
@@ -107,7 +120,14 @@ class _Server:
     """The smallest server: no tokens, only blocks."""
 
     def __init__(
-        self, requests: Sequence[Request], policy: str, capacity_blocks: int, costs: Costs, time_scale: float
+        self,
+        requests: Sequence[Request],
+        policy: str,
+        capacity_blocks: int,
+        costs: Costs,
+        time_scale: float,
+        tier_blocks: int,
+        folder: str,
     ) -> None:
         spec = spec_of(costs)
         longest = max(1, max(len(request.block_ids) for request in requests))
@@ -115,12 +135,15 @@ class _Server:
         self._time_scale = time_scale
         self._num_layers = spec.num_layers
         self.hits: list[int] = []
+        self.tier_hits: list[int] = []
         with ExitStack() as made:  # what is made is closed, also if a later part cannot be made
-            pool = made.enter_context(closing(HostPool(spec, capacity_blocks)))
+            layout: Any = "block_first" if tier_blocks else "layer_first"
+            pool = made.enter_context(closing(HostPool(spec, capacity_blocks, layout=layout)))
+            tier = _tier(made, pool, tier_blocks, folder) if tier_blocks else None
             self._stream = _gpu_stream() if has_gpu() else None
             cache = DeviceCache(spec, longest, "gpu:0" if has_gpu() else "cpu")
             scheduler = made.enter_context(closing(LayerwiseScheduler(cache, pool, compute_stream=self._stream)))
-            self.manager = made.enter_context(closing(KVOffloadManager(scheduler, policy=policy)))
+            self.manager = made.enter_context(closing(KVOffloadManager(scheduler, policy=policy, tier=tier)))
             self._made = made.pop_all()
 
     def __enter__(self) -> _Server:
@@ -140,14 +163,16 @@ class _Server:
             return Prefill(0.0, 0.0, taken_s, taken_s)
         layerwise = way == "layerwise"
         with self.manager.lookup(keys) as lease:
-            found = lease.num_blocks
-            if layerwise:
+            found, below = lease.num_blocks, lease.num_below
+            if layerwise and not below:
                 # A server saves behind the load, and says that it is computed from it. Here the load must not gain
                 # from the time that is not counted.
                 looked_up_s = _since(started)
                 save = self.manager.save(keys[found:], table[found:], layerwise=True)
                 started = time.perf_counter() - looked_up_s
             load = self.manager.onload(lease.hashes, table[:found])
+            if layerwise and below:  # what comes from the tier takes its room first; then the save counts
+                save = self.manager.save(keys[found:], table[found:], layerwise=True)
         if layerwise:
             with ForwardPass([load], [save], timeout_s=TIMEOUT_S) as running:
                 waited_s = self._compute(request, found, running.layer)
@@ -160,6 +185,8 @@ class _Server:
             save = self.manager.save(keys[found:], table[found:], computed_from=[load])
         self._finish(load, save)
         self.hits.append(found)
+        if self.manager.tier is not None:
+            self.tier_hits.append(below)
         return Prefill(0.0, load.elapsed_ms / 1e3, taken_s - waited_s, taken_s)
 
     def _compute(self, request: Request, found: int, around: Callable[[int], AbstractContextManager[None]]) -> float:
@@ -176,10 +203,20 @@ class _Server:
                 time.sleep(layer_s)
         return waited_s
 
-    @staticmethod
-    def _finish(*transfers: Transfer) -> None:
+    def _finish(self, *transfers: Transfer) -> None:
         for transfer in transfers:
             transfer.wait(TIMEOUT_S)
+        self.manager.flush(TIMEOUT_S)
+
+
+def _tier(made: ExitStack, pool: HostPool, num_blocks: int, folder: str) -> Tier:
+    from ...tiers import FilesEngine, Tier
+    from ...tiers.space import slot_bytes_of
+
+    spec = pool.spec
+    room = num_blocks * slot_bytes_of(TIER_HEADER_BYTES + spec.num_layers * spec.block_bytes)
+    engine = made.enter_context(FilesEngine({folder: room}))
+    return made.enter_context(Tier(engine, pool, model=b"replay"))
 
 
 def _not_waiting(layer: int) -> AbstractContextManager[None]:

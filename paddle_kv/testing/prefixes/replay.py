@@ -9,11 +9,14 @@ whole       the hits are loaded, then the other tokens are computed
 layerwise   a layer is computed as soon as it is loaded, while the next ones are on their way
 
 The waiting time of a request is from its arrival to the end of its prefill.
+
+With a tier below, what is saved is stored there too, the block used longest ago makes room, and a hit lies in either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...offload.index import BlockIndex
@@ -36,6 +39,7 @@ class Costs:
         link_bytes_per_s: host to device, of one rank.
         prefill_tokens_per_s: of all ranks together; the same for each token, wherever it stands in the prompt.
         tokens_per_block: what an id of the trace stands for.
+        tier_bytes_per_s: out of a tier below host memory.
     """
 
     block_bytes: int
@@ -43,6 +47,7 @@ class Costs:
     link_bytes_per_s: float
     prefill_tokens_per_s: float
     tokens_per_block: int = TOKENS_PER_BLOCK
+    tier_bytes_per_s: float = 5e9
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -66,6 +71,7 @@ class Run:
 
     Attributes:
         hits: blocks found, for each request.
+        tier_hits: those of them that came from the tier; empty without one.
         prefills: way -> one for each request.
     """
 
@@ -76,6 +82,8 @@ class Run:
     saved_blocks: int
     evicted_blocks: int
     prefills: dict[str, list[Prefill]] = field(default_factory=dict)
+    tier_hits: list[int] = field(default_factory=list)
+    tier_blocks: int = 0
 
     @property
     def hit_blocks(self) -> int:
@@ -101,9 +109,16 @@ class Run:
 
 
 def replay(
-    requests: Sequence[Request], policy: str, capacity_blocks: int, costs: Costs, progress: Progress = lambda done: None
+    requests: Sequence[Request],
+    policy: str,
+    capacity_blocks: int,
+    costs: Costs,
+    progress: Progress = lambda done: None,
+    *,
+    tier_blocks: int = 0,
 ) -> Run:
-    """One run; ``policy`` is one of the manager's or "optimum". ``progress`` is told the number of requests done.
+    """One run; ``policy`` is one of the manager's or "optimum", which with a tier has the capacity of both.
+    ``progress`` is told the number of requests done.
 
     Raises:
         ValueError: an unknown policy, or a capacity below 1.
@@ -112,38 +127,89 @@ def replay(
         raise ValueError(f"capacity_blocks = {capacity_blocks} must be at least 1")
     num_blocks = sum(len(request.block_ids) for request in requests)
     if policy == OPTIMUM:
-        run = Run(policy, capacity_blocks, num_blocks, *optimal_hits(requests, capacity_blocks, progress))
+        best = optimal_hits(requests, capacity_blocks + tier_blocks, progress)
+        run = Run(policy, capacity_blocks, num_blocks, *best)
     else:
-        run = _run_policy(requests, policy, capacity_blocks, num_blocks, progress)
+        run = _run_policy(requests, policy, capacity_blocks, num_blocks, tier_blocks, progress)
+    run.tier_blocks = tier_blocks
     for way in WAYS:
-        run.prefills[way] = _prefills(requests, run.hits, costs, way)
+        run.prefills[way] = _prefills(requests, run, costs, way)
     return run
 
 
 def _run_policy(
-    requests: Sequence[Request], policy: str, capacity_blocks: int, num_blocks: int, progress: Progress
+    requests: Sequence[Request],
+    policy: str,
+    capacity_blocks: int,
+    num_blocks: int,
+    tier_blocks: int,
+    progress: Progress,
 ) -> Run:
     index: BlockIndex[int] = BlockIndex(make_policy(policy, capacity_blocks), capacity_blocks)
     distinct = len({block for request in requests for block in request.block_ids})
     longest = max((len(request.block_ids) for request in requests), default=0)
     free_slots = list(range(min(capacity_blocks, distinct + longest)))  # more are never taken
     hits, saved = [], 0
+    tier, tier_hits = _Tier(tier_blocks), []
     for number, request in enumerate(requests):
-        found = index.lookup(request.block_ids)
-        saved += len(index.admit(request.block_ids[found:], free_slots))
+        if tier_blocks:
+            found, from_tier = _from_both(index, tier, request.block_ids, free_slots)
+            tier_hits.append(from_tier)
+        else:
+            found = index.lookup(request.block_ids)
+        admitted = index.admit(request.block_ids[found:], free_slots)
+        tier.store(admitted)
+        saved += len(admitted)
         hits.append(found)
         progress(number + 1)
-    return Run(policy, capacity_blocks, num_blocks, hits, saved, index.evicted_blocks)
+    return Run(policy, capacity_blocks, num_blocks, hits, saved, index.evicted_blocks, tier_hits=tier_hits)
 
 
-def _prefills(requests: Sequence[Request], hits: Sequence[int], costs: Costs, way: str) -> list[Prefill]:
+class _Tier:
+    """So many blocks; the one used longest ago makes room."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self.blocks: OrderedDict[int, None] = OrderedDict()
+
+    def store(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if key not in self.blocks:
+                self.blocks[key] = None
+                if len(self.blocks) > self._num_blocks:
+                    self.blocks.popitem(last=False)
+
+
+def _from_both(index: BlockIndex[int], tier: _Tier, keys: Sequence[int], free_slots: list[int]) -> tuple[int, int]:
+    """As the manager with a tier: the prefix that is found, and how much of it came from there."""
+    found, wanted = 0, list[int]()
+    room = index.capacity_blocks - sum(key in index.slots for key in set(keys))
+    for key in keys:
+        if key not in index.slots and key not in wanted:
+            if key not in tier.blocks or len(wanted) == room:
+                break
+            wanted.append(key)
+        found += 1
+    index.lookup([key for key in keys[:found] if key in index.slots])
+    index.pin(keys[:found])
+    index.admit(wanted, free_slots)
+    index.unpin(keys[:found])
+    for key in wanted:
+        tier.blocks.move_to_end(key)
+    return found, len(wanted)
+
+
+def _prefills(requests: Sequence[Request], run: Run, costs: Costs, way: str) -> list[Prefill]:
+    slower = min(costs.link_bytes_per_s, costs.tier_bytes_per_s)
     done: list[Prefill] = []
     idle_from_s = 0.0
-    for request, found in zip(requests, hits, strict=True):
+    below = run.tier_hits or [0] * len(run.hits)
+    for request, found, from_tier in zip(requests, run.hits, below, strict=True):
         loaded = 0 if way == "recompute" else found
+        read = 0 if way == "recompute" else from_tier
         # The last token is always computed: its result is the first token of the answer.
         tokens = max(1, request.input_tokens - loaded * costs.tokens_per_block)
-        load_s = loaded * costs.block_bytes / costs.link_bytes_per_s
+        load_s = costs.block_bytes * ((loaded - read) / costs.link_bytes_per_s + read / slower)
         compute_s = tokens / costs.prefill_tokens_per_s
         start_s = max(request.arrival_s, idle_from_s)
         if way == "layerwise":

@@ -147,9 +147,9 @@ class Clients:
             assert len(set(slots)) == len(slots) and set(slots) == books.slots.taken <= self.pool._allocated, (
                 f"the manager has {slots}, has taken {books.slots.taken} of {self.pool._allocated}"
             )
-            assert books.index.arriving <= set(books.index.slots), "something arrives that is not there"
+            assert books.index.arriving.keys() <= set(books.index.slots), "something arrives that is not there"
             brought = {key for one in books.moves.moving for job in one.jobs for key in job.keys}
-            assert books.index.arriving <= brought, "nothing brings what is arriving"
+            assert books.index.arriving.keys() <= brought, "nothing brings what is arriving"
 
         change(books, compare)
 
