@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from numbers import Real
-from threading import TIMEOUT_MAX
 from typing import TypeAlias
 
 import numpy as np
@@ -31,13 +29,3 @@ def check_distinct(name: str, ids: Sequence[int] | Ids) -> None:
     if np.count_nonzero(seen) != found.size:
         [(block_id, _)] = Counter(found.tolist()).most_common(1)
         raise ValueError(f"{name} names block {block_id} more than once; each may occur only once")
-
-
-def check_timeout(timeout_s: float | None) -> None:
-    """TypeError or ValueError unless it is a number of seconds or None; a negative one is over at once."""
-    if timeout_s is None:
-        return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
-        raise TypeError(f"timeout_s is {timeout_s!r}; a number of seconds or None is expected")
-    if not timeout_s <= TIMEOUT_MAX:
-        raise ValueError(f"timeout_s = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")

@@ -24,7 +24,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 Layout = Literal["HND", "NHD", "packed"]
-CacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8", "paddle_uint8"]
+CacheDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2", "int8", "paddle_uint8", "fp8_ds_mla"]
+ScaleLayout = Literal["HND", "NHD"]
 
 # Bytes of one element, and the NumPy type as which paddle.Tensor.numpy() shows it.
 _DTYPES = {

@@ -74,6 +74,10 @@ METRICS = (
            "manager", _one("damaged_blocks")),
     Metric("paddle_kv_unfinished_moves_total", "counter", "transfers", "Loads and saves of the manager that did not "
            "move everything", "manager", {"load": "failed_loads", "save": "failed_saves"}, "kind"),
+    Metric("paddle_kv_below_blocks_total", "counter", "blocks", "Blocks of the tier below: found, lost, not stored, "
+           "brought up ahead of time", "manager",
+           {"hit": "tier_hit_blocks", "lost": "tier_lost_blocks", "dropped": "tier_dropped_blocks",
+            "prefetched": "prefetched_blocks"}, "what"),
     Metric("paddle_kv_cached_blocks", "gauge", "blocks", "Blocks in the index: present, arriving; and those held",
            "manager", {"present": "blocks", "saving": "saving_blocks", "pinned": "pinned_blocks"}, "state"),
     Metric("paddle_kv_cached_bytes", "gauge", "bytes", "Host memory of the blocks in the index", "manager",
@@ -89,7 +93,8 @@ class Collector:
 
     Args:
         scheduler: None leaves its metrics out, and those of its pool.
-        manager: None leaves its metrics out.
+        manager: None leaves its metrics out. If it has a tier, those of :class:`~paddle_kv.tiers.metrics.TierCollector`
+            come with it, with the name of the engine as ``tier``.
         labels: name -> value, for all of them, such as the rank.
 
     The metrics are those of :data:`METRICS`. One collector per registry: a process serves one rank. A manager or
@@ -129,7 +134,7 @@ class Collector:
                 raise ValueError(
                     f"labels names {name!r}; letters, digits and _ are expected, no digit and no __ at the beginning"
                 )
-        own = {metric.label for metric in METRICS} - {""}
+        own = {metric.label for metric in METRICS} - {""} | {"tier", "outcome"}
         if taken := sorted(own & set(self.labels)):
             raise ValueError(
                 f"labels names {', '.join(taken)}, which the metrics have themselves ({', '.join(sorted(own))})"
@@ -150,6 +155,11 @@ class Collector:
                 own = [value] if metric.label else []
                 made.add_metric([*own, *map(str, self.labels.values())], found[metric.source][source] * metric.scale)
             yield made
+        tier = None if self.manager is None else self.manager.tier
+        if tier is not None:
+            from .tiers.metrics import TierCollector
+
+            yield from TierCollector({tier.engine.name: tier}, self.labels).collect()
 
     def _stats(self) -> dict[str, Mapping[str, float]]:
         found: dict[str, Mapping[str, float]] = {}

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from paddle_kv import LayerwiseScheduler
 from paddle_kv.metrics import METRICS, Collector
 from paddle_kv.offload import KVOffloadManager
+from paddle_kv.tiers import FilesEngine
+from tests.offload.tiered_rig import KEYS, WAIT_S, TieredRig
 from tests.schedule.rig import Rig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -66,6 +68,24 @@ def test_every_metric_is_there_and_no_other() -> None:
         assert found == {(metric.name, frozenset({metric.label} - {""})) for metric in METRICS}
         assert [family.name for family in Collector().collect()] == []
         manager.close()
+
+
+def test_a_manager_brings_the_metrics_of_its_tier(tmp_path: Path) -> None:
+    rig = TieredRig(FilesEngine({tmp_path: 1 << 30}))
+    registry = CollectorRegistry()
+    registry.register(Collector(rig.scheduler, rig.manager, {"rank": "3"}))
+    rig.save(KEYS[:3])
+    rig.forget()
+    rig.load(KEYS[:2], [0, 1]).wait(WAIT_S)
+    rig.settle()
+    objects = "paddle_kv_tier_objects_total"
+    labels = {"tier": "files", "rank": "3", "outcome": "done"}
+    assert registry.get_sample_value(objects, {**labels, "kind": "store"}) == 3
+    assert registry.get_sample_value(objects, {**labels, "kind": "load"}) == 2
+    assert registry.get_sample_value("paddle_kv_below_blocks_total", {"rank": "3", "what": "hit"}) == 2
+    with pytest.raises(ValueError, match="labels names tier"):
+        Collector(labels={"tier": "x"})
+    rig.close()
 
 
 def test_what_is_closed_is_still_read() -> None:

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ((3, 11), (3, 12))
 PADDLE = {"cpu": "paddlepaddle==3.3.1", "gpu": "paddlepaddle-gpu==2.6.2", "plugin": "paddlepaddle==3.3.1"}
 ON_GPU = ("test", "cli", "plots", "metrics", "cuda")
-EXTRAS = {"cpu": ("test", "dev", "cli", "plots", "metrics", "docs"), "gpu": ON_GPU, "plugin": ON_GPU}
+EXTRAS = {"cpu": ("test", "dev", "cli", "plots", "metrics", "docs", "mooncake"), "gpu": ON_GPU, "plugin": ON_GPU}
+WITHOUT_DEPENDENCIES = {"cpu": ("nixl>=1.5", "nixl-cu12>=1.5")}  # NIXL declares PyTorch and does not need it
 VENV = {"cpu": ROOT / ".venv", "gpu": ROOT / ".venv-gpu", "plugin": ROOT / ".venv-plugin"}
 
 
@@ -72,8 +73,9 @@ def ready(kind: str) -> str:
     venv = VENV[kind]
     python = venv / "bin" / "python"
     wanted = requirements(kind)
+    alone = WITHOUT_DEPENDENCIES.get(kind, ())
     stamp = venv / "paddle_kv-ready"
-    key = "\n".join(wanted)
+    key = "\n".join([*wanted, *alone])
     if python.exists() and stamp.exists() and stamp.read_text() == key:
         return str(python)
     if not python.exists() or not stamp.exists():
@@ -87,8 +89,8 @@ def ready(kind: str) -> str:
             )
     print(f"paddle_kv: installing {PADDLE[kind]} and the tools into {venv.name} (once)", flush=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--prefer-binary"]
-    for arguments in (["--quiet", "--upgrade", "pip", "setuptools"], wanted):
-        if subprocess.run([*pip, *arguments]).returncode:
+    for arguments in (["--quiet", "--upgrade", "pip", "setuptools"], wanted, ["--quiet", "--no-deps", *alone]):
+        if arguments[-1] != "--no-deps" and subprocess.run([*pip, *arguments]).returncode:
             raise SetupError(f"pip could not install {', '.join(wanted)}; its message is above")
     stamp.write_text(key)
     return str(python)

@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "ops.md"
 COLUMNS = ("glue", "header", "kernel", "CPU twin", "Python", "reference", "test")
 
 # Variants that share every file with the operator whose name remains without the suffix.
-VARIANT_SUFFIXES = ("_async", "_in_place")
+VARIANT_SUFFIXES = ("_async", "_in_place", "_into")
 
 # Operators that tell something about the build or the machine, or note something: neither kernel nor reference.
 QUERIES = (

@@ -2,7 +2,7 @@
 # Measures what docs/performance.md has, on the GPU of this machine, one program after the other.
 #
 #   tools/measure.sh OUT            everything, about 20 minutes on an H200
-#   tools/measure.sh OUT PART...    some of: pipeline engines swap calls urgent soak cache convert permute index
+#   tools/measure.sh OUT PART...    some of: pipeline engines swap calls urgent soak cache inserts convert permute index
 #
 # OUT gets a log of each part, and the CSV, JSON and PNG files of its programs. Exit code 1 if one of them failed;
 # the others run all the same.
@@ -61,6 +61,10 @@ cache() {
     measure cache_ops python tools/bench_cache_ops.py --repeats 9 --output "$out/cache_ops"
 }
 
+inserts() {
+    measure inserts python tools/bench_small_inserts.py --output "$out/small_inserts"
+}
+
 convert() {
     measure convert python tools/bench_convert_ops.py --repeats 9 --output "$out/convert"
 }
@@ -73,7 +77,7 @@ index() {
     measure index python tools/bench_index.py --csv "$out/index.csv" --json "$out/index.json"
 }
 
-known="pipeline engines swap calls urgent soak cache convert permute index"
+known="pipeline engines swap calls urgent soak cache inserts convert permute index"
 parts=${*:-$known}
 for part in $parts; do
     if [[ " $known " != *" $part "* ]]; then

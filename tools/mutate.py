@@ -4,49 +4,45 @@
     python tools/mutate.py --file paddle_kv/schedule/submission.py --sample 40 --seed 1
     python tools/mutate.py --survivors-only
 
-Nothing is written into the tree: each edit is compiled in memory, in a process of its own (a fork of one that has
-Paddle imported), which runs the tests that execute the edited lines, those that have failed for most edits first, then
-one variant of each, the shortest first, until one fails or ``--seconds`` are spent. A test that takes five times as
-long as without the edit counts as failed. Programs that tests start see the source without the edit; an edit of a
-function in a line that no test executes survives.
+Nothing is written into the tree: each edit is compiled in memory. The tests that execute its lines run until one fails
+or ``--seconds`` are spent, in a process forked from one that has them collected: functions that live there take the
+edited code. An edit of what runs at import is tried in a process that imports the package anew. A test that takes five
+times as long as without the edit counts as failed. What a test noticed first is held against the same tests without
+the edit. Programs that tests start see the source without the edit; an edit of a function in a line that no test
+executes survives.
 
-What was noticed is remembered, until the source changes; what was not is tried again. Edits that change nothing
-anybody could see stand in docs/mutations.md, each with the reason.
+What was noticed is remembered in build/mutate, and tried anew by the same test when the source has changed. Edits
+that change nothing anybody could see stand in docs/mutations.md, each with the reason. The counts of files that were
+tried whole go to docs/measurements/mutations.csv; without ``--file`` those are passed over that have not changed since
+and left nothing open.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import hashlib
-import importlib.abc
-import importlib.machinery
 import itertools
 import json
 import os
 import random
 import re
-import select
-import signal
 import sys
-import threading
 import time
-import zlib  # noqa: F401  before Paddle, see tests/conftest.py
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-import numpy  # noqa: F401  what children share
-import paddle  # noqa: F401
 import pytest
-from hypothesis import Phase, settings
 from mutation_edits import Edit, edits
+from mutation_runs import OPTIONS, EditedSource, Trial, Trials, codes_in, run_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTED = ROOT / "docs" / "mutations.md"
+COUNTS = ROOT / "docs" / "measurements" / "mutations.csv"
+COLUMNS = ("file", "digest", "edits", "noticed", "equivalent", "open")
 # Which tests may notice an edit of a file, by the longest prefix that fits.
 TESTS = {
     "paddle_kv/tracking/": ["tests/schedule", "tests/memory/test_host_pool.py"],
@@ -55,154 +51,45 @@ TESTS = {
         "tests/backend",
         "tests/simulator/test_faults.py",
         "tests/simulator/test_mutations.py",
+        "tests/test_metrics.py",
+        "tests/tiers/test_loading.py",
     ],
     "paddle_kv/backend/": ["tests/backend", "tests/schedule"],
-    "paddle_kv/memory/": ["tests/memory", "tests/schedule/test_lifetime.py", "tests/schedule/test_threads.py"],
-    "paddle_kv/offload/": ["tests/offload"],
+    "paddle_kv/memory/": ["tests/memory", "tests/schedule"],
+    "paddle_kv/offload/": ["tests/offload", "tests/test_metrics.py"],
     "paddle_kv/testing/simulator/": ["tests/simulator"],
 }
-SLOW_S = 2.5  # tests that take longer are left out
-TIMES_AS_LONG, LEAST_LIMIT_S = 5.0, 4.0
-COLLECTING_S = 60.0
-LIKELY = 10  # tests that are tried before the others
-PACKAGE = f"{ROOT / 'paddle_kv'}/"
-
-
-# ---- in the child ----
-class EditedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives the import system edited code for one module."""
-
-    def __init__(self, path: Path, code: CodeType) -> None:
-        self._path = path
-        self._name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        self._code = code
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        spec = importlib.machinery.ModuleSpec(name, self, origin=str(self._path))
-        spec.has_location = True
-        return spec
-
-    def exec_module(self, module: Any) -> None:
-        exec(self._code, module.__dict__)
-
-
-class Reporter:
-    """Tells the parent, a line each, which test begins, what failed, and how long a test took over which lines."""
-
-    def __init__(self, descriptor: int, order: Sequence[str], *, traces: bool) -> None:
-        self._descriptor = descriptor
-        self._place = {name: place for place, name in enumerate(order)}
-        self._traces = traces
-        self._process_id = os.getpid()
-        self._running = ""
-        self._lines: set[tuple[str, int]] = set()
-
-    def pytest_sessionstart(self) -> None:
-        calm = settings(phases=[Phase.explicit, Phase.generate], database=None, derandomize=True)
-        settings.register_profile("mutate", calm)
-        settings.load_profile("mutate")
-        if self._traces:  # before the library starts a thread
-            threading.settrace(self._trace)
-            sys.settrace(self._trace)
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        if self._place:
-            items[:] = sorted((i for i in items if i.nodeid in self._place), key=lambda i: self._place[i.nodeid])
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._tell("begins", item.nodeid)
-        self._running, self._lines = item.nodeid, set()
-        began_s = time.monotonic()
-        try:
-            return (yield)
-        finally:
-            self._tell("took", item.nodeid, time.monotonic() - began_s, sorted(self._lines))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self._tell("failed", report.nodeid)
-
-    def _tell(self, *what: Any) -> None:
-        with open(self._descriptor, "w", closefd=False) as out:
-            out.write(json.dumps(what) + "\n")
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._trace_line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        line = (frame.f_code.co_filename[len(PACKAGE) - len("paddle_kv/") :], frame.f_lineno)
-        if line not in self._lines:
-            self._lines.add(line)
-            if os.getpid() != self._process_id:  # a test has forked
-                self._tell("ran", self._running, line)
-        return self._trace_line
-
-
-def run_tests(
-    files: Sequence[str],
-    order: Sequence[str] = (),
-    *,
-    edited: EditedSource | None = None,
-    limits_s: Mapping[str, float] | None = None,
-) -> tuple[int, list[list[Any]]]:
-    """Pytest in a child, until the first failure if ``order`` names tests. Its exit status (-1: a test took too long)
-    and what its reporter told."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.close(reading)
-        with open(os.devnull, "w") as nowhere:
-            for descriptor in (1, 2):
-                os.dup2(nowhere.fileno(), descriptor)
-        if edited is not None:
-            sys.meta_path.insert(0, edited)
-        options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", *(["-x"] if order else [])]
-        status = 3
-        try:
-            status = int(pytest.main([*options, *files], plugins=[Reporter(writing, order, traces=edited is None)]))
-        finally:
-            os._exit(status)
-    os.close(writing)
-    told: list[list[Any]] = []
-    limit_s = COLLECTING_S
-    try:
-        with open(reading, "rb", buffering=0) as pipe:
-            kept = b""
-            while select.select([pipe], [], [], limit_s)[0]:
-                got = os.read(pipe.fileno(), 1 << 16)
-                if not got:
-                    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), told
-                *lines, kept = (kept + got).split(b"\n")
-                told += map(json.loads, lines)
-                limit_s = COLLECTING_S
-                if told and told[-1][0] == "begins" and limits_s is not None:
-                    limit_s = limits_s[told[-1][1]]
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return -1, told
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # what it started itself
-            os.killpg(child, signal.SIGKILL)
+TIMES_AS_LONG, LEAST_LIMIT_S = 5.0, 8.0
+LIKELY = 10  # tests that are tried before the others, where the package is imported anew
 
 
 # ---- what is remembered ----
 class Memory:
-    """Results and coverage, in build/mutations.json."""
+    """In build/mutate: coverage of the test files, and for each source what noticed its edits."""
 
     def __init__(self) -> None:
-        self._path = ROOT / "build" / "mutations.json"
-        held = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self.tests: dict[str, dict[str, Any]] = held.get("tests", {})  # of a test file: digests, durations, lines
-        self.results: dict[str, dict[str, Any]] = held.get("results", {})  # of a source: digest, status of each edit
+        self._folder = ROOT / "build" / "mutate"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.tests: dict[str, dict[str, Any]] = self._read("tests")  # of a test file: digests, durations, lines
 
-    def save(self) -> None:
-        self._path.parent.mkdir(exist_ok=True)
-        self._path.write_text(json.dumps({"tests": self.tests, "results": self.results}))
+    def _read(self, name: str) -> Any:
+        path = self._folder / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _write(self, name: str, held: Any) -> None:
+        written = self._folder / f"{name}.{os.getpid()}"
+        written.write_text(json.dumps(held, indent=1))
+        written.replace(self._folder / f"{name}.json")
+
+    def of_source(self, file: str) -> dict[str, Any]:
+        """Which test noticed which edit of this text of the source ("killers"), of others ("hints"); "survivors"."""
+        held = {"digest": "", "killers": {}, "hints": {}, "survivors": [], **self._read(file.replace("/", "."))}
+        if held["digest"] != digest(file):
+            held.update(digest=digest(file), hints={**held["hints"], **held["killers"]}, killers={})
+        return held
+
+    def save_source(self, file: str, held: dict[str, Any]) -> None:
+        self._write(file.replace("/", "."), held)
 
     def covering(self, file: str, asked: Sequence[str]) -> dict[str, tuple[float, set[int]]]:
         """The tests that may notice edits of the file: how long each takes, and which lines of the file it runs."""
@@ -211,14 +98,15 @@ class Memory:
             held = self.tests.get(test_file)
             if held is None or held["digest"] != digest(test_file) or held["sources"].get(file) != digest(file):
                 held = self._measure(test_file)
-            for name, (took_s, lines) in held["tests"].items():
-                if file in lines and took_s <= SLOW_S:
-                    found[name] = (took_s, set(lines[file]))
+            if any(file in lines for _, lines in held["tests"].values()):  # also those that only look at a constant
+                found |= {name: (took_s, set(lines.get(file, ()))) for name, (took_s, lines) in held["tests"].items()}
         return found
 
     def _measure(self, test_file: str) -> dict[str, Any]:
         say(f"measuring {test_file}")
-        _, told = run_tests([test_file])
+        status, told = run_tests([test_file])
+        if status == -1:
+            raise RuntimeError(f"{test_file}: {told[-1][1] if told else 'collecting'} took too long")
         failed = {what[1] for what in told if what[0] == "failed"}
         if failed:
             say(f"  fail without an edit, left out: {', '.join(sorted(failed))}")
@@ -236,7 +124,7 @@ class Memory:
             path: digest(path) for path in {*files, *(str(p.relative_to(ROOT)) for p in sources_of("paddle_kv"))}
         }
         self.tests[test_file] = {"digest": digest(test_file), "sources": sources, "tests": tests}
-        self.save()
+        self._write("tests", self.tests)
         return self.tests[test_file]
 
 
@@ -273,72 +161,219 @@ def unescaped(cell: str) -> str:
     return cell.replace("\\|", "|")
 
 
-# ---- one file ----
-def try_edits(
-    file: str, chosen: Sequence[Edit], memory: Memory, tests: Sequence[str], most_s: float
-) -> list[dict[str, Any]]:
-    """One row for each edit, with ``most_s`` seconds of these test files at the most, or of all that fit."""
-    known = listed()
-    covering = memory.covering(file, tests)
-    held = memory.results.setdefault(file, {})
-    if held.get("digest") != digest(file):
-        held.update(digest=digest(file), killers={})
-    fails: Counter[str] = Counter()
-    rows = []
-    for number, edit in enumerate(chosen, 1):
-        key = " | ".join(edit.key)
-        row = dict(zip(("file", "line", "where", "before", "after"), (file, edit.lines.start, *edit.key), strict=True))
-        reason = known.get((file, *edit.key))
-        if reason is not None:
-            rows.append({**row, "status": "equivalent", "by": reason})
-            continue
-        if key not in held["killers"]:
-            began_s = time.monotonic()
-            killer = killer_of(file, edit, covering, fails, most_s)
-            if killer is not None:
-                held["killers"][key] = killer
-            memory.save()
-            status = "survived" if killer is None else "killed"
-            say(f"{number}/{len(chosen)} {time.monotonic() - began_s:5.1f} s {status}: {text(row)}")
-        killer = held["killers"].get(key)
-        rows.append({**row, "status": "killed" if killer else "survived", "by": killer or ""})
-    return rows
+# ---- trying ----
+class Source:
+    """A file with the edits of it that are asked for."""
+
+    def __init__(self, file: str, chosen: Sequence[Edit], memory: Memory, tests: Sequence[str]) -> None:
+        self.file, self.path, self.chosen = file, ROOT / file, chosen
+        self._all = edits(self.path.read_text())
+        self.covering = memory.covering(file, tests)
+        known = listed()
+        self.reasons = {edit.key: known[file, *edit.key] for edit in self._all if (file, *edit.key) in known}
+        self._memory, self._held = memory, memory.of_source(file)
+        self.killers: dict[str, str] = self._held["killers"]
+        self._fails: Counter[str] = Counter()
+        self._variant: dict[str, int] = {}
+        variants: Counter[str] = Counter()
+        for name in sorted(self.covering, key=lambda name: self.covering[name][0]):
+            self._variant[name] = variants[name.partition("[")[0]]
+            variants[name.partition("[")[0]] += 1
+
+    def left(self) -> list[Edit]:
+        return [edit for edit in self.chosen if edit.key not in self.reasons and key_of(edit) not in self.killers]
+
+    def tests_for(self, edit: Edit, most_s: float) -> list[str]:
+        """Those that run its lines; first what takes little time for each edit that it has noticed."""
+        hint = self._held["hints"].get(key_of(edit))
+
+        def cost_s(name: str) -> float:
+            return (
+                -1.0 if name == hint else self.covering[name][0] * (1 + self._variant[name]) / (1 + self._fails[name])
+            )
+
+        names = [n for n, (_, lines) in self.covering.items() if edit.at_import or not lines.isdisjoint(edit.lines)]
+        names.sort(key=cost_s)
+        spent_s = itertools.accumulate(self.covering[name][0] for name in names)
+        return [name for name, until_s in zip(names, spent_s, strict=True) if until_s <= most_s]
+
+    def noticed(self, edit: Edit, killer: str) -> None:
+        self.killers[key_of(edit)] = killer
+        self._fails[killer] += 1
+
+    def save(self) -> None:
+        tried = {key_of(edit) for edit in self.chosen}
+        kept = [key for key in self._held["survivors"] if key not in tried]
+        self._held["survivors"] = kept + [key_of(edit) for edit in self.left()]
+        self._memory.save_source(self.file, self._held)
+
+    def counts(self) -> dict[str, Any] | None:
+        """Of all edits of the source, once each was tried."""
+        left = [key_of(edit) for edit in self._all if edit.key not in self.reasons and key_of(edit) not in self.killers]
+        if not set(left) <= set(self._held["survivors"]):
+            return None
+        counted = len(self._all), len(self._all) - len(left) - len(self.reasons), len(self.reasons), len(left)
+        return dict(zip(COLUMNS, (self.file, self._held["digest"], *counted), strict=True))
 
 
-def killer_of(
-    file: str, edit: Edit, covering: dict[str, tuple[float, set[int]]], fails: Counter[str], most_s: float
-) -> str | None:
-    """The test that notices it, or why it cannot live."""
-    path = ROOT / file
-    names = [name for name, (_, lines) in covering.items() if edit.at_import or not lines.isdisjoint(edit.lines)]
-    names.sort(key=lambda name: covering[name][0])
-    variants: Counter[str] = Counter()
-    place = {}
-    for name in names:
-        function = name.partition("[")[0]
-        place[name] = variants[function]
-        variants[function] += 1
-    names.sort(key=lambda name: (-fails[name], place[name]))
-    spent_s = itertools.accumulate(covering[name][0] for name in names)
-    names = [name for name, until_s in zip(names, spent_s, strict=True) if until_s <= most_s]
-    limits_s = {name: max(LEAST_LIMIT_S, TIMES_AS_LONG * covering[name][0]) for name in names}
-    edited = EditedSource(path, edit.code(str(path)))
-    for some in (names[:LIKELY], names[LIKELY:]):  # few files are collected sooner
-        files = list(dict.fromkeys(name.partition("::")[0] for name in some))
-        status, told = run_tests(files, some, edited=edited, limits_s=limits_s) if some else (0, [])
-        if status != 0:
-            killer = str(next((what[1] for what in reversed(told) if what[0] in ("begins", "failed")), "the import"))
-            fails[killer] += status == 1  # one that hangs takes long to notice
-            return killer
-    return None
+class Campaign:
+    """Tries the edits of some sources that the same tests may notice."""
+
+    def __init__(self, sources: Sequence[Source], most_s: float, at_once: int) -> None:
+        self._sources, self._most_s, self._at_once = sources, most_s, at_once
+        self._limits_s = {
+            name: max(LEAST_LIMIT_S, TIMES_AS_LONG * took_s)
+            for source in sources
+            for name, (took_s, _) in source.covering.items()
+        }
+        self._waiting = [(source, edit) for source in sources for edit in source.left()]
+        self._num_tried, self._num_edits = 0, len(self._waiting)
+        self._checks: list[Trial] = []
+        self._about: dict[int, tuple[Source, Edit, Trial | None]] = {}  # of a trial: what, and whose killer it checks
+        self._sound: set[str] = set()
+        self._began_s = time.monotonic()
+
+    def run(self) -> None:
+        functions = []
+        for source, edit in self._waiting:
+            if edit.at_import or not replaceable(source.path, edit.code(str(source.path))):
+                self._say(source, edit, self._with_new_import(source, edit))
+            else:
+                functions.append((source, edit))
+        self._waiting = functions
+        if functions:
+            names = [name for source in self._sources for name in source.covering]
+            files = list(dict.fromkeys(name.partition("::")[0] for name in names))
+            trials = Trials(self._next, self._done, self._limits_s, self._at_once)
+            status = int(pytest.main([*OPTIONS, *files], plugins=[trials]))
+            if status not in (0, 5):
+                raise RuntimeError(f"pytest ended with {status}")
+        for source in self._sources:
+            source.save()
+
+    def _with_new_import(self, source: Source, edit: Edit) -> str | None:
+        names = source.tests_for(edit, self._most_s)
+        edited = EditedSource(source.path, edit.code(str(source.path)))
+        for some in (names[:LIKELY], names[LIKELY:]):  # few files are collected sooner
+            files = list(dict.fromkeys(name.partition("::")[0] for name in some))
+            status, told = run_tests(files, some, edited=edited, limits_s=self._limits_s) if some else (0, [])
+            if status != 0:
+                killers = (what[1] for what in reversed(told) if what[0] in ("begins", "failed"))
+                return str(next(killers, "the import"))
+        return None
+
+    def _next(self) -> Trial | None:
+        if self._checks:
+            return self._checks.pop()
+        if not self._waiting:
+            return None
+        source, edit = self._waiting.pop(0)
+        trial = Trial(source.path, edit.code(str(source.path)), source.tests_for(edit, self._most_s))
+        self._about[id(trial)] = (source, edit, None)
+        return trial
+
+    def _done(self, trial: Trial) -> None:
+        source, edit, checked = self._about.pop(id(trial))
+        if checked is not None:  # the same tests without the edit
+            killer = checked.failed[0]
+            if trial.failed:
+                if trial.failed[0] not in self._limits_s:
+                    raise RuntimeError(f"{trial.failed[0]}: no test of {source.file}")
+                say(f"fails without an edit, left out: {trial.failed[0]}")
+                source.covering.pop(trial.failed[0], None)
+                self._waiting.insert(0, (source, edit))
+            else:
+                self._sound.add(killer)
+                self._say(source, edit, killer)
+        elif not trial.failed:
+            self._say(source, edit, None)
+        elif trial.failed[0] in self._sound:
+            self._say(source, edit, trial.failed[0])
+        else:
+            killer = trial.failed[0]
+            upto = trial.names[: trial.names.index(killer) + 1] if killer in trial.names else trial.names
+            check = Trial(source.path, None, upto)
+            self._about[id(check)] = (source, edit, trial)
+            self._checks.append(check)
+
+    def _say(self, source: Source, edit: Edit, killer: str | None) -> None:
+        self._num_tried += 1
+        if killer is not None:
+            source.noticed(edit, killer)
+        if self._num_tried % 20 == 0:
+            source.save()
+            rate = 60 * self._num_tried / (time.monotonic() - self._began_s)
+            say(f"{self._num_tried} of {self._num_edits} edits, {rate:.0f} a minute")
+        if killer is None:
+            say(f"survived: {source.file}:{edit.lines.start} {edit.where}: {edit.before}  ->  {edit.after}")
 
 
-def text(row: dict[str, Any]) -> str:
-    return f"{row['file']}:{row['line']} {row['where']}: {row['before']}  ->  {row['after']}"
+def replaceable(path: Path, edited: CodeType) -> bool:
+    """Whether functions may take the edited code: each has the free variables that it had."""
+    codes = compile(path.read_text(), str(path), "exec"), edited
+    before, after = ({(c.co_qualname, c.co_firstlineno): c.co_freevars for c in codes_in(code)} for code in codes)
+    return all(after.get(key, free) == free for key, free in before.items())
+
+
+def key_of(edit: Edit) -> str:
+    return " | ".join(edit.key)
 
 
 def say(what: str) -> None:
     print(what, flush=True)
+
+
+def read_counts() -> dict[str, dict[str, Any]]:
+    if not COUNTS.exists():
+        return {}
+    with COUNTS.open(newline="") as held:
+        return {row["file"]: row for row in csv.DictReader(held)}
+
+
+def write_counts(rows: Sequence[dict[str, Any]]) -> None:
+    kept = {**read_counts(), **{row["file"]: row for row in rows}}
+    with COUNTS.open("w", newline="") as out:
+        writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept[file] for file in sorted(kept) if (ROOT / file).exists())
+
+
+def all_files() -> list[str]:
+    """But for those of which nothing is left to try."""
+    folders = [folder for folder in TESTS if "testing" not in folder]
+    files = [str(path.relative_to(ROOT)) for folder in folders for path in sources_of(folder)]
+    done = {file for file, row in read_counts().items() if row["open"] == "0"}
+    known = {file: row["digest"] for file, row in read_counts().items() if file in done}
+    return [file for file in files if known.get(file) != digest(file)]
+
+
+def chosen_edits(file: str, asked: argparse.Namespace, memory: Memory) -> list[Edit]:
+    chosen = edits((ROOT / file).read_text())
+    if asked.survivors_only:
+        survivors = set(memory.of_source(file)["survivors"])
+        chosen = [edit for edit in chosen if key_of(edit) in survivors]
+    if asked.lines:
+        first, _, end = asked.lines.partition("-")
+        chosen = [edit for edit in chosen if int(first) <= edit.lines.start <= int(end)]
+    if asked.sample is not None:
+        chosen = random.Random(asked.seed).sample(chosen, min(asked.sample, len(chosen)))
+    return chosen
+
+
+def try_files(files: Sequence[str], asked: argparse.Namespace) -> None:
+    """Sources that the same tests may notice, together."""
+    memory = Memory()
+    sources = []
+    for file in files:
+        chosen = chosen_edits(file, asked, memory)
+        if chosen:
+            sources.append(Source(file, chosen, memory, asked.test or ()))
+    Campaign(sources, asked.seconds, asked.at_once).run()
+    for source in sources:
+        say(f"{source.file}: {len(source.left())} of {len(source.chosen)} edits left")
+        for edit in source.left():
+            say(f"  {edit.lines.start} {edit.where}: {edit.before}  ->  {edit.after}")
+    write_counts([counts for source in sources if (counts := source.counts()) is not None])
 
 
 def main() -> None:
@@ -347,45 +382,23 @@ def main() -> None:
     parser.add_argument("--sample", type=int, help="so many edits of each file, at random")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--test", action="append", help="a file of tests; default: all that fit the source")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of tests, for each edit at the most")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of tests, for each edit at the most")
+    parser.add_argument("--at-once", type=int, default=2, help="processes")
     parser.add_argument("--lines", help="FIRST-LAST: only edits of these lines")
     parser.add_argument("--survivors-only", action="store_true", help="only what survived the last time")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build" / "mutations", help="folder for the CSV and the JSON"
-    )
     asked = parser.parse_args()
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT)]
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    folders = [folder for folder in TESTS if "testing" not in folder]
-    files = asked.file or [str(path.relative_to(ROOT)) for folder in folders for path in sources_of(folder)]
-    memory = Memory()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        chosen = edits((ROOT / file).read_text())
-        before = asked.out / f"{file.replace('/', '.')}.json"
-        if asked.survivors_only:
-            last = json.loads(before.read_text()) if before.exists() else []
-            survived = {(row["where"], row["before"], row["after"]) for row in last if row["status"] == "survived"}
-            chosen = [edit for edit in chosen if edit.key in survived]
-        if asked.lines:
-            first, _, end = asked.lines.partition("-")
-            chosen = [edit for edit in chosen if int(first) <= edit.lines.start <= int(end)]
-        if asked.sample is not None:
-            chosen = random.Random(asked.seed).sample(chosen, min(asked.sample, len(chosen)))
-        here = try_edits(file, chosen, memory, asked.test or (), asked.seconds)
-        before.write_text(json.dumps(here, indent=1) + "\n")
-        counts = Counter(row["status"] for row in here)
-        say(f"{file}: {len(here)} edits, {', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}")
-        rows += here
-    with (asked.out / "mutations.csv").open("w", newline="") as out:
-        writer = csv.DictWriter(out, ["file", "line", "where", "before", "after", "status", "by"])
-        writer.writeheader()
-        writer.writerows(rows)
-    for row in rows:
-        if row["status"] == "survived":
-            say(f"survived: {text(row)}")
+    groups = itertools.groupby(asked.file or all_files(), key=test_files)
+    for files in [list(group) for _, group in groups]:
+        child = os.fork()  # which imports the package and collects the tests
+        if child == 0:
+            try_files(files, asked)
+            sys.stdout.flush()
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

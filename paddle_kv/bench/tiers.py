@@ -1,7 +1,8 @@
-"""How fast a tier stores and loads, beside bare calls of the system and beside fio, in one run."""
+"""How fast a tier stores and loads, beside bare calls of the system or the store, and beside fio, in one run."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -20,8 +21,11 @@ from ..layout import KVCacheSpec
 from ..memory import HostPool
 from ..memory.host_rows import block_rows
 from ..tiers import FilesEngine, Job, Tier
+from ..tiers.mooncake import MooncakeEngine
+from ..tiers.root import BATCH_BYTES, MOST_BATCHED
 
 NUM_LAYERS = 32
+HEADER_BYTES = 4096
 WAIT_S = 300.0
 
 
@@ -29,11 +33,12 @@ WAIT_S = 300.0
 class Case:
     """What is measured."""
 
-    folder: Path
+    folder: Path | None  # None: a Mooncake Store
     num_objects: int
     object_bytes: int  # without the header
     threads: int
     repeats: int
+    master: str = ""  # of a Mooncake Store
 
     @property
     def total_bytes(self) -> int:
@@ -70,19 +75,19 @@ class _Watch:
 
 def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row]:
     """Each round runs every way once; the first round does not count."""
-    case.folder.mkdir(parents=True, exist_ok=True)
     pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first")
     rows = block_rows(pool)
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
-    capacity = case.num_objects * (case.object_bytes + 4096)
+    capacity = case.num_objects * (case.object_bytes + HEADER_BYTES)
     found: dict[str, list[tuple[float, float | None, float | None]]] = {}
+    engine = _engine(case, capacity)
     with (
-        FilesEngine({case.folder / "tier": capacity}, threads_per_root=case.threads) as engine,
+        engine,
         Tier(engine, pool, model=b"bench", max_objects=case.num_objects, max_store_bytes=2 * capacity) as tier,
     ):
         for number in range(case.repeats + 1):
             progress(number, case.repeats + 1, "measuring")
-            for what, result in (*_tier_round(case, tier, number), *_bare_round(case, rows), *_fio_round(case)):
+            for what, result in (*_tier_round(case, tier, number), *_other_rounds(case, engine, rows)):
                 if number:
                     found.setdefault(what, []).append(result)
     pool.close()
@@ -90,6 +95,36 @@ def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row
         Row(what, *(statistics.median(one) if None not in one else None for one in zip(*results, strict=True)))  # type: ignore[arg-type]
         for what, results in found.items()
     ]
+
+
+def _engine(case: Case, capacity: int) -> FilesEngine | MooncakeEngine:
+    if case.folder is None:
+        return MooncakeEngine(case.master, prefix=f"paddle_kv-bench-{os.getpid()}/", threads=case.threads)
+    case.folder.mkdir(parents=True, exist_ok=True)
+    return FilesEngine({case.folder / "tier": capacity}, threads_per_root=case.threads)
+
+
+def _other_rounds(case: Case, engine: FilesEngine | MooncakeEngine, rows: np.ndarray) -> Iterator[Result]:
+    if isinstance(engine, MooncakeEngine):
+        return _bare_store_round(case, engine, rows)
+    assert case.folder is not None
+    return itertools.chain(_bare_round(case, case.folder, rows), _fio_round(case, case.folder))
+
+
+def _bare_store_round(case: Case, engine: MooncakeEngine, rows: np.ndarray) -> Iterator[Result]:
+    """The same bytes in one call, without headers or checksums."""
+    names = [f"{engine.prefix}bare-{i}" for i in range(case.num_objects)]
+    starts, sizes = [int(row.ctypes.data) for row in rows], [case.object_bytes] * case.num_objects
+    for what, call, wanted in (
+        ("batch_put_from", engine.store.batch_put_from, 0),
+        ("batch_get_into", engine.store.batch_get_into, case.object_bytes),
+    ):
+        codes: list[int] = []
+        rate, cpu, _ = _timed(case, lambda call=call, codes=codes: codes.extend(call(names, starts, sizes)))  # type: ignore[misc]
+        if set(codes) != {wanted}:
+            raise RuntimeError(f"{what}: {set(codes)}; has the store room for {2 * case.total_bytes} bytes?")
+        yield what, (rate, cpu, None)
+    engine.store.batch_remove(names, True)
 
 
 def _spec(object_bytes: int) -> KVCacheSpec:
@@ -126,38 +161,25 @@ def _tier_round(case: Case, tier: Tier, number: int) -> Iterator[Result]:
 
         rate, cpu, start_s = _timed(case, run)
         if not job.done:
-            raise RuntimeError(f"{what}: not all objects went well; is there room in {case.folder}?")
+            raise RuntimeError(f"{what}: not all objects went well; is there room in {case.folder or case.master}?")
         took_s = case.total_bytes / 2**20 / rate
         yield what, (rate, cpu, (watch.first_s - start_s) / took_s if layerwise else None)
+    if case.folder is None:
+        tier.delete(keys)
 
 
-def _bare_round(case: Case, rows: np.ndarray) -> Iterator[Result]:
-    """The same files with nothing around the calls: open, write or read, close, rename."""
-    folder = case.folder / "bare"
-    header = mmap.mmap(-1, 4096)
+def _bare_round(case: Case, inside: Path, rows: np.ndarray) -> Iterator[Result]:
+    """The same calls of the system with nothing around them: header and block of neighbours, in one file."""
+    header = memoryview(mmap.mmap(-1, HEADER_BYTES))
+    descriptor = os.open(inside / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    batch = max(1, min(BATCH_BYTES // (case.object_bytes + HEADER_BYTES), MOST_BATCHED))
+    for what, call in (("bare calls, store", os.pwritev), ("bare calls, load", os.preadv)):
 
-    def store(i: int) -> None:
-        path, temporary = folder / f"{i // 256}" / f"{i}", folder / f"{i // 256}" / f"_{i}"
-        if path.exists():
-            os.rename(path, temporary)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.pwritev(descriptor, [header, memoryview(rows[i])], 0)
-        os.close(descriptor)
-        os.rename(temporary, path)
-
-    def load(i: int) -> None:
-        descriptor = os.open(folder / f"{i // 256}" / f"{i}", os.O_RDONLY | os.O_DIRECT)
-        os.preadv(descriptor, [header, memoryview(rows[i])], 0)
-        os.close(descriptor)
-
-    for number in range(-(-case.num_objects // 256)):
-        (folder / f"{number}").mkdir(parents=True, exist_ok=True)
-    for what, call in (("bare calls, store", store), ("bare calls, load", load)):
-
-        def run(call: Callable[[int], None] = call) -> None:
-            def part(first: int) -> None:
-                for i in range(first, case.num_objects, case.threads):
-                    call(i)
+        def run(call: Callable[[int, list[memoryview], int], int] = call) -> None:
+            def part(number: int) -> None:
+                for first in range(number * batch, case.num_objects, case.threads * batch):
+                    buffers = [one for row in rows[first : first + batch] for one in (header, memoryview(row))]
+                    call(descriptor, buffers, first * (case.object_bytes + HEADER_BYTES))
 
             threads = [threading.Thread(target=part, args=[number]) for number in range(case.threads)]
             for thread in threads:
@@ -167,11 +189,12 @@ def _bare_round(case: Case, rows: np.ndarray) -> Iterator[Result]:
 
         rate, cpu, _ = _timed(case, run)
         yield what, (rate, cpu, None)
+    os.close(descriptor)
 
 
-def _fio_round(case: Case) -> Iterator[Result]:
+def _fio_round(case: Case, inside: Path) -> Iterator[Result]:
     fio = shutil.which("fio")
-    folder = case.folder / "fio"
+    folder = inside / "fio"
     folder.mkdir(exist_ok=True)
     for way in ("write", "read") if fio else ():
         for engine, jobs, depth in (("psync", case.threads, 1), ("libaio", 1, 16)):

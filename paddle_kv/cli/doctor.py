@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -50,6 +52,7 @@ def examine() -> Iterator[Finding]:
         *((f"engine {engine}", _round_trip(engine)) for engine in ENGINES),
         ("engine sizes", _engine_sizes),
         ("tier in files", _tier),
+        ("tier in a Mooncake Store", _mooncake),
         *((f"method {method}", _method(method)) for method in methods.METHODS),
     ):
         try:
@@ -123,24 +126,48 @@ def _moved_by(engine: str) -> str:
 def _tier() -> str:
     """Through a folder and back."""
     try:
-        from ..tiers import FilesEngine, Job, Tier
+        from ..tiers import FilesEngine
     except ImportError as error:
         raise NothingToCheck(str(error)) from None
-    spec = _spec(64)
-    pool = HostPool(spec, 2, layout="block_first")
-    pool.view("key", 0, 0)[...] = 1.5
     with tempfile.TemporaryDirectory() as folder, FilesEngine({folder: 1 << 20}) as engine:
-        direct = engine.roots[0].direct
-        with Tier(engine, pool, model=b"doctor") as tier:
-            for job, start in ((Job([b"key"], [0]), tier.store), (Job([b"key"], [1]), tier.load)):
-                start([job])
-                tier.drain(30)
-                if not job.done:
-                    raise RuntimeError(f"an object was {job.outcomes[0].value}; see the log")  # type: ignore[union-attr]
-    if not np.array_equal(pool.view("key", 0, 0), pool.view("key", 0, 1)):
-        raise RuntimeError("wrong bytes came back")
-    pool.close()
+        direct = engine.roots[0].folder.direct
+        _there_and_back(engine)
     return f"stored and loaded by {'direct I/O' if direct else 'buffered I/O: no direct I/O here'}"
+
+
+def _mooncake() -> str:
+    """Through the store of ``MOONCAKE_MASTER``, if there is one."""
+    try:
+        from mooncake.store import MooncakeDistributedStore  # noqa: F401
+
+        from ..tiers.mooncake import MooncakeEngine
+    except ImportError as error:
+        raise NothingToCheck(f"{error}; pip install 'paddle_kv[mooncake]' where one is wanted") from None
+    name = importlib.metadata.packages_distributions()["mooncake"][0]  # there is one for each kind of GPU
+    version = f"{name} {importlib.metadata.version(name)}"
+    master = os.environ.get("MOONCAKE_MASTER")
+    if not master:
+        raise NothingToCheck(f"{version} is installed; MOONCAKE_MASTER=HOST:PORT names a master to try it with")
+    with MooncakeEngine(master, prefix=f"paddle_kv-doctor-{os.getpid()}/") as engine:
+        _there_and_back(engine)
+    return f"stored and loaded by {version}, master {master}"
+
+
+def _there_and_back(engine: Any) -> None:
+    from ..tiers import Job, Tier
+
+    pool = HostPool(_spec(64), 2, layout="block_first")
+    pool.view("key", 0, 0)[...] = 1.5
+    with Tier(engine, pool, model=b"doctor") as tier:
+        for job, start in ((Job([b"key"], [0]), tier.store), (Job([b"key"], [1]), tier.load)):
+            start([job])
+            tier.drain(30)
+            if not job.done:
+                raise RuntimeError(f"an object was {job.outcomes[0].value}; see the log")  # type: ignore[union-attr]
+        if not np.array_equal(pool.view("key", 0, 0), pool.view("key", 0, 1)):
+            raise RuntimeError("wrong bytes came back")
+        tier.delete([b"key"])
+    pool.close()
 
 
 def _engine_sizes() -> str:

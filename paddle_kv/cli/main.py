@@ -223,6 +223,11 @@ def replay(
     ] = TOKENS_PER_BLOCK,
     link_gbps: Annotated[float, typer.Option(help="Host to device, GB/s per rank.", callback=positive)] = 50.0,
     prefill_tokens_per_s: Annotated[float, typer.Option(help="Of all ranks together.", callback=positive)] = 60_000.0,
+    tier: Annotated[
+        str | None,
+        typer.Option(metavar="file:DIR[:BYTES]", help="A tier below host memory; of one rank. Default: 100 GiB."),
+    ] = None,
+    tier_gbps: Annotated[float, typer.Option(help="Out of the tier, GB/s per rank.", callback=positive)] = 5.0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write rows and costs to this file.", callback=output_file)
@@ -254,18 +259,21 @@ def replay(
         try:
             spec = models.model_spec(model.value, tp=tp, tokens_per_block=tokens_per_block)
             block_bytes = spec.block_bytes * spec.num_layers
-            costs = Costs(block_bytes, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s, tokens_per_block)
+            costs = Costs(
+                block_bytes, spec.num_layers, link_gbps * 1e9, prefill_tokens_per_s, tokens_per_block, tier_gbps * 1e9
+            )
+            below = replays.tier_option(tier)
             all_requests = read_trace(trace, requests)
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
             if device is Device.real:
                 costs = replace(costs, block_bytes=real_block_bytes, num_layers=real_layers)
-                both = replays.run_live(all_requests, policies, capacities, costs, time_scale, show)
+                both = replays.run_live(all_requests, policies, capacities, costs, time_scale, show, below)
                 all_requests = shrunk(all_requests, time_scale)
                 runs = [one.real for one in both]
                 rows = replays.live_rows(both, all_requests)
             else:
-                runs = replays.run_all(all_requests, policies, capacities, costs, show)
+                runs = replays.run_all(all_requests, policies, capacities, costs, show, below)
                 rows = [replays.row_of(run, all_requests, costs) for run in runs]
         except (OSError, ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None

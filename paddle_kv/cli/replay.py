@@ -18,6 +18,7 @@ from ..testing.prefixes.trace import Request
 PARTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # capacities if none is named: parts of the distinct blocks of the trace
 PARTS_TEXT = ", ".join(f"{part:.0%}" for part in PARTS)
 PROGRESS_STEP = 500  # requests
+TIER_BYTES = 100 << 30  # of a tier that names no capacity
 LIVE_PROGRESS_STEP = 50
 
 
@@ -33,6 +34,8 @@ class Row:
     blocks: int
     hit_blocks: int
     hit_rate: float
+    tier_blocks: int
+    tier_hit_blocks: int
     loaded_bytes: int
     saved_bytes: int
     evicted_blocks: int
@@ -61,6 +64,7 @@ def run_all(
     capacities: Sequence[int],
     costs: Costs,
     show: Callable[[int, int, str], None],
+    tier: TierOption | None = None,
 ) -> list[Run]:
     """Every policy and the optimum at every capacity. ``show`` is told steps done, steps in all, and what runs.
 
@@ -76,7 +80,7 @@ def run_all(
             if done % PROGRESS_STEP == 0 or done == len(requests):
                 show(before + done, len(plans) * len(requests), what)
 
-        runs.append(replay(requests, policy, capacity, costs, progress))
+        runs.append(replay(requests, policy, capacity, costs, progress, tier_blocks=_blocks(tier, costs)))
     return runs
 
 
@@ -96,6 +100,7 @@ def run_live(
     costs: Costs,
     time_scale: float,
     show: Callable[[int, int, str], None],
+    tier: TierOption | None = None,
 ) -> list[LiveRun]:
     """Every policy at every capacity with real transfers; see :func:`run_all`.
 
@@ -112,14 +117,48 @@ def run_live(
             if done % LIVE_PROGRESS_STEP == 0 or done == steps:
                 show(before + done, len(plans) * steps, what)
 
-        real = live_replay(requests, policy, capacity, costs, time_scale, progress)
+        blocks, folder = _blocks(tier, costs), tier.folder if tier is not None else None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        real = live_replay(
+            requests, policy, capacity, costs, time_scale, progress, tier_blocks=blocks, tier_folder=folder
+        )
         own = replace(
             costs,
             link_bytes_per_s=link_bytes_per_s(real, costs.block_bytes),
             prefill_tokens_per_s=costs.prefill_tokens_per_s / time_scale,
         )
-        runs.append(LiveRun(real, replay(shrunk(requests, time_scale), policy, capacity, own), own))
+        simulated = replay(shrunk(requests, time_scale), policy, capacity, own, tier_blocks=blocks)
+        runs.append(LiveRun(real, simulated, own))
     return runs
+
+
+@dataclass(frozen=True)
+class TierOption:
+    """What ``--tier file:DIR[:BYTES]`` says."""
+
+    folder: Path
+    capacity_bytes: int
+
+
+def tier_option(text: str | None) -> TierOption | None:
+    """
+    Raises:
+        ValueError: it is none.
+    """
+    if text is None:
+        return None
+    kind, _, place = text.partition(":")
+    path, _, size = place.rpartition(":")
+    if not (path and size.isdecimal()):
+        path, size = place, str(TIER_BYTES)
+    if kind != "file" or not path or not int(size):
+        raise ValueError(f"--tier is {text!r}; file:DIR or file:DIR:BYTES is expected")
+    return TierOption(Path(path), int(size))
+
+
+def _blocks(tier: TierOption | None, costs: Costs) -> int:
+    return tier.capacity_bytes // costs.block_bytes if tier is not None else 0
 
 
 def live_rows(runs: Sequence[LiveRun], requests: Sequence[Request]) -> list[Row]:
@@ -147,6 +186,8 @@ def row_of(run: Run, requests: Sequence[Request], costs: Costs, device: str = "s
         blocks=run.num_blocks,
         hit_blocks=run.hit_blocks,
         hit_rate=run.hit_rate,
+        tier_blocks=run.tier_blocks,
+        tier_hit_blocks=sum(run.tier_hits),
         loaded_bytes=run.hit_blocks * costs.block_bytes,
         saved_bytes=run.saved_blocks * costs.block_bytes,
         evicted_blocks=run.evicted_blocks,
@@ -162,6 +203,7 @@ def table(rows: Sequence[Row]) -> Any:
 
     made = Table(box=None, pad_edge=False)
     live = any(row.device == "real" for row in rows)
+    tiered = any(row.tier_blocks for row in rows)
     # What is shrunk is shown in smaller units.
     size, size_bytes, time_unit, unit_s = ("MiB", 2**20, "ms", 1e-3) if live else ("GiB", 2**30, "s", 1.0)
     made.caption = (
@@ -171,7 +213,7 @@ def table(rows: Sequence[Row]) -> Any:
     made.add_column("policy", no_wrap=True)
     if live:
         made.add_column("transfers", no_wrap=True)
-    for column in ("blocks", size, "hits", f"{size} in", "out", "hidden", *WAYS):
+    for column in ("blocks", size, "hits", *["of tier"] * tiered, f"{size} in", "out", "hidden", *WAYS):
         made.add_column(column, justify="right", no_wrap=True)
     previous = None
     for row in rows:
@@ -185,6 +227,7 @@ def table(rows: Sequence[Row]) -> Any:
             str(row.capacity_blocks),
             f"{row.capacity_bytes / size_bytes:.1f}",
             f"{100 * row.hit_rate:.2f}%",
+            *[f"{100 * row.tier_hit_blocks / max(1, row.blocks):.2f}%"] * tiered,
             f"{row.loaded_bytes / size_bytes:.0f}",
             f"{row.saved_bytes / size_bytes:.0f}",
             f"{hidden:.0f}%",

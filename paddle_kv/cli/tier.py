@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -30,10 +31,10 @@ def stat(folder: Folder) -> None:
     """Count the objects. Works while a server uses the folder."""
     from ..tiers import inspection
 
-    sizes, incomplete = inspection.count(folder)
+    sizes = inspection.count(folder)
     for size, number in sizes.items():
         _line(f"{number} objects of {size} bytes")
-    _line(f"{sum(sizes.values())} objects, {sum(size * n for size, n in sizes.items())} bytes; {incomplete} incomplete")
+    _line(f"{sum(sizes.values())} objects, {sum(size * n for size, n in sizes.items())} bytes")
 
 
 @app.command()
@@ -45,17 +46,19 @@ def verify(folder: Folder) -> None:
 @app.command()
 def gc(
     folder: Folder,
-    capacity_bytes: Annotated[int | None, typer.Option(help="Delete the oldest objects beyond this.", min=0)] = None,
+    capacity_bytes: Annotated[
+        int | None, typer.Option(help="Delete the oldest objects beyond this, and give their bytes to the disk.", min=0)
+    ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="Read all objects, delete the damaged ones.")] = False,
 ) -> None:
-    """Delete what is not complete, and on request more. No server may use the folder."""
+    """Delete what former versions left, and on request more. No server may use the folder."""
     from ..tiers import inspection
 
     try:
-        incomplete, oldest = inspection.collect_garbage(folder, capacity_bytes)
+        oldest = inspection.collect_garbage(folder, capacity_bytes)
     except TierError as error:
         raise typer.BadParameter(str(error)) from None
-    _line(f"deleted: {incomplete} incomplete, {oldest} beyond the capacity")
+    _line(f"deleted: {oldest} beyond the capacity")
     if damaged:
         _verify(folder, delete=True)
 
@@ -73,30 +76,36 @@ def _verify(folder: Path, *, delete: bool) -> None:
             raise typer.BadParameter(str(error)) from None
     for name, number in found.sets.most_common():
         _line(f"{number} objects of {name}")
-    for path in found.damaged[:20]:
-        _line(f"damaged: {path}")
+    for where in found.damaged[:20]:
+        _line(f"damaged: {where}")
     _line(f"{found.objects} objects, {found.bytes} bytes read; {len(found.damaged)} damaged{' and deleted' * delete}")
     raise typer.Exit(1 if found.damaged and not delete else 0)
 
 
 @app.command()
 def bench(
-    folder: Annotated[Path, typer.Argument(help="Where files may be made; on the disk to measure.", file_okay=False)],
+    where: Annotated[str, typer.Argument(help="A folder on the disk to measure, or mooncake:HOST:PORT of a master.")],
     objects: Annotated[int, typer.Option(help="Objects, all at once.", min=1)] = 256,
     kib: Annotated[int, typer.Option(help="KiB of an object, in 32 layers.", min=1)] = 1024,
-    threads: Annotated[int, typer.Option(help="Calls of the system at once.", min=1)] = 16,
+    threads: Annotated[int, typer.Option(help="Calls at once.", min=1)] = 16,
     repeats: Annotated[int, typer.Option(help="Runs of which the median is shown.", min=1)] = 5,
 ) -> None:
-    """Store and load objects, beside bare calls of the system, and fio where it is installed."""
+    """Store and load objects, beside bare calls of the system or the store, and fio where it is installed."""
     from ..bench import tiers
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as inside, Progress(transient=True) as bar:
+    kind, _, master = where.partition(":")
+    with contextlib.ExitStack() as stack:
+        inside = None
+        if kind != "mooncake":
+            master = ""
+            Path(where).mkdir(parents=True, exist_ok=True)
+            inside = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=where)))
+        bar = stack.enter_context(Progress(transient=True))
         task = bar.add_task("measuring")
-        case = tiers.Case(Path(inside), objects, kib << 10, threads, repeats)
+        case = tiers.Case(inside, objects, kib << 10, threads, repeats, master)
         try:
             rows = tiers.measure(case, lambda done, total, _: bar.update(task, completed=done, total=total))
-        except (ValueError, MemoryError, TierError) as error:
+        except (ValueError, MemoryError, ImportError, TierError) as error:
             raise typer.BadParameter(str(error)) from None
     table = Table("way", "MiB/s", "CPU s/GiB", "layer 0 after")
     for row in rows:

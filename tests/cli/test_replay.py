@@ -101,6 +101,7 @@ def test_real_transfers_beside_the_simulation(trace: Path, tmp_path: Path) -> No
         "link_bytes_per_s": None,  # of each row: loaded_bytes / transfer_s
         "prefill_tokens_per_s": 60_000,
         "tokens_per_block": 512,
+        "tier_bytes_per_s": 5e9,
         "time_scale": 0.001,
     }
     rows = list(csv.DictReader(rows_path.open()))
@@ -311,3 +312,25 @@ def test_pictures_show_something(trace: Path, tmp_path: Path, monkeypatch: pytes
     path.write_text("\n".join(json.dumps({"timestamp": n, "input_length": 9, "hash_ids": [n]}) for n in range(9)))
     assert drawn(["replay", str(path), "--capacity", "5"], tmp_path / "new", monkeypatch) == {}, "nothing is found"
     assert list(drawn(["replay", str(path)], tmp_path / "sweep", monkeypatch)) == ["hit_rate.png"]
+
+
+@pytest.mark.parametrize("device", ["simulated", "real"])
+def test_a_tier_below(trace: Path, tmp_path: Path, device: str) -> None:
+    rows_path, folder = tmp_path / "rows.csv", tmp_path / "folder"
+    options = ["--policy", "lru", "--capacity", "20", "--csv", str(rows_path), "--device", device]
+    options += ["--time-scale", "0.0001", "--real-block-bytes", "4096"] if device == "real" else []
+    found = RUNNER.invoke(app, ["replay", str(trace), *options, "--tier", f"file:{folder}:{10**12}"])
+    assert found.exit_code == 0, found.output
+    assert "of tier" in found.output
+    for row in csv.DictReader(rows_path.open()):
+        if row["policy"] == "lru":
+            assert int(row["hit_blocks"]) == 3 * sum(2 * turn for turn in range(8))  # all that was there before
+            assert 0 < int(row["tier_hit_blocks"]) <= int(row["hit_blocks"])
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("text", ["disk:/tmp", "file:", "file:/tmp:0"])
+def test_a_tier_that_is_none(trace: Path, text: str) -> None:
+    found = RUNNER.invoke(app, ["replay", str(trace), "--tier", text])
+    assert found.exit_code == 2
+    assert "file:DIR or file:DIR:BYTES is expected" in plain(found.output)

@@ -16,6 +16,8 @@ from paddle_kv.ops import _arguments, _check, _library
 from tests.fuzz.calls import bits_of_result
 from tests.fuzz.one_call import call_of
 
+# Operators that take caches with strides. What is registered would get a copy of such a cache, and they say so.
+TAKE_VIEWS = {"reshape_and_cache", "reshape_and_cache_dynamic", "concat_and_cache_mla", "gather_cache", "scatter_cache"}
 ADDRESS = re.compile(r"0x[0-9a-f]+|\b\d{12,}\b")
 
 
@@ -71,6 +73,8 @@ def difference(seed: int, index: int) -> str:
     straight = outcome(seed, index)
     with registered_only():
         registered = outcome(seed, index)
+    if straight["op"] in TAKE_VIEWS and "a cache must be contiguous" in registered["text"]:
+        return ""
     unlike = [key for key in straight if straight[key] != registered[key]]
     if not unlike:
         return ""

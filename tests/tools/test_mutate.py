@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import mutate
+import mutation_runs
 import pytest
 from mutation_edits import edits
 
@@ -74,13 +76,48 @@ def test_every_row_of_the_list_is_read() -> None:
 
 
 def test_an_edited_module_is_imported_without_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    monkeypatch.setattr(mutation_runs, "ROOT", tmp_path)
     source = tmp_path / "edited_here.py"
     source.write_text("LIMIT = 3\n")
     [edit] = edits(source.read_text())
-    monkeypatch.setattr(sys, "meta_path", [mutate.EditedSource(source, edit.code(str(source))), *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [mutation_runs.EditedSource(source, edit.code(str(source))), *sys.meta_path])
     import edited_here
 
     monkeypatch.delitem(sys.modules, "edited_here")
     assert edited_here.LIMIT == 4
     assert source.read_text() == "LIMIT = 3\n"
+
+
+WITH_CLOSURE = """
+def outer(factor):
+    def inner(value):
+        return value * factor
+    return inner
+
+def count(first, second):
+    return first + second
+"""
+
+
+def test_living_functions_take_the_code_of_an_edit(tmp_path: Path) -> None:
+    path = tmp_path / "living.py"
+    path.write_text(WITH_CLOSURE)
+    namespace: dict[str, Any] = {}
+    exec(compile(WITH_CLOSURE, str(path), "exec"), namespace)
+    kept, twice = namespace["count"], namespace["outer"](2)
+    by_text = {edit.after: edit.code(str(path)) for edit in edits(WITH_CLOSURE)}
+    assert (kept(5, 3), twice(3)) == (8, 6)
+    mutation_runs.replace([kept, namespace["outer"]], by_text["return first - second"])
+    assert (kept(5, 3), twice(3)) == (2, 6)
+    mutation_runs.replace([kept, twice], by_text["return value // factor"])
+    assert (kept(5, 3), twice(3)) == (8, 1)
+    assert mutate.replaceable(path, by_text["return value // factor"])
+    without = WITH_CLOSURE.replace("value * factor", "value")
+    assert not mutate.replaceable(path, compile(without, str(path), "exec"))
+
+
+def test_the_counts_are_of_the_sources_that_they_name() -> None:
+    rows = mutate.read_counts()
+    assert list(rows) == sorted(rows)
+    for row in rows.values():
+        assert int(row["edits"]) == sum(int(row[name]) for name in ("noticed", "equivalent", "open"))
