@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.schedule.rig import WAIT_S, in_threads
 
 MANY = 500 * int(os.environ.get("PADDLE_KV_STRESS", "1"))
 FEW = 5
+ROUNDS = 6
 SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=2, block_size=1, dtype="int32", latent=True)
 
 
@@ -37,6 +39,16 @@ def start(scheduler: LayerwiseScheduler, kind: str, count: int) -> list[Any]:
     return chain
 
 
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """What the collector looks through, and the finalizers that it calls, are those of all tests before."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def calls_of(call: Callable[[], Any]) -> tuple[int, Any]:
     """How many functions are called by it in this thread, and what it returns."""
     calls = 0
@@ -45,11 +57,12 @@ def calls_of(call: Callable[[], Any]) -> tuple[int, Any]:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    sys.setprofile(note)
-    try:
-        result = call()
-    finally:
-        sys.setprofile(None)
+    with nothing_collected():
+        sys.setprofile(note)
+        try:
+            result = call()
+        finally:
+            sys.setprofile(None)
     return calls, result
 
 
@@ -121,21 +134,24 @@ def test_a_long_chain_ends_in_a_time_of_its_length(end: str) -> None:
         pool.close()
         return taken_s
 
-    found: list[float] = []
+    found = {2 * MANY: math.inf, 4 * MANY: math.inf}
 
     def run() -> None:
-        found.extend(min(seconds(count) for _ in range(2)) for count in (2 * MANY, 4 * MANY))
+        for _ in range(ROUNDS):  # what else the machine does makes a run longer, never shorter
+            for count, least_s in found.items():
+                found[count] = min(least_s, seconds(count))
+            if in_proportion():
+                return
+
+    def in_proportion() -> bool:
+        return found[4 * MANY] < 1.5 * 2 * found[2 * MANY]
 
     gc.collect()
-    gc.disable()  # what it looks through are the objects of all tests before this one
-    try:
+    with nothing_collected():
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    finally:
-        gc.enable()
-    assert len(found) == 2
-    assert found[1] < 1.5 * 2 * found[0]
+    assert in_proportion(), found
 
 
 def test_a_chain_that_is_cancelled_from_its_end_costs_its_length_and_a_save_behind_it_nothing() -> None:
