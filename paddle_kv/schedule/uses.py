@@ -13,8 +13,11 @@ def notify(domain: BlockDomain) -> None:
 class Use:
     """One thread in a call that needs the scheduler open, or that closes it; ends with the call, however that ends."""
 
+    _group: MemoryGroup | None = None  # a signal may come before there is one
+
     def __init__(self, group: MemoryGroup) -> None:
         self._group = group
 
     def __del__(self) -> None:
-        self._group.notify()
+        if self._group is not None:
+            self._group.notify()

@@ -188,7 +188,7 @@ def test_a_file_that_is_no_trace_is_a_message(tmp_path: Path) -> None:
     path.write_text("hello")
     found = RUNNER.invoke(app, ["replay", str(path)])
     assert found.exit_code == 2
-    assert "line 1" in found.output
+    assert "line 1" in plain(found.output)
 
 
 def test_a_full_disk_is_a_message_before_the_work_and_behind_it(

@@ -108,6 +108,13 @@ def test_close_waits_for_what_is_in_use_and_hears_of_its_end(rig, kind):
     assert not closing.is_alive()
 
 
+def test_a_use_that_a_signal_keeps_from_beginning_goes_without_a_word(monkeypatch):
+    told = []
+    monkeypatch.setattr("sys.unraisablehook", told.append)
+    Use.__new__(Use)
+    assert told == []
+
+
 def test_behind_three_that_were_dropped_from_the_last_to_the_first(rig, copies):
     """What the first of them was behind still writes the block."""
     copies.hold("onload", 0)
