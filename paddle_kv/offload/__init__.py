@@ -12,6 +12,7 @@ from .._lazy import lazy_name as _lazy_name
 
 if _TYPE_CHECKING:
     from .arc import Arc
+    from .decision import Decision, Prompt, decide
     from .directory import Directory
     from .events import Mirror
     from .found import BlockState, Found
@@ -25,6 +26,7 @@ if _TYPE_CHECKING:
     from .policies import POLICIES, make_policy
     from .policy import Policy
     from .ranks import lookup_common, paddle_all_reduce_min
+    from .rates import Rates, RateSnapshot
     from .request import Request
     from .s3fifo import S3Fifo
 
@@ -35,6 +37,7 @@ __all__ = [
     "BlockIndex",
     "BlockKey",
     "BlockState",
+    "Decision",
     "Directory",
     "Event",
     "Found",
@@ -49,6 +52,9 @@ __all__ = [
     "Outcome",
     "Policy",
     "PrefixHasher",
+    "Prompt",
+    "RateSnapshot",
+    "Rates",
     "Request",
     "Result",
     "S3Fifo",
@@ -56,6 +62,7 @@ __all__ = [
     "Snapshot",
     "Submitted",
     "cache_salt",
+    "decide",
     "lookup_common",
     "make_policy",
     "paddle_all_reduce_min",
@@ -67,6 +74,7 @@ _MODULE_OF = {
     "BlockIndex": "index",
     "BlockKey": "jobs",
     "BlockState": "found",
+    "Decision": "decision",
     "Directory": "directory",
     "Event": "jobs",
     "Found": "found",
@@ -82,6 +90,9 @@ _MODULE_OF = {
     "POLICIES": "policies",
     "Policy": "policy",
     "PrefixHasher": "hashing",
+    "Prompt": "decision",
+    "RateSnapshot": "rates",
+    "Rates": "rates",
     "Request": "request",
     "Result": "jobs",
     "S3Fifo": "s3fifo",
@@ -89,6 +100,7 @@ _MODULE_OF = {
     "Snapshot": "jobs",
     "Submitted": "mover",
     "cache_salt": "hashing",
+    "decide": "decision",
     "lookup_common": "ranks",
     "make_policy": "policies",
     "paddle_all_reduce_min": "ranks",

@@ -1,0 +1,175 @@
+"""What to do with a prefix that was found: load it, compute it, or load from its back while computing from its front
+until the two meet (the idea: S. Jin et al., "Compute Or Load KV Cache? Why Not Both?", arXiv 2410.03065).
+
+The first token comes when the last layer of the prompt's end has been computed. With ``k`` blocks computed from the
+front, and the others loaded, layer by layer where the end of the prompt already waits for them::
+
+    first token = max(wait + compute(k blocks) + end,  link's queue + load(the others) + end's last layers)
+
+The first part grows with k, the second falls: loading all and computing all are its two ends, and the best k is where
+the two are equal. Since blocks of a prefix may lie in host memory and in a tier, which is slower, there are two ks.
+They are found by halving the interval in which the time of the first token lies: a time is possible if what can be
+loaded until then leaves no more to compute than fits. So a decision takes the same time for any number of blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .rates import RateSnapshot
+
+Choice = Literal["compute", "load", "meet"]
+HALVINGS = 12  # the first token's time is found up to 1/4096 of what can be gained
+LEAST_GAIN = 0.01  # of the time of computing: for less nothing is moved
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is to be computed or loaded still, in blocks of the prompt: ``[start, stop)``.
+
+    Attributes:
+        host: found in host memory.
+        tier: found in a tier below. One of the two lies behind the other; an empty one anywhere.
+        end_tokens: where what was found ends, and the end of the prompt begins, which is always computed.
+        num_tokens: of the prompt.
+    """
+
+    host: tuple[int, int]
+    tier: tuple[int, int]
+    end_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Which blocks are loaded, and what each alternative is expected to take, in seconds from now to the first token.
+
+    Attributes:
+        choice: "meet" also where only some of what was found is loaded.
+        host_first, tier_first: blocks of the prompt from there on, of those in host memory or in the tier, are loaded;
+            those before are computed.
+        compute_s, load_s, meet_s: of the alternatives; infinite where a rate is unknown or a source is not used.
+        pass_s: when the model should begin with the end of the prompt.
+    """
+
+    choice: Choice
+    host_first: int
+    tier_first: int
+    compute_s: float
+    load_s: float
+    meet_s: float
+    pass_s: float
+
+    @property
+    def expected_s(self) -> float:
+        """Of what was chosen."""
+        return {"compute": self.compute_s, "load": self.load_s, "meet": self.meet_s}[self.choice]
+
+
+def decide(
+    rates: RateSnapshot,
+    prompt: Prompt,
+    *,
+    chunk_tokens: int,
+    num_layers: int,
+    wait_s: float = 0.0,
+    link_wait_s: float = 0.0,
+    tier_wait_s: float = 0.0,
+) -> Decision:
+    """The quickest way to the first token of a prompt.
+
+    Args:
+        chunk_tokens: tokens that the model computes in one pass.
+        wait_s: until the model is free for this prompt.
+        link_wait_s, tier_wait_s: until the link and the tier have done what stands before.
+
+    Where nothing is known of the model, or of the sources of what was found, all is computed.
+
+    Example:
+        >>> from paddle_kv.offload.decision import Prompt, decide
+        >>> from paddle_kv.offload.rates import RateSnapshot
+        >>> rates = RateSnapshot(link_s=0.010, tier_s=float("inf"), base_s=0.001, slope_s=0.0, block_tokens=10)
+        >>> found = decide(rates, Prompt((0, 100), (0, 0), 1000, 1010), chunk_tokens=512, num_layers=10)
+        >>> found.choice, found.host_first, round(found.compute_s, 2), round(found.load_s, 2), round(found.meet_s, 2)
+        ('meet', 50, 1.01, 1.0, 0.51)
+    """
+    host, tier = prompt.host, prompt.tier
+    # In order of position: (start, stop, seconds a block from its source, the source's queue, what comes behind it).
+    link_s = rates.link_s
+    in_host = (host[0], host[1], link_s, link_wait_s, 0.0)
+    in_tier = (tier[0], tier[1], max(rates.tier_s, link_s), tier_wait_s, link_s)
+    first, second = (in_host, in_tier) if host[0] <= tier[0] or tier[0] == tier[1] else (in_tier, in_host)
+    if first[0] == first[1]:
+        first, second = second, first
+    a_start, a_stop, a_s, a_wait, a_more = first
+    b_start, b_stop, b_s, b_wait, b_more = second
+    a_size, b_size, tokens = a_stop - a_start, b_stop - b_start, rates.block_tokens
+    base_s, half_slope = rates.base_s, rates.slope_s / 2
+    if base_s is None:
+        return Decision("compute", host[1], tier[1], math.inf, math.inf, math.inf, wait_s)
+    end_s = rates.prefill_s(prompt.end_tokens, prompt.num_tokens)
+    first_pass = min(prompt.end_tokens + chunk_tokens, prompt.num_tokens)
+    tail_s = end_s - rates.prefill_s(prompt.end_tokens, first_pass) * (1 - 1 / num_layers)
+
+    def computed_s(start: int, stop: int) -> float:
+        return (stop - start) * tokens * (base_s + half_slope * (start + stop) * tokens)
+
+    compute_s = wait_s + computed_s(a_start, a_stop) + computed_s(b_start, b_stop) + end_s
+    if not a_size + b_size or min(a_s if a_size else math.inf, b_s if b_size else math.inf) == math.inf:
+        return Decision("compute", host[1], tier[1], compute_s, math.inf, math.inf, compute_s - end_s)
+
+    def possible(seconds: float) -> tuple[int, int, float]:
+        """How much of each part can be loaded, and how long the model computes then."""
+        until_s = seconds - tail_s
+        room = max(0, int((until_s - link_wait_s) / link_s))
+        b_load = max(0, min(b_size, room, int((until_s - b_wait - b_more) / b_s) if b_s < math.inf else 0))
+        b_compute_s = computed_s(b_start, b_stop - b_load)
+        if b_load < b_size:
+            until_s = seconds - end_s - b_compute_s
+        a_load = min(a_size, room - b_load, int((until_s - link_wait_s) / link_s))
+        a_load = max(0, min(a_load, int((until_s - a_wait - a_more) / a_s) if a_s < math.inf else 0))
+        return a_load, b_load, wait_s + computed_s(a_start, a_stop - a_load) + b_compute_s + end_s
+
+    load_s = _all_s(first, second, link_s, link_wait_s, tail_s, wait_s + end_s, end_s, num_layers)
+    low, high = wait_s + end_s, min(compute_s, load_s)
+    loaded = (a_size, b_size) if load_s < compute_s else (0, 0)
+    busy_s = wait_s + end_s if load_s < compute_s else compute_s
+    meet_s = high
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        a_load, b_load, needed_s = possible(middle)
+        if needed_s <= middle:
+            high = meet_s = middle
+            loaded, busy_s = (a_load, b_load), needed_s
+        else:
+            low = middle
+    choice: Choice = "meet"
+    if meet_s > (1 - LEAST_GAIN) * compute_s:
+        choice, loaded, busy_s = "compute", (0, 0), compute_s
+    elif load_s <= meet_s * (1 + 1e-3):
+        choice, loaded, busy_s = "load", (a_size, b_size), wait_s + end_s
+    starts = (a_stop - loaded[0], b_stop - loaded[1])
+    host_first, tier_first = starts if first is in_host else starts[::-1]
+    return Decision(choice, host_first, tier_first, compute_s, load_s, meet_s, busy_s - end_s)
+
+
+def _all_s(
+    first: tuple[int, int, float, float, float],
+    second: tuple[int, int, float, float, float],
+    link_s: float,
+    link_wait_s: float,
+    tail_s: float,
+    ready_s: float,
+    end_s: float,
+    num_layers: int,
+) -> float:
+    """The first token if all is loaded, layer by layer."""
+    size = first[1] - first[0] + second[1] - second[0]
+    done_s, begun_s = link_wait_s + size * link_s, link_wait_s + size * link_s / num_layers
+    for start, stop, source_s, source_wait_s, more_s in (first, second):
+        if start < stop:
+            done_s = max(done_s, source_wait_s + (stop - start) * source_s + more_s)
+            begun_s = max(begun_s, source_wait_s + ((stop - start) * source_s + more_s) / num_layers)
+    return max(ready_s, done_s + tail_s, begun_s + end_s)

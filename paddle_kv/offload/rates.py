@@ -1,0 +1,313 @@
+"""What transfers and computing take here and now, as far as it was measured, and whether a source can be relied on.
+
+Each source of loads (the link, a tier) has a pace and a standing:
+
+new        nothing was loaded from it; one small load, which nobody waits for, may find out
+probation  it is used, and nobody waits for it: what is not there when the model comes to it is computed
+trusted    it has kept its time, and the model may wait for it, up to a deadline
+resting    it was late, or failed: not used, longer each time; then one small load, which nobody waits for, asks again
+
+So a source costs time at most once before its standing is lost.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .figures import WEIGHT, Pace, Prefill
+
+LINK = "onload"
+LINK_UP = "offload"
+TIER = "tier"
+FIRST_REST_S = 1.0
+LONGEST_REST_S = 300.0
+UNSEEN_S = 30.0  # a source that nobody has used for so long may have become quicker
+PROBE_WEIGHT = 0.5  # of what a probe behind a rest finds: what was known is no more than a bound
+FIRST_PROBATION = 3  # loads in time; twice as many after each fault
+LONGEST_PROBATION = 200
+LATE_FACTOR = 1.5  # a load is late behind so many times what was expected, or what the spread makes of it, ...
+LATE_S = 0.005  # ... and so many seconds, which threads need to wake up
+
+
+class Standing(enum.Enum):
+    """How far a source is relied on."""
+
+    NEW = "new"
+    PROBATION = "probation"
+    TRUSTED = "trusted"
+    RESTING = "resting"
+
+
+class Source:
+    """One of them. ``now_s`` are seconds of one clock, whichever."""
+
+    def __init__(self) -> None:
+        self.pace = Pace()
+        self.standing = Standing.NEW
+        self.faults = 0
+        self.late_loads = self.failed_loads = self.probes = 0
+        self._needed = FIRST_PROBATION  # loads in time until it is trusted
+        self._probation = FIRST_PROBATION
+        self._rest_s = FIRST_REST_S
+        self._until_s = -math.inf  # of the rest, or of the probe on its way
+        self._seen_s = -math.inf  # the last load that was in time
+        self._probing = False
+
+    def in_time(self, s_per_byte: float, now_s: float) -> None:
+        resting, self._seen_s = self.standing is Standing.RESTING, now_s
+        self.pace.observe(s_per_byte, PROBE_WEIGHT if resting else WEIGHT)
+        if resting:
+            if now_s < self._until_s and not self._probing:
+                return  # was under way when the rest began
+            self.standing, self._needed = Standing.PROBATION, self._probation
+        elif self.standing is Standing.NEW:
+            self.standing = Standing.PROBATION
+        elif self.standing is Standing.PROBATION:
+            self._needed -= 1
+            if self._needed <= 0:
+                self.standing = Standing.TRUSTED
+        else:
+            self._needed -= 1
+            if self._needed <= -4 * self._probation:  # kept its time for long: faults are forgotten one by one
+                self._needed = 0
+                self._probation = max(FIRST_PROBATION, self._probation // 2)
+                self._rest_s = max(FIRST_REST_S, self._rest_s / 2)
+        if self._probing:
+            self._probing, self._until_s = False, -math.inf
+
+    def fault(self, now_s: float) -> None:
+        self.faults += 1
+        if self.standing is Standing.RESTING and not self._probing and now_s < self._until_s:
+            return  # was under way when the rest began
+        self.standing, self._probing = Standing.RESTING, False
+        self._until_s = now_s + self._rest_s
+        self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
+        self._probation = min(2 * self._probation, LONGEST_PROBATION)
+
+    def probe_due(self, now_s: float) -> bool:
+        if now_s < self._until_s:
+            return False
+        return self.standing in (Standing.NEW, Standing.RESTING) or now_s - self._seen_s >= UNSEEN_S
+
+    def begin_probe(self, now_s: float) -> None:
+        """Of one that never ends the next one begins after a longest rest."""
+        self._probing, self._until_s = True, now_s + LONGEST_REST_S
+        self.probes += 1
+
+
+@dataclass(frozen=True, slots=True)
+class RateSnapshot:
+    """The rates at one moment, for :func:`~paddle_kv.offload.decision.decide`. Unknown or not to be used: infinite.
+
+    Attributes:
+        link_s, tier_s: seconds a block, over the link, and out of the tier.
+        base_s, slope_s: a token at position p is computed in ``base_s + slope_s * p``. None: unknown.
+        block_tokens: tokens a block.
+        link_waits, tier_waits: whether the model may wait for what comes from there.
+        link_late, tier_late: a load is given up behind so many times what was expected of it.
+    """
+
+    link_s: float
+    tier_s: float
+    base_s: float | None
+    slope_s: float
+    block_tokens: int
+    link_waits: bool = True
+    tier_waits: bool = True
+    link_late: float = LATE_FACTOR
+    tier_late: float = LATE_FACTOR
+
+    def prefill_s(self, start_token: int, stop_token: int) -> float:
+        """Seconds to compute these tokens of a prompt; infinite where unknown."""
+        if self.base_s is None:
+            return math.inf
+        return (stop_token - start_token) * (self.base_s + self.slope_s * (start_token + stop_token) / 2)
+
+
+class Rates:
+    """Measured while serving. Any thread may observe.
+
+    Args:
+        block_bytes: of one block, all layers.
+        block_tokens: tokens a block.
+        clock: seconds, only differences count.
+
+    Example:
+        >>> from paddle_kv.offload.rates import Rates
+        >>> rates = Rates(block_bytes=1_000_000, block_tokens=16)
+        >>> rates.load_s(10) is None
+        True
+        >>> rates.observe_load("onload", num_bytes=4_000_000, seconds=0.002)
+        >>> round(rates.load_s(10), 6)
+        0.005
+        >>> rates.observe_prefill(start_token=0, num_tokens=512, seconds=0.0512)
+        >>> round(rates.compute_s(0, 10), 6)
+        0.016
+    """
+
+    def __init__(self, block_bytes: int, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+        for name, value in (("block_bytes", block_bytes), ("block_tokens", block_tokens)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+        self.block_bytes, self.block_tokens = block_bytes, block_tokens
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sources = {LINK: Source(), LINK_UP: Source(), TIER: Source()}
+        self._prefill = Prefill()
+        self._snapshot: RateSnapshot | None = None
+
+    # ---- what was seen ----
+    def observe_load(self, name: str, num_bytes: int, seconds: float) -> None:
+        """A load from ``name`` ("onload": the link, "tier") arrived in time; also a probe.
+
+        Raises:
+            KeyError: no such source.
+            ValueError: not above 0.
+        """
+        _check_positive(num_bytes=num_bytes, seconds=seconds)
+        with self._lock:
+            self._sources[name].in_time(seconds / num_bytes, self._clock())
+            self._snapshot = None
+
+    def observe_save(self, num_bytes: int, seconds: float) -> None:
+        """A save went over the link. Until a load has, it is what is expected of one."""
+        _check_positive(num_bytes=num_bytes, seconds=seconds)
+        with self._lock:
+            self._sources[LINK_UP].pace.observe(seconds / num_bytes)
+            self._snapshot = None
+
+    def observe_late(self, name: str, num_bytes: int, seconds: float) -> None:
+        """A load of so many bytes was not there after so many seconds, and was given up."""
+        _check_positive(num_bytes=num_bytes, seconds=seconds)
+        with self._lock:
+            source = self._sources[name]
+            source.late_loads += 1
+            source.pace.at_least(seconds / num_bytes)
+            source.fault(self._clock())
+            self._snapshot = None
+
+    def observe_failed(self, name: str) -> None:
+        """A load from there failed: an error, a wrong checksum, something missing."""
+        with self._lock:
+            source = self._sources[name]
+            source.failed_loads += 1
+            source.fault(self._clock())
+            self._snapshot = None
+
+    def observe_prefill(self, start_token: int, num_tokens: int, seconds: float) -> None:
+        """The model has computed these tokens of a prompt, and waited for nothing meanwhile."""
+        if start_token < 0:
+            raise ValueError(f"start_token = {start_token} must be at least 0")
+        _check_positive(num_tokens=num_tokens, seconds=seconds)
+        with self._lock:
+            self._prefill.observe(start_token, num_tokens, seconds)
+            self._snapshot = None
+
+    # ---- by hand ----
+    def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:
+        """As if it had been measured, and were trusted; what is observed later counts on top."""
+        _check_positive(bytes_per_s=bytes_per_s)
+        with self._lock:
+            source = self._sources[name]
+            source.pace.set(1 / bytes_per_s, spread)
+            source.standing = Standing.TRUSTED
+            self._snapshot = None
+
+    def set_prefill(self, base_s: float, slope_s: float = 0.0) -> None:
+        """Seconds a token, and how much more for each position; what is observed later counts on top."""
+        _check_positive(base_s=base_s)
+        with self._lock:
+            self._prefill.set(base_s, slope_s)
+            self._snapshot = None
+
+    # ---- what follows ----
+    def load_s(self, num_blocks: int, name: str = LINK) -> float | None:
+        """Expected seconds of a load; None if unknown."""
+        pace = self._pace(name)
+        return None if pace is None else num_blocks * self.block_bytes * pace
+
+    def late_s(self, num_blocks: int, name: str = LINK) -> float:
+        """A load is late behind so many seconds of its own; queues before it come on top. Infinite if unknown."""
+        expected = self.load_s(num_blocks, name)
+        return math.inf if expected is None else self._late(name) * expected + LATE_S
+
+    def compute_s(self, start_block: int, stop_block: int) -> float | None:
+        """Expected seconds to compute these blocks of a prompt; None if unknown."""
+        if self._prefill.base_s is None:
+            return None
+        return self._prefill.seconds(start_block * self.block_tokens, stop_block * self.block_tokens)
+
+    def standing(self, name: str) -> Standing:
+        return self._sources[name].standing
+
+    def take_probe(self, name: str) -> bool:
+        """Whether a small load is to find out about it now, beside computing, and awaited by nobody. One at a time, and
+        no more than one a rest. Whoever is told so makes it, and observes how it ends."""
+        with self._lock:
+            now_s = self._clock()
+            source = self._sources[name]
+            if not source.probe_due(now_s):
+                return False
+            source.begin_probe(now_s)
+            return True
+
+    def snapshot(self) -> RateSnapshot:
+        """What is known now."""
+        with self._lock:
+            if self._snapshot is None:
+                link, tier = self._sources[LINK], self._sources[TIER]
+                self._snapshot = RateSnapshot(
+                    self._block_s(LINK),
+                    self._block_s(TIER),
+                    self._prefill.base_s,
+                    self._prefill.slope_s,
+                    self.block_tokens,
+                    link.standing is Standing.TRUSTED,
+                    tier.standing is Standing.TRUSTED,
+                    self._late(LINK),
+                    self._late(TIER),
+                )
+            return self._snapshot
+
+    def stats(self) -> dict[str, float]:
+        """Figures for metrics: 0 where nothing is known; rates in bytes a second, spreads as parts of 1."""
+        figures: dict[str, float] = {}
+        with self._lock:
+            for name, source in self._sources.items():
+                pace = source.pace.s_per_byte
+                figures[f"{name}_bytes_per_s"] = 0.0 if pace is None else 1 / pace
+                figures[f"{name}_spread"] = source.pace.spread if source.pace.observations else 0.0
+                figures[f"{name}_late_loads"] = source.late_loads
+                figures[f"{name}_failed_loads"] = source.failed_loads
+                figures[f"{name}_probes"] = source.probes
+                figures[f"{name}_trusted"] = source.standing is Standing.TRUSTED
+            base_s = self._prefill.base_s
+            figures["prefill_tokens_per_s"] = 0.0 if base_s is None else 1 / base_s
+            figures["prefill_s_per_token_and_position"] = self._prefill.slope_s
+            figures["prefill_spread"] = 0.0 if base_s is None else self._prefill.spread
+        return figures
+
+    def _late(self, name: str) -> float:
+        return max(LATE_FACTOR, math.exp(self._sources[name].pace.band))
+
+    def _pace(self, name: str) -> float | None:
+        own = self._sources[name].pace.s_per_byte
+        return self._sources[LINK_UP].pace.s_per_byte if own is None and name == LINK else own
+
+    def _block_s(self, name: str) -> float:
+        """Infinite where it is not used."""
+        source, pace = self._sources[name], self._pace(name)
+        usable = source.standing in (Standing.PROBATION, Standing.TRUSTED)
+        usable |= source.standing is Standing.NEW and name == LINK  # by what saves have shown
+        return pace * self.block_bytes if usable and pace is not None else math.inf
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} = {value} must be a finite number above 0")

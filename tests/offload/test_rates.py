@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from paddle_kv.offload.figures import Pace, Prefill
+from paddle_kv.offload.rates import FIRST_PROBATION, FIRST_REST_S, LATE_S, LONGEST_REST_S, UNSEEN_S, Rates, Standing
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def rates(clock: Clock) -> Rates:
+    return Rates(1000, 16, clock)
+
+
+def load(rates: Rates, times: int = 1, bytes_per_s: float = 1e6, name: str = "tier") -> None:
+    for _ in range(times):
+        rates.observe_load(name, 1000, 1000 / bytes_per_s)
+
+
+def test_nothing_is_known_at_first(rates: Rates) -> None:
+    found = rates.snapshot()
+    assert (found.link_s, found.tier_s, found.base_s) == (math.inf, math.inf, None)
+    assert rates.load_s(3) is None and rates.compute_s(0, 3) is None and rates.late_s(3) == math.inf
+    assert not found.link_waits and not found.tier_waits
+    assert found.prefill_s(0, 5) == math.inf
+    assert not any(value for name, value in rates.stats().items())
+
+
+def test_a_pace_follows_noise_around_what_is_true() -> None:
+    rng, pace = random.Random(1), Pace()
+    for _ in range(300):
+        pace.observe(2e-9 * rng.lognormvariate(0, 0.1))
+    assert pace.s_per_byte == pytest.approx(2e-9, rel=0.1)
+    assert 0.05 < pace.spread < 0.12
+
+
+def test_bad_news_is_learned_at_once_and_good_news_slowly() -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.observe(1e-9)
+    pace.observe(1e-8)
+    bad = pace.s_per_byte
+    assert bad == pytest.approx(math.sqrt(10) * 1e-9, rel=0.05)
+    for _ in range(50):
+        pace.observe(1e-8)
+    pace.observe(1e-9)
+    assert pace.s_per_byte == pytest.approx(1e-8 * 0.87, rel=0.05)
+    for _ in range(60):
+        pace.observe(1e-9)
+    assert pace.s_per_byte == pytest.approx(1e-9, rel=0.2)  # but it is learned
+
+
+def test_a_stall_does_not_end_all_averages() -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.observe(1e-9)
+    pace.observe(1e-6)
+    for _ in range(60):
+        pace.observe(1e-9)
+    assert pace.s_per_byte == pytest.approx(1e-9, rel=0.3)
+
+
+def test_prefill_grows_with_the_position() -> None:
+    rng, prefill = random.Random(2), Prefill()
+    for _ in range(400):
+        start, count = rng.randrange(0, 100_000), rng.randint(100, 4000)
+        true_s = count * (2e-5 + 3e-10 * (start + count / 2))
+        prefill.observe(start, count, true_s * rng.lognormvariate(0, 0.05))
+    assert prefill.base_s is not None
+    for start, stop in ((0, 2000), (40_000, 60_000), (0, 120_000)):
+        true_s = (stop - start) * (2e-5 + 1.5e-10 * (start + stop))
+        assert prefill.seconds(start, stop) == pytest.approx(true_s, rel=0.05)
+    assert 0.02 < prefill.spread < 0.1
+
+
+def test_prefill_at_one_place_has_no_slope_and_parts_are_never_negative() -> None:
+    prefill = Prefill()
+    for _ in range(5):
+        prefill.observe(1000, 100, 0.01)
+    assert prefill.slope_s == 0 and prefill.base_s == pytest.approx(1e-4)
+    for start in range(0, 50_000, 1000):
+        prefill.observe(start, 100, 0.02 - start * 1e-7)
+    assert prefill.slope_s == 0
+    steep = Prefill()
+    for start in (0, 10_000, 20_000):
+        steep.observe(start, 100, 1e-9 * (1 + start) * 100)
+    assert steep.base_s is not None and steep.base_s > 0
+
+
+def test_a_pause_of_the_process_is_not_the_model(rates: Rates) -> None:
+    for start in range(0, 50_000, 1000):
+        rates.observe_prefill(start, 1000, 0.01)
+    rates.observe_prefill(0, 1000, 10.0)
+    assert rates.compute_s(0, 1000) == pytest.approx(0.16, rel=0.1)
+    for _ in range(200):  # what lasts is
+        rates.observe_prefill(0, 1000, 0.04)
+        rates.observe_prefill(30_000, 1000, 0.04)
+    assert rates.compute_s(0, 1000) == pytest.approx(0.64, rel=0.1)
+
+
+def test_saves_stand_for_loads_until_one_was_made(rates: Rates) -> None:
+    rates.observe_save(1000, 0.5)
+    assert rates.load_s(2) == pytest.approx(1.0) and rates.load_s(2, "tier") is None
+    found = rates.snapshot()
+    assert found.link_s == pytest.approx(0.5) and not found.link_waits
+    load(rates, name="onload")
+    assert rates.load_s(2) == pytest.approx(0.002)
+
+
+def test_a_source_is_trusted_when_it_has_kept_its_time(rates: Rates) -> None:
+    assert rates.standing("tier") is Standing.NEW and rates.snapshot().tier_s == math.inf
+    assert rates.take_probe("tier") and not rates.take_probe("tier")
+    load(rates)
+    assert rates.standing("tier") is Standing.PROBATION
+    assert rates.snapshot().tier_s == pytest.approx(0.001) and not rates.snapshot().tier_waits
+    load(rates, FIRST_PROBATION - 1)
+    assert not rates.snapshot().tier_waits
+    load(rates)
+    assert rates.standing("tier") is Standing.TRUSTED and rates.snapshot().tier_waits
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_fault_ends_its_use_until_a_probe_was_in_time(rates: Rates, clock: Clock, late: bool) -> None:
+    load(rates, 10)
+
+    def fault() -> None:
+        rates.observe_late("tier", 1000, 0.1) if late else rates.observe_failed("tier")
+
+    fault()
+    fault()  # was under way: counts as the same one
+    assert rates.standing("tier") is Standing.RESTING
+    found = rates.snapshot()
+    assert found.tier_s == math.inf and not found.tier_waits
+    load(rates)  # was under way, too
+    assert rates.standing("tier") is Standing.RESTING
+    clock.now_s += FIRST_REST_S * 0.9
+    assert not rates.take_probe("tier")
+    clock.now_s += FIRST_REST_S * 0.2
+    assert rates.take_probe("tier") and not rates.take_probe("tier")
+    fault()
+    clock.now_s += FIRST_REST_S * 1.1
+    assert not rates.take_probe("tier")  # the rest is twice as long
+    clock.now_s += FIRST_REST_S
+    assert rates.take_probe("tier")
+    load(rates)
+    assert rates.standing("tier") is Standing.PROBATION
+    load(rates, 4 * FIRST_PROBATION - 1)
+    assert rates.standing("tier") is Standing.PROBATION  # four times as long after two faults
+    load(rates)
+    assert rates.standing("tier") is Standing.TRUSTED
+
+
+def test_a_late_load_tells_a_bound(rates: Rates) -> None:
+    load(rates, 10)
+    rates.observe_late("tier", 1000, 0.1)
+    assert rates.load_s(1, "tier") == pytest.approx(0.2)
+    rates.observe_late("tier", 1000, 0.01)
+    assert rates.load_s(1, "tier") == pytest.approx(0.2)
+
+
+def test_faults_are_forgotten_when_it_works_for_long(rates: Rates, clock: Clock) -> None:
+    for _ in range(3):
+        load(rates, 100)
+        rates.observe_failed("tier")
+        clock.now_s += LONGEST_REST_S
+        assert rates.take_probe("tier")
+    load(rates, 2000)
+    rates.observe_failed("tier")
+    clock.now_s += FIRST_REST_S * 1.01
+    assert rates.take_probe("tier")
+
+
+def test_the_cost_of_a_source_that_never_works_is_bounded(rates: Rates, clock: Clock) -> None:
+    load(rates, 10)
+    probes = 0
+    for _ in range(36_000):
+        rates.observe_failed("tier") if rates.take_probe("tier") else None
+        if rates.standing("tier") is Standing.TRUSTED:
+            rates.observe_failed("tier")
+        clock.now_s += 0.1
+    probes = int(rates.stats()["tier_probes"])
+    assert 3600 / LONGEST_REST_S <= probes <= 3600 / LONGEST_REST_S + 10
+
+
+def test_a_probe_that_never_ends_is_followed_by_another(rates: Rates, clock: Clock) -> None:
+    assert rates.take_probe("tier")
+    clock.now_s += LONGEST_REST_S * 0.9
+    assert not rates.take_probe("tier")
+    clock.now_s += LONGEST_REST_S * 0.2
+    assert rates.take_probe("tier")
+
+
+def test_what_nobody_uses_is_probed_now_and_then(rates: Rates, clock: Clock) -> None:
+    load(rates, 10)
+    assert not rates.take_probe("tier")
+    clock.now_s += UNSEEN_S * 1.1
+    assert rates.take_probe("tier") and not rates.take_probe("tier")
+    load(rates)
+    assert not rates.take_probe("tier")
+    clock.now_s += UNSEEN_S * 1.1
+    assert rates.take_probe("tier")
+
+
+def test_a_deadline_follows_estimate_and_spread(rates: Rates) -> None:
+    rates.set_load("tier", 1e6, spread=0.01)
+    assert rates.late_s(100, "tier") == pytest.approx(0.1 * 1.5 + LATE_S)
+    rates.set_load("tier", 1e6, spread=0.5)
+    assert rates.late_s(100, "tier") == pytest.approx(0.1 * math.exp(2) + LATE_S)
+    assert rates.snapshot().tier_late == pytest.approx(math.exp(2))
+
+
+def test_rates_set_by_hand(rates: Rates) -> None:
+    rates.set_load("onload", 2e6)
+    rates.set_prefill(1e-4, 1e-9)
+    found = rates.snapshot()
+    assert found.link_s == pytest.approx(5e-4) and found.link_waits
+    assert found.prefill_s(0, 1000) == pytest.approx(0.1 + 5e-4)
+    assert rates.compute_s(1, 3) == pytest.approx(found.prefill_s(16, 48))
+    rates.observe_prefill(0, 10_000, 1.5)
+    assert 1e-4 < rates.snapshot().base_s < 1.5e-4  # type: ignore[operator]
+    assert rates.stats()["onload_bytes_per_s"] == pytest.approx(2e6)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rates: rates.observe_load("onload", 0, 1.0),
+        lambda rates: rates.observe_load("onload", 1, 0.0),
+        lambda rates: rates.observe_save(1, math.nan),
+        lambda rates: rates.observe_late("tier", 1, -1.0),
+        lambda rates: rates.observe_prefill(-1, 5, 1.0),
+        lambda rates: rates.observe_prefill(0, 0, 1.0),
+        lambda rates: rates.set_load("tier", math.inf),
+        lambda rates: rates.set_prefill(0.0),
+        lambda rates: Rates(0, 16),
+        lambda rates: Rates(1000, 1.5),
+    ],
+)
+def test_what_is_no_rate_is_refused(rates: Rates, call: object) -> None:
+    with pytest.raises(ValueError, match=r" = .* must be "):
+        call(rates)  # type: ignore[operator]
+    with pytest.raises(KeyError):
+        rates.observe_load("disk", 1, 1.0)
