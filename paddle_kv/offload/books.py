@@ -17,6 +17,7 @@ from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
 from .directory import Directory
+from .feeding import Estimate, Feed, Meeting, Piece
 from .found import BlockState
 from .jobs import Event, Hello, Job, Result, Snapshot
 from .moving import Moves
@@ -27,7 +28,17 @@ if TYPE_CHECKING:
     from ..tiers import Tier
 
 RANK, EPOCH = 0, 0  # there is one, and it lives as long as the directory
-_COUNTS = ("tier_hit_blocks", "tier_lost_blocks", "tier_dropped_blocks", "prefetched_blocks")
+_COUNTS = ("tier_hit_blocks", "tier_lost_blocks", "tier_dropped_blocks", "prefetched_blocks", "recomputed_blocks")
+
+
+class Unknown:
+    """PLACEHOLDER"""
+
+    def load_s(self, num_blocks: int) -> float | None:
+        return None
+
+    def compute_s(self, start_block: int, stop_block: int) -> float | None:
+        return None
 
 
 class PoolSlots:
@@ -75,6 +86,8 @@ class Books:
         self.loads: weakref.WeakSet[Movement] = weakref.WeakSet()
         self.left_out: weakref.WeakKeyDictionary[Movement, list[int]] = weakref.WeakKeyDictionary()
         self.counts = dict.fromkeys(_COUNTS, 0)
+        self.feed = Feed()
+        self.estimate: Estimate = Unknown()
         self.closed = False
 
     @property
@@ -99,6 +112,10 @@ class Books:
         return started
 
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
+        return Prefetch(self, [])
+
+    def read_soon(self, keys: list[bytes]) -> Prefetch:
+        """In a section: those of a prefix that are not in host memory. ``feed`` hears what came."""
         return Prefetch(self, [])
 
     def flush(self, timeout_s: float | None) -> None:
@@ -169,6 +186,22 @@ class Books:
         self.left_out[movement] = list(plan.left_out)
         return transfer
 
+    def begin_meeting(
+        self, keys: list[bytes], device_ids: list[int], states: list[BlockState], pieces: list[Piece], compute: Stream
+    ) -> Meeting:
+        meeting = Meeting(self, keys, device_ids, states, pieces, self.estimate, compute)
+        self.feed.fill(self)
+        return meeting
+
+    def end_meeting(self, meeting: Meeting) -> None:
+        if not meeting.ended:
+            meeting.end()
+            self.counts["recomputed_blocks"] += meeting.num_computed_blocks
+            self.feed.fill(self)
+
+    def observe_prefill(self, tokens: range, seconds: float) -> None:
+        """Not in a section."""
+
     def evict(self, num_blocks: int) -> int:
         self.settle()
         return self.directory.evict(num_blocks)
@@ -214,6 +247,8 @@ class Books:
         if self.closed:
             return
         self.closed = True
+        for meeting in list(self.feed.meetings.values()):
+            meeting.end()
         for moving in self.moves.moving:
             if moving.jobs[0].kind == "save":
                 settling.progress(submission.cancel(moving.movement))

@@ -7,35 +7,27 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..checks import check_ids
 from ..memory import DeviceCache
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
-from ..timeouts import check_timeout
 from ..tracking.group import change
 from .books import Books
 from .checks import checked_hashes
+from .chunks import How, checked_targets, make_request
 from .found import BlockState
 from .hashing import BlockHasher, PrefixHasher, spec_salt
-from .jobs import Event, Snapshot
+from .keeping import Keeping
 from .lease import Lease
 from .policy import Policy
-from .request import Request, full_table
+from .request import Request
 
 if TYPE_CHECKING:
     from ..tiers import Saver, Tier
     from .prefetch import Prefetch
 
-_BYTES = {
-    "saved_bytes": ["saved_blocks"],
-    "loaded_bytes": ["loaded_blocks"],
-    "used_bytes": ["blocks", "saving_blocks"],
-    "capacity_bytes": ["capacity_blocks"],
-}
 
-
-class KVOffloadManager:
+class KVOffloadManager(Keeping):
     """Blocks in host memory, found by the hash of their tokens and of all tokens before them.
 
     Args:
@@ -193,7 +185,13 @@ class KVOffloadManager:
         return self._books.prefetch(checked_hashes(hashes), timeout_s)
 
     def request(
-        self, token_ids: Sequence[int] | PrefixHasher, device_block_ids: Any, *, request_salt: bytes = b""
+        self,
+        token_ids: Sequence[int] | PrefixHasher,
+        device_block_ids: Any,
+        *,
+        request_salt: bytes = b"",
+        chunk_tokens: int | None = None,
+        how: How | None = None,
     ) -> Request:
         """Looks a prompt up, starts the load of what is found and the layerwise save of the rest; see
         :class:`Request`, which also says what to do when the load fails.
@@ -202,18 +200,26 @@ class KVOffloadManager:
             token_ids: of the prompt; or what :meth:`prefix` has made, with its tokens.
             device_block_ids: the blocks of the prompt, one for each ``block_size`` tokens and one for the rest.
             request_salt: see :meth:`block_hashes`.
+            chunk_tokens: the prompt is computed in chunks of so many tokens (of whole blocks), which begin at
+                multiples of it: ask :meth:`Request.next_chunk`. None: in one pass.
+            how: what becomes of the prefix that is found: ``"load"`` all of it; ``"compute"`` all of it; ``"sooner"``:
+                what is there sooner by the rates that were measured so far, with ``chunk_tokens`` part by part, loads
+                from the back and computation from the front. None: "sooner" with ``chunk_tokens``, else "load".
 
         Raises:
-            ValueError: a token without a block.
+            ValueError: a token without a block, chunks that are not whole blocks, another ``how``.
             As :meth:`block_hashes`, :meth:`onload` and :meth:`save`.
         """
-        if isinstance(token_ids, PrefixHasher):
-            hashes, num_tokens = list(token_ids.hashes), token_ids.num_tokens
-        else:
-            hashes, num_tokens = self.block_hashes(token_ids, request_salt=request_salt), len(token_ids)
-        ids = arguments.block_ids(device_block_ids, "device_block_ids")
-        check_ids(ids, "device_block_ids", self.device_cache.num_blocks)
-        return Request(self, hashes, num_tokens, full_table(ids, num_tokens, self._block_size), self._block_size)
+        return make_request(self, token_ids, device_block_ids, request_salt, chunk_tokens, how)
+
+    def observe_prefill(self, tokens: range, seconds: float) -> None:
+        """The model has computed these tokens of a prompt in so many seconds: for servers that do not ask
+        :meth:`Request.next_chunk`, which measures it itself, or that know it better.
+
+        Raises:
+            TypeError, ValueError: not a range of tokens, or no time.
+        """
+        self._books.observe_prefill(tokens, seconds)
 
     @property
     def device_cache(self) -> DeviceCache:
@@ -247,7 +253,7 @@ class KVOffloadManager:
             As :meth:`LayerwiseScheduler.onload`.
         """
         keys = checked_hashes(hashes)
-        device_ids = self._device_ids(device_block_ids, len(keys))
+        device_ids = checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks)
         compute = self._scheduler.compute_stream(None)  # of this thread
         return self._scheduler.check_started(self._books.start_load(keys, device_ids, compute))
 
@@ -302,7 +308,7 @@ class KVOffloadManager:
             >>> manager.close(); scheduler.close()
         """
         keys = checked_hashes(hashes)
-        device_ids = self._device_ids(device_block_ids, len(keys))
+        device_ids = checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks)
         loads = transfer_list(computed_from, "computed_from")
         compute = self._scheduler.compute_stream(None)  # of this thread
         start = functools.partial(self._books.save, keys, device_ids, loads, layerwise, compute)
@@ -385,83 +391,7 @@ class KVOffloadManager:
         """:meth:`Transfer.cancel` of all of them."""
         change(self._books, self._books.cancel_all)
 
-    # ---- room ----
-    def evict(self, num_blocks: int) -> int:
-        """Lets go of up to ``num_blocks`` blocks, in the order of the policy, and gives them back to the pool. Returns
-        how many; blocks that leases or transfers hold stay.
-
-        Raises:
-            TypeError: not an integer.
-            ValueError: negative.
-            ClosedError: closed.
-        """
-        num_blocks = arguments.integer(num_blocks, "num_blocks")
-        if num_blocks < 0:
-            raise ValueError(f"num_blocks = {num_blocks} must not be negative")
-        return int(change(self._books, functools.partial(self._books.evict, num_blocks)))
-
-    def drop(self, hashes: Sequence[bytes]) -> int:
-        """Forgets these blocks, also such as are arriving or held: no lookup finds them until they are saved again.
-        Loads in flight go on. Returns how many there were in host memory. Those in the tier are not found any
-        more when this returns, which may wait for its storage; what is on its way there is deleted when it is there.
-
-        Raises:
-            TypeError: not a list of bytes.
-            ClosedError: closed.
-        """
-        return self._books.forget(checked_hashes(hashes))
-
-    def clear(self) -> int:
-        """:meth:`drop` of all blocks: for weights that have changed. What is being saved now is never found. The engine
-        of the tier deletes all its objects, also those of other tiers.
-
-        Raises:
-            NotImplementedError: the engine of the tier cannot do that. Nothing was dropped.
-            ClosedError: closed.
-        """
-        return self._books.forget_all()
-
-    @property
-    def capacity_blocks(self) -> int:
-        """Blocks that are kept at the same time, at most."""
-        return self._books.index.capacity_blocks
-
-    @property
-    def capacity_bytes(self) -> int:
-        """Bytes of host memory that they take."""
-        return self.capacity_blocks * self._block_bytes
-
-    def flush(self, timeout_s: float | None = None) -> None:
-        """Blocks until what has been saved so far is in the tier, as far as its policy and its queue take it; with
-        "write_back" and "exclusive" all that is in host memory goes there: before a server ends.
-
-        Raises:
-            TimeoutError: not after ``timeout_s``.
-            ClosedError: closed.
-        """
-        check_timeout(timeout_s)
-        self._books.flush(timeout_s)
-
-    # ---- for others ----
-    def take_events(self) -> list[Event]:
-        """What came and went since the last call, in ``"host"`` memory and in the tier (the name of its engine), for a
-        :class:`~paddle_kv.offload.Mirror`. What a tier finds or evicts by itself is told when a lookup asks for it."""
-        return list(change(self._books, self._books.take_events))
-
-    def snapshot(self) -> Snapshot:
-        """All that is known to be there, for a :class:`~paddle_kv.offload.Mirror` that begins or has missed events."""
-        found: Snapshot = change(self._books, self._books.snapshot)
-        return found
-
-    def stats(self) -> dict[str, int | float]:
-        """Counts since the manager was made (blocks, calls, bytes), and what it holds now: the names are in
-        ``docs/offload.md``. Works after :meth:`close`."""
-        found: dict[str, int | float] = change(self._books, self._books.stats)
-        found["hit_rate"] = found["hit_blocks"] / max(1, found["looked_up_blocks"])
-        for name, blocks in _BYTES.items():
-            found[name] = sum(found[one] for one in blocks) * self._block_bytes
-        return found
-
+    # ---- the end ----
     def close(self) -> None:
         """Drops what its saves have not submitted yet, forgets all blocks and gives them back to the pool, which hands
         them out again once no transfer holds them. Again: does nothing."""
@@ -483,12 +413,3 @@ class KVOffloadManager:
         if num_tokens < full:
             raise ValueError(f"num_tokens = {num_tokens} must be at least {full}, the tokens of {len(keys)} blocks")
         return keys[: max(0, num_tokens - 1) // self._block_size]
-
-    def _device_ids(self, device_block_ids: Any, num_hashes: int) -> list[int]:
-        ids = arguments.block_ids(device_block_ids, "device_block_ids")
-        if len(ids) != num_hashes:
-            raise ValueError(
-                f"hashes has {num_hashes} blocks, device_block_ids has {len(ids)}; both need the same number"
-            )
-        check_ids(ids, "device_block_ids", self._scheduler.device_cache.num_blocks)
-        return ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ..errors import CancelledError, TransferError
 from ..schedule.transfer import Transfer
 from ..tracking.keeper import Deadline
+from .lease import Lease
 
 
 class Request:
@@ -45,21 +47,17 @@ class Request:
     """
 
     def __init__(
-        self, manager: Any, hashes: list[bytes], num_tokens: int, table: Sequence[int], block_size: int
+        self, manager: Any, hashes: list[bytes], num_tokens: int, table: Sequence[int], block_size: int, how: str
     ) -> None:
-        """``manager``: a KVOffloadManager, which makes it; ``table``: checked."""
+        """``manager``: a KVOffloadManager, which makes it; ``table`` and ``how``: checked."""
         self.hashes = hashes
         self._manager = manager
-        self._table, self._block_size = list(table), block_size
+        self._num_tokens, self._table, self._block_size = num_tokens, list(table), block_size
+        self._handed_out: range | None = None  # what the model computes now
+        self._since_s = 0.0
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
-        with manager.lookup(hashes, num_tokens=num_tokens) as lease:
-            found = lease.num_blocks
-            try:
-                self.loads += [manager.onload(lease.hashes, self._table[:found])] if found else []
-            except TransferError:  # a block in host memory is damaged and dropped now, or no copy could begin
-                manager.device_cache.mark_rewritten(self._table[:found])  # the pass does
-                found = 0
+        found = self._begin(how)
         self.start = found * block_size
         try:
             self._save(found)
@@ -69,12 +67,57 @@ class Request:
                 load.wait_over()
             raise
 
+    def _begin(self, how: str) -> int:
+        """Starts what is loaded; returns how many blocks."""
+        with self._manager.lookup(self.hashes, num_tokens=self._num_tokens) as lease:
+            if how == "compute":
+                return 0
+            return self._load(lease)
+
+    def _load(self, lease: Lease) -> int:
+        found = lease.num_blocks
+        try:
+            self.loads += [self._manager.onload(lease.hashes, self._table[:found])] if found else []
+        except TransferError:  # a block in host memory is damaged and dropped now, or no copy could begin
+            self._manager.device_cache.mark_rewritten(self._table[:found])  # the pass does
+            return 0
+        return found
+
     def _save(self, found: int) -> None:
         full = len(self.hashes)
         save = self._manager.blocks_full(
             self.hashes[found:], self._table[found:full], layerwise=True, computed_from=self.loads
         )
         self.saves = [save] if save is not None else []
+
+    def next_chunk(self, max_tokens: int | None = None, *, timeout_s: float | None = None) -> range | None:
+        """The tokens to compute next, in a pass with ``loads`` and ``saves`` as they are then; None: all is there, and
+        what was computed is valid. Each call says that what the call before has returned was computed, or at least
+        submitted to the compute stream.
+
+        Args:
+            max_tokens: at most so many, for a prompt with ``chunk_tokens``; None: the chunk.
+            timeout_s: for what the host has to wait for: a load that is taken back, and the loads at the end.
+
+        Raises:
+            TimeoutError: that was not over after ``timeout_s``. Call again.
+            ValueError: ``max_tokens`` is not positive, or the prompt is computed as a whole.
+        """
+        if max_tokens is not None and max_tokens < self._num_tokens - self.start:
+            raise ValueError(f"max_tokens = {max_tokens}; a request without chunk_tokens is computed in one pass")
+        self._note_computed()
+        if self._handed_out is not None and self.wait(timeout_s):
+            return None
+        return self._hand_out(range(self.start, self._num_tokens))
+
+    def _hand_out(self, tokens: range) -> range:
+        self.start, self._handed_out, self._since_s = tokens.start, tokens, time.monotonic()
+        return tokens
+
+    def _note_computed(self) -> None:
+        """What it took says how long others will take, unless the model had to wait for loads."""
+        if self._handed_out and not self.loads:
+            self._manager.observe_prefill(self._handed_out, time.monotonic() - self._since_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is the first token that

@@ -441,6 +441,13 @@ class TieredBooks(Books):
         self._prefetches.add(prefetch)
         return prefetch, fetching
 
+    def read_soon(self, keys: list[bytes]) -> Prefetch:
+        slots = self.index.slots
+        prefetch, fetching = self._prefetch(keys, {key for key in keys if key not in slots}, self.timeout_s)
+        for one in fetching:
+            self.group.host.tell(functools.partial(one.read, self.below.tier))
+        return prefetch
+
     def fetched(self, job: Job, outcomes: Sequence[Outcome | None]) -> None:
         """It is known which blocks of a prefetch have come."""
         failed = tuple(i for i, outcome in enumerate(outcomes) if outcome is not Outcome.DONE)
@@ -454,3 +461,4 @@ class TieredBooks(Books):
         self.directory.complete([result])
         self.counts["prefetched_blocks"] += len(good)
         self.ended(job, result)
+        self.feed.fill(self)

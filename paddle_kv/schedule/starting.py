@@ -15,6 +15,7 @@ from ..checks import Ids
 from ..tracking.group import Guard
 from . import settling, submission
 from .movement import Movement, Owner, Reading, movements
+from .resources import Events
 from .statistics import Statistics
 from .transfer import Transfer, let_go
 
@@ -25,7 +26,7 @@ URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
 def start(
     scheduler: Owner,
     plan: TransferPlan,
-    compute: Stream,
+    compute: Stream | Events,
     statistics: Statistics,
     *,
     layerwise: bool,
@@ -33,8 +34,9 @@ def start(
     behind: Iterable[Movement],
     reading: Reading | None = None,
 ) -> Transfer:
-    """Behind what its blocks, and ``behind``, ask for. ``urgent=None``: as the statistics say. ``reading``: the source
-    blocks are being written, see :mod:`.arriving`."""
+    """Behind what its blocks, and ``behind``, ask for. ``compute``: or events that were recorded on it before, for a
+    load that does not wait for what was submitted since. ``urgent=None``: as the statistics say. ``reading``: the
+    source blocks are being written, see :mod:`.arriving`."""
     to_host = plan.direction == "offload"
     source, target = (
         (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
@@ -62,7 +64,9 @@ def start(
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
     movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
-    if plan.num_groups:
+    if isinstance(compute, Events):
+        movement.held, movement.after = (compute,), list(compute)
+    elif plan.num_groups:
         events = movement.hold_events(plan.num_layers if layerwise else 1)
         if layerwise:
             movement.unmarked = dict(enumerate(events))

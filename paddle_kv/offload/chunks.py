@@ -1,0 +1,221 @@
+"""One prompt that is computed chunk by chunk, from the front, while what was found of it comes from the back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+from ..checks import check_ids
+from ..errors import CancelledError, TransferError
+from ..ops import _arguments as arguments
+from ..schedule.movement import Movement
+from ..schedule.transfer import Transfer
+from ..tracking.group import change
+from ..tracking.keeper import Deadline
+from .feeding import Meeting, Piece, Step
+from .found import BlockState
+from .hashing import PrefixHasher
+from .lease import Lease
+from .request import Request, full_table
+
+How = Literal["load", "compute", "sooner"]
+
+
+class ChunkedRequest(Request):
+    """What :meth:`KVOffloadManager.request` makes of ``chunk_tokens``. See :meth:`Request.next_chunk`."""
+
+    def __init__(
+        self,
+        manager: Any,
+        hashes: list[bytes],
+        num_tokens: int,
+        table: Sequence[int],
+        block_size: int,
+        how: str,
+        chunk_tokens: int,
+    ) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._meeting: Meeting | None = None
+        self._lease: Lease | None = None
+        self._last_piece: Piece | None = None
+        self._rest = range(0)  # of the chunk, where a call wanted less
+        self._used: list[Transfer] = []  # loads whose blocks the model has read
+        self._all_saves: list[Transfer] = []
+        super().__init__(manager, hashes, num_tokens, table, block_size, how)
+
+    def _begin(self, how: str) -> int:
+        if how != "sooner":
+            self._found = super()._begin(how)
+            self._used += self.loads
+            self._tail = self._found * self._block_size
+            return self._found
+        self._lease = self._manager.lookup(self.hashes, num_tokens=self._num_tokens)
+        self._found = found = self._lease.num_blocks
+        self._tail = found * self._block_size  # the first token behind what was found, or computed together with it
+        if found:
+            step = self._chunk_tokens // self._block_size
+            pieces = [Piece(start, min(start + step, found)) for start in range(0, found, step)]
+            self._last_piece = pieces[-1]
+            books, compute = self._manager._books, self._manager._scheduler.compute_stream(None)
+            self._meeting = change(
+                books,
+                functools.partial(
+                    books.begin_meeting, self._lease.hashes, self._table[:found], self._lease.states, pieces, compute
+                ),
+            )
+        return 0
+
+    def _save(self, found: int) -> None:
+        """Chunk by chunk instead."""
+
+    # ---- chunks ----
+    def next_chunk(self, max_tokens: int | None = None, *, timeout_s: float | None = None) -> range | None:
+        if max_tokens is not None and (max_tokens := arguments.integer(max_tokens, "max_tokens")) < 1:
+            raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
+        deadline = Deadline(timeout_s)
+        self._note_computed()
+        self._handed_out = None
+        if any(load.failed for load in self._used):
+            self.wait(deadline.left_s())
+        while not self._rest:
+            found = self._next_range(deadline)
+            if found is not None:
+                self._rest = found
+            elif self.wait(deadline.left_s()):
+                self._finish()
+                self.loads, self.saves = [], []
+                return None
+        tokens = self._rest if max_tokens is None else self._rest[:max_tokens]
+        self._rest = self._rest[len(tokens) :]
+        self._save_chunk(tokens)
+        return self._hand_out(tokens)
+
+    def _next_range(self, deadline: Deadline) -> range | None:
+        piece = self._next_piece(deadline)
+        if piece is not None:
+            self._manager.device_cache.mark_rewritten(self._table[piece.start : piece.stop])  # the pass does
+            start, stop = piece.start * self._block_size, piece.stop * self._block_size
+            if piece is self._last_piece:
+                stop = self._tail = self._end_of_chunk(start)
+            return range(start, stop)
+        if self._tail >= self._num_tokens:
+            return None
+        start, self._tail = self._tail, self._end_of_chunk(self._tail)
+        return range(start, self._tail)
+
+    def _end_of_chunk(self, token: int) -> int:
+        return min((token // self._chunk_tokens + 1) * self._chunk_tokens, self._num_tokens)
+
+    def _next_piece(self, deadline: Deadline) -> Piece | None:
+        while self._meeting is not None:
+            step: Step = change(self._manager._books, self._meeting.next)
+            if step.leaving is None:
+                self.loads = [_handle(movement) for movement in step.loads]
+                self._used += [load for load in self.loads if load not in self._used]
+                return step.piece
+            _handle(step.leaving).wait_over(deadline.left_s())
+        return None
+
+    def _save_chunk(self, tokens: range) -> None:
+        """The blocks that it fills."""
+        size = self._block_size
+        first, stop = tokens.start // size, min(tokens.stop // size, len(self.hashes))
+        wanted = [number for number in range(first, stop) if self._is_to_be_saved(number)]
+        save = None
+        if wanted:
+            hashes, ids = [self.hashes[number] for number in wanted], [self._table[number] for number in wanted]
+            save = self._manager.blocks_full(hashes, ids, layerwise=True, computed_from=self._used)
+        self.saves = [] if save is None else [save]
+        self._all_saves += self.saves
+
+    def _is_to_be_saved(self, number: int) -> bool:
+        if self._meeting is None or self._lease is None or number >= self._found:
+            return True
+        piece = self._meeting.pieces[number * self._block_size // self._chunk_tokens]
+        return piece.was_lost or self._lease.states[number] is not BlockState.PRESENT
+
+    # ---- the end ----
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether what was computed so far is valid. If not, a load has failed that was read: the chunks begin again
+        with the first one that is not."""
+        deadline = Deadline(timeout_s)
+        try:
+            for load in self._used:
+                load.wait(deadline.left_s())
+        except (TransferError, CancelledError):
+            for transfer in [*self._used, *self._all_saves]:
+                if transfer.unmarked_layers:
+                    transfer.cancel()
+                transfer.wait_over(deadline.left_s())
+            self._begin_again()
+            return False
+        return True
+
+    def _begin_again(self) -> None:
+        if self._meeting is not None:
+            self._tail = self._found * self._block_size
+            change(self._manager._books, self._meeting.compute_again)
+        else:
+            lost = [i for load in self._used for i in self._manager.blocks_to_recompute(load)]
+            self._manager.device_cache.mark_rewritten([self._table[i] for i in lost])  # the pass that comes does
+            self._tail = min(lost, default=0) * self._block_size
+        self.loads, self._used, self._all_saves, self._rest = [], [], [], range(0)
+
+    def _finish(self) -> None:
+        meeting, self._meeting = self._meeting, None
+        if meeting is not None:
+            change(self._manager._books, functools.partial(self._manager._books.end_meeting, meeting))
+        if self._lease is not None:
+            self._lease.release()
+
+    def cancel(self) -> None:
+        self.loads = [*self._used, *map(_handle, self._meeting.under_way if self._meeting is not None else ())]
+        self.saves = self._all_saves
+        self._finish()
+        super().cancel()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._finish()
+
+
+def _handle(movement: Movement) -> Transfer:
+    return movement.handle() or Transfer(movement)
+
+
+def make_request(
+    manager: Any, token_ids: Any, device_block_ids: Any, request_salt: bytes, chunk_tokens: Any, how: How | None
+) -> Request:
+    """See :meth:`KVOffloadManager.request`."""
+    size = manager.device_cache.spec.block_size
+    if how is None:
+        how = "load" if chunk_tokens is None else "sooner"
+    if how not in get_args(How):
+        raise ValueError(f"how = {how!r} must be one of {', '.join(map(repr, get_args(How)))}")
+    if chunk_tokens is not None:
+        chunk_tokens = arguments.integer(chunk_tokens, "chunk_tokens")
+        if chunk_tokens < 1 or chunk_tokens % size:
+            raise ValueError(f"chunk_tokens = {chunk_tokens} must be a positive multiple of the block size, {size}")
+    if isinstance(token_ids, PrefixHasher):
+        hashes, num_tokens = list(token_ids.hashes), token_ids.num_tokens
+    else:
+        hashes, num_tokens = manager.block_hashes(token_ids, request_salt=request_salt), len(token_ids)
+    ids = arguments.block_ids(device_block_ids, "device_block_ids")
+    check_ids(ids, "device_block_ids", manager.device_cache.num_blocks)
+    table = full_table(ids, num_tokens, size)
+    if chunk_tokens is None:
+        return Request(manager, hashes, num_tokens, table, size, how)
+    return ChunkedRequest(manager, hashes, num_tokens, table, size, how, chunk_tokens)
+
+
+def checked_targets(device_block_ids: Any, num_hashes: int, num_blocks: int) -> list[int]:
+    """One for each hash."""
+    ids = arguments.block_ids(device_block_ids, "device_block_ids")
+    if len(ids) != num_hashes:
+        raise ValueError(f"hashes has {num_hashes} blocks, device_block_ids has {len(ids)}; both need the same number")
+    check_ids(ids, "device_block_ids", num_blocks)
+    return ids

@@ -1,0 +1,348 @@
+"""Found prefixes that come from the back while the model computes them from the front. In sections only.
+
+The prefix is cut into pieces. The last ones are loaded first, few at a time, so that what is on its way ends soon; the
+model takes the first one that is neither there nor on its way. A piece that lies in a tier is read into host memory
+before a load of it begins: nothing on the device ever waits for storage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..backend.work import Stream
+from ..errors import ClosedError, ForkedError
+from ..schedule import settling, submission
+from ..schedule.movement import Movement, State
+from ..schedule.resources import Events
+from ..tracking.group import MemoryGroup, change
+from ..tracking.keeper import log
+from .found import BlockState
+from .prefetch import Prefetch
+
+MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
+MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
+OVERDUE = 2.0  # a load that takes so many times what was expected is not awaited any more
+
+
+class PieceState(enum.Enum):
+    """``WAITING`` to be loaded, or to be computed; ``READING`` from the tier; ``LOADING`` to the device; ``CANCELLED``
+    while that is under way; ``LOADED``; ``LOST``: does not come; ``COMPUTED``, or handed out for it."""
+
+    WAITING = "waiting"
+    READING = "reading"
+    LOADING = "loading"
+    CANCELLED = "cancelled"
+    LOADED = "loaded"
+    LOST = "lost"
+    COMPUTED = "computed"
+
+
+_MOVING = (PieceState.LOADING, PieceState.CANCELLED)
+
+
+class Piece:
+    """Blocks of a prompt that come together.
+
+    Attributes:
+        start, stop: their positions.
+        awaited: the model has computed with it, or is about to.
+        was_lost: it did not come once.
+        due_s: when its load should be there.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.state = PieceState.WAITING
+        self.movement: Movement | None = None
+        self.awaited = self.was_lost = False
+        self.prefetch: Prefetch | None = None
+        self.due_s = self.load_s = 0.0
+
+
+class Estimate(Protocol):
+    """What is known of the rates; None where nothing is."""
+
+    def load_s(self, num_blocks: int) -> float | None:
+        """From host memory to the device, of so many blocks."""
+
+    def compute_s(self, start_block: int, stop_block: int) -> float | None:
+        """Of these blocks of a prompt."""
+
+
+class Owner(Protocol):
+    """The books: see :class:`Books`."""
+
+    scheduler: Any
+    index: Any
+    feed: Feed
+    closed: bool
+
+    @property
+    def group(self) -> MemoryGroup: ...
+
+    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Any: ...
+
+    def read_soon(self, keys: list[bytes]) -> Prefetch: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the model does next.
+
+    Attributes:
+        piece: to compute; None: what comes behind the prefix.
+        loads: what it needs of what is before that, layer by layer.
+        leaving: this one first has to be over: the piece was taken from it.
+    """
+
+    piece: Piece | None = None
+    loads: tuple[Movement, ...] = ()
+    leaving: Movement | None = None
+
+
+class Feed:
+    """What a manager loads for prompts that are being computed.
+
+    Attributes:
+        meetings: in order of their beginning; as long as somebody refers to them.
+    """
+
+    def __init__(self) -> None:
+        self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._free_s = 0.0  # when the link should have moved all that it was given
+
+    def add(self, meeting: Meeting) -> None:
+        self.meetings[next(self._numbers)] = meeting
+
+    def fill(self, books: Owner) -> None:
+        """Something has ended, or begun: starts what comes next. First for those whose model comes to it first."""
+        if books.closed:
+            return
+        meetings = [one for one in self.meetings.values() if not one.ended]
+        for meeting in meetings:
+            meeting.look()
+            meeting.read_next(books)
+        loading = sum(len(meeting.moving) for meeting in meetings)
+        if not loading:
+            self._free_s = 0.0
+        while loading < MOST_LOADING:
+            waiting = [meeting for meeting in meetings if meeting.next_load is not None]
+            if not waiting:
+                return
+            piece = min(waiting, key=lambda one: one.blocks_left).load_next(books)
+            if piece is not None:
+                loading += 1
+                self._free_s = piece.due_s = max(time.monotonic(), self._free_s) + piece.load_s
+
+
+class Meeting:
+    """Of one prompt.
+
+    Args:
+        keys: of the found prefix, which a lease holds.
+        device_ids: as many.
+        states: where the blocks were found.
+        pieces: of the prefix, from the first one on.
+        compute: the loads come behind what was submitted to this stream so far, and behind nothing that comes later.
+    """
+
+    def __init__(
+        self,
+        books: Owner,
+        keys: Sequence[bytes],
+        device_ids: Sequence[int],
+        states: Sequence[BlockState],
+        pieces: Sequence[Piece],
+        estimate: Estimate,
+        compute: Stream,
+    ) -> None:
+        self.pieces = list(pieces)
+        self.moving: list[Piece] = []
+        self.begun = self.ended = False
+        self.num_computed_blocks = 0
+        self._keys, self._device_ids = list(keys), list(device_ids)
+        self._estimate = estimate
+        self._front = 0  # pieces before it are done
+        below = [BlockState.TIER in states[piece.start : piece.stop] for piece in self.pieces]
+        self._here = [piece for piece, is_below in zip(self.pieces, below, strict=True) if not is_below]
+        self._below = [piece for piece, is_below in zip(self.pieces, below, strict=True) if is_below]
+        self._reading: list[Piece] = []
+        self._read: list[Piece] = []
+        self._behind: Events | None = books.scheduler.resources.take_events(1)
+        for event in self._behind:
+            books.scheduler.backend.record(event, compute)
+        books.feed.add(self)
+
+    # ---- the back ----
+    def look(self) -> None:
+        """Books what has ended."""
+        for piece in [one for one in self.moving if one.movement is not None and one.movement.over]:
+            self.moving.remove(piece)
+            assert piece.movement is not None
+            if piece.movement.state is State.DONE:
+                piece.state = PieceState.LOADED
+            else:
+                piece.state = PieceState.LOST
+        self._look_at_reading()
+
+    def _look_at_reading(self) -> None:
+        for piece in [one for one in self._reading if one.prefetch is None or one.prefetch.done]:
+            self._reading.remove(piece)
+            piece.prefetch = None
+            if piece.state is PieceState.READING:
+                piece.state = PieceState.WAITING
+                self._read.append(piece)
+
+    @property
+    def next_load(self) -> Piece | None:
+        """What is in host memory, from the back."""
+        for pieces in (self._read, self._here):
+            while pieces and pieces[-1].state is not PieceState.WAITING:
+                pieces.pop()
+            if pieces:
+                return pieces[-1]
+        return None
+
+    @property
+    def blocks_left(self) -> tuple[bool, int]:
+        """Until the model comes to what is to be loaded next. Who has not begun to compute comes behind all others."""
+        piece = self.next_load
+        front = self.pieces[self._front].start if self._front < len(self.pieces) else 0
+        return not self.begun, 0 if piece is None else piece.start - front
+
+    def load_next(self, books: Owner) -> Piece | None:
+        """None if it does not come."""
+        piece = self.next_load
+        assert piece is not None
+        for pieces in (self._read, self._here):
+            if piece in pieces[-1:]:
+                pieces.pop()
+        keys, ids = self._keys[piece.start : piece.stop], self._device_ids[piece.start : piece.stop]
+        if any(key not in books.index.slots or key in books.index.arriving for key in keys):
+            piece.state = PieceState.LOST  # the tier has not brought it, or another one is about to
+            return None
+        try:
+            transfer = books.onload(keys, ids, self._events(books))
+        except Exception as error:  # noqa: BLE001  whatever it is: it is computed
+            log.debug("a part of a prefix is computed and not loaded: %s", error)
+            piece.state = PieceState.LOST
+            return None
+        piece.movement, piece.state = transfer._movement, PieceState.LOADING
+        piece.load_s = self._estimate.load_s(piece.stop - piece.start) or 0.0
+        self.moving.append(piece)
+        tell = functools.partial(_look, weakref.ref(books))
+        if transfer._movement.over:
+            books.group.host.tell(tell)
+        else:
+            transfer._movement.callbacks.append(tell)
+        return piece
+
+    def _events(self, books: Owner) -> Events:
+        """What a load has to wait for on the device: nothing, as soon as that is known to be over."""
+        backend, resources = books.scheduler.backend, books.scheduler.resources
+        if self._behind is not None and all(backend.is_complete(event) for event in self._behind):
+            self._behind = None
+        found: Events = resources.take_events(0) if self._behind is None else self._behind
+        return found
+
+    def read_next(self, books: Owner) -> None:
+        """From the tier into host memory, from the back."""
+        while self._below and len(self._reading) < MOST_READING:
+            piece = self._below.pop()
+            if piece.state is PieceState.WAITING:
+                piece.state = PieceState.READING
+                piece.prefetch = books.read_soon(self._keys[piece.start : piece.stop])
+                self._reading.append(piece)
+                self._look_at_reading()
+
+    @property
+    def under_way(self) -> list[Movement]:
+        """Loads that are not over."""
+        return [piece.movement for piece in self.moving.copy() if piece.movement is not None]
+
+    # ---- the front ----
+    def next(self) -> Step:
+        """What is computed now; nothing of it is, or comes to be, under way to the device behind ``leaving``."""
+        self.begun = True
+        self.look()
+        loads: list[Movement] = []
+        for number in range(self._front, len(self.pieces)):
+            piece = self.pieces[number]
+            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece):
+                assert piece.movement is not None
+                piece.state = PieceState.CANCELLED
+                settling.progress(submission.cancel(piece.movement))
+                settling.look(piece.movement)
+                self.look()
+            if piece.state is PieceState.CANCELLED:
+                return Step(leaving=piece.movement)
+            if piece.state is PieceState.LOADING:
+                assert piece.movement is not None
+                loads.append(piece.movement)
+            elif piece.state not in (PieceState.LOADED, PieceState.COMPUTED):
+                self._take(piece)
+                return self._with(Step(piece, tuple(loads)))
+            if not loads:
+                self._front = number + 1
+        return self._with(Step(None, tuple(loads)))
+
+    def _with(self, step: Step) -> Step:
+        for piece in self.moving:
+            piece.awaited |= piece.movement in step.loads
+        return step
+
+    def _take(self, piece: Piece) -> None:
+        piece.was_lost |= piece.state is PieceState.LOST
+        self.num_computed_blocks += piece.stop - piece.start
+        piece.state = PieceState.COMPUTED
+        if piece.prefetch is not None:
+            piece.prefetch.cancel()
+
+    def _is_worth_waiting(self, piece: Piece) -> bool:
+        """Whether it is there before the model could have computed it, as far as anybody knows."""
+        assert piece.movement is not None
+        if piece.awaited:
+            return True
+        compute_s, now_s = self._estimate.compute_s(piece.start, piece.stop), time.monotonic()
+        if compute_s is None or not piece.load_s or piece.movement.num_unsubmitted:
+            return False
+        return max(now_s, piece.due_s) - now_s <= compute_s and now_s - piece.due_s <= OVERDUE * piece.load_s
+
+    def compute_again(self) -> None:
+        """Behind a load that has failed: what was computed with it is not what it should be."""
+        self.look()
+        lost = (number for number, one in enumerate(self.pieces) if one.awaited and one.state is PieceState.LOST)
+        first = next(lost, 0)
+        for piece in self.pieces[first:]:
+            if piece.state is PieceState.COMPUTED:
+                piece.state = PieceState.LOST
+        for piece in self.pieces:
+            piece.awaited &= piece.state is not PieceState.LOST
+        self._front = first
+
+    def end(self) -> None:
+        """Nothing more of it begins; what is under way is dropped."""
+        self.ended, self._behind = True, None
+        for piece in self._reading:
+            if piece.prefetch is not None:
+                piece.prefetch.cancel()
+        for piece in self.moving:
+            assert piece.movement is not None
+            settling.progress(submission.cancel(piece.movement))
+
+
+def _look(books: Callable[[], Owner | None]) -> None:
+    """A load is over. Not in a section."""
+    found = books()
+    if found is not None:
+        with contextlib.suppress(ClosedError, ForkedError):
+            change(found, functools.partial(found.feed.fill, found))

@@ -1,0 +1,158 @@
+"""A model whose keys and values follow from the tokens before them: one wrong byte before a token makes it wrong too."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_kv import CancelledError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
+from paddle_kv.integrations import ForwardPass
+from paddle_kv.offload import KVOffloadManager, Request
+from paddle_kv.tiers import Engine, Tier
+from tests.schedule.rig import bytes_at
+
+WAIT_S = 30.0
+POISON = 0xA5
+WRONG = 0xEE
+SIZE = 4  # tokens of a block
+SPEC = KVCacheSpec(num_layers=3, num_kv_heads=1, head_dim=16, block_size=SIZE, dtype="float32")
+TOKEN_BYTES = 64
+
+
+class Rates:
+    """What a test wants to be known, in seconds a block; None: nothing is."""
+
+    def __init__(self, load_s: float | None = None, compute_s: float | None = None) -> None:
+        self.of_load_s, self.of_compute_s = load_s, compute_s
+
+    def load_s(self, num_blocks: int) -> float | None:
+        return None if self.of_load_s is None else num_blocks * self.of_load_s
+
+    def compute_s(self, start_block: int, stop_block: int) -> float | None:
+        return None if self.of_compute_s is None else (stop_block - start_block) * self.of_compute_s
+
+
+def contents(tokens: Sequence[int]) -> np.ndarray:
+    """uint8 [tokens, layers, tensors, bytes of a token]."""
+    found, state = [], 0
+    for token in tokens:
+        state = zlib.crc32(int(token).to_bytes(8, "little"), state)
+        size = (SPEC.num_layers, len(SPEC.tensor_names), TOKEN_BYTES)
+        found.append(np.random.default_rng(state).integers(0, 256, size, np.uint8))
+    return np.array(found)
+
+
+class ChunkRig:
+    """A server. ``pause(tokens)`` is called in each layer of each chunk: what the model would take."""
+
+    def __init__(
+        self,
+        engine: Engine | None = None,
+        *,
+        host_blocks: int = 64,
+        device_blocks: int = 64,
+        pause: Callable[[range], object] = lambda tokens: None,
+        backend: Any = "auto",
+        **options: Any,
+    ) -> None:
+        self.engine = engine
+        self.cache = DeviceCache(SPEC, device_blocks, "cpu")
+        self.pool = HostPool(SPEC, host_blocks, layout="block_first")
+        self.tier = Tier(engine, self.pool, model=b"model") if engine is not None else None
+        self.scheduler = LayerwiseScheduler(self.cache, self.pool, backend=backend)
+        self.manager = KVOffloadManager(self.scheduler, tier=self.tier, **options)
+        self.pause = pause
+        self.computed: list[range] = []
+        self._views = [
+            [
+                bytes_at(
+                    self.cache.tensor(name, layer).data_ptr(), device_blocks * SPEC.tensor_block_bytes(name)
+                ).reshape(device_blocks, SIZE, TOKEN_BYTES)
+                for name in SPEC.tensor_names
+            ]
+            for layer in range(SPEC.num_layers)
+        ]
+        self.poison(range(device_blocks))
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        for layer in self._views:
+            for view in layer:
+                view[list(blocks)] = POISON
+
+    def layer_of(self, table: Sequence[int], layer: int, num_tokens: int) -> np.ndarray:
+        """uint8 [tokens, tensors, bytes of a token]."""
+        found = [view[list(table)].reshape(-1, TOKEN_BYTES)[:num_tokens] for view in self._views[layer]]
+        return np.stack(found, axis=1)
+
+    def run(self, request: Request, chunk: range, table: Sequence[int], expected: np.ndarray) -> None:
+        """A pass: writes what belongs there if all before it is right, and else what is wrong."""
+        self.computed.append(chunk)
+        with ForwardPass(request.loads, request.saves, timeout_s=WAIT_S) as layers:
+            right = True
+            for layer in range(SPEC.num_layers):
+                with layers.layer(layer):
+                    self.pause(chunk)
+                    before = self.layer_of(table, layer, chunk.start)
+                    right = right and np.array_equal(before, expected[: chunk.start, layer])
+                    for token in chunk:
+                        block, at = table[token // SIZE], token % SIZE
+                        for number, view in enumerate(self._views[layer]):
+                            view[block, at] = expected[token, layer, number] if right else WRONG
+
+    def prefill(self, tokens: Sequence[int], table: Sequence[int], most: Any = None, **options: Any) -> list[range]:
+        """The chunks that were computed, after the whole of the prompt was compared."""
+        expected = contents(tokens)
+        self.computed.clear()
+        self.poison(table)
+        with self.manager.request(tokens, table, **options) as request:
+            while (chunk := request.next_chunk(most and most(), timeout_s=WAIT_S)) is not None:
+                with contextlib.suppress(TransferError, CancelledError):
+                    self.run(request, chunk, table, expected)
+        self.check(table, expected)
+        return list(self.computed)
+
+    def check(self, table: Sequence[int], expected: np.ndarray) -> None:
+        for layer in range(SPEC.num_layers):
+            np.testing.assert_array_equal(self.layer_of(table, layer, len(expected)), expected[:, layer])
+
+    def check_books(self) -> None:
+        """Nothing is held, lost or leaked."""
+        self.scheduler.drain(WAIT_S)
+        books: Any = self.manager._books
+        if self.tier is not None:
+            until(lambda: books.below.drain(WAIT_S) and not self.manager.in_flight())
+            self.manager.stats()
+            books.below.drain(WAIT_S)
+            self.tier.drain(WAIT_S)
+        self.manager.stats()
+        until(lambda: not self.pool.domain.busy(range(self.pool.num_blocks)))
+        slots = list(books.index.slots.values())
+        assert len(set(slots)) == len(slots)
+        assert set(slots) == books.slots.taken
+        assert self.pool.num_free_blocks == self.pool.num_blocks - len(slots)
+        assert not books.index.arriving
+        assert not books.index.pins
+        assert not self.cache.domain.busy(range(self.cache.num_blocks))
+        assert not [one for one in books.feed.meetings.values() if not one.ended]
+
+    def close(self) -> None:
+        self.manager.close()
+        self.scheduler.close(WAIT_S)
+        if self.tier is not None and self.engine is not None:
+            self.tier.close(WAIT_S)
+            self.engine.close(WAIT_S)
+        self.pool.close()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end_s = time.monotonic() + WAIT_S
+    waiting = threading.Event()
+    while not condition():
+        assert time.monotonic() < end_s
+        waiting.wait(0.001)
