@@ -19,6 +19,7 @@ from ..errors import ClosedError, ForkedError
 from ..tiers import Job, Observer, Outcome, Saver, Tier
 from ..tracking.group import MemoryGroup, change, change_soon
 from ..tracking.keeper import log
+from .rates import TIER, Rates
 
 FIRST_ASKED, ASKED_GROWTH = 64, 4  # keys at a time: behind the first gap nothing is of use
 RATE_WEIGHT = 0.2  # of the last load
@@ -27,6 +28,8 @@ END_S = 5.0
 
 class Owner(Protocol):
     """The books, as the tier's side sees them: see :class:`TieredBooks`."""
+
+    rates: Rates
 
     @property
     def group(self) -> MemoryGroup: ...
@@ -251,15 +254,26 @@ class Timed:
 
     def settled(self, job: Job) -> None:
         self._rate.ended(self._num_blocks, self._before, time.monotonic() - self._started_s if job.done else None)
+        books = self._books()
+        if books is not None:
+            self._tell_rates(books.rates, set(job.outcomes), time.monotonic() - self._started_s)
         gone = [
             key
             for key, outcome in zip(job.keys, job.outcomes, strict=True)
             if outcome in (Outcome.MISSING, Outcome.DAMAGED)
         ]
-        books = self._books()
         if gone and books is not None:
             change_soon(books, functools.partial(books.lost_below, gone))
         self._observer.settled(job)
+
+    def _tell_rates(self, rates: Rates, outcomes: set[Outcome | None], seconds: float) -> None:
+        num_bytes = self._before * rates.block_bytes  # those before it were loaded in the same time
+        if outcomes == {Outcome.DONE}:
+            rates.observe_load(TIER, num_bytes, seconds)
+        elif outcomes & {Outcome.FAILED, Outcome.DAMAGED, Outcome.MISSING}:
+            rates.observe_failed(TIER)
+        elif Outcome.LATE in outcomes:
+            rates.observe_late(TIER, num_bytes, seconds)
 
     def over(self, job: Job) -> None:
         self._observer.over(job)

@@ -12,33 +12,32 @@ from ..backend.work import Stream
 from ..errors import ClosedError, TransferError
 from ..memory import HostPool
 from ..schedule import settling, submission
-from ..schedule.movement import Movement
+from ..schedule.movement import Movement, State
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
 from .directory import Directory
-from .feeding import Estimate, Feed, Meeting, Piece
+from .feeding import Feed, Meeting, Piece
 from .found import BlockState
 from .jobs import Event, Hello, Job, Result, Snapshot
-from .moving import Moves
+from .moving import Moves, Moving
 from .policy import Policy
 from .prefetch import Prefetch
+from .rates import LINK, LINK_UP, Rates
 
 if TYPE_CHECKING:
     from ..tiers import Tier
 
 RANK, EPOCH = 0, 0  # there is one, and it lives as long as the directory
-_COUNTS = ("tier_hit_blocks", "tier_lost_blocks", "tier_dropped_blocks", "prefetched_blocks", "recomputed_blocks")
-
-
-class Unknown:
-    """PLACEHOLDER"""
-
-    def load_s(self, num_blocks: int) -> float | None:
-        return None
-
-    def compute_s(self, start_block: int, stop_block: int) -> float | None:
-        return None
+_COUNTS = (
+    "tier_hit_blocks",
+    "tier_lost_blocks",
+    "tier_dropped_blocks",
+    "prefetched_blocks",
+    "recomputed_blocks",
+    "dropped_save_blocks",
+)
+MOST_SAVES_S = 0.25  # of the link, until saves of requests are dropped
 
 
 class PoolSlots:
@@ -87,7 +86,8 @@ class Books:
         self.left_out: weakref.WeakKeyDictionary[Movement, list[int]] = weakref.WeakKeyDictionary()
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.feed = Feed()
-        self.estimate: Estimate = Unknown()
+        spec = scheduler.device_cache.spec
+        self.rates = Rates(spec.block_bytes * spec.num_layers, spec.block_size)
         self.closed = False
 
     @property
@@ -189,7 +189,7 @@ class Books:
     def begin_meeting(
         self, keys: list[bytes], device_ids: list[int], states: list[BlockState], pieces: list[Piece], compute: Stream
     ) -> Meeting:
-        meeting = Meeting(self, keys, device_ids, states, pieces, self.estimate, compute)
+        meeting = Meeting(self, keys, device_ids, states, pieces, self.rates, compute)
         self.feed.fill(self)
         return meeting
 
@@ -199,8 +199,17 @@ class Books:
             self.counts["recomputed_blocks"] += meeting.num_computed_blocks
             self.feed.fill(self)
 
-    def observe_prefill(self, tokens: range, seconds: float) -> None:
-        """Not in a section."""
+    def takes_saves(self, num_blocks: int) -> bool:
+        """Whether those on their way would be through soon; else these are to be dropped, and are counted."""
+        backlog = sum(
+            len(moving.movement.plan.device_ids)
+            for moving in self.moves.moving
+            if moving.jobs[0].kind == "save" and not moving.movement.over and not moving.movement.unmarked
+        )
+        seconds = self.rates.load_s(backlog, LINK_UP)
+        takes = seconds is None or seconds <= MOST_SAVES_S
+        self.counts["dropped_save_blocks"] += 0 if takes else num_blocks
+        return takes
 
     def evict(self, num_blocks: int) -> int:
         self.settle()
@@ -263,10 +272,22 @@ class Books:
         if self.closed:
             raise ClosedError("the offload manager is closed")
         for moving in self.moves.take_over():
+            self._measure(moving)
             results = moving.results(RANK, EPOCH)
             self.directory.complete(results)
             for job, result in zip(moving.jobs, results, strict=True):
                 self.ended(job, result)
+
+    def _measure(self, moving: Moving) -> None:
+        movement = moving.movement
+        if movement.sample is not None and min(movement.sample) > 0:
+            observe = self.rates.observe_save if moving.jobs[0].kind == "save" else self._observe_load
+            observe(movement.sample[0], movement.sample[1] / 1e3)
+        elif movement.state is State.FAILED and all(job.kind == "load" and job.tier is None for job in moving.jobs):
+            self.rates.observe_failed(LINK)
+
+    def _observe_load(self, num_bytes: int, seconds: float) -> None:
+        self.rates.observe_load(LINK, num_bytes, seconds)
 
     def ended(self, job: Job, result: Result) -> None:
         """It is booked."""

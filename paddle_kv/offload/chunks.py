@@ -124,7 +124,8 @@ class ChunkedRequest(Request):
         first, stop = tokens.start // size, min(tokens.stop // size, len(self.hashes))
         wanted = [number for number in range(first, stop) if self._is_to_be_saved(number)]
         save = None
-        if wanted:
+        books = self._manager._books
+        if wanted and change(books, functools.partial(books.takes_saves, len(wanted))):
             hashes, ids = [self.hashes[number] for number in wanted], [self._table[number] for number in wanted]
             save = self._manager.blocks_full(hashes, ids, layerwise=True, computed_from=self._used)
         self.saves = [] if save is None else [save]

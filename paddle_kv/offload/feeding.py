@@ -11,6 +11,7 @@ import contextlib
 import enum
 import functools
 import itertools
+import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,10 +27,10 @@ from ..tracking.group import MemoryGroup, change
 from ..tracking.keeper import log
 from .found import BlockState
 from .prefetch import Prefetch
+from .rates import LINK, TIER, Rates
 
 MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
-OVERDUE = 2.0  # a load that takes so many times what was expected is not awaited any more
 
 
 class PieceState(enum.Enum):
@@ -55,26 +56,26 @@ class Piece:
         start, stop: their positions.
         awaited: the model has computed with it, or is about to.
         was_lost: it did not come once.
-        due_s: when its load should be there.
+        is_probe: its reading is to find out about the tier, also if the model does not need it any more.
+        started_s: when its reading, or its load, began.
+        due_s, late_s: when it should be there; when it is late.
     """
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.state = PieceState.WAITING
         self.movement: Movement | None = None
-        self.awaited = self.was_lost = False
+        self.awaited = self.was_lost = self.is_probe = False
         self.prefetch: Prefetch | None = None
-        self.due_s = self.load_s = 0.0
+        self.started_s = 0.0
+        self.due_s = self.late_s = math.inf
 
-
-class Estimate(Protocol):
-    """What is known of the rates; None where nothing is."""
-
-    def load_s(self, num_blocks: int) -> float | None:
-        """From host memory to the device, of so many blocks."""
-
-    def compute_s(self, start_block: int, stop_block: int) -> float | None:
-        """Of these blocks of a prompt."""
+    def expect(self, num_blocks: int, rates: Rates, source: str, free_s: float = 0.0) -> None:
+        """It begins, behind all that is through at ``free_s``. ``num_blocks``: that are moved until it is there."""
+        self.started_s = time.monotonic()
+        begin_s = max(self.started_s, free_s)
+        self.due_s = begin_s + (rates.load_s(num_blocks, source) or 0.0)
+        self.late_s = begin_s + rates.late_s(num_blocks, source)
 
 
 class Owner(Protocol):
@@ -120,6 +121,11 @@ class Feed:
         self._numbers = itertools.count()
         self._free_s = 0.0  # when the link should have moved all that it was given
 
+    @property
+    def num_reading_blocks(self) -> int:
+        """From the tier."""
+        return sum(meeting.num_reading_blocks for meeting in self.meetings.values())
+
     def add(self, meeting: Meeting) -> None:
         self.meetings[next(self._numbers)] = meeting
 
@@ -138,10 +144,10 @@ class Feed:
             waiting = [meeting for meeting in meetings if meeting.next_load is not None]
             if not waiting:
                 return
-            piece = min(waiting, key=lambda one: one.blocks_left).load_next(books)
+            piece = min(waiting, key=lambda one: one.blocks_left).load_next(books, self._free_s)
             if piece is not None:
                 loading += 1
-                self._free_s = piece.due_s = max(time.monotonic(), self._free_s) + piece.load_s
+                self._free_s = piece.due_s
 
 
 class Meeting:
@@ -162,7 +168,7 @@ class Meeting:
         device_ids: Sequence[int],
         states: Sequence[BlockState],
         pieces: Sequence[Piece],
-        estimate: Estimate,
+        rates: Rates,
         compute: Stream,
     ) -> None:
         self.pieces = list(pieces)
@@ -170,7 +176,7 @@ class Meeting:
         self.begun = self.ended = False
         self.num_computed_blocks = 0
         self._keys, self._device_ids = list(keys), list(device_ids)
-        self._estimate = estimate
+        self._rates = rates
         self._front = 0  # pieces before it are done
         below = [BlockState.TIER in states[piece.start : piece.stop] for piece in self.pieces]
         self._here = [piece for piece, is_below in zip(self.pieces, below, strict=True) if not is_below]
@@ -181,6 +187,10 @@ class Meeting:
         for event in self._behind:
             books.scheduler.backend.record(event, compute)
         books.feed.add(self)
+
+    @property
+    def num_reading_blocks(self) -> int:
+        return sum(piece.stop - piece.start for piece in self._reading)
 
     # ---- the back ----
     def look(self) -> None:
@@ -195,12 +205,27 @@ class Meeting:
         self._look_at_reading()
 
     def _look_at_reading(self) -> None:
-        for piece in [one for one in self._reading if one.prefetch is None or one.prefetch.done]:
+        for piece in self._reading.copy():
+            if piece.prefetch is None or piece.prefetch.done:
+                self._reading.remove(piece)
+                if piece.state is PieceState.READING:
+                    piece.state = PieceState.WAITING
+                    self._read.append(piece)
+            elif piece.state is PieceState.READING and time.monotonic() > piece.late_s:
+                self._tell_late(piece, TIER)
+                self._leave(piece, PieceState.LOST)
+
+    def _tell_late(self, piece: Piece, source: str) -> None:
+        num_bytes = (piece.stop - piece.start) * self._rates.block_bytes
+        self._rates.observe_late(source, num_bytes, time.monotonic() - piece.started_s)
+
+    def _leave(self, piece: Piece, state: PieceState) -> None:
+        """Does not read it any more."""
+        piece.state = state
+        if piece.prefetch is not None and not piece.is_probe:
+            piece.prefetch.cancel()
+        if piece in self._reading:
             self._reading.remove(piece)
-            piece.prefetch = None
-            if piece.state is PieceState.READING:
-                piece.state = PieceState.WAITING
-                self._read.append(piece)
 
     @property
     def next_load(self) -> Piece | None:
@@ -219,8 +244,8 @@ class Meeting:
         front = self.pieces[self._front].start if self._front < len(self.pieces) else 0
         return not self.begun, 0 if piece is None else piece.start - front
 
-    def load_next(self, books: Owner) -> Piece | None:
-        """None if it does not come."""
+    def load_next(self, books: Owner, free_s: float) -> Piece | None:
+        """None if it does not come. ``free_s``: when the link should have moved what it has."""
         piece = self.next_load
         assert piece is not None
         for pieces in (self._read, self._here):
@@ -237,7 +262,7 @@ class Meeting:
             piece.state = PieceState.LOST
             return None
         piece.movement, piece.state = transfer._movement, PieceState.LOADING
-        piece.load_s = self._estimate.load_s(piece.stop - piece.start) or 0.0
+        piece.expect(len(keys), self._rates, LINK, free_s)
         self.moving.append(piece)
         tell = functools.partial(_look, weakref.ref(books))
         if transfer._movement.over:
@@ -257,12 +282,18 @@ class Meeting:
     def read_next(self, books: Owner) -> None:
         """From the tier into host memory, from the back."""
         while self._below and len(self._reading) < MOST_READING:
-            piece = self._below.pop()
+            piece = self._below[-1]
             if piece.state is PieceState.WAITING:
+                if math.isinf(self._rates.snapshot().tier_s):
+                    piece.is_probe = self._rates.take_probe(TIER)
+                    if not piece.is_probe:
+                        return
+                piece.expect(books.feed.num_reading_blocks + piece.stop - piece.start, self._rates, TIER)
                 piece.state = PieceState.READING
                 piece.prefetch = books.read_soon(self._keys[piece.start : piece.stop])
                 self._reading.append(piece)
                 self._look_at_reading()
+            self._below.pop()
 
     @property
     def under_way(self) -> list[Movement]:
@@ -303,19 +334,20 @@ class Meeting:
     def _take(self, piece: Piece) -> None:
         piece.was_lost |= piece.state is PieceState.LOST
         self.num_computed_blocks += piece.stop - piece.start
-        piece.state = PieceState.COMPUTED
-        if piece.prefetch is not None:
-            piece.prefetch.cancel()
+        self._leave(piece, PieceState.COMPUTED)
 
     def _is_worth_waiting(self, piece: Piece) -> bool:
         """Whether it is there before the model could have computed it, as far as anybody knows."""
         assert piece.movement is not None
         if piece.awaited:
             return True
-        compute_s, now_s = self._estimate.compute_s(piece.start, piece.stop), time.monotonic()
-        if compute_s is None or not piece.load_s or piece.movement.num_unsubmitted:
+        rates, now_s = self._rates.snapshot(), time.monotonic()
+        if now_s > piece.late_s:
+            self._tell_late(piece, LINK)
             return False
-        return max(now_s, piece.due_s) - now_s <= compute_s and now_s - piece.due_s <= OVERDUE * piece.load_s
+        if not rates.link_waits or rates.base_s is None or piece.movement.num_unsubmitted:
+            return False
+        return max(now_s, piece.due_s) - now_s <= (self._rates.compute_s(piece.start, piece.stop) or 0.0)
 
     def compute_again(self) -> None:
         """Behind a load that has failed: what was computed with it is not what it should be."""

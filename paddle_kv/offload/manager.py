@@ -217,9 +217,9 @@ class KVOffloadManager(Keeping):
         :meth:`Request.next_chunk`, which measures it itself, or that know it better.
 
         Raises:
-            TypeError, ValueError: not a range of tokens, or no time.
+            ValueError: no tokens, or no time.
         """
-        self._books.observe_prefill(tokens, seconds)
+        self._books.rates.observe_prefill(tokens.start, len(tokens), seconds)
 
     @property
     def device_cache(self) -> DeviceCache:

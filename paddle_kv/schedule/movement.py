@@ -179,6 +179,7 @@ class Movement:
         self.through = False  # nothing of it runs any more
         self.told = False  # somebody knows of the failure
         self.elapsed_ms = float("nan")
+        self.sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
         self.layer_times_ms: list[tuple[float, float]] = []
         # Those who wait
         self.waiters: deque[Waiter] = deque()

@@ -216,6 +216,10 @@ def _measure(movement: Movement) -> None:
     scheduler = movement.scheduler
     elapsed = scheduler.backend.elapsed_ms
     movement.elapsed_ms = elapsed(movement.starts[0][0], movement.last_event)
+    start, last = movement.starts[-1]
+    layers = sum(len(movement.plan.layers_of(group)) for group in last)
+    last_ms = elapsed(start, movement.last_event) if len(movement.starts) > 1 else movement.elapsed_ms
+    movement.sample = (movement.bytes * layers // movement.plan.num_moved_layers, last_ms)
     if not scheduler.record_layer_times:
         return
     origin = scheduler.resources.origin_event

@@ -1,4 +1,4 @@
-"""A model whose keys and values follow from the tokens before them: one wrong byte before a token makes it wrong too."""
+"""A model whose keys and values follow from the tokens before them: a wrong byte makes all behind it wrong too."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 from paddle_kv import CancelledError, DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload import KVOffloadManager, Request
+from paddle_kv.offload.rates import Rates
 from paddle_kv.tiers import Engine, Tier
 from tests.schedule.rig import bytes_at
 
@@ -25,17 +26,17 @@ SPEC = KVCacheSpec(num_layers=3, num_kv_heads=1, head_dim=16, block_size=SIZE, d
 TOKEN_BYTES = 64
 
 
-class Rates:
-    """What a test wants to be known, in seconds a block; None: nothing is."""
+BLOCK_BYTES = SPEC.block_bytes * SPEC.num_layers
 
-    def __init__(self, load_s: float | None = None, compute_s: float | None = None) -> None:
-        self.of_load_s, self.of_compute_s = load_s, compute_s
 
-    def load_s(self, num_blocks: int) -> float | None:
-        return None if self.of_load_s is None else num_blocks * self.of_load_s
-
-    def compute_s(self, start_block: int, stop_block: int) -> float | None:
-        return None if self.of_compute_s is None else (stop_block - start_block) * self.of_compute_s
+def know(manager: KVOffloadManager, load_s: float | None, compute_s: float | None, tier_s: float | None = None) -> None:
+    """As if it had been measured, in seconds a block; None: nothing was."""
+    manager._books.rates = rates = Rates(BLOCK_BYTES, SIZE)
+    for name, seconds in (("onload", load_s), ("tier", tier_s)):
+        if seconds is not None:
+            rates.set_load(name, BLOCK_BYTES / seconds)
+    if compute_s is not None:
+        rates.set_prefill(compute_s / SIZE)
 
 
 def contents(tokens: Sequence[int]) -> np.ndarray:
@@ -105,6 +106,11 @@ class ChunkRig:
                         for number, view in enumerate(self._views[layer]):
                             view[block, at] = expected[token, layer, number] if right else WRONG
 
+    def run_or_fail(self, request: Request, chunk: range, table: Sequence[int], expected: np.ndarray) -> None:
+        """As a server does: what has become of it, the request knows."""
+        with contextlib.suppress(TransferError, CancelledError):
+            self.run(request, chunk, table, expected)
+
     def prefill(self, tokens: Sequence[int], table: Sequence[int], most: Any = None, **options: Any) -> list[range]:
         """The chunks that were computed, after the whole of the prompt was compared."""
         expected = contents(tokens)
@@ -112,8 +118,7 @@ class ChunkRig:
         self.poison(table)
         with self.manager.request(tokens, table, **options) as request:
             while (chunk := request.next_chunk(most and most(), timeout_s=WAIT_S)) is not None:
-                with contextlib.suppress(TransferError, CancelledError):
-                    self.run(request, chunk, table, expected)
+                self.run_or_fail(request, chunk, table, expected)
         self.check(table, expected)
         return list(self.computed)
 

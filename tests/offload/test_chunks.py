@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, Rates, contents
+from paddle_kv.testing.tiers import Fault, FaultyEngine
+from paddle_kv.tiers import FilesEngine
+from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
 from tests.schedule.rig import Copies
 
 CHUNK = 2 * SIZE
@@ -40,3 +43,61 @@ def test_what_is_there_is_not_computed(rig: ChunkRig) -> None:
     assert chunks[0].start == 0
     assert len(chunks) <= 3
     rig.check_books()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_rates_failures_and_cancels_leave_no_wrong_byte(seed: int, copies: Copies) -> None:
+    rng = random.Random(seed)
+    rig = ChunkRig(host_blocks=rng.choice([12, 40, 200]), policy=rng.choice(["lru", "arc", "s3fifo"]))
+    rig.pause = lambda tokens: time.sleep(rng.choice([0, 0, 0.001]))
+    for _ in range(12):
+        know(rig.manager, rng.choice([None, 1e-4, 10.0]), rng.choice([None, 1e-4, 10.0]))
+        tokens = TOKENS[: rng.randrange(1, len(TOKENS) + 1)] + [rng.randrange(3)] * rng.randrange(6)
+        copies.heal()
+        if rng.random() < 0.4:
+            copies.fail(rng.choice(["onload", "offload"]), rng.randrange(3), OSError("lost"))
+        table = rng.sample(range(64), -(-len(tokens) // SIZE))
+        most = rng.choice([None, lambda: rng.randrange(1, 2 * CHUNK)])
+        chunk_tokens = rng.choice([SIZE, CHUNK, 3 * SIZE, 64 * SIZE])
+        if rng.random() < 0.2:
+            with rig.manager.request(tokens, table, chunk_tokens=chunk_tokens) as request:
+                chunk = request.next_chunk(timeout_s=WAIT_S)
+                if rng.random() < 0.5 and chunk is not None:
+                    rig.run_or_fail(request, chunk, table, contents(tokens))
+                    request.next_chunk(timeout_s=WAIT_S)
+                request.cancel()
+            for transfer in [*request.loads, *request.saves]:
+                transfer.wait_over(WAIT_S)
+            rig.cache.mark_rewritten(table)
+        else:
+            canceller = threading.Timer(rng.random() * 0.005, rig.manager.cancel_all)
+            if rng.random() < 0.3:
+                canceller.start()
+            rig.prefill(tokens, table, most, chunk_tokens=chunk_tokens, how=rng.choice(["sooner", "load", "compute"]))
+            canceller.cancel()
+        rig.check_books()
+    copies.heal()
+    rig.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tier_with_faults_serves_no_wrong_byte(seed: int, tmp_path: Path, copies: Copies) -> None:
+    rng = random.Random(seed)
+    faults = [Fault.LATE, Fault.TORN, Fault.WRONG, Fault.TWICE]
+    engine = FaultyEngine(FilesEngine({tmp_path: 1 << 24}), faults, share=0.2, seed=seed, delay_s=0.004)
+    rig = ChunkRig(engine, host_blocks=rng.choice([9, 24, 64]), tier_timeout_s=0.5)
+    rig.pause = lambda tokens: time.sleep(rng.choice([0, 0.001]))
+    brought = 0
+    for _ in range(10):
+        know(rig.manager, rng.choice([None, 1e-4]), rng.choice([None, 1e-3]), rng.choice([1e-4, 1e-4, 10.0, None]))
+        tokens = TOKENS[: rng.randrange(CHUNK, len(TOKENS) + 1)] + [rng.randrange(2)] * rng.randrange(6)
+        table = rng.sample(range(64), -(-len(tokens) // SIZE))
+        engine.dead = rng.random() < 0.1
+        chunk_tokens = rng.choice([SIZE, CHUNK, 3 * SIZE])
+        rig.prefill(tokens, table, chunk_tokens=chunk_tokens, how=rng.choice(["sooner", "sooner", "load"]))
+        engine.dead = False
+        rig.check_books()
+        brought += rig.manager.stats()["prefetched_blocks"] > 0
+        rig.manager.evict(rng.choice([0, 5, 64]))
+    assert brought
+    rig.close()
