@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..backend.work import Stream
 from ..errors import ClosedError, TransferError
@@ -38,6 +38,13 @@ _COUNTS = (
     "dropped_save_blocks",
 )
 MOST_SAVES_S = 0.25  # of the link, until saves of requests are dropped
+
+
+class Lookup(Protocol):
+    """What a lease holds."""
+
+    hashes: list[bytes]
+    states: list[BlockState]
 
 
 class PoolSlots:
@@ -187,9 +194,17 @@ class Books:
         return transfer
 
     def begin_meeting(
-        self, keys: list[bytes], device_ids: list[int], states: list[BlockState], pieces: list[Piece], compute: Stream
+        self,
+        found: Lookup,
+        device_ids: list[int],
+        pieces: list[Piece],
+        compute: Stream,
+        num_tokens: int,
+        chunk_tokens: int,
     ) -> Meeting:
-        meeting = Meeting(self, keys, device_ids, states, pieces, self.rates, compute)
+        meeting = Meeting(
+            self, found.hashes, device_ids, found.states, pieces, self.rates, compute, num_tokens, chunk_tokens
+        )
         self.feed.fill(self)
         return meeting
 

@@ -39,7 +39,6 @@ class ChunkedRequest(Request):
         self._chunk_tokens = chunk_tokens
         self._meeting: Meeting | None = None
         self._lease: Lease | None = None
-        self._last_piece: Piece | None = None
         self._rest = range(0)  # of the chunk, where a call wanted less
         self._used: list[Transfer] = []  # loads whose blocks the model has read
         self._all_saves: list[Transfer] = []
@@ -57,12 +56,17 @@ class ChunkedRequest(Request):
         if found:
             step = self._chunk_tokens // self._block_size
             pieces = [Piece(start, min(start + step, found)) for start in range(0, found, step)]
-            self._last_piece = pieces[-1]
             books, compute = self._manager._books, self._manager._scheduler.compute_stream(None)
             self._meeting = change(
                 books,
                 functools.partial(
-                    books.begin_meeting, self._lease.hashes, self._table[:found], self._lease.states, pieces, compute
+                    books.begin_meeting,
+                    self._lease,
+                    self._table[:found],
+                    pieces,
+                    compute,
+                    self._num_tokens,
+                    self._chunk_tokens,
                 ),
             )
         return 0
@@ -97,7 +101,7 @@ class ChunkedRequest(Request):
         if piece is not None:
             self._manager.device_cache.mark_rewritten(self._table[piece.start : piece.stop])  # the pass does
             start, stop = piece.start * self._block_size, piece.stop * self._block_size
-            if piece is self._last_piece:
+            if piece.stop == self._found:
                 stop = self._tail = self._end_of_chunk(start)
             return range(start, stop)
         if self._tail >= self._num_tokens:
@@ -110,7 +114,8 @@ class ChunkedRequest(Request):
 
     def _next_piece(self, deadline: Deadline) -> Piece | None:
         while self._meeting is not None:
-            step: Step = change(self._manager._books, self._meeting.next)
+            books = self._manager._books
+            step: Step = change(books, functools.partial(self._meeting.next, books))
             if step.leaving is None:
                 self.loads = [_handle(movement) for movement in step.loads]
                 self._used += [load for load in self.loads if load not in self._used]
@@ -134,8 +139,7 @@ class ChunkedRequest(Request):
     def _is_to_be_saved(self, number: int) -> bool:
         if self._meeting is None or self._lease is None or number >= self._found:
             return True
-        piece = self._meeting.pieces[number * self._block_size // self._chunk_tokens]
-        return piece.was_lost or self._lease.states[number] is not BlockState.PRESENT
+        return number in self._meeting.lost_blocks or self._lease.states[number] is not BlockState.PRESENT
 
     # ---- the end ----
     def wait(self, timeout_s: float | None = None) -> bool:

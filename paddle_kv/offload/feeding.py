@@ -28,6 +28,7 @@ from ..tracking.keeper import log
 from .found import BlockState
 from .prefetch import Prefetch
 from .rates import LINK, TIER, Rates
+from .weighing import weigh
 
 MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
@@ -46,7 +47,7 @@ class PieceState(enum.Enum):
     COMPUTED = "computed"
 
 
-_MOVING = (PieceState.LOADING, PieceState.CANCELLED)
+_TO_COMPUTE = (PieceState.WAITING, PieceState.READING, PieceState.LOST)
 
 
 class Piece:
@@ -55,7 +56,7 @@ class Piece:
     Attributes:
         start, stop: their positions.
         awaited: the model has computed with it, or is about to.
-        was_lost: it did not come once.
+        parts: those that come together as this one.
         is_probe: its reading is to find out about the tier, also if the model does not need it any more.
         started_s: when its reading, or its load, began.
         due_s, late_s: when it should be there; when it is late.
@@ -65,10 +66,16 @@ class Piece:
         self.start, self.stop = start, stop
         self.state = PieceState.WAITING
         self.movement: Movement | None = None
-        self.awaited = self.was_lost = self.is_probe = False
+        self.parts: list[Piece] = []
+        self.awaited = self.is_probe = False
         self.prefetch: Prefetch | None = None
         self.started_s = 0.0
         self.due_s = self.late_s = math.inf
+
+    @property
+    def size(self) -> int:
+        """Blocks."""
+        return self.stop - self.start
 
     def expect(self, num_blocks: int, rates: Rates, source: str, free_s: float = 0.0) -> None:
         """It begins, behind all that is through at ``free_s``. ``num_blocks``: that are moved until it is there."""
@@ -114,12 +121,13 @@ class Feed:
 
     Attributes:
         meetings: in order of their beginning; as long as somebody refers to them.
+        free_s: when the link should have moved all that it was given.
     """
 
     def __init__(self) -> None:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
-        self._free_s = 0.0  # when the link should have moved all that it was given
+        self.free_s = 0.0
 
     @property
     def num_reading_blocks(self) -> int:
@@ -139,15 +147,12 @@ class Feed:
             meeting.read_next(books)
         loading = sum(len(meeting.moving) for meeting in meetings)
         if not loading:
-            self._free_s = 0.0
+            self.free_s = 0.0
         while loading < MOST_LOADING:
             waiting = [meeting for meeting in meetings if meeting.next_load is not None]
             if not waiting:
                 return
-            piece = min(waiting, key=lambda one: one.blocks_left).load_next(books, self._free_s)
-            if piece is not None:
-                loading += 1
-                self._free_s = piece.due_s
+            loading += min(waiting, key=lambda one: one.blocks_left).load_next(books) is not None
 
 
 class Meeting:
@@ -158,7 +163,14 @@ class Meeting:
         device_ids: as many.
         states: where the blocks were found.
         pieces: of the prefix, from the first one on.
+        rates: as they are measured.
         compute: the loads come behind what was submitted to this stream so far, and behind nothing that comes later.
+        num_tokens: of the whole prompt.
+        chunk_tokens: that the model computes in one pass.
+
+    Attributes:
+        lost_blocks: positions of blocks that did not come.
+        num_computed_blocks: of the prefix.
     """
 
     def __init__(
@@ -170,6 +182,8 @@ class Meeting:
         pieces: Sequence[Piece],
         rates: Rates,
         compute: Stream,
+        num_tokens: int,
+        chunk_tokens: int,
     ) -> None:
         self.pieces = list(pieces)
         self.moving: list[Piece] = []
@@ -178,9 +192,23 @@ class Meeting:
         self._keys, self._device_ids = list(keys), list(device_ids)
         self._rates = rates
         self._front = 0  # pieces before it are done
+        self.lost_blocks: set[int] = set()
+        self._num_tokens = num_tokens
+        self._weigh = functools.partial(
+            weigh,
+            rates,
+            num_tokens=num_tokens,
+            chunk_tokens=chunk_tokens,
+            num_layers=books.scheduler.device_cache.spec.num_layers,
+        )
+        worth = self._weigh(states)
         below = [BlockState.TIER in states[piece.start : piece.stop] for piece in self.pieces]
         self._here = [piece for piece, is_below in zip(self.pieces, below, strict=True) if not is_below]
         self._below = [piece for piece, is_below in zip(self.pieces, below, strict=True) if is_below]
+        if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
+            self._below = [one for one in self._below if one.stop > worth.tier_first] or self._below[-1:]
+        if worth.choice == "compute" and not math.isinf(worth.load_s):
+            self._here = self._here[-1:]  # so that it is heard of when the link is quicker again
         self._reading: list[Piece] = []
         self._read: list[Piece] = []
         self._behind: Events | None = books.scheduler.resources.take_events(1)
@@ -190,7 +218,7 @@ class Meeting:
 
     @property
     def num_reading_blocks(self) -> int:
-        return sum(piece.stop - piece.start for piece in self._reading)
+        return sum(piece.size for piece in self._reading)
 
     # ---- the back ----
     def look(self) -> None:
@@ -201,8 +229,16 @@ class Meeting:
             if piece.movement.state is State.DONE:
                 piece.state = PieceState.LOADED
             else:
-                piece.state = PieceState.LOST
+                self._lose(piece)
         self._look_at_reading()
+
+    def _lose(self, piece: Piece) -> None:
+        piece.state = PieceState.LOST
+        if piece.parts:
+            at = self.pieces.index(piece)
+            self.pieces[at : at + 1] = piece.parts
+            for part in piece.parts:
+                part.state, part.awaited = PieceState.LOST, piece.awaited
 
     def _look_at_reading(self) -> None:
         for piece in self._reading.copy():
@@ -216,7 +252,7 @@ class Meeting:
                 self._leave(piece, PieceState.LOST)
 
     def _tell_late(self, piece: Piece, source: str) -> None:
-        num_bytes = (piece.stop - piece.start) * self._rates.block_bytes
+        num_bytes = (piece.size) * self._rates.block_bytes
         self._rates.observe_late(source, num_bytes, time.monotonic() - piece.started_s)
 
     def _leave(self, piece: Piece, state: PieceState) -> None:
@@ -244,32 +280,36 @@ class Meeting:
         front = self.pieces[self._front].start if self._front < len(self.pieces) else 0
         return not self.begun, 0 if piece is None else piece.start - front
 
-    def load_next(self, books: Owner, free_s: float) -> Piece | None:
-        """None if it does not come. ``free_s``: when the link should have moved what it has."""
+    def load_next(self, books: Owner) -> Piece | None:
+        """None if it does not come."""
         piece = self.next_load
         assert piece is not None
         for pieces in (self._read, self._here):
             if piece in pieces[-1:]:
                 pieces.pop()
+        return piece if self._load(books, piece) else None
+
+    def _load(self, books: Owner, piece: Piece) -> bool:
         keys, ids = self._keys[piece.start : piece.stop], self._device_ids[piece.start : piece.stop]
         if any(key not in books.index.slots or key in books.index.arriving for key in keys):
-            piece.state = PieceState.LOST  # the tier has not brought it, or another one is about to
-            return None
+            self._lose(piece)  # the tier has not brought it, or another one is about to
+            return False
         try:
             transfer = books.onload(keys, ids, self._events(books))
         except Exception as error:  # noqa: BLE001  whatever it is: it is computed
             log.debug("a part of a prefix is computed and not loaded: %s", error)
-            piece.state = PieceState.LOST
-            return None
+            self._lose(piece)
+            return False
         piece.movement, piece.state = transfer._movement, PieceState.LOADING
-        piece.expect(len(keys), self._rates, LINK, free_s)
+        piece.expect(len(keys), self._rates, LINK, books.feed.free_s)
+        books.feed.free_s = piece.due_s
         self.moving.append(piece)
         tell = functools.partial(_look, weakref.ref(books))
         if transfer._movement.over:
             books.group.host.tell(tell)
         else:
             transfer._movement.callbacks.append(tell)
-        return piece
+        return True
 
     def _events(self, books: Owner) -> Events:
         """What a load has to wait for on the device: nothing, as soon as that is known to be over."""
@@ -288,7 +328,7 @@ class Meeting:
                     piece.is_probe = self._rates.take_probe(TIER)
                     if not piece.is_probe:
                         return
-                piece.expect(books.feed.num_reading_blocks + piece.stop - piece.start, self._rates, TIER)
+                piece.expect(books.feed.num_reading_blocks + piece.size, self._rates, TIER)
                 piece.state = PieceState.READING
                 piece.prefetch = books.read_soon(self._keys[piece.start : piece.stop])
                 self._reading.append(piece)
@@ -301,19 +341,23 @@ class Meeting:
         return [piece.movement for piece in self.moving.copy() if piece.movement is not None]
 
     # ---- the front ----
-    def next(self) -> Step:
+    def next(self, books: Owner) -> Step:
         """What is computed now; nothing of it is, or comes to be, under way to the device behind ``leaving``."""
         self.begun = True
         self.look()
         loads: list[Movement] = []
-        for number in range(self._front, len(self.pieces)):
+        number = self._front
+        while number < len(self.pieces):
             piece = self.pieces[number]
+            if piece.state is PieceState.WAITING and self._rest_is_quicker(number, books):
+                piece = self._load_rest(number, books)
             if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece):
                 assert piece.movement is not None
                 piece.state = PieceState.CANCELLED
                 settling.progress(submission.cancel(piece.movement))
                 settling.look(piece.movement)
                 self.look()
+                continue
             if piece.state is PieceState.CANCELLED:
                 return Step(leaving=piece.movement)
             if piece.state is PieceState.LOADING:
@@ -322,9 +366,49 @@ class Meeting:
             elif piece.state not in (PieceState.LOADED, PieceState.COMPUTED):
                 self._take(piece)
                 return self._with(Step(piece, tuple(loads)))
+            number += 1
             if not loads:
-                self._front = number + 1
+                self._front = number
         return self._with(Step(None, tuple(loads)))
+
+    def _waiting_from(self, number: int, books: Owner) -> list[Piece]:
+        """Pieces one behind the other that are in host memory, and neither computed nor on their way."""
+        found = []
+        for piece in self.pieces[number:]:
+            keys = self._keys[piece.start : piece.stop]
+            if piece.state is not PieceState.WAITING or any(key not in books.index.slots for key in keys):
+                break
+            found.append(piece)
+        return found
+
+    def _rest_is_quicker(self, number: int, books: Owner) -> bool:
+        """Whether the model should wait for all that is in host memory from here on, layer by layer, rather than
+        compute this piece first."""
+        if not self._rates.snapshot().link_waits:
+            return False
+        run = self._waiting_from(number, books)
+        if not run:
+            return False
+        start, stop = run[0].start, run[-1].stop
+        behind = sum(one.size for one in self.pieces if one.start >= stop and one.state in _TO_COMPUTE)
+        size = self._rates.block_tokens
+        worth = self._weigh(
+            [BlockState.PRESENT] * (stop - start),
+            start=start,
+            num_tokens=self._num_tokens - (len(self._keys) - stop - behind) * size,
+            link_wait_s=max(0.0, books.feed.free_s - time.monotonic()),
+        )
+        return worth.choice == "load" or (worth.choice == "meet" and 2 * (worth.host_first - start) < run[0].size)
+
+    def _load_rest(self, number: int, books: Owner) -> Piece:
+        run = self._waiting_from(number, books)
+        piece = Piece(run[0].start, run[-1].stop)
+        piece.parts = run
+        for part in run:
+            part.state = PieceState.LOADED  # as this one
+        self.pieces[number : number + len(run)] = [piece]
+        self._load(books, piece)
+        return self.pieces[number]
 
     def _with(self, step: Step) -> Step:
         for piece in self.moving:
@@ -332,8 +416,9 @@ class Meeting:
         return step
 
     def _take(self, piece: Piece) -> None:
-        piece.was_lost |= piece.state is PieceState.LOST
-        self.num_computed_blocks += piece.stop - piece.start
+        if piece.state is PieceState.LOST:
+            self.lost_blocks.update(range(piece.start, piece.stop))
+        self.num_computed_blocks += piece.size
         self._leave(piece, PieceState.COMPUTED)
 
     def _is_worth_waiting(self, piece: Piece) -> bool:
