@@ -26,7 +26,7 @@ class Metric:
     kind: Literal["counter", "gauge"]
     unit: str
     text: str
-    source: Literal["scheduler", "pool", "manager"]
+    source: Literal["scheduler", "pool", "manager", "rates"]
     values: Mapping[str, str]
     label: str = ""
     scale: float = 1.0
@@ -37,6 +37,7 @@ def _one(name: str) -> dict[str, str]:
 
 
 _DIRECTIONS = ("onload", "offload")
+_SOURCES = ("onload", "offload", "tier")
 _LABEL = re.compile("(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 METRICS = (
@@ -66,8 +67,11 @@ METRICS = (
     Metric("paddle_kv_saved_blocks_total", "counter", "blocks", "Blocks handed over to be saved", "manager",
            _one("saved_blocks")),
     Metric("paddle_kv_unsaved_blocks_total", "counter", "blocks",
-           "Blocks that were not moved: there already, or not admitted", "manager",
-           {"deduplicated": "deduplicated_blocks", "left_out": "left_out_blocks"}, "reason"),
+           "Blocks that were not moved: there already, not admitted, or saves were behind", "manager",
+           {"deduplicated": "deduplicated_blocks", "left_out": "left_out_blocks", "behind": "dropped_save_blocks"},
+           "reason"),
+    Metric("paddle_kv_recomputed_blocks_total", "counter", "blocks", "Blocks that were found and computed all the same",
+           "manager", _one("recomputed_blocks")),
     Metric("paddle_kv_evicted_blocks_total", "counter", "blocks", "Blocks that made room", "manager",
            _one("evicted_blocks")),
     Metric("paddle_kv_damaged_blocks_total", "counter", "blocks", "Blocks that were dropped because of a checksum",
@@ -84,6 +88,12 @@ METRICS = (
            _one("used_bytes")),
     Metric("paddle_kv_capacity_bytes", "gauge", "bytes", "Host memory that the index may use now", "manager",
            _one("capacity_bytes")),
+    Metric("paddle_kv_rate_bytes_per_second", "gauge", "bytes_per_s", "Measured: of loads, of saves, and out of the tier; "
+           "0: not yet", "rates", {name: f"{name}_bytes_per_s" for name in _SOURCES}, "source"),
+    Metric("paddle_kv_late_loads_total", "counter", "loads", "Loads that were given up because they took too long",
+           "rates", {name: f"{name}_late_loads" for name in _SOURCES}, "source"),
+    Metric("paddle_kv_prefill_tokens_per_second", "gauge", "tokens_per_s", "Measured, at the beginning of a prompt; "
+           "0: not yet", "rates", _one("prefill_tokens_per_s")),
 )  # fmt: skip
 
 
@@ -168,6 +178,7 @@ class Collector:
             found["pool"] = _pool_stats(self.scheduler.host_pool)
         if self.manager is not None:
             found["manager"] = self.manager.stats()
+            found["rates"] = self.manager.rates.stats()
         return found
 
 

@@ -20,6 +20,7 @@ from .hashing import BlockHasher, PrefixHasher, spec_salt
 from .keeping import Keeping
 from .lease import Lease
 from .policy import Policy
+from .rates import Rates
 from .request import Request
 
 if TYPE_CHECKING:
@@ -227,6 +228,11 @@ class KVOffloadManager(Keeping):
         return self._scheduler.device_cache
 
     @property
+    def rates(self) -> Rates:
+        """What transfers and computing were measured to take: ``rates.stats()``."""
+        return self._books.rates
+
+    @property
     def tier(self) -> Tier | None:
         """What keeps blocks below host memory, if there is one."""
         return self._books.tier
@@ -253,9 +259,11 @@ class KVOffloadManager(Keeping):
             As :meth:`LayerwiseScheduler.onload`.
         """
         keys = checked_hashes(hashes)
-        device_ids = checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks)
+        return self._start_load(keys, checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks), None)
+
+    def _start_load(self, keys: list[bytes], device_ids: list[int], tier_timeout_s: float | None) -> Transfer:
         compute = self._scheduler.compute_stream(None)  # of this thread
-        return self._scheduler.check_started(self._books.start_load(keys, device_ids, compute))
+        return self._scheduler.check_started(self._books.start_load(keys, device_ids, compute, tier_timeout_s))
 
     def save(
         self,

@@ -11,6 +11,8 @@ from ..errors import CancelledError, TransferError
 from ..schedule.transfer import Transfer
 from ..tracking.keeper import Deadline
 from .lease import Lease
+from .rates import TIER
+from .weighing import TRY_S, is_load_sooner, to_try
 
 
 class Request:
@@ -70,14 +72,22 @@ class Request:
     def _begin(self, how: str) -> int:
         """Starts what is loaded; returns how many blocks."""
         with self._manager.lookup(self.hashes, num_tokens=self._num_tokens) as lease:
-            if how == "compute":
+            if how == "compute" or not lease.num_blocks:
                 return 0
-            return self._load(lease)
+            if how == "load":
+                return self._load(lease, None)
+            rates = self._manager._books.rates
+            if is_load_sooner(rates, lease.states, self._num_tokens, self._manager.device_cache.spec.num_layers):
+                return self._load(lease, rates.late_s(lease.num_below, TIER) if lease.num_below else None)
+            blocks = to_try(rates, lease.states)
+            if blocks:  # comes beside the computation
+                self._manager.prefetch(lease.hashes[:blocks], timeout_s=TRY_S)
+            return 0
 
-    def _load(self, lease: Lease) -> int:
+    def _load(self, lease: Lease, tier_timeout_s: float | None) -> int:
         found = lease.num_blocks
         try:
-            self.loads += [self._manager.onload(lease.hashes, self._table[:found])] if found else []
+            self.loads.append(self._manager._start_load(lease.hashes, self._table[:found], tier_timeout_s))
         except TransferError:  # a block in host memory is damaged and dropped now, or no copy could begin
             self._manager.device_cache.mark_rewritten(self._table[:found])  # the pass does
             return 0

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from .decision import Decision, Prompt, decide
 from .found import BlockState
-from .rates import Rates
+from .rates import LINK, TIER, Rates
+
+LEAST_GAIN = 0.01  # of the time of computing
+TRY_BLOCKS = 16
+TRY_S = 30.0
 
 
 def weigh(
@@ -42,3 +47,29 @@ def weigh(
         link_wait_s=link_wait_s,
         tier_wait_s=tier_wait_s,
     )
+
+
+def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, num_layers: int) -> bool:
+    """Whether a model that computes the prompt in one pass should wait for all that was found."""
+    known = rates.snapshot()
+    if BlockState.TIER in states and not known.tier_waits:
+        return False
+    worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=num_tokens, num_layers=num_layers)
+    if worth.load_s < (1 - LEAST_GAIN) * worth.compute_s < math.inf:
+        return True
+    # Nothing else would find out that a link which has failed works again.
+    pace_s, compute_s = rates.load_s(len(states)), rates.compute_s(0, len(states))
+    if pace_s is None or compute_s is None or 2 * pace_s > compute_s or BlockState.TIER in states:
+        return False
+    return math.isinf(known.link_s) and rates.take_probe(LINK)
+
+
+def to_try(rates: Rates, states: Sequence[BlockState]) -> int:
+    """How many of the first blocks to bring from a tier that nobody relies on, beside the computation: what comes in
+    time is how it becomes known."""
+    known = rates.snapshot()
+    if BlockState.TIER not in states or known.tier_waits:
+        return 0
+    if not math.isinf(known.tier_s):
+        return len(states)
+    return min(len(states), states.index(BlockState.TIER) + TRY_BLOCKS) if rates.take_probe(TIER) else 0
