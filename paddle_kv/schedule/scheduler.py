@@ -471,7 +471,7 @@ class LayerwiseScheduler:
 
     def note_end(self, movement: Movement) -> None:
         """In a section: the transfer is over."""
-        self._in_flight.pop(movement, None)
+        del self._in_flight[movement]
         if self._process_id != os.getpid():
             return
         self._statistics.ended(movement)

@@ -6,12 +6,13 @@ import itertools
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
-from paddle_kv.memory import host_memory
+from paddle_kv.memory import host_memory, host_pool
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
@@ -137,6 +138,26 @@ def test_a_view_keeps_the_memory_beyond_close():
     gc.collect()
     assert pool.pinned_bytes == 0
     assert (view == 3.0).all()
+
+
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_byte_at_either_end_keeps_its_piece_beyond_close(pool, end):
+    pieces = [weakref.ref(memory) for memory in pool._memory]
+    offsets = [0 if end == "first" else memory.size_bytes - 1 for memory in pool._memory]
+    kept = [pool.bytes_at(piece().address + offset, 1) for piece, offset in zip(pieces, offsets, strict=True)]
+    pool.close()
+    gc.collect()
+    assert len(kept) == len(pieces)
+    assert None not in [piece() for piece in pieces]
+
+
+def test_pieces_that_lie_side_by_side_are_told_apart():
+    memory = np.arange(8, dtype=np.uint8)
+    pieces = [
+        SimpleNamespace(address=half.ctypes.data, size_bytes=4, array=functools.partial(np.asarray, half))
+        for half in (memory[:4], memory[4:])
+    ]
+    assert host_pool._bytes_at(memory.ctypes.data + 4, 3, pieces).tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,20 @@ def test_behind_a_cancelled_one_that_still_runs_the_order_is_kept(rig, copies):
     assert running and left == 4, "it waits for the marks of the first one"
     rig.expect_offload([3], [5])
     rig.check()
+
+
+def test_behind_a_cancelled_one_that_lacks_its_last_layer_the_order_is_kept(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first = scheduler.offload([1], [5], layerwise=True)
+        cancelled = scheduler.offload([2], [5], layerwise=True)
+        for save in (first, cancelled):
+            for layer in range(4):
+                save.mark_layer_written(layer)
+            save.wait_layer(3, timeout_s=WAIT_S)
+        cancelled.cancel()
+        last = scheduler.offload([3], [5])
+        first.mark_layer_written(4)
+        for save in (first, last):
+            save.wait(WAIT_S)
+    rig.expect_offload([3], [5])
+    rig.check()

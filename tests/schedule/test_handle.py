@@ -7,12 +7,27 @@ import threading
 import pytest
 
 from paddle_kv import CancelledError, LayerwiseScheduler
+from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Deadline
-from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
+from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, make_spec
+from tests.schedule.test_asking_the_device import a_ladder
 
 LAYERS = 5
+
+
+class Named(CpuBackend):
+    """The caller's streams are names; notes which of them waits."""
+
+    def __init__(self) -> None:
+        self.waiting: list[object] = []
+
+    def compute_stream(self, stream):
+        return stream
+
+    def wait_on_stream(self, stream, event, timeout_s):
+        self.waiting.append(stream)
 
 
 def test_a_transfer_can_be_asked_in_a_section(rig: Rig) -> None:
@@ -52,6 +67,30 @@ def test_the_time_of_one_that_moves_nothing_is_that_of_those_before_it(rig: Rig,
             save.mark_layer_written(layer)
         copies.go_on()
         again.wait_layer(2, timeout_s=WAIT_S) if call == "wait_layer" else again.wait_on(timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("call", ["wait_layer", "wait_on"])
+def test_the_stream_behind_one_that_moves_nothing_is_that_of_the_caller(rig: Rig, copies: Copies, call: str) -> None:
+    copies.hold("offload", 4)
+    backend = Named()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler, KVOffloadManager(scheduler) as manager:
+        manager.save([b"a"], [3])
+        again = manager.save([b"a"], [3])
+        assert again.bytes == 0
+        again.wait_layer(4, stream="a stream") if call == "wait_layer" else again.wait_on("a stream")
+        assert backend.waiting == ["a stream"]
+        copies.go_on()
+        again.wait(WAIT_S)
+
+
+def test_whether_one_stands_behind_another_is_asked_once_of_each_between_them() -> None:
+    """There are as many ways through the ladder as two to the power of its steps."""
+    rig = Rig(make_spec(num_layers=1), device_blocks=70, host_blocks=64)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first = scheduler.offload(range(64, 68), range(4), layerwise=True)  # is not marked: the others stay behind it
+        ladder = a_ladder(scheduler, num_steps=30)
+        assert ladder[-1].stands_behind(first)
+        assert not first.stands_behind(ladder[-1])
 
 
 def test_one_that_is_submitted_stands_in_front_of_nobody(rig: Rig, copies: Copies) -> None:

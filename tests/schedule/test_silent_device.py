@@ -8,6 +8,7 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.tracking import memories
 from tests.schedule.rig import WAIT_S
 
 
@@ -45,3 +46,18 @@ def test_a_lease_looks_at_those_that_hold_its_blocks(rig, scheduler):
     assert save._movement.last_event.wait(WAIT_S)
     with rig.pool.lease([2], write=True, timeout_s=0):
         pass
+
+
+def test_an_operator_that_is_checked_looks_at_those_that_hold_its_blocks(rig, scheduler):
+    load = scheduler.onload([3], [2])
+    assert load._movement.last_event.wait(WAIT_S)
+    memories.check_access(rig.cache.tensor("key", 1).data_ptr(), [2], True, None)
+    assert load.state.value == "done"  # which looks at no device
+
+
+def test_a_pool_looks_at_those_that_hold_freed_blocks(rig, scheduler):
+    blocks = rig.pool.allocate(2)
+    save = scheduler.offload([3, 4], blocks)
+    rig.pool.free(blocks)
+    assert save._movement.last_event.wait(WAIT_S)
+    assert rig.pool.num_free_blocks == rig.pool.num_blocks
