@@ -122,7 +122,6 @@ def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: 
 
 def _known_memories() -> list[tuple[Extent, _Attached]]:
     with registry:
-        _forget_the_ended()
         return list(_attached.items())
 
 

@@ -37,4 +37,41 @@ def test_holders_are_told_in_order_of_submission(domain):
     for block, transfer in enumerate(transfers):
         domain.write([block], transfer)
     assert domain.holders([3, 1, 0, 2]) == transfers
+    assert domain.lone_holders([3, 1, 0, 2]) == transfers
     assert list({9, 16, 27, 40}) != [9, 16, 27, 40]
+
+
+def test_there_is_room_for_the_largest_number_of_blocks_that_was_told(domain):
+    for num_blocks, room in ((4, 16), (16, 16), (20, 20)):
+        domain.grow(num_blocks)
+        assert domain._writer.size == room
+    assert domain.busy([19]) == []
+
+
+def test_blocks_behind_the_last_one_have_no_users(domain):
+    domain.write([15], Moves(1))
+    assert [block for block, _, _ in domain.users([15, 16, 17], writing=True)] == [15]
+
+
+def test_behind_a_write_nobody_asks_for_the_readers_before_it(domain):
+    reader, writer, last = Moves(1), Moves(2), Moves(3)
+    domain.read([1, 2], reader)
+    assert domain.write([1], writer) == {reader}
+    assert domain.write([1], last) == {writer}
+    for transfer in (writer, last):
+        domain.release(transfer, written=True)
+    assert domain.busy([1, 2]) == [2]
+    domain.release(reader, written=False)
+    assert domain.busy([1, 2]) == []
+
+
+def test_what_was_lost_stays_poisoned_where_the_rest_was_written(domain):
+    failed, again = Moves(1), Moves(2)
+    domain.write([1, 2, 3], failed)
+    domain.poison([1, 2, 3], failed, "it failed")
+    domain.release(failed, written=False)
+    domain.write([1, 2, 3], again)
+    domain.release(again, written=True, lost=[2])
+    assert domain.poisoned([1, 2, 3]) == [2]
+    domain.mark_rewritten([2])
+    assert domain._why_poisoned == {}

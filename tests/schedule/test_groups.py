@@ -176,3 +176,52 @@ def test_a_guard_that_was_cancelled_does_nothing(caplog):
     del owner
     change(member, list)  # behind the guard
     assert not done and not caplog.records and guard not in groups._guards
+
+
+def test_a_guard_whose_owner_is_gone_is_gone_too():
+    class Owner:
+        pass
+
+    member, owner, done = Member(), Owner(), []
+    guard = groups.Guard(owner, member, lambda: done.append(1))
+    assert guard in groups._guards
+    del owner
+    change(member, list)  # behind the guard
+    assert done == [1] and guard not in groups._guards
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_fork_that_is_interrupted_takes_all_locks_all_the_same():
+    """The copy of the process is made whatever a signal handler raises."""
+    taken = []
+
+    class Lock:
+        def acquire(self):
+            taken.append(len(groups._held_for_fork))
+            if len(taken) == 1:
+                raise Interrupted
+
+        def __exit__(self, *raised):
+            taken.append("given back")
+
+    first, member = Member(), Member()
+    member.group.lock = Lock()
+    held = [first.group.lock]
+    with pytest.raises(Interrupted):
+        groups._before_fork()
+    try:
+        assert taken == [taken[0], "given back", taken[0]]  # behind the same others
+        assert taken[0] >= 3  # the registry, the first and itself
+        others = []
+        thread = threading.Thread(target=lambda: others.append(held[0].acquire(blocking=False)))
+        thread.start()
+        thread.join(WAIT_S)
+        assert others == [False]
+    finally:
+        groups._held_for_fork.clear()
+    assert taken[3:] == ["given back"]
+    groups._before_fork()
+    groups._held_for_fork.clear()

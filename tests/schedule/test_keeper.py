@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 import threading
+import time
+import weakref
+from types import SimpleNamespace
 
 import pytest
 
-from paddle_kv.tracking.keeper import Deadline, Keeper, Waiter
+from paddle_kv.tracking.keeper import Deadline, Keeper, Waiter, _Job
 from tests.schedule.rig import SHORT_S, WAIT_S
 
 NAME = "paddle_kv-keeper"
@@ -145,3 +150,77 @@ def test_a_waiter_sleeps_until_it_is_released_or_its_time_is_over():
     assert waiter.sleep(1e300)
     waiter.release()
     assert waiter.sleep(None)
+
+
+def test_a_time_out_is_over_at_its_end(monkeypatch):
+    clock_s = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock_s[0])
+    deadline = Deadline(5)
+    found = []
+    for clock_s[0] in (14.5, 15.0, 15.5):
+        found.append((deadline.left_s(), deadline.over))
+    assert found == [(0.5, False), (0.0, True), (0.0, True)]
+
+
+def test_a_waiter_sleeps_no_longer_than_it_is_told():
+    waiter, told = Waiter(), []
+    waiter._lock = SimpleNamespace(acquire=lambda timeout: told.append(timeout))
+    for timeout_s in (-1.0, 0.0, 0.5, 1e300):
+        waiter.sleep(timeout_s)
+    assert told == [0.0, 0.0, 0.5, threading.TIMEOUT_MAX]
+
+
+def test_callbacks_come_one_after_the_other_also_where_one_waits(caplog, keeper):
+    heard, waiter, over = [], Waiter(), threading.Event()
+
+    def waits():
+        heard.append("begins")
+        keeper.park(waiter, WAIT_S)
+        heard.append("ends")
+
+    for callback in (waits, lambda: heard.append("second"), lambda: heard.append("third")):
+        keeper.tell(callback)
+    keeper.post(waiter.release)
+    keeper.tell(over.set)
+    assert over.wait(WAIT_S)
+    keeper.call(list)  # behind whatever was posted for them
+    assert heard == ["begins", "ends", "second", "third"]
+    assert caplog.records == []
+
+
+def test_what_is_put_is_done_by_a_keeper_that_did_nothing_before(keeper):
+    done = threading.Event()
+    keeper.put(done.set)
+    assert done.wait(WAIT_S)
+
+
+class Noted(Exception):
+    pass
+
+
+def test_a_job_keeps_nothing_of_its_caller():
+    """Whoever waits goes on while the job is on its way out: it must hold nothing by then."""
+    owner, seen = Noted(), []
+    alive = weakref.ref(owner)
+    job = _Job(functools.partial(id, owner))
+    del owner
+    job.over = SimpleNamespace(release=lambda: seen.append(alive()))
+    job()
+    assert seen == [None]
+
+
+def test_an_error_that_was_told_is_not_kept_by_itself():
+    def fails():
+        raise Noted
+
+    gc.disable()
+    try:
+        job = _Job(fails)
+        job()
+        try:
+            job.take()
+        except Noted as error:
+            alive = weakref.ref(error)
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from paddle_kv.tracking.memories import Extent, attach
+from paddle_kv.tracking.memories import Extent, attach, interleaved
 
 BASE = 1 << 61  # no allocation lies there
 
@@ -19,3 +21,34 @@ def test_memory_that_begins_like_one_pool_and_reaches_into_another_is_refused():
     attach(high, [Extent(BASE + 160, BASE + 320, 16, 0)])
     with pytest.raises(ValueError, match=rf"overlaps that of another pool at {BASE + 160:#x}"):
         attach(both, [Extent(BASE, BASE + 320, 16, 0)])
+
+
+def test_the_order_in_which_the_tensors_are_told_does_not_matter():
+    one, other = Owner(), Owner()
+    tensors = [Extent(BASE + 1600, BASE + 1760, 16, 0), Extent(BASE + 1760, BASE + 1952, 16, 1)]
+    domain, _ = attach(one, tensors)
+    assert attach(other, tensors[::-1])[0] is domain
+    assert domain.busy([11]) == []  # of the longer one
+
+
+def extent(start: int, size: int, stride: int, num_blocks: int = 10) -> Extent:
+    return Extent(start, start + (num_blocks - 1) * stride + size, stride, start)
+
+
+def test_blocks_between_each_other_are_one_extent():
+    for size in (1, 8):
+        assert interleaved([extent(8, size, 16), extent(0, size, 16)]) == [Extent(0, 9 * 16 + 8 + size, 16)]
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        [extent(0, 8, 16), extent(8, 8, 32)],  # another stride
+        [extent(0, 8, 16), extent(8, 12, 16)],  # reaches into the next block
+        [extent(0, 8, 16, 1), extent(8, 8, 16, 1)],  # of one block nothing lies between
+        [extent(0, 16, 16), extent(160, 16, 16)],
+    ],
+)
+def test_others_stay_apart(apart):
+    for given in itertools.permutations(apart):
+        assert interleaved(list(given)) == apart
