@@ -88,8 +88,9 @@ METRICS = (
            _one("used_bytes")),
     Metric("paddle_kv_capacity_bytes", "gauge", "bytes", "Host memory that the index may use now", "manager",
            _one("capacity_bytes")),
-    Metric("paddle_kv_rate_bytes_per_second", "gauge", "bytes_per_s", "Measured: of loads, of saves, and out of the tier; "
-           "0: not yet", "rates", {name: f"{name}_bytes_per_s" for name in _SOURCES}, "source"),
+    Metric("paddle_kv_rate_bytes_per_second", "gauge", "bytes_per_s",
+           "Measured: of loads, of saves, and out of the tier; 0: not yet", "rates",
+           {name: f"{name}_bytes_per_s" for name in _SOURCES}, "source"),
     Metric("paddle_kv_late_loads_total", "counter", "loads", "Loads that were given up because they took too long",
            "rates", {name: f"{name}_late_loads" for name in _SOURCES}, "source"),
     Metric("paddle_kv_prefill_tokens_per_second", "gauge", "tokens_per_s", "Measured, at the beginning of a prompt; "

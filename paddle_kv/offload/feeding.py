@@ -352,24 +352,31 @@ class Meeting:
             if piece.state is PieceState.WAITING and self._rest_is_quicker(number, books):
                 piece = self._load_rest(number, books)
             if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece):
-                assert piece.movement is not None
-                piece.state = PieceState.CANCELLED
-                settling.progress(submission.cancel(piece.movement))
-                settling.look(piece.movement)
-                self.look()
+                self._give_up(piece)
                 continue
             if piece.state is PieceState.CANCELLED:
                 return Step(leaving=piece.movement)
             if piece.state is PieceState.LOADING:
                 assert piece.movement is not None
                 loads.append(piece.movement)
-            elif piece.state not in (PieceState.LOADED, PieceState.COMPUTED):
+            elif not self._is_done(piece):
                 self._take(piece)
                 return self._with(Step(piece, tuple(loads)))
             number += 1
             if not loads:
                 self._front = number
         return self._with(Step(None, tuple(loads)))
+
+    def _is_done(self, piece: Piece) -> bool:
+        return piece.state in (PieceState.LOADED, PieceState.COMPUTED)
+
+    def _give_up(self, piece: Piece) -> None:
+        """Its load, which may have written some of it, and is over before anybody else does."""
+        assert piece.movement is not None
+        piece.state = PieceState.CANCELLED
+        settling.progress(submission.cancel(piece.movement))
+        settling.look(piece.movement)
+        self.look()
 
     def _waiting_from(self, number: int, books: Owner) -> list[Piece]:
         """Pieces one behind the other that are in host memory, and neither computed nor on their way."""

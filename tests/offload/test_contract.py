@@ -19,7 +19,7 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager, Lru, books, directory, index, moving
 from paddle_kv.tracking import group, keeper
-from tests.offload import tier_clauses
+from tests.offload import chunk_clauses, tier_clauses
 from tests.offload.test_manager_tiers import MakeRig, make
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
@@ -449,12 +449,35 @@ def test_removal_of_a_tier_is_noticed(make: MakeRig, monkeypatch: pytest.MonkeyP
         tier_clauses.CLAUSES[number](make)
 
 
+@pytest.fixture
+def chunk_case(copies: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = chunk_clauses.Case(copies, tmp_path)
+    yield made
+    monkeypatch.undo()
+    made.close()
+
+
+@pytest.mark.parametrize("number", chunk_clauses.CLAUSES)
+def test_clause_of_chunks_holds(chunk_case: chunk_clauses.Case, number: int) -> None:
+    chunk_clauses.CLAUSES[number](chunk_case)
+
+
+@pytest.mark.parametrize("number", chunk_clauses.MUTATIONS)
+def test_removal_of_chunks_is_noticed(
+    chunk_case: chunk_clauses.Case, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(*chunk_clauses.MUTATIONS[number])
+    with pytest.raises((AssertionError, TransferError, CancelledError, TimeoutError)):
+        chunk_clauses.CLAUSES[number](chunk_case)
+
+
 def test_the_page_and_the_tests_have_the_same_clauses() -> None:
     text = PAGE.read_text()
     contract = text.partition("## The contract")[2].partition("\n## ")[0]
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", contract, re.MULTILINE)]
     rows = dict(re.findall(r"^\| (\d+) \| .*`test_clause\w*_holds\[\d+\]` \| `([\w.]+)`", contract, re.MULTILINE))
-    clauses, mutations = {**CLAUSES, **tier_clauses.CLAUSES}, {**MUTATIONS, **tier_clauses.MUTATIONS}
+    clauses = {**CLAUSES, **tier_clauses.CLAUSES, **chunk_clauses.CLAUSES}
+    mutations = {**MUTATIONS, **tier_clauses.MUTATIONS, **chunk_clauses.MUTATIONS}
     assert numbers == sorted(clauses) == sorted(mutations) == [int(number) for number in rows]
     for number, (where, name, _) in mutations.items():
         assert rows[str(number)] == f"{where.__name__.rpartition('.')[2]}.{name}"
