@@ -120,7 +120,8 @@ class Books:
         started: Transfer = change(self, functools.partial(self.onload, keys, device_ids, compute))
         return started
 
-    def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
+    def prefetch(self, keys: list[bytes], timeout_s: float | None) -> Prefetch:
+        """None: as long as a load may take."""
         return Prefetch(self, [])
 
     def read_soon(self, keys: list[bytes]) -> Prefetch:
@@ -250,6 +251,14 @@ class Books:
     def unpin(self, keys: Iterable[bytes]) -> None:
         if not self.closed:
             self.index.unpin(keys)
+
+    def expect(self, keys: list[bytes], in_seconds: float | None) -> None:
+        self.settle()
+        self.directory.expect(keys, in_seconds)
+
+    def end_session(self, keys: list[bytes]) -> None:
+        self.settle()
+        self.directory.end(keys)
 
     def take_events(self) -> list[Event]:
         if not self.closed:

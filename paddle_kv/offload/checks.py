@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 from .jobs import HOST
 
@@ -34,3 +35,14 @@ def check_tier(tier: str) -> None:
     """ValueError for host memory: what is there the directory knows by its jobs."""
     if tier == HOST:
         raise ValueError(f"tier = {tier!r} must be one below host memory")
+
+
+def check_seconds(seconds: float | None, name: str) -> float:
+    """0 for None; TypeError or ValueError unless it is a time from now on."""
+    if seconds is None:
+        return 0.0
+    if isinstance(seconds, bool) or not isinstance(seconds, Real):
+        raise TypeError(f"{name} is {seconds!r}; a number of seconds or None is expected")
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(f"{name} = {seconds} must be a finite number of seconds, at least 0")
+    return float(seconds)

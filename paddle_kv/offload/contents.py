@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .checks import check_tier, checked_hashes
+from .checks import check_seconds, check_tier, checked_hashes
 from .events import EventLog
 from .found import BlockState, Found, Holds
 from .index import BlockIndex
@@ -30,7 +30,10 @@ _COUNTERS = (
 class Contents:
     """What a :class:`~paddle_kv.offload.Directory` knows of blocks, whoever moves them."""
 
-    def __init__(self, policy: Policy[bytes], capacity_blocks: int, slots: Slots, max_events: int) -> None:
+    def __init__(
+        self, policy: Policy[bytes], capacity_blocks: int, slots: Slots, max_events: int, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self.index: BlockIndex[bytes] = BlockIndex(policy, capacity_blocks)
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self._slots = slots
@@ -40,11 +43,12 @@ class Contents:
         self.index.evicted = [] if max_events else None
 
     # ---- what is there ----
-    def lookup(self, hashes: Sequence[bytes]) -> Found:
-        """The longest prefix that is present, held against eviction. A use of these blocks: once per request."""
+    def lookup(self, hashes: Sequence[bytes], *, prompt: Sequence[bytes] | None = None) -> Found:
+        """The longest prefix that is present, held against eviction. A use of these blocks: once per request.
+        ``prompt``: all hashes of it, where some are left out that are known to be elsewhere."""
         keys = checked_hashes(hashes)
         self._holds.end_lost()
-        count = self.index.lookup(keys)
+        count = self.index.lookup(keys, prompt)
         self.counters["lookups"] += 1
         self.counters["looked_up_blocks"] += len(keys)
         self.counters["hit_blocks"] += count
@@ -91,6 +95,30 @@ class Contents:
             if left:
                 self._tiers[key] = left
         self._events.add("removed", tier, gone)
+
+    # ---- hints ----
+    def expect(self, hashes: Sequence[bytes], in_seconds: float | None = None) -> None:
+        """A prompt that begins with these blocks will be looked up: after so many seconds, or as the next one behind
+        those that are expected already (None). Its blocks, also those that come later, are evicted after all others,
+        and those that are due last first. Ends with the :meth:`lookup` of a prompt that contains the last of them,
+        or as many blocks later as four times the capacity. A use of the blocks that are there.
+
+        Raises:
+            TypeError: not a list of bytes, or not a number.
+            ValueError: a time that is negative or not finite.
+        """
+        due_s = self._clock() + check_seconds(in_seconds, "in_seconds")
+        self.index.expect(checked_hashes(hashes), due_s)
+
+    def end(self, hashes: Sequence[bytes]) -> None:
+        """The session of this prompt is over: its blocks are evicted before all others, from the end on. A block stays
+        on which blocks of other prompts hang that are there, and one that is used again. A hint that turns out to be
+        wrong costs hits, and nothing else.
+
+        Raises:
+            TypeError: not a list of bytes.
+        """
+        self.index.end(checked_hashes(hashes))
 
     # ---- room ----
     def evict(self, num_blocks: int) -> int:

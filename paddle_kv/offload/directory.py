@@ -78,7 +78,7 @@ class Directory(Contents):
         check_timeout(timeout_s, positive=True)
         self.space = space or Namespace()
         self.timeout_s = timeout_s
-        super().__init__(policy, capacity_blocks, slots or NumberedSlots(capacity_blocks), max_events)
+        super().__init__(policy, capacity_blocks, slots or NumberedSlots(capacity_blocks), max_events, clock)
         self.ranks = Ranks(num_ranks, clock, self._settle)
         self.following: set[bytes] = set()  # arriving blocks that a load may follow
         self._uses = UseCounts(capacity_blocks)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Generic
 
+from .hints import Ended, Expected
 from .policy import Key, Policy
 
 
@@ -33,21 +34,64 @@ class BlockIndex(Generic[Key]):
         self._policy = policy
         if hasattr(policy, "attach"):
             policy.attach(self.slots)
+        self.expected: Expected[Key] = Expected(capacity_blocks)
+        self.ended: Ended[Key] = Ended(self.slots, capacity_blocks)
+        self._admitted_blocks = 0
+        self._on_prompt = getattr(policy, "on_prompt", None)
+        self._on_end = getattr(policy, "on_end", None)
         # Not one that a subclass inherits: it would pass by the methods that the subclass overrides.
         self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
 
-    def lookup(self, keys: Sequence[Key]) -> int:
+    def lookup(self, keys: Sequence[Key], prompt: Sequence[Key] | None = None) -> int:
         """Length of the longest prefix of ``keys`` whose blocks are all there; counts as a use of these blocks, the
-        last one first: of blocks that were used together, the head of a prefix goes last."""
+        last one first: of blocks that were used together, the head of a prefix goes last. ``prompt``: all of it, where
+        ``keys`` leaves out what lies elsewhere."""
         count = self.peek(keys)
         on_access = self._policy.on_access
         try:
+            self._saw(keys if prompt is None else prompt, count)
             for key in reversed(keys[:count]):
                 on_access(key)
         except BaseException:
             self._tell_anew()
             raise
         return count
+
+    def _saw(self, prompt: Sequence[Key], found: int) -> None:
+        self.ended.saw(prompt, found)
+        if self.expected.blocks:
+            self.expected.came(prompt)
+        if self._on_prompt is not None:
+            self._on_prompt(prompt)
+
+    # ---- hints ----
+    def expect(self, keys: Sequence[Key], due_s: float) -> None:
+        """A prompt that begins with these blocks will come, at that time: they go after all others, those that are due
+        last first. Counts as a use of those that are there. Until then :meth:`lookup` has seen it, or four times the
+        capacity was let in."""
+        if keys:
+            self.expected.add(keys, due_s, self._admitted_blocks)
+            self._use_again([key for key in reversed(keys) if key in self.slots])
+
+    def end(self, keys: Sequence[Key]) -> None:
+        """The session of this prompt is over: its blocks go before all others, from its end on, except for those on
+        which blocks of others hang. A policy that has a method ``on_end`` is told instead."""
+        if self._on_end is None:
+            self.ended.add(keys)
+            return
+        try:
+            self._on_end(keys)
+        except BaseException:
+            self._tell_anew()
+            raise
+
+    def _use_again(self, keys: Sequence[Key]) -> None:
+        try:
+            for key in keys:
+                self._policy.on_access(key)
+        except BaseException:
+            self._tell_anew()
+            raise
 
     def peek(self, keys: Sequence[Key]) -> int:
         """As :meth:`lookup`, and no use."""
@@ -72,6 +116,7 @@ class BlockIndex(Generic[Key]):
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
         admitted: dict[Key, int] = {}
+        self.expected.lapse(self._admitted_blocks)
         there = self._hold_present(keys)
         try:
             self._admit(keys, free_slots, admitted)
@@ -81,6 +126,7 @@ class BlockIndex(Generic[Key]):
             raise
         finally:
             self.unpin([*there, *list(admitted)[1:]])
+        self._admitted_blocks += len(admitted)
         return dict(reversed(admitted.items()))
 
     def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
@@ -93,7 +139,10 @@ class BlockIndex(Generic[Key]):
         slots, pins, evicted = self.slots, self.pins, self.evicted
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
         replace = self._replace
-        make_room = replace or self._policy.victim
+        hints = bool(self.expected.blocks or self.ended.blocks)
+        if hints:
+            replace = None
+        make_room = replace or (self._victim if hints else self._policy.victim)
         free = min(len(free_slots), self.capacity_blocks - len(slots))
         first = next((position for position, key in enumerate(keys) if key not in slots), len(keys))
         for key in reversed(keys[first : len(slots) + free]):
@@ -110,8 +159,10 @@ class BlockIndex(Generic[Key]):
                 except BaseException:
                     self._forget(key)  # it may have been let in
                     raise
-                told = replace is not None and victim is not None
-                if victim is not None and (victim not in slots or victim in pins):
+                told = replace is not None and victim is not None and victim != key
+                if victim is not None and victim == key:
+                    victim = None  # the policy would rather have it stay away
+                elif victim is not None and (victim not in slots or victim in pins):
                     if told:
                         self._forget(key)
                     victim, told = self._another_victim(victim), False
@@ -127,6 +178,8 @@ class BlockIndex(Generic[Key]):
                     if evicted is not None:
                         evicted.append(victim)
                 slot = slots.pop(victim)
+                if self.ended.waiting:
+                    self.ended.gone(victim)
             admitted[key] = slots[key] = slot
             if len(admitted) > 1:
                 pins[key] = (
@@ -134,6 +187,24 @@ class BlockIndex(Generic[Key]):
                 )  # the prompt makes room from its end on: what is behind a gap is no use
             if not told:
                 on_insert(key)
+
+    def _victim(self, incoming: Key | None, pins: Container[Key]) -> Key | None:
+        """As that of the policy: what is over goes first, what is expected last."""
+        expected, policy = self.expected, self._policy
+        while True:
+            kept = expected.beside(pins) if expected.blocks else pins
+            if self.ended.blocks and (over := self.ended.take(kept)) is not None:
+                policy.on_remove(over)
+                return over
+            victim = policy.victim(incoming, kept)
+            if expected.met:  # they stay, and shall not be met each time
+                met = [key for key in dict.fromkeys(expected.met) if key in self.slots and key != victim]
+                expected.met.clear()
+                for key in met:
+                    policy.on_access(key)
+            if victim is not None or not any(key in self.slots and key not in pins for key in expected.blocks):
+                return victim
+            expected.release_farthest()
 
     def _take_back(self, key: Key, admitted: dict[Key, int]) -> None:
         """What the prompt ends with is not let in; what it ends with then may go next."""
@@ -164,6 +235,7 @@ class BlockIndex(Generic[Key]):
         except Exception:  # noqa: BLE001  the block is gone, whatever the policy says
             confused = True
         slot = self.slots.pop(key)
+        self.ended.gone(key)
         self.arriving.pop(key, None)
         if confused:
             self._tell_anew([key])
@@ -187,12 +259,13 @@ class BlockIndex(Generic[Key]):
         taken: dict[Key, int] = {}
         try:
             while len(taken) < num_blocks:
-                victim = self._policy.victim(None, self.pins)
+                victim = self._victim(None, self.pins)
                 if victim is not None and (victim not in self.slots or victim in self.pins):
                     victim = self._another_victim(victim)
                 if victim is None:
                     break
                 taken[victim] = self.slots.pop(victim)
+                self.ended.gone(victim)
                 self._count_evicted(victim)
         except Exception:
             self._tell_anew()

@@ -19,6 +19,7 @@ from .found import BlockState
 from .hashing import BlockHasher, PrefixHasher, spec_salt
 from .keeping import Keeping
 from .lease import Lease
+from .look_ahead import LookAhead
 from .policy import Policy
 from .rates import Rates
 from .request import Request
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .prefetch import Prefetch
 
 
-class KVOffloadManager(Keeping):
+class KVOffloadManager(Keeping, LookAhead):
     """Blocks in host memory, found by the hash of their tokens and of all tokens before them.
 
     Args:

@@ -100,8 +100,8 @@ class TieredBooks(Books):
                 raise TransferError(f"the tier could not be asked: {error}") from None
         return transfer  # type: ignore[no-any-return]
 
-    def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
-        timeout_s, below = check_time(timeout_s), self.ask(keys)
+    def prefetch(self, keys: list[bytes], timeout_s: float | None) -> Prefetch:
+        timeout_s, below = self.timeout_s if timeout_s is None else check_time(timeout_s), self.ask(keys)
 
         def start() -> Prefetch:
             found, fetching = change(self, functools.partial(self._prefetch, keys, below, timeout_s))
@@ -195,7 +195,7 @@ class TieredBooks(Books):
         states = self._walk(keys, below)
         hashes = keys[: len(states)]
         present = [key for key, state in zip(hashes, states, strict=True) if state is BlockState.PRESENT]
-        self.directory.lookup(present).hand_over()  # the lease has a guard of its own
+        self.directory.lookup(present, prompt=keys).hand_over()  # the lease has a guard of its own
         self.directory.counters["looked_up_blocks"] += len(keys) - len(present)
         self.index.pin(key for key, state in zip(hashes, states, strict=True) if state is not BlockState.PRESENT)
         self.counts["tier_hit_blocks"] += len(hashes) - len(present)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
-from paddle_kv.offload import KVOffloadManager, Lru, books, directory, index, moving
+from paddle_kv.offload import POLICIES, BlockState, KVOffloadManager, Lru, books, directory, hints, index, moving
 from paddle_kv.tracking import group, keeper
 from tests.offload import chunk_clauses, tier_clauses
 from tests.offload.test_manager_tiers import MakeRig, make
@@ -378,6 +378,33 @@ def clause_16(case: Case) -> None:
         manager.lookup(KEYS[:2])
 
 
+def clause_31(case: Case) -> None:
+    for policy in POLICIES:
+        manager = case.manager(policy=policy, capacity_bytes=3 * LAYERS * case.rig.spec.block_bytes)
+        for number in range(3):
+            manager.save(KEYS[number : number + 1], [number]).wait(WAIT_S)
+        manager.expect(KEYS[0:1], in_seconds=9)
+        manager.expect(KEYS[1:2])
+        assert manager.evict(1) == 1 and manager.peek(KEYS[2:3]) == 0
+        assert manager.evict(1) == 1 and manager.peek(KEYS[0:1]) == 0
+        assert manager.peek(KEYS[1:2]) == 1
+        manager.close()
+
+
+def clause_32(case: Case) -> None:
+    for policy in POLICIES:
+        manager = case.manager(policy=policy, capacity_bytes=5 * LAYERS * case.rig.spec.block_bytes)
+        for prompt in (KEYS[3:5], [KEYS[0], KEYS[2]], KEYS[:2]):  # the last two share their first block
+            manager.lookup(prompt).release()
+            manager.save(prompt, list(range(len(prompt)))).wait(WAIT_S)
+        manager.end(KEYS[:2])
+        assert manager.evict(1) == 1 and manager.states(KEYS[:2]) == [BlockState.PRESENT, BlockState.ABSENT]
+        manager.end(KEYS[3:5])
+        assert manager.evict(1) == 1 and manager.states(KEYS[3:5]) == [BlockState.PRESENT, BlockState.ABSENT]
+        assert manager.peek([KEYS[0], KEYS[2]]) == 2
+        manager.close()
+
+
 CLAUSES = {int(name.partition("_")[2]): run for name, run in list(globals().items()) if name.startswith("clause_")}
 
 
@@ -405,6 +432,8 @@ MUTATIONS: dict[int, tuple[Any, str, Any]] = {
     14: (index.BlockIndex, "clear", lambda self: []),
     15: (KVOffloadManager, "_reusable", lambda self, keys, num_tokens: keys),
     16: (books.PoolSlots, "give_back", lambda self, slots: None),
+    31: (hints.Expected, "beside", lambda self, pins: pins),
+    32: (hints.Ended, "add", lambda self, prompt: None),
 }
 MUTATIONS[4] = (index.BlockIndex, "pin", lambda self, keys: None)
 

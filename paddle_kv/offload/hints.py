@@ -1,0 +1,193 @@
+"""What a server knows of the future: which prompts it expects, and which sessions are over. Any policy profits: what is
+expected is kept from it, and what is over goes before it is asked."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
+from typing import Generic
+
+from .policy import Key
+
+LAPSE_TURNOVERS = 4  # an expectation is given up when so many times the capacity has been let in since
+SEEN_SHARE = 4  # blocks that are remembered with what follows them: so many times the capacity
+
+
+class Expectation(Generic[Key]):
+    """One prompt that will come."""
+
+    __slots__ = ("admitted", "keys", "over", "when")
+
+    def __init__(self, keys: Sequence[Key], when: tuple[float, int], admitted: int) -> None:
+        self.keys, self.when, self.admitted, self.over = tuple(keys), when, admitted, False
+
+    def __lt__(self, other: Expectation[Key]) -> bool:
+        return self.when < other.when
+
+
+class Expected(Generic[Key]):
+    """Prompts that will come.
+
+    Attributes:
+        blocks: of them -> by how many they are expected.
+        met: those of them that a policy would have let go of, since the owner last emptied it.
+    """
+
+    def __init__(self, capacity_blocks: int) -> None:
+        self._lapse_blocks = LAPSE_TURNOVERS * capacity_blocks
+        self.blocks: dict[Key, int] = {}
+        self.met: list[Key] = []
+        self._nearest: list[Expectation[Key]] = []  # first
+        self._told: deque[Expectation[Key]] = deque()  # in the order of the calls
+        self._by_end: dict[Key, list[Expectation[Key]]] = {}
+        self._number = 0
+
+    def add(self, keys: Sequence[Key], due_s: float, admitted_blocks: int) -> None:
+        """Of those that are due at the same time, the one that was told first comes first."""
+        self._number += 1
+        one = Expectation(keys, (due_s, self._number), admitted_blocks)
+        insort(self._nearest, one)
+        self._told.append(one)
+        self._by_end.setdefault(one.keys[-1], []).append(one)
+        blocks = self.blocks
+        for key in one.keys:
+            blocks[key] = blocks.get(key, 0) + 1
+
+    def came(self, prompt: Sequence[Key]) -> None:
+        """What ends with one of these blocks is not expected any more; nor is what lacks its last block alone, which a
+        look-up may leave out."""
+        by_end = self._by_end
+        if not by_end.keys().isdisjoint(prompt):
+            for key in prompt:
+                if key in by_end:
+                    self._end(by_end[key][0])
+        elif prompt:
+            for one in self._nearest:
+                if one.keys[-2:-1] == (prompt[-1],) and len(one.keys) == len(prompt) + 1:
+                    self._end(one)
+                    break
+
+    def lapse(self, admitted_blocks: int) -> None:
+        """Gives up what has not come for so long."""
+        told = self._told
+        while told and (told[0].over or told[0].admitted + self._lapse_blocks < admitted_blocks):
+            one = told.popleft()
+            if not one.over:
+                self._end(one)
+
+    def release_farthest(self) -> None:
+        """Of all that is expected."""
+        self._end(self._nearest[-1])
+
+    def beside(self, pins: Container[Key]) -> Beside[Key]:
+        """What a policy must not let go of."""
+        return Beside(pins, self)
+
+    def _end(self, one: Expectation[Key]) -> None:
+        one.over = True
+        self._nearest.remove(one)
+        same = self._by_end[one.keys[-1]]
+        same.remove(one)
+        if not same:
+            del self._by_end[one.keys[-1]]
+        blocks = self.blocks
+        for key in one.keys:
+            if blocks[key] == 1:
+                del blocks[key]
+            else:
+                blocks[key] -= 1
+
+
+class Beside(Generic[Key]):
+    """Pinned or expected blocks."""
+
+    def __init__(self, pins: Container[Key], expected: Expected[Key]) -> None:
+        self._pins, self._blocks, self._met = pins, expected.blocks, expected.met
+
+    def __contains__(self, key: object) -> bool:
+        if key in self._pins:
+            return True
+        if key in self._blocks:
+            self._met.append(key)
+            return True
+        return False
+
+
+class Ended(Generic[Key]):
+    """Blocks of sessions that are over, the first to go first: each session from its end. One on which something hangs
+    that is there and not over is shared: it waits for that to go.
+
+    Args:
+        resident: the blocks that are there.
+        capacity_blocks: how many there can be.
+    """
+
+    def __init__(self, resident: Container[Key], capacity_blocks: int) -> None:
+        self._resident = resident
+        self._limit = SEEN_SHARE * capacity_blocks
+        self._next: dict[Key, Key] = {}  # what followed a block last
+        self._others: dict[Key, tuple[Key, ...]] = {}  # and before
+        self.blocks: set[Key] = set()
+        self._order: deque[Key] = deque()
+        self._waiting: dict[Key, list[Key]] = {}  # for this block to go
+
+    def saw(self, prompt: Sequence[Key], found: int) -> None:
+        """These are in use, and follow each other; the first ``found`` are there."""
+        if self.blocks:
+            self.blocks.difference_update(prompt)
+        if found == len(prompt):
+            return
+        following, at = self._next, max(0, found - 1)
+        if found:
+            before, new = prompt[at], prompt[found]
+            known = following.get(before)
+            if known is not None and known != new:
+                others = {known, *self._others.get(before, ())} - {new}
+                self._others[before] = tuple(one for one in others if one in self._resident)
+        following.update(zip(prompt[at:], prompt[at + 1 :], strict=False))
+        if len(following) > self._limit + len(prompt):
+            self._next = {key: one for key, one in following.items() if key in self._resident}
+            self._next.update(zip(prompt[at:], prompt[at + 1 :], strict=False))
+            self._others = {key: one for key, one in self._others.items() if key in self._resident}
+
+    def add(self, prompt: Iterable[Key]) -> None:
+        """The session of this prompt is over."""
+        there = [key for key in prompt if key in self._resident and key not in self.blocks]
+        self.blocks.update(there)
+        self._order.extend(reversed(there))
+
+    def take(self, kept: Container[Key]) -> Key | None:
+        """The next one to go, if any, that is not ``kept``."""
+        order, passed = self._order, []
+        found = None
+        while order:
+            key = order.popleft()
+            if key not in self.blocks or key not in self._resident:
+                self.blocks.discard(key)
+            elif key in kept:
+                passed.append(key)
+            elif (child := self._child(key)) is not None:
+                self._waiting.setdefault(child, []).append(key)
+            else:
+                self.blocks.discard(key)
+                found = key
+                break
+        order.extendleft(reversed(passed))
+        return found
+
+    def gone(self, key: Key) -> None:
+        """A block is not there any more."""
+        if key in self._waiting:
+            self._order.extendleft(self._waiting.pop(key))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether :meth:`gone` matters."""
+        return bool(self._waiting)
+
+    def _child(self, key: Key) -> Key | None:
+        following = self._next.get(key)
+        if following is not None and following in self._resident:
+            return following
+        return next((one for one in self._others.get(key, ()) if one in self._resident), None)
