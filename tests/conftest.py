@@ -45,12 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: the collector need not look through it in each test."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def default_device() -> Iterator[None]:
     """Tensors that a test makes without naming a place are in RAM; tests/gpu changes that for itself."""
@@ -58,6 +52,15 @@ def default_device() -> Iterator[None]:
     paddle.set_device("cpu")
     yield
     paddle.set_device(before)
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """For modules that collect garbage often: the collector leaves out all that other tests have made and kept."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

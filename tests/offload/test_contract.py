@@ -23,6 +23,8 @@ from tests.offload import chunk_clauses, tier_clauses
 from tests.offload.test_manager_tiers import MakeRig, make
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 __all__ = ["make"]
 HOST_BLOCKS = 6
 LAYERS = 5

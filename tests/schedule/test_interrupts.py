@@ -14,6 +14,8 @@ from paddle_kv.schedule import transfer as transfer_module
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import WAIT_S, Rig
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 class Interrupted(BaseException):
     pass

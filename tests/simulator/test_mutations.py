@@ -14,6 +14,8 @@ from paddle_kv.testing.simulator import REMOVALS, OrderingError, explore
 
 from .scenarios import SCENARIOS, play
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 RACE = "without an edge between them"
 
 MUTATIONS = [
