@@ -113,10 +113,8 @@ class Books:
         """How long it may take until so many blocks have come from there."""
         return 0.0
 
-    def start_load(
-        self, keys: list[bytes], device_ids: list[int], compute: Stream, timeout_s: float | None = None
-    ) -> Transfer:
-        """Not in a section. ``timeout_s``: for what comes from the tier, None: the rule."""
+    def start_load(self, keys: list[bytes], device_ids: list[int], compute: Stream) -> Transfer:
+        """Not in a section."""
         started: Transfer = change(self, functools.partial(self.onload, keys, device_ids, compute))
         return started
 

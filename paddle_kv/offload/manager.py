@@ -260,11 +260,9 @@ class KVOffloadManager(Keeping, LookAhead):
             As :meth:`LayerwiseScheduler.onload`.
         """
         keys = checked_hashes(hashes)
-        return self._start_load(keys, checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks), None)
-
-    def _start_load(self, keys: list[bytes], device_ids: list[int], tier_timeout_s: float | None) -> Transfer:
+        device_ids = checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks)
         compute = self._scheduler.compute_stream(None)  # of this thread
-        return self._scheduler.check_started(self._books.start_load(keys, device_ids, compute, tier_timeout_s))
+        return self._scheduler.check_started(self._books.start_load(keys, device_ids, compute))
 
     def save(
         self,

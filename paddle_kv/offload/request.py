@@ -10,9 +10,9 @@ from typing import Any
 from ..errors import CancelledError, TransferError
 from ..schedule.transfer import Transfer
 from ..tracking.keeper import Deadline
+from .found import BlockState
 from .lease import Lease
-from .rates import TIER
-from .weighing import TRY_S, is_load_sooner, to_try
+from .weighing import is_load_sooner, to_bring
 
 
 class Request:
@@ -75,19 +75,22 @@ class Request:
             if how == "compute" or not lease.num_blocks:
                 return 0
             if how == "load":
-                return self._load(lease, None)
-            rates = self._manager._books.rates
-            if is_load_sooner(rates, lease.states, self._num_tokens, self._manager.device_cache.spec.num_layers):
-                return self._load(lease, rates.late_s(lease.num_below, TIER) if lease.num_below else None)
-            blocks = to_try(rates, lease.states)
-            if blocks:  # comes beside the computation
-                self._manager.prefetch(lease.hashes[:blocks], timeout_s=TRY_S)
-            return 0
+                return self._load(lease)
+            rates, states = self._manager._books.rates, lease.states
+            blocks, timeout_s = to_bring(rates, states)
+            if blocks:  # beside the computation: nothing waits for it
+                self._manager.prefetch(lease.hashes[:blocks], timeout_s=timeout_s)
+            here = states.index(BlockState.TIER) if BlockState.TIER in states else len(states)
+            num_layers = self._manager.device_cache.spec.num_layers
+            if not is_load_sooner(rates, states[:here], self._num_tokens, num_layers):
+                return 0
+            lease.keep_first(here)
+            return self._load(lease)
 
-    def _load(self, lease: Lease, tier_timeout_s: float | None) -> int:
+    def _load(self, lease: Lease) -> int:
         found = lease.num_blocks
         try:
-            self.loads.append(self._manager._start_load(lease.hashes, self._table[:found], tier_timeout_s))
+            self.loads.append(self._manager.onload(lease.hashes, self._table[:found]))
         except TransferError:  # a block in host memory is damaged and dropped now, or no copy could begin
             self._manager.device_cache.mark_rewritten(self._table[:found])  # the pass does
             return 0

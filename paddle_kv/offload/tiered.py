@@ -77,18 +77,13 @@ class TieredBooks(Books):
     def load_s(self, num_blocks: int) -> float:
         return self.below.rate.seconds(num_blocks)
 
-    def start_load(
-        self, keys: list[bytes], device_ids: list[int], compute: Any, timeout_s: float | None = None
-    ) -> Transfer:
-        timeout_s = self.timeout_s if timeout_s is None else min(timeout_s, self.timeout_s)
-        start = functools.partial(self._start_load, keys, device_ids, self.ask(keys), compute, timeout_s)
+    def start_load(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Transfer:
+        start = functools.partial(self._start_load, keys, device_ids, self.ask(keys), compute)
         started: Transfer = self.group.host.call(start)  # as a whole, whatever a signal handler raises
         return started
 
-    def _start_load(
-        self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any, timeout_s: float
-    ) -> Transfer:
-        start = functools.partial(self._onload_from, keys, device_ids, below, compute, timeout_s)
+    def _start_load(self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any) -> Transfer:
+        start = functools.partial(self._onload_from, keys, device_ids, below, compute)
         transfer, asked = change(self, start)
         if asked is not None:
             job, timed = asked
@@ -220,7 +215,7 @@ class TieredBooks(Books):
         return len(self._walk(keys, below))
 
     def _onload_from(
-        self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any, timeout_s: float
+        self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any
     ) -> tuple[Transfer, tuple[TierJob, Timed] | None]:
         """One transfer of what is in host memory and what is read into it meanwhile."""
         self.settle()
@@ -250,7 +245,7 @@ class TieredBooks(Books):
             host_ids = [of_key[key] if key in of_key else slots[key] for key in keys]
             arrival = loading.Arrival()
             timed = self.below.timed(arrival, len(wanted))
-            reading = TierJob(wanted, list(jobs[0].host_slots), timeout_s=timeout_s, observer=timed)
+            reading = TierJob(wanted, list(jobs[0].host_slots), timeout_s=self.timeout_s, observer=timed)
             plan = self.scheduler.plan("onload", device_ids, host_ids)
             transfer = arriving.start(self.scheduler, plan, compute, None, reading)
         except BaseException as error:

@@ -50,26 +50,23 @@ def weigh(
 
 
 def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, num_layers: int) -> bool:
-    """Whether a model that computes the prompt in one pass should wait for all that was found."""
-    known = rates.snapshot()
-    if BlockState.TIER in states and not known.tier_waits:
-        return False
+    """Whether a model that computes the prompt in one pass should wait for these blocks of host memory."""
     worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=num_tokens, num_layers=num_layers)
     if worth.load_s < (1 - LEAST_GAIN) * worth.compute_s < math.inf:
         return True
     # Nothing else would find out that a link which has failed works again.
     pace_s, compute_s = rates.load_s(len(states)), rates.compute_s(0, len(states))
-    if pace_s is None or compute_s is None or 2 * pace_s > compute_s or BlockState.TIER in states:
+    if not states or pace_s is None or compute_s is None or 2 * pace_s > compute_s:
         return False
-    return math.isinf(known.link_s) and rates.take_probe(LINK)
+    return math.isinf(rates.snapshot().link_s) and rates.take_probe(LINK)
 
 
-def to_try(rates: Rates, states: Sequence[BlockState]) -> int:
-    """How many of the first blocks to bring from a tier that nobody relies on, beside the computation: what comes in
-    time is how it becomes known."""
-    known = rates.snapshot()
-    if BlockState.TIER not in states or known.tier_waits:
-        return 0
-    if not math.isinf(known.tier_s):
-        return len(states)
-    return min(len(states), states.index(BlockState.TIER) + TRY_BLOCKS) if rates.take_probe(TIER) else 0
+def to_bring(rates: Rates, states: Sequence[BlockState]) -> tuple[int, float]:
+    """How many of the first blocks to bring into host memory beside the computation, where they lie in the tier, and the
+    time for it. Of a tier that is not known, or was late, a few: what comes in time is how it becomes known."""
+    below = sum(state is BlockState.TIER for state in states)
+    if not below:
+        return 0, 0.0
+    if not math.isinf(rates.snapshot().tier_s):
+        return len(states), min(rates.late_s(below, TIER), TRY_S)
+    return min(len(states), states.index(BlockState.TIER) + TRY_BLOCKS) if rates.take_probe(TIER) else 0, TRY_S
