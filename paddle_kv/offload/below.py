@@ -268,6 +268,8 @@ class Timed:
 
     def _tell_rates(self, rates: Rates, outcomes: set[Outcome | None], seconds: float) -> None:
         num_bytes = self._before * rates.block_bytes  # those before it were loaded in the same time
+        if seconds <= 0:
+            return  # by a coarse clock
         if outcomes == {Outcome.DONE}:
             rates.observe_load(TIER, num_bytes, seconds)
         elif outcomes & {Outcome.FAILED, Outcome.DAMAGED, Outcome.MISSING}:

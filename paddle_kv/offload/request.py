@@ -129,8 +129,9 @@ class Request:
 
     def _note_computed(self) -> None:
         """What it took says how long others will take, unless the model had to wait for loads."""
-        if self._handed_out and not self.loads:
-            self._manager.observe_prefill(self._handed_out, time.monotonic() - self._since_s)
+        seconds = time.monotonic() - self._since_s
+        if self._handed_out and not self.loads and seconds > 0:
+            self._manager.observe_prefill(self._handed_out, seconds)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is the first token that

@@ -29,9 +29,15 @@ TOKEN_BYTES = 64
 BLOCK_BYTES = SPEC.block_bytes * SPEC.num_layers
 
 
-def know(manager: KVOffloadManager, load_s: float | None, compute_s: float | None, tier_s: float | None = None) -> None:
+def know(
+    manager: KVOffloadManager,
+    load_s: float | None,
+    compute_s: float | None,
+    tier_s: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     """As if it had been measured, in seconds a block; None: nothing was."""
-    manager._books.rates = rates = Rates(BLOCK_BYTES, SIZE)
+    manager._books.rates = rates = Rates(BLOCK_BYTES, SIZE, clock)
     for name, seconds in (("onload", load_s), ("tier", tier_s)):
         if seconds is not None:
             rates.set_load(name, BLOCK_BYTES / seconds)
