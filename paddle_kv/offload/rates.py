@@ -58,8 +58,10 @@ class Source:
         self._seen_s = -math.inf  # the last load that was in time
         self._probing = False
 
-    def in_time(self, s_per_byte: float, now_s: float) -> None:
+    def arrived(self, s_per_byte: float, now_s: float) -> None:
         resting, self._seen_s = self.standing is Standing.RESTING, now_s
+        expected = self.pace.s_per_byte
+        slow = expected is not None and s_per_byte > expected * math.exp(self.pace.band)
         self.pace.observe(s_per_byte, PROBE_WEIGHT if resting else WEIGHT)
         if resting:
             if now_s < self._until_s and not self._probing:
@@ -67,6 +69,8 @@ class Source:
             self.standing, self._needed = Standing.PROBATION, self._probation
         elif self.standing is Standing.NEW:
             self.standing = Standing.PROBATION
+        elif slow:  # nobody waited for it; the next one might be awaited
+            self.standing, self._needed = Standing.PROBATION, self._probation
         elif self.standing is Standing.PROBATION:
             self._needed -= 1
             if self._needed <= 0:
@@ -171,7 +175,7 @@ class Rates:
         """
         _check_positive(num_bytes=num_bytes, seconds=seconds)
         with self._lock:
-            self._sources[name].in_time(seconds / num_bytes, self._clock())
+            self._sources[name].arrived(seconds / num_bytes, self._clock())
             self._snapshot = None
 
     def observe_save(self, num_bytes: int, seconds: float) -> None:
