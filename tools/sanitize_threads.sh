@@ -47,8 +47,19 @@ done
 # ThreadSanitizer cannot place its shadow memory where the kernel randomises addresses by more bits than it knows.
 run=(env)
 setarch -R true 2>/dev/null && run=(setarch -R)
+sanitized() {  # program: its report is shown when it is over
+  local started=$SECONDS found=0
+  TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" timeout 600 "${run[@]}" "$folder/$1" \
+    >"$folder/$1.log" 2>&1 || found=$?
+  echo "== $1, -fsanitize=$sanitizer, $((SECONDS - started)) s"
+  cat "$folder/$1.log"
+  return "$found"
+}
+running=()
 for program in "${programs[@]}"; do
-  echo "== $program, -fsanitize=$sanitizer"
-  TSAN_OPTIONS="halt_on_error=1 second_deadlock_stack=1 ${TSAN_OPTIONS:-}" timeout 600 "${run[@]}" "$folder/$program"
+  [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n || true  # each is asked for its end below
+  sanitized "$program" &
+  running+=($!)
 done
+for program in "${running[@]}"; do wait "$program"; done
 echo "nothing found"
