@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
+from .errors import ForkedError
+
 Ids: TypeAlias = np.ndarray  # 1-D, int64, contiguous
+
+
+def check_process(process_id: int, what: str) -> None:
+    """ForkedError unless this is the process that has made ``what``."""
+    if process_id != os.getpid():
+        raise ForkedError(f"the {what} was made before a fork; make one in this process")
 
 
 def check_ids(ids: Sequence[int] | Ids, name: str, num_blocks: int) -> None:

@@ -82,6 +82,13 @@ def resolve_on(stream: Any, device_id: int) -> int:
     return int(surrounding.ptr)
 
 
+def is_capturing(handle: int) -> bool:
+    """Whether the stream is being captured into a CUDA graph: then nothing may wait for it. Without CuPy nobody can
+    tell, and the answer is no."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and bool(cupy.cuda.runtime.streamIsCapturing(handle))
+
+
 def resolve(stream: Any, tensor: paddle.Tensor) -> int:
     """The handle on which an operator on ``tensor`` enqueues; 0 for a tensor that is not on a GPU. Raises as
     :func:`resolve_on`."""

@@ -36,6 +36,7 @@ class FakeCuPy:
             Event=lambda disable_timing: SimpleNamespace(ptr=0xE),
             runtime=SimpleNamespace(
                 eventRecord=lambda event, stream: self.log.append(("record", event, stream)),
+                streamIsCapturing=lambda stream: capturing and stream == current,
                 streamWaitEvent=lambda stream, event: self.log.append(("wait", event, stream)),
             ),
         )
@@ -112,3 +113,9 @@ def test_the_cpu_has_no_streams(stream: object, paddle_stream: list[int]) -> Non
     tensor = paddle.to_tensor([1.0], place=paddle.CPUPlace())
     assert streams.resolve(stream, tensor) == 0
     assert paddle_stream == []
+
+
+def test_who_is_asked_whether_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not streams.is_capturing(0x2000)  # without CuPy
+    monkeypatch.setitem(sys.modules, "cupy", FakeCuPy(0x2000, capturing=True))
+    assert streams.is_capturing(0x2000) and not streams.is_capturing(0x3000)

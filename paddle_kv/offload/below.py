@@ -230,6 +230,8 @@ class Below:
         self._end()
         if self._thread is not None and self._process_id == os.getpid():
             self._thread.join(END_S)
+        if self._saver.told == self._told:
+            self._saver.told = None  # another manager may have it
 
     def timed(self, observer: Observer, num_blocks: int) -> Timed:
         """The same, for a load that is about to begin."""

@@ -18,6 +18,12 @@ def checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
     return list(hashes)
 
 
+def check_integer(value: object, name: str) -> None:
+    """TypeError unless it is an int, and no bool."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} = {value!r} is {type(value).__name__}; an int is expected")
+
+
 def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
     """As many as keys; of loads, each once."""
     if len(ids) != len(keys):

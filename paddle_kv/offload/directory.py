@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import TransferError
 from ..timeouts import check_timeout
-from .checks import check_device_ids, checked_hashes
+from .checks import check_device_ids, check_integer, checked_hashes
 from .contents import Contents
 from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan
 from .joining import Pending, Ranks
@@ -35,7 +35,7 @@ class Directory(Contents):
 
     Raises:
         ValueError: an unknown policy, less than one block or rank.
-        TypeError: not a policy.
+        TypeError: not a policy, or a number that is no int.
 
     Of one thread: the caller serialises. Messages to a rank arrive in the order in which they were planned.
 
@@ -67,6 +67,7 @@ class Directory(Contents):
         slots: Slots | None = None,
     ) -> None:
         for name, value in (("capacity_blocks", capacity_blocks), ("num_ranks", num_ranks)):
+            check_integer(value, name)
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
         if policy == "lru" and slots is None:

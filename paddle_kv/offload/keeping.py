@@ -45,9 +45,11 @@ class Keeping:
         """Forgets these blocks, also such as are arriving or held: no lookup finds them until they are saved again.
         Loads in flight go on. Returns how many there were in host memory. Those in the tier are not found any
         more when this returns, which may wait for its storage; what is on its way there is deleted when it is there.
+        A storage that cannot write that down counts an error and says so in the log: the next process finds them again.
 
         Raises:
             TypeError: not a list of bytes.
+            ValueError: with a tier, a hash that none can have: empty, or of more than 64 bytes. Nothing was dropped.
             ClosedError: closed.
         """
         return self._books.forget(checked_hashes(hashes))

@@ -14,7 +14,7 @@ from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tiers import Job as TierJob
 from ..tiers import Outcome, Saver, Tier, loading
-from ..tiers.job import check_time
+from ..tiers.job import check_keys, check_time
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
 from .below import Below, Clearing, Timed
@@ -127,6 +127,8 @@ class TieredBooks(Books):
         self.offer("evicting", {key: self.index.slots[key] for key in keys if key in self.index.slots})
 
     def forget(self, keys: list[bytes]) -> int:
+        check_keys(keys, "hashes")  # all, before one of them is dropped
+
         def whole() -> int:
             dropped = super(TieredBooks, self).forget(keys)
             try:

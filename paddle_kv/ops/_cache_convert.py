@@ -67,9 +67,10 @@ def gather_cache(
         out_dtype: ``"float16"``, ``"bfloat16"`` or ``"float32"`` (or Paddle's dtype object), rounded to nearest even.
             None: the dtype of ``out``, or the cache's for ``"auto"``, bfloat16 for ``"fp8_ds_mla"``, else float32, in
             which a dequantised value loses nothing.
-        scale: a positive number, or a float32 tensor on the device of the cache: of one value, one for each head, or
-            ``[nb, nh, bs]`` (nh = 1 where there are no heads), as :func:`reshape_and_cache_dynamic` writes it; that
-            one eagerly also with strides, no element twice. None: 1.
+        scale: a positive number, or a float32 tensor on the device of the cache: of one value, one for each head,
+            ``[nb, nh, bs]`` (nh = 1 where there are no heads), as :func:`reshape_and_cache_dynamic` writes it, or
+            ``[sequences, nh]``, one for each row of the table and head; the last two eagerly also with strides, no
+            element twice. None: 1.
         scale_layout: ``"NHD"``: such a scale for each token is ``[nb, bs, nh]``.
         stream: see above.
 

@@ -229,7 +229,7 @@ def _write(
     numbers = [arguments.strided(tensor, name) for name, tensor in tokens.items()]
     slots = arguments.strided(slot_mapping, "slot_mapping")
     handle = arguments.handle(stream, caches[0])
-    if _check.enabled() and _check.access_checks:
+    if _check.reads_back(slot_mapping, handle, op):
         written = _blocks_written(caches[0], slot_mapping, layout)
         for cache in caches:
             _check.block_access(cache, written, writing=True, stream=handle)

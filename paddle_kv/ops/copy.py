@@ -158,7 +158,7 @@ def _run(
 
 
 def _report_accesses(op: str, caches: list[Tensor], pairs: Any, handle: int) -> None:
-    if not (_check.enabled() and _check.access_checks):
+    if not _check.reads_back(pairs, handle, op):
         return
     on_host = pairs if isinstance(pairs, np.ndarray) else pairs.numpy()
     if on_host.ndim != 2 or on_host.shape[1] != 2:

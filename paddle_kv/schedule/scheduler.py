@@ -12,7 +12,8 @@ from typing import Any, Literal
 from .. import backend as backends
 from ..backend.protocol import Backend
 from ..backend.work import ENGINES, Direction, Event, Stream, TransferPlan
-from ..errors import ClosedError, ForkedError
+from ..checks import check_process
+from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
@@ -486,8 +487,7 @@ class LayerwiseScheduler:
         settling.abandon(movement)
 
     def _check_open(self) -> None:
-        if self._process_id != os.getpid():
-            raise ForkedError("the scheduler was made before a fork; make one in this process")
+        check_process(self._process_id, "scheduler")
         if self._closed or self._closers or self._ending:
             raise ClosedError("the scheduler is closed")
         if self.host_pool.closed:

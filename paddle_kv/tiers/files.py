@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..errors import ForkedError
+from ..checks import check_process
 from ..layout import check_positive
 from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
@@ -145,8 +145,7 @@ class FilesEngine:
         self.close(30.0)
 
     def _check_process(self) -> None:
-        if self._process_id != os.getpid():
-            raise ForkedError("the engine was made before a fork; make one in this process")
+        check_process(self._process_id, "engine")
 
 
 _engines: weakref.WeakSet[FilesEngine] = weakref.WeakSet()

@@ -227,11 +227,15 @@ class Folder:
             with self._lock:
                 space.add(slab)
 
-    def _clear(self, spots: Sequence[Spot]) -> None:
-        """Their records. One that stays is of an object whose header is not there any more: a miss."""
+    def _clear(self, spots: Sequence[Spot]) -> OSError | None:
+        """Their records; why one could not be cleared. It may stay where the slot is written anew: a miss."""
+        failure = None
         for slab, slots in _by_slab(spots):
-            with contextlib.suppress(OSError):
+            try:
                 slab.clear_records(slots)
+            except OSError as error:
+                failure = error
+        return failure
 
     def _punch(self, spots: Sequence[Spot]) -> None:
         """Their bytes, which are not charged any more, go back to the file system; the slots are there again."""
@@ -299,12 +303,13 @@ class Folder:
             found = [self.space.delete(name) for name in there]
         return [spot for spot in found if spot is not None]
 
-    def clear(self, spots: Sequence[Spot]) -> None:
-        """Ends a deletion: waits for the system."""
-        self._clear(spots)
+    def clear(self, spots: Sequence[Spot]) -> OSError | None:
+        """Ends a deletion: waits for the system. An error: a restart may find some of it."""
+        failure = self._clear(spots)
         with self._lock:
             for slab, slot in spots:
                 self.space.release(slab, slot)
+        return failure
 
     def empty(self) -> None:
         """Deletes all, also what nobody has looked at yet: waits for the system.

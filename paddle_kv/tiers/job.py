@@ -164,12 +164,12 @@ def check_time(timeout_s: Any) -> float:
     return float(timeout_s)  # NumPy's lose digits when they are added to the clock
 
 
-def check_keys(keys: Any) -> list[bytes]:
-    """The keys as a list of bytes; TypeError or ValueError unless they are that."""
+def check_keys(keys: Any, name: str = "keys") -> list[bytes]:
+    """The keys as a list of bytes; TypeError or ValueError that names the argument unless they are that."""
     found: list[Any] = list(keys) if not isinstance(keys, (bytes, str)) else [None]
     for position, key in enumerate(found):
         if not isinstance(key, bytes):
-            raise TypeError(f"keys[{position}] is {type(key).__name__}; bytes are expected")
+            raise TypeError(f"{name}[{position}] is {type(key).__name__}; bytes are expected")
         if not 0 < len(key) <= MOST_KEY_BYTES:
-            raise ValueError(f"keys[{position}] has {len(key)} bytes; 1 to {MOST_KEY_BYTES} are expected")
+            raise ValueError(f"{name}[{position}] has {len(key)} bytes; 1 to {MOST_KEY_BYTES} are expected")
     return found

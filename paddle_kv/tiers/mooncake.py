@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ForkedError
+from ..checks import check_process
 from ..layout import check_positive
 from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline, log
@@ -402,8 +402,7 @@ class MooncakeEngine:
         return self.prefix + name.hex()
 
     def _check_process(self) -> None:
-        if self._process_id != os.getpid():
-            raise ForkedError("the engine was made before a fork; make one in this process")
+        check_process(self._process_id, "engine")
 
 
 def _columns(moves: list[Move]) -> tuple[list[str], list[list[int]], list[list[int]]]:

@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ForkedError, TierError
+from ..checks import check_process
+from ..errors import TierError
 from ..layout import check_positive
 from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
+from . import at_exit
 from .health import Health
 from .protocol import Outcome, Read, Write
 
@@ -100,6 +102,11 @@ class _Index:
             if name in self._sizes:
                 self._remove(name)
 
+    def clear(self) -> None:
+        with self._lock:
+            for name in list(self._sizes):
+                self._remove(name)
+
     def _remove(self, name: str) -> None:
         self.used_bytes -= self._sizes.pop(name)
         with contextlib.suppress(FileNotFoundError):
@@ -164,6 +171,7 @@ class NixlEngine:
         ]
         for thread in self._threads:
             thread.start()
+        at_exit.engines.add(self)
 
     def register(self, memory: np.ndarray) -> None:
         """Each agent hears of it before its next transfer."""
@@ -181,6 +189,10 @@ class NixlEngine:
     def delete(self, names: Sequence[bytes]) -> None:
         for name in names:
             self._index.delete(name.hex())
+
+    def clear(self) -> None:
+        """Deletes all objects that are there: waits for storage."""
+        self._index.clear()
 
     def stats(self) -> dict[str, float]:
         """``objects``, ``used_bytes``, ``capacity_bytes``, ``evicted``, ``errors``, ``resting_roots``."""
@@ -222,8 +234,7 @@ class NixlEngine:
         self.close(30.0)
 
     def _queue(self, items: Sequence[Any], health: Health, works: deque[_Work]) -> None:
-        if self._process_id != os.getpid():
-            raise ForkedError("the engine was made before a fork; make one in this process")
+        check_process(self._process_id, "engine")
         refused, step = list(items), self._objects_per_call
         with self._lock:
             if not (self._closed or health.resting):

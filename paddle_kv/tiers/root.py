@@ -143,7 +143,7 @@ class Root:
                 self._deleted.extend(gone)
                 self._wake(1)
         if not queued:
-            self.folder.clear(gone)  # by a thread that ends: none comes behind it
+            self._clear(gone)  # by a thread that ends: none comes behind it
 
     def _wake(self, count: int) -> None:
         for _ in range(min(count, len(self._threads))):
@@ -181,12 +181,18 @@ class Root:
                 writes = [] if reads else _batch(self._writes, self.most_batched)
                 self.queued_bytes -= sum(item.size_bytes for item in writes)
         if deleted:
-            self.folder.clear(deleted)
+            self._clear(deleted)
         elif reads:
             self._read(reads)
         elif writes:
             self._write(writes)
         return bool(deleted or reads or writes)
+
+    def _clear(self, deleted: Sequence[Spot]) -> None:
+        failure = self.folder.clear(deleted)
+        if failure is not None:
+            log.warning("%s: what was deleted may be found again after a restart: %s", self.folder.path, failure)
+            self.writes.failed(failure)
 
     # ---- writing ----
     def _write(self, items: list[Write]) -> None:

@@ -40,7 +40,8 @@ class Saver:
         most_counted: keys of which the uses are counted at once; those used longest ago are forgotten.
 
     Attributes:
-        told: is called, in a thread of the tier, with each job that is over; None: nobody wants to know.
+        told: is called, in a thread of the tier, with each job that is over; None: nobody wants to know. A manager has
+            it until that is closed; then another one with the same pool may take the saver.
     """
 
     told: Callable[[Job], object] | None = None

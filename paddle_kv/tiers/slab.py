@@ -186,10 +186,13 @@ def open_slab(folder: int, number: int, slot_bytes: int, *, direct: bool) -> tup
         if on_disk_bytes >= num_slots * slot_bytes:
             slab.free.extend(reversed(table.empty))
         else:
-            slab.holes.extend(reversed(table.empty))
+            slots = slab.holes
             if on_disk_bytes > (len(table.slots) + len(table.unknown)) * slot_bytes:
-                with contextlib.suppress(OSError):
+                try:
                     slab.punch(table.empty)  # of which some, it is not known which, have bytes
+                except OSError:
+                    slots = slab.free  # and keep them: all count
+            slots.extend(reversed(table.empty))
         return slab, table
     except BaseException:
         os.close(descriptor)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..checks import check_distinct, check_ids
-from ..errors import ClosedError, ForkedError
+from ..checks import check_distinct, check_ids, check_process
+from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import HostPool
 from ..memory.host_rows import block_rows
@@ -336,7 +336,6 @@ class Tier:
                     wake(self._drains)
 
     def _check_open(self) -> None:
-        if self._process_id != os.getpid():
-            raise ForkedError("the tier was made before a fork; make one in this process")
+        check_process(self._process_id, "tier")
         if self._closed:
             raise ClosedError("the tier is closed")

@@ -1,4 +1,5 @@
 // The kernels for whole rows, on the CPU, with random shapes, strides, slots and tables, against plain loops.
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <random>
@@ -271,7 +272,29 @@ void WhatIsNoGatherOfWholeRowsIsLeft() {
   CHECK(!taken([](TokenMove* m) { m->map.sequences = 1 << 16, m->map.blocks_per_sequence = 1 << 15; }));
 }
 
+// A mapping that runs backwards begins at its end.
+void SlotsAreReadFromTheLowestAddress() {
+  const std::vector<std::int64_t> values = {5, 900, 901, 2, 902, 903, 7, 904, 905, 4};
+  for (const bool is_int64 : {false, true}) {
+    const Ids ids(values, is_int64);
+    const std::int64_t item_bytes = is_int64 ? 8 : 4;
+    for (const std::int64_t stride : {-3, -1, 0, 1, 3}) {
+      const std::int64_t tokens = 4;
+      const std::int64_t first = stride < 0 ? -stride * (tokens - 1) : 0;
+      const TokenSlots slots{static_cast<const std::uint8_t*>(ids.data()) + first * item_bytes, stride, 1000, is_int64};
+      const SlotMemory memory = MemoryOfSlots(slots, tokens);
+      CHECK(memory.lowest == ids.data());
+      CHECK(memory.bytes == (std::max(stride, -stride) * (tokens - 1) + 1) * item_bytes);
+      const std::vector<std::uint8_t> copy(memory.lowest, memory.lowest + memory.bytes);
+      TokenSlots read = slots;
+      read.slots = copy.data() + memory.first;
+      for (std::int64_t t = 0; t < tokens; ++t) CHECK(read.Of(t) == values[first + t * stride]);
+    }
+  }
+}
+
 const Test kTests[] = {
+    {"slots_are_read_from_the_lowest_address", SlotsAreReadFromTheLowestAddress},
     {"inserts", Inserts},
     {"no_whole_rows", WhatIsNoWholeRowIsLeft},
     {"gathers", Gathers},

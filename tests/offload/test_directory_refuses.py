@@ -75,6 +75,16 @@ def test_a_job_without_any_time_is_not_planned(timeout_s: Any, error: type[Excep
         Directory(4, timeout_s=timeout_s)
 
 
+@pytest.mark.parametrize("name", ["capacity_blocks", "num_ranks"])
+@pytest.mark.parametrize("value", [True, 8.0, "8", None])
+def test_a_number_that_is_no_int(name: str, value: Any) -> None:
+    given: Any = {"capacity_blocks": 8, "num_ranks": 1, name: value}
+    with pytest.raises(TypeError, match=rf"^{name} = {value!r} is {type(value).__name__}; an int is expected"):
+        Directory(**given)
+    with pytest.raises(ValueError, match=rf"^{name} = 0 must be at least 1"):
+        Directory(**{**given, name: 0})
+
+
 def test_a_device_block_below_zero_is_sent_to_no_rank() -> None:
     directory = made()
     save(directory, KEYS[:2])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import CancelledError, TransferError
-from paddle_kv.offload import BlockState
+from paddle_kv.offload import BlockState, KVOffloadManager
 from paddle_kv.tiers import Outcome
 from tests.offload.tiered_rig import KEYS, POISON, SHORT_S, SPEC, WAIT_S, Gated, TieredRig, content, until
 from tests.tiers.conftest import Stored, objects
@@ -354,6 +354,32 @@ def test_a_tier_that_is_closed_is_no_tier(make: MakeRig) -> None:
     assert rig.manager.lookup(KEYS[:3]).num_blocks == 3
     rig.manager.drop(KEYS[:1])
     assert rig.manager.peek(KEYS[:3]) == 0
+
+
+@pytest.mark.parametrize("wrong", [b"", bytes(65)])
+def test_a_hash_that_no_object_can_have_is_refused_before_others_are_dropped(make: MakeRig, wrong: bytes) -> None:
+    rig = make()
+    rig.save(KEYS[:3])
+    with pytest.raises(ValueError, match=rf"^hashes\[1\] has {len(wrong)} bytes; 1 to 64 are expected"):
+        rig.manager.drop([KEYS[0], wrong, KEYS[1]])
+    assert rig.manager.states(KEYS[:3]) == [PRESENT] * 3
+    assert rig.tier.exists(KEYS[:3]) == [True] * 3
+    rig.check_books()
+
+
+def test_a_saver_is_free_when_its_manager_is_closed(make: MakeRig) -> None:
+    rig = make()
+    with pytest.raises(ValueError, match="tier is a Saver that another manager has"):
+        KVOffloadManager(rig.scheduler, tier=rig.saver)
+    rig.save(KEYS[:3])
+    rig.manager.close()
+    rig.manager = KVOffloadManager(rig.scheduler, tier=rig.saver)
+    assert rig.manager.states(KEYS[:4]) == [TIER] * 3 + [ABSENT]
+    rig.save(KEYS[3:5])
+    assert rig.tier.exists(KEYS[:6]) == [True] * 5 + [False]
+    rig.load(KEYS[:5], range(5)).wait(WAIT_S)
+    assert all(rig.right(KEYS[:5], range(5)))
+    rig.check_books()
 
 
 def test_a_tier_that_closes_between_the_question_and_the_load(make: MakeRig) -> None:

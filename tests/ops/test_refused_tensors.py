@@ -190,6 +190,31 @@ def test_refused(
     refuses(given, call, f"{argument} (is not a dense tensor|holds no memory); ")
 
 
+def misaligned(given: Given, name: str) -> paddle.Tensor:
+    """The same shape, one byte behind a multiple of the bytes of an element."""
+    tensor = given[name]
+    strides = np.ones(tensor.shape)[None].strides[1:]
+    memory = paddle.ones([tensor.size + 1], tensor.dtype).to(tensor.place)
+    return memory.as_strided(tensor.shape, [stride // 8 for stride in strides], 1)
+
+
+WITH_ELEMENTS = ("reshape_and_cache", "concat_and_cache_mla", "gather_cache", "scatter_cache", "convert")
+
+
+@pytest.mark.parametrize(
+    ("argument", "name", "call"),
+    [each[1:] for each in CALLS if each[0].startswith(WITH_ELEMENTS) and "codes" not in each[2]],
+)
+def test_memory_that_is_not_aligned(
+    machine: Machine, argument: str, name: str, call: Callable[[Given], Any], debug: None
+) -> None:
+    given = Given(machine)
+    given.tensors[name] = misaligned(given, name)
+    address, size = given[name].data_ptr(), given[name].element_size()
+    assert address % size == 1
+    refuses(given, call, f"{argument} lies at address {address}; a multiple of {size}, the bytes of an element, is")
+
+
 # Where Paddle knows that a tensor is written in place it refuses a leaf that needs a gradient: behind the operator.
 IN_PLACE = {"reshape_and_cache", "reshape_and_cache_dynamic", "concat_and_cache_mla", "copy_single_block",
             "swap_blocks", "scatter_cache"}  # fmt: skip
@@ -234,6 +259,35 @@ def test_slots_and_shapes_in_the_debug_mode(
         given.tensors["slots"] = given.tensor(slots)
         tokens = [given[name] for name in ("key", "value", "key_cache", "value_cache", "slots")]
         refuses(given, lambda g, tokens=tokens: ops.reshape_and_cache(*tokens, layout=layout), message)
+
+
+def test_ids_are_not_read_back_while_a_graph_is_captured(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would break the capture. Ids on the host are looked at all the same."""
+    seen: list[list[int]] = []
+    monkeypatch.setattr(_check, "access_checks", [lambda address, ids, writing, queue: seen.append(list(ids))])
+    monkeypatch.setenv("PADDLE_KV_CHECK", "1")
+    given = Given(machine)
+    calls = {
+        "reshape_and_cache": lambda: ops.reshape_and_cache(
+            *(given[name] for name in ("key", "value", "key_cache", "value_cache", "slots"))
+        ),
+        "copy_blocks": lambda: ops.copy_blocks(given["cache"], None, given["pairs"]),
+    }
+    for op, call in calls.items():
+        seen.clear()
+        call()
+        assert seen
+        with monkeypatch.context() as patch:
+            patch.setattr(_check.streams, "is_capturing", lambda handle: True)
+            patch.setattr(_check.devices, "on_gpu", lambda tensor: True)
+            for name in ("numpy", "tolist"):
+                patch.setattr(paddle.Tensor, name, lambda tensor: pytest.fail("ids are read"))
+            seen.clear()
+            with pytest.warns(RuntimeWarning, match=f"^{op}: PADDLE_KV_CHECK=1 does not look at .* captured") as said:
+                call()
+            assert not seen and said[0].filename == __file__
+            ops.copy_blocks(given["cache"], None, [(0, 2)])
+            assert seen == [[0], [2]]
 
 
 def test_more_tokens_than_there_is_memory_for(machine: Machine) -> None:

@@ -191,12 +191,13 @@ def test_what_does_not_fit(machine: Machine) -> None:
     used = sequences(LENGTHS, cache.blocks, 4)
     blocks = cache.blocks
     for shape in ((blocks, 4, 2), (blocks - 1, 2, 4), (blocks, 2), (blocks * 2 * 4,), (blocks, 2, 4, 1)):
-        with pytest.raises(ValueError, match=rf"scale has shape \[.*\]; .* heads, or \[{blocks}, 2, 4\], is expected"):
+        words = rf"scale has shape \[.*\]; .* heads, or \[{blocks}, 2, 4\], or \[5, 2\], is expected"
+        with pytest.raises(ValueError, match=words):
             gather(cache, used, np.ones(shape, np.float32), "int8")
     memory = paddle.to_tensor(np.ones(blocks * 8 + 1, np.float32), place=machine.place)
     unaligned = memory.as_strided([blocks, 2, 4], [8, 4, 1], 2)
     assert unaligned.data_ptr() % 4 == 2
-    with pytest.raises(ValueError, match="scale lies at an address that is no multiple of 4 bytes"):
+    with pytest.raises(ValueError, match=r"scale lies at address \d+; a multiple of 4, "):
         ops.gather_cache(
             cache.tensor, *used.tensors(machine), total_tokens=used.tokens, kv_cache_dtype="int8", scale=unaligned
         )

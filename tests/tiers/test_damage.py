@@ -16,10 +16,12 @@ import pytest
 
 from paddle_kv import KVCacheSpec
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD, WAIT_S, Rig, keys
-from paddle_kv.tiers import FilesEngine, Outcome, object_file
+from paddle_kv.tiers import FilesEngine, Outcome, object_file, slab
+from paddle_kv.tiers.slab import Slab
 from tests.tiers.conftest import MakeRig, Stored, objects, wait_for_recovery
 
 BATCH = 36
+fallocate = slab._fallocate  # type: ignore[attr-defined]
 NUM_DAMAGED = int(os.environ.get("PADDLE_KV_STRESS", "0")) or 4 * BATCH
 Damage = Callable[[Stored, Stored, np.random.Generator], object]
 
@@ -219,6 +221,10 @@ def test_without_a_table_headers_tell(make_rig: MakeRig, tmp_path: Path, what: s
     assert rig.load([*there, *keys(6, "new")]).done
 
 
+def refuse_room() -> None:
+    raise OSError(errno.EOPNOTSUPP, "no room ahead")
+
+
 def without_tables(rig: Rig, folder: Path) -> None:
     rig.close()
     rig.tier.engine.close(10)
@@ -293,6 +299,62 @@ def test_slabs_of_two_folders_in_one(make_rig: MakeRig, tmp_path: Path, caplog: 
     assert rig.store(keys(20, "new")).done
     engine.delete(engine.roots[0].folder.names())
     assert engine.stats()["objects"] == engine.stats()["used_bytes"] == 0
+
+
+def test_a_deletion_that_cannot_be_recorded_is_told(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig()
+    rig.store(keys(6))
+
+    def failing(slab: Slab, slots: Any) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slab, "clear_records", failing)
+        rig.tier.delete(keys(2))
+        rig.tier.engine.close(10)
+    assert "what was deleted may be found again after a restart: [Errno 30] read-only" in caplog.text
+    assert rig.tier.stats()["engine_errors"] == 1
+    assert make_rig().tier.exists(keys(6)) == [True] * 6
+
+
+def on_disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*.slab"))
+
+
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize("punches", [True, False])
+def test_the_books_are_never_below_what_is_on_the_disk(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: bool, punches: bool
+) -> None:
+    """Whatever a start knows of the slots, and on a file system that makes no holes."""
+    punch = Slab.punch
+
+    def refused(one: Slab, slots: Any) -> None:
+        if not punches:
+            raise OSError(errno.EOPNOTSUPP, "no holes")
+        punch(one, slots)
+
+    monkeypatch.setattr(Slab, "punch", refused)
+    monkeypatch.setattr(slab, "_fallocate", lambda *given: fallocate(*given) if given[1] else refuse_room())
+    capacity_bytes = 40 * 53248
+    rig = make_rig(capacity_bytes=capacity_bytes)
+    rig.store(keys(20))
+    rig.tier.delete(keys(10))
+    if table:
+        rig.close()
+        rig.tier.engine.close(10)
+    else:
+        without_tables(rig, tmp_path)
+    rig = make_rig(capacity_bytes=capacity_bytes)
+    engine: Any = rig.tier.engine
+    wait_for_recovery(engine)
+    space = engine.roots[0].folder.space
+    assert space.charged_bytes >= on_disk_bytes(tmp_path)
+    for number in range(6):
+        rig.store(keys(20, f"other{number}"))
+        assert on_disk_bytes(tmp_path) <= space.charged_bytes <= capacity_bytes
 
 
 @pytest.mark.parametrize("stuck", [False, True])

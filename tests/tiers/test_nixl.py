@@ -14,7 +14,7 @@ import pytest
 
 from paddle_kv.errors import TierError
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD, WAIT_S, Rig, keys
-from paddle_kv.tiers import Job, Outcome, health, nixl
+from paddle_kv.tiers import Job, Outcome, at_exit, health, nixl
 from paddle_kv.tiers.nixl import NixlEngine
 
 pytest.importorskip("nixl", reason="nixl is not installed: pip install --no-deps nixl nixl-cu12")
@@ -46,6 +46,19 @@ def _descriptors(folder: Path) -> int:
 def test_a_folder_has_one_engine(rig: Rig, tmp_path: Path) -> None:
     with pytest.raises(TierError, match="used by another"):
         NixlEngine(tmp_path, CAPACITY_BYTES)
+
+
+def test_it_is_closed_before_the_interpreter_goes(rig: Rig) -> None:
+    assert rig.tier.engine in at_exit.engines
+
+
+def test_what_is_cleared_is_gone(rig: Rig, tmp_path: Path) -> None:
+    rig.store(keys(4))
+    rig.tier.clear()
+    assert rig.tier.exists(keys(4)) == [False] * 4
+    assert rig.tier.engine.stats()["used_bytes"] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+    assert rig.store(keys(4)).done
 
 
 def test_what_a_crash_left_is_not_there(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ Status LaunchCopy(const TokenMove& given, const DeviceStream& where) {
 Status GatherDequantizedSingly(const TokenMove& move, const Dequantization& how, const DeviceStream& where) {
   const auto launch = [&](auto codec) {
     using Codec = decltype(codec);
-    return how.stride_per_token != 0 ? LaunchByRow<ByToken<Codec>, false>(move, how, StreamOf(where))
-                                     : LaunchByRow<Codec, false>(move, how, StreamOf(where));
+    return how.DiffersByToken() ? LaunchByRow<ByToken<Codec>, false>(move, how, StreamOf(where))
+                                : LaunchByRow<Codec, false>(move, how, StreamOf(where));
   };
   return ElementBytes(how.plain) == 4 ? launch(DequantizedSingly<4>{}) : launch(DequantizedSingly<2>{});
 }

@@ -14,9 +14,10 @@ namespace {
 // the first-level cache.
 constexpr std::int64_t kTileTokens = 64;
 
-// Tokens whose rows follow each other at one distance on both sides.
+// Tokens of one sequence whose rows follow each other at one distance on both sides.
 struct Run {
   std::int64_t count;
+  std::int64_t sequence;
   std::int64_t on_rows;   // offset of the first row
   std::int64_t in_cache;  // likewise; -1: these tokens have no slot
   std::int64_t rows_step;
@@ -31,9 +32,14 @@ struct RunOfHead {
   std::uint8_t* in_cache;
 };
 
-std::int64_t SlotOfToken(const TokenMove& move, std::int64_t token) {
+struct TokenPlace {
+  std::int64_t slot;  // -1: none
+  std::int64_t sequence;
+};
+
+TokenPlace PlaceOfToken(const TokenMove& move, std::int64_t token) {
   const TokenMap& map = move.map;
-  if (map.block_table == nullptr) return token;
+  if (map.block_table == nullptr) return {token, 0};
   std::int64_t low = 0;
   std::int64_t high = map.sequences + 1;
   while (low < high) {
@@ -44,17 +50,18 @@ std::int64_t SlotOfToken(const TokenMove& move, std::int64_t token) {
       low = middle + 1;
     }
   }
+  const std::int64_t sequence = SequenceOf(map, low);
   const std::int64_t position = PositionOf(map, low, token);
-  if (position < 0) return -1;
+  if (position < 0) return {-1, sequence};
   const std::int64_t block = BlockInTable(map, low, position / move.cache.block_size, move.block_count);
-  return block < 0 ? -1 : block * move.cache.block_size + position % move.cache.block_size;
+  return {block < 0 ? -1 : block * move.cache.block_size + position % move.cache.block_size, sequence};
 }
 
 // Adds a token to the last run, or begins another one.
-void AddToken(std::int64_t on_rows, std::int64_t in_cache, std::vector<Run>* runs) {
+void AddToken(std::int64_t on_rows, std::int64_t in_cache, std::int64_t sequence, std::vector<Run>* runs) {
   if (!runs->empty()) {
     Run& last = runs->back();
-    const bool alike = (in_cache < 0) == (last.in_cache < 0);
+    const bool alike = (in_cache < 0) == (last.in_cache < 0) && sequence == last.sequence;
     const std::int64_t rows_step = on_rows - last.on_rows - (last.count - 1) * last.rows_step;
     const std::int64_t cache_step = in_cache < 0 ? 0 : in_cache - last.in_cache - (last.count - 1) * last.cache_step;
     if (alike && (last.count == 1 || (rows_step == last.rows_step && cache_step == last.cache_step))) {
@@ -64,7 +71,7 @@ void AddToken(std::int64_t on_rows, std::int64_t in_cache, std::vector<Run>* run
       return;
     }
   }
-  runs->push_back({1, on_rows, in_cache, 0, 0});
+  runs->push_back({1, sequence, on_rows, in_cache, 0, 0});
 }
 
 // Calls use(run of a head) for all tokens and heads. `row_bytes` on both sides together.
@@ -75,8 +82,9 @@ void ForEachRun(const TokenMove& move, std::int64_t row_bytes, const Use& use) {
     for (std::int64_t first = begin; first < end; first += kTileTokens) {
       runs.clear();
       for (std::int64_t token = first; token < std::min(first + kTileTokens, end); ++token) {
-        const std::int64_t slot = SlotOfToken(move, token);
-        AddToken(OffsetOfSlot(move.rows, token), slot < 0 ? -1 : OffsetOfSlot(move.cache, slot), &runs);
+        const TokenPlace place = PlaceOfToken(move, token);
+        const std::int64_t in_cache = place.slot < 0 ? -1 : OffsetOfSlot(move.cache, place.slot);
+        AddToken(OffsetOfSlot(move.rows, token), in_cache, place.sequence, &runs);
       }
       for (std::int64_t head = 0; head < move.heads; ++head) {
         std::uint8_t* const rows = move.rows.data + head * move.rows.head_stride;
@@ -223,7 +231,7 @@ void DequantizeByToken(const TokenMove& move, const Dequantization& how) {
     const Run run = rows.run;
     const float* const scales = how.pointer + rows.head * how.stride_per_head;
     for (std::int64_t i = 0; i < run.count; ++i) {
-      const float scale = scales[OffsetOfScales(how, move.cache, run.in_cache + i * run.cache_step)];
+      const float scale = scales[OffsetOfScales(how, move.cache, run.in_cache + i * run.cache_step, run.sequence)];
       std::uint8_t* const values = rows.on_rows + i * run.rows_step;
       const std::uint8_t* const codes = rows.in_cache + i * run.cache_step;
       for (std::int64_t d = 0; d < move.head_size; ++d) {
@@ -262,7 +270,7 @@ void ScatterTokensCpu(const TokenMove& given) {
 void DequantizeTokensCpu(const TokenMove& move, const Dequantization& how) {
   DispatchQuantized(how.format, [&](auto format) {
     DispatchPlain(how.plain, [&](auto plain) {
-      if (how.stride_per_token != 0) {
+      if (how.DiffersByToken()) {
         DequantizeByToken<decltype(format), decltype(plain)>(move, how);
       } else {
         Dequantize<decltype(format), decltype(plain)>(move, how);

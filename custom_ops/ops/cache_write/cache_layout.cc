@@ -95,6 +95,7 @@ CacheTensor CheckCacheTensor(const paddle::Tensor& cache, const std::string& nam
     ThrowValueError(name + " is in pinned memory; a cache on the GPU (or, without one, on the CPU) is expected");
   }
   StridedMemory memory = MemoryOf(cache);
+  CheckAligned(memory.data, memory.item_bytes, name);
   const CacheShape shape = ReadShape(memory.shape, layout, name);
   constexpr int64_t kMostTokenBytes = int64_t{1} << 30;
   const int64_t token_elements = CheckedProduct(shape.heads, shape.head_size, name);

@@ -40,8 +40,8 @@ std::vector<int64_t> RowsShape(int64_t tokens, const CacheShape& shape, Layout l
 // Where the rows of a contiguous tensor lie.
 RowPlace PlaceOf(std::uint8_t* data, const CacheShape& shape, Layout layout, int64_t x, int64_t element_bytes);
 
-// A cache tensor of the caller, checked: initialised, on a CPU or GPU, with the rank of the layout, with strides that
-// CheckBlockStrides lets pass, and with rows small enough for the kernels.
+// A cache tensor of the caller, checked: initialised, on a CPU or GPU, aligned, with the rank of the layout, with
+// strides that CheckBlockStrides lets pass, and with rows small enough for the kernels.
 struct CacheTensor {
   CacheShape shape;
   RowPlace place;

@@ -5,6 +5,7 @@
 #include "../common/element_type.h"
 #include "../common/guarded_kernel.h"
 #include "../common/launch.h"
+#include "../common/validate.h"
 #include "scale_argument.h"
 
 namespace paddle_kv {
@@ -32,6 +33,7 @@ std::vector<paddle::Tensor> ConvertFp8(const paddle::Tensor& source, const paddl
   const bool encodes = to == "fp8";
   const ElementType plain = encodes ? PlainTypeOf(source, "source") : PlainTypeNamed(to, "to");
   if (!encodes) CheckFp8Codes(source, "source", format);
+  CheckAligned(BytesOf(source), static_cast<int64_t>(phi::SizeOf(source.dtype())), "source");
   const Scale by{CheckScale(scale, "scale", 0, source, "source"), scale_value};
 
   paddle::Tensor target = NewTensor(source.shape(), dtype, source);

@@ -37,16 +37,22 @@ CacheShape RowsOf(CacheShape cache, const std::string& kv_cache_dtype) {
   return cache;
 }
 
-// The scale of the caller: a number, one value, one for each head, or what reshape_and_cache_dynamic keeps.
+// The scale of the caller: a number, one value, one for each head, what reshape_and_cache_dynamic keeps, or one for
+// each sequence and head.
 void ReadScale(const Given& given, const CacheShape& shape, Dequantization* how) {
   how->value = given.scale_value;
   const std::vector<int64_t> by_token = ScaleShape(shape, given.scale_layout);
-  how->pointer = CheckScale(given.scale, "scale", shape.heads, given.cache, "cache", by_token);
+  const std::vector<int64_t> by_sequence = {given.block_table.shape()[0], shape.heads};
+  how->pointer = CheckScale(given.scale, "scale", shape.heads, given.cache, "cache", {by_token, by_sequence});
   if (given.scale && given.scale->shape() == by_token) {
     const ScalePlace place = ScalePlaceOf(MemoryOf(*given.scale), given.scale_layout, "scale");
     how->stride_per_block = place.stride_per_block;
     how->stride_per_head = place.stride_per_head;
     how->stride_per_token = place.stride_per_token;
+  } else if (given.scale && given.scale->shape() == by_sequence) {
+    const StridedMemory scales = MemoryOf(*given.scale);
+    how->stride_per_sequence = by_sequence[0] == 1 ? 0 : scales.strides[0] / scales.item_bytes;
+    how->stride_per_head = scales.strides[1] / scales.item_bytes;
   } else if (given.scale && given.scale->numel() > 1) {
     how->stride_per_head = 1;
   }
@@ -167,6 +173,7 @@ void GatherCacheInto(paddle::Tensor& out, const paddle::Tensor& cache, const pad
     CheckContiguous(out, "out");
     CheckSameDevice(out, "out", cache, "cache");
     const StridedMemory memory = MemoryOf(out);
+    CheckAligned(memory.data, memory.item_bytes, "out");
     const auto apart = [&](const StridedMemory& read, const std::string& name) {
       if (Overlap(memory, read)) ThrowValueError("out and " + name + " overlap; out must be memory of its own");
     };

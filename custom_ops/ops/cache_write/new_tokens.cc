@@ -104,10 +104,10 @@ void CheckSlotValues(const TokenWrite& write, const paddle::Tensor& cache, const
     bool capturing = false;
     LAUNCH_CUDA(where.device, StreamIsCapturing(where, &capturing));
     if (capturing) return;  // nothing may wait for a stream that is being captured
-    const std::size_t item_bytes = slots.is_int64 ? sizeof(int64_t) : sizeof(std::int32_t);
-    read.resize(((write.tokens - 1) * slots.stride + 1) * item_bytes);
-    LAUNCH_CUDA(where.device, CopyToHost(read.data(), slots.slots, static_cast<int64_t>(read.size()), where));
-    slots.slots = read.data();
+    const SlotMemory memory = MemoryOfSlots(slots, write.tokens);
+    read.resize(memory.bytes);
+    LAUNCH_CUDA(where.device, CopyToHost(read.data(), memory.lowest, memory.bytes, where));
+    slots.slots = read.data() + memory.first;
   }
   std::vector<std::pair<int64_t, int64_t>> named;  // slot, token
   for (int64_t token = 0; token < write.tokens; ++token) {

@@ -18,9 +18,9 @@ std::vector<int64_t> ScaleShape(const CacheShape& cache, const std::string& scal
 ScalePlace ScalePlaceOf(const StridedMemory& scales, const std::string& scale_layout, const std::string& name);
 
 // The address of the scales, null where a number was given. ValueError unless the tensor holds one value or, where
-// `heads` is not 0, that many, or has the shape `other`; it may have strides only if it has that.
+// `heads` is not 0, that many, or has one of the shapes `others`; it may have strides only if it has one of them.
 const float* CheckScale(const paddle::optional<paddle::Tensor>& scale, const std::string& name, int64_t heads,
                         const paddle::Tensor& scaled, const std::string& scaled_name,
-                        const std::vector<int64_t>& other = {});
+                        const std::vector<std::vector<int64_t>>& others = {});
 
 }  // namespace paddle_kv

@@ -50,6 +50,7 @@ void ScatterCache(const paddle::optional<paddle::Tensor>& tokens, paddle::Tensor
     shape.assign(tokens_view.begin() + 1, middle);
     strides.assign(middle, tokens_view.end());
   }
+  CheckAligned(data, to.element_bytes, "tokens");
   if (shape.empty() || shape != RowsShape(shape[0], to.shape, cache_layout)) {
     const std::string heads = cache_layout == Layout::kLatent ? "" : std::to_string(to.shape.heads) + ", ";
     ThrowValueError("tokens has shape " + ShapeText(shape) + "; [tokens, " + heads +

@@ -44,6 +44,7 @@ void CheckBeside(const StridedInput& input, const std::string& name, const paddl
     ThrowValueError(name + " is on " + DeviceText(input.device) + ", " + cache_name + " on " + DeviceText(expected) +
                     "; both must be on one device");
   }
+  CheckAligned(input.data, input.ItemBytes(), name);
 }
 
 void CheckRank(const StridedInput& input, const std::string& name, int64_t rank, const std::string& expected) {

@@ -26,7 +26,7 @@ struct StridedInput {
 // Python makes: [address, dtype, device, shape..., strides in elements...].
 StridedInput StridedFrom(const paddle::optional<paddle::Tensor>& tensor, const std::vector<int64_t>& numbers);
 
-// ValueError unless the input is where `cache` is.
+// ValueError unless the input is where `cache` is, at a multiple of the bytes of an element.
 void CheckBeside(const StridedInput& input, const std::string& name, const paddle::Tensor& cache,
                  const std::string& cache_name);
 

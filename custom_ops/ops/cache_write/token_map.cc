@@ -26,6 +26,7 @@ void CheckIdTensor(const paddle::Tensor& ids, const std::string& name, std::size
   if (!ids.initialized()) return;
   CheckContiguous(ids, name);
   CheckSameDevice(ids, name, cache, "cache");
+  CheckAligned(BytesOf(ids), static_cast<int64_t>(phi::SizeOf(ids.dtype())), name);
 }
 
 Ids ReadBack(const paddle::Tensor& tensor, const DeviceStream& where) {

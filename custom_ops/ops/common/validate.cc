@@ -81,6 +81,14 @@ void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, con
   }
 }
 
+void CheckAligned(const void* data, int64_t item_bytes, const std::string& name) {
+  const auto address = static_cast<int64_t>(reinterpret_cast<std::uintptr_t>(data));
+  if (address % item_bytes != 0) {
+    ThrowValueError(name + " lies at address " + std::to_string(address) + "; a multiple of " +
+                    std::to_string(item_bytes) + ", the bytes of an element, is expected");
+  }
+}
+
 bool CheckRequested() {
   const char* value = std::getenv("PADDLE_KV_CHECK");
   return value != nullptr && std::string(value) == "1";

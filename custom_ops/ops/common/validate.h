@@ -36,6 +36,9 @@ void CheckDisjoint(const Ids& sources, const std::string& source_name, const Ids
 // writes.
 void CheckApart(std::vector<std::pair<const std::uint8_t*, int64_t>> ranges, const std::string& name);
 
+// ValueError unless the memory begins at a multiple of the bytes of an element: the kernels of a GPU cannot read it.
+void CheckAligned(const void* data, int64_t item_bytes, const std::string& name);
+
 // Whether PADDLE_KV_CHECK=1 asks for ids that only the device knows to be read back and checked, at the price of a
 // wait.
 bool CheckRequested();

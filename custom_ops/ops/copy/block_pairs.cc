@@ -24,6 +24,7 @@ void CheckPairTensor(const paddle::Tensor& block_mapping) {
   if (block_mapping.dtype() != phi::DataType::INT32 && block_mapping.dtype() != phi::DataType::INT64) {
     ThrowValueError("block_mapping must have dtype int32 or int64");
   }
+  CheckAligned(BytesOf(block_mapping), static_cast<int64_t>(phi::SizeOf(block_mapping.dtype())), "block_mapping");
 }
 
 template <class Integer>

@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(MoveTuning::kThreads,
     cache_offsets[threadIdx.x] = CacheOffsetOf(move, shape.blocks.of_cache, span, token);
     rows_offsets[threadIdx.x] = shape.blocks.of_rows.OffsetOf(move.rows, token);
     if constexpr (Codec::kScalePerToken) {
-      scale_offsets[threadIdx.x] = OffsetOfScales(how, move.cache, max(cache_offsets[threadIdx.x], std::int64_t{0}));
+      scale_offsets[threadIdx.x] = OffsetOfScales(how, move.cache, max(cache_offsets[threadIdx.x], std::int64_t{0}),
+                                                  SequenceOf(move.map, span.first_above));
     }
   }
 
@@ -550,7 +551,7 @@ Status GatherDequantized(const TokenMove& given, const Dequantization& how, cons
   const bool one_scale = how.pointer == nullptr || how.stride_per_head == 0;
   const TokenMove move = WithJoinedHeads(given, kPlainBytes, one_scale);
   const cudaStream_t stream = StreamOf(where);
-  const bool by_token = how.stride_per_token != 0;
+  const bool by_token = how.DiffersByToken();
   if (IsPackedValue(move) && !by_token) {
     return DispatchQuantized(how.format, [&](auto format) {
       return LaunchByTile(move, kPlainBytes, [&](unsigned ctas, const MoveTileShape& shape) {

@@ -56,6 +56,11 @@ PADDLE_KV_HOST_DEVICE std::int64_t PositionOf(const TokenMap& map, std::int64_t 
   return start < 0 || start > kMostStart || in_sequence < 0 || in_sequence > kMostStart ? -1 : start + in_sequence;
 }
 
+// The sequence of such a token; 0 for a token of no sequence.
+PADDLE_KV_HOST_DEVICE std::int64_t SequenceOf(const TokenMap& map, std::int64_t first_above) {
+  return first_above == 0 || first_above > map.sequences ? 0 : first_above - 1;
+}
+
 // The block of an entry of that sequence in the table. -1 if it is not in the table or not in the cache.
 PADDLE_KV_HOST_DEVICE std::int64_t BlockInTable(const TokenMap& map, std::int64_t first_above, std::int64_t entry,
                                                 std::int64_t block_count) {
@@ -80,8 +85,9 @@ struct TokenMove {
   std::int64_t element_bytes;  // of the cache
 };
 
-// How codes become plain elements. Slot t of block b has in head h the scale
-// pointer[b * stride_per_block + h * stride_per_head + t * stride_per_token], or `value` without a pointer.
+// How codes become plain elements. Slot t of block b has in head h, for sequence s, the scale
+// pointer[b * stride_per_block + h * stride_per_head + t * stride_per_token + s * stride_per_sequence], or `value`
+// without a pointer.
 struct Dequantization {
   ElementType format;
   ElementType plain;
@@ -89,15 +95,21 @@ struct Dequantization {
   std::int64_t stride_per_head = 0;
   float value = 1.0f;
   std::int64_t stride_per_block = 0;
-  std::int64_t stride_per_token = 0;  // 0: the same for all tokens
+  std::int64_t stride_per_token = 0;
+  std::int64_t stride_per_sequence = 0;
+
+  // Whether the tokens of a head may have different scales.
+  PADDLE_KV_HOST_DEVICE bool DiffersByToken() const { return stride_per_token != 0 || stride_per_sequence != 0; }
 };
 
-// Where in the scales those of the row begin that lies at this offset in the cache.
-PADDLE_KV_HOST_DEVICE std::int64_t OffsetOfScales(const Dequantization& how, const RowPlace& cache,
-                                                  std::int64_t offset) {
+// Where in the scales those of the row begin that lies at this offset in the cache and belongs to that sequence.
+PADDLE_KV_HOST_DEVICE std::int64_t OffsetOfScales(const Dequantization& how, const RowPlace& cache, std::int64_t offset,
+                                                  std::int64_t sequence) {
+  const std::int64_t of_sequence = sequence * how.stride_per_sequence;
+  if (how.stride_per_token == 0) return of_sequence;
   const std::int64_t block = offset / cache.block_stride;
   const std::int64_t token = (offset - block * cache.block_stride) / cache.token_stride;
-  return block * how.stride_per_block + token * how.stride_per_token;
+  return of_sequence + block * how.stride_per_block + token * how.stride_per_token;
 }
 
 // cache -> rows, bytes as they are. Tokens without a slot become zeros.

@@ -54,6 +54,20 @@ struct TokenSlots {
   }
 };
 
+// The memory with the slots of so many tokens, at least one. A mapping that runs backwards begins at its end.
+struct SlotMemory {
+  const std::uint8_t* lowest;
+  std::int64_t bytes;
+  std::int64_t first;  // byte at which the slot of the first token begins
+};
+
+inline SlotMemory MemoryOfSlots(const TokenSlots& slots, std::int64_t tokens) {
+  const std::int64_t item_bytes = slots.is_int64 ? sizeof(std::int64_t) : sizeof(std::int32_t);
+  const std::int64_t last = (tokens - 1) * slots.stride * item_bytes;
+  const std::int64_t first = last < 0 ? -last : 0;
+  return {static_cast<const std::uint8_t*>(slots.slots) - first, (last < 0 ? -last : last) + item_bytes, first};
+}
+
 constexpr int kMostParts = 2;
 
 struct TokenWrite {
