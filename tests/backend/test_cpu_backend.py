@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from paddle_kv import DeviceCache, HostPool
+from paddle_kv import BackendError, DeviceCache, HostPool
 from paddle_kv.backend import binding, create
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.backend.work import LayerWork, TransferPlan
@@ -44,6 +44,18 @@ def test_a_stream_keeps_its_order(backend, stream):
     backend.record(event, stream)
     assert backend.wait(event, WAIT_S)
     assert seen == list(range(200))
+
+
+def test_a_stream_is_a_thread_that_a_debugger_shows_by_its_name_and_no_exit_waits_for(backend, stream):
+    seen = []
+    stream.submit(lambda: seen.append(threading.current_thread()))
+    event = backend.create_event()
+    backend.record(event, stream)
+    assert backend.wait(event, WAIT_S)
+    [thread] = seen
+    assert thread.daemon
+    assert thread.name == str(stream)
+    assert thread.name.startswith("paddle_kv-stream-")
 
 
 def test_compute_has_no_stream_and_is_done_at_once(backend):
@@ -134,6 +146,60 @@ def test_a_failure_is_carried_by_its_group_and_all_behind_it(backend, stream, mo
     rig.expect_offload([3], [4])
     rig.check()
     backend.unbind(bound)
+
+
+def test_a_cancel_drops_all_but_the_group_that_has_begun(backend, stream, monkeypatch):
+    rig = Rig()
+    bound = backend.bind(rig.cache, rig.pool)
+    copy, begun, gate = binding.copy, threading.Event(), threading.Event()
+
+    def held(*arguments):
+        begun.set()
+        assert gate.wait(WAIT_S)
+        copy(*arguments)
+
+    monkeypatch.setattr(binding, "copy", held)
+    work = work_of(backend, TransferPlan("onload", (1, 6), (9, 0), 5, 1))
+    backend.copy_layers(bound, work, stream)
+    assert begun.wait(WAIT_S)
+    assert backend.cancel(stream, work.number + 1) is None
+    assert backend.cancel(stream, work.number) == 1
+    gate.set()
+    assert backend.wait(work.records[0], WAIT_S)
+    for event in work.records[1:]:
+        with pytest.raises(BackendError, match="the transfer was cancelled before layer 1 was copied"):
+            backend.wait(event, WAIT_S)
+    assert backend.cancel(stream, work.number) is None
+    rig.expect_onload([9, 0], [1, 6], layers=[0])
+    rig.check()
+    backend.unbind(bound)
+
+
+def test_a_cancel_names_the_first_layer_of_all_that_it_drops(backend, stream):
+    gate = threading.Event()
+    stream.submit(lambda: gate.wait(WAIT_S))
+    plan = TransferPlan("offload", (1,), (1,), 5, 1)
+    works = [  # layers that were marked out of their order
+        LayerWork(plan, group, group + 1, [[]], backend.create_event(), [backend.create_event()], number=7)
+        for group in (3, 1, 4)
+    ]
+    for work in works:
+        backend.copy_layers(0, work, stream)
+    assert backend.cancel(stream, 7) == 1
+    gate.set()
+    for work in works:
+        with pytest.raises(BackendError, match="cancelled"):
+            backend.wait(work.records[0], WAIT_S)
+
+
+def test_what_events_say(backend):
+    start, end = backend.create_event(), backend.create_event()
+    assert backend.is_complete(start, end) is False
+    for event in (start, end):
+        event.set()
+    assert backend.is_complete(start, end) is True
+    start.time_s, end.time_s = 1.0, 3.5
+    assert backend.elapsed_ms(start, end) == 2500.0
 
 
 def test_copies_of_two_streams_overlap(backend, stream, monkeypatch):
