@@ -6,6 +6,7 @@ import pytest
 
 from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.tracking.group import _guards
 from tests.schedule.rig import WAIT_S, Rig, make_spec
 
 
@@ -108,6 +109,7 @@ def test_what_is_done_gives_its_blocks_back_whatever_else_is_not_looked_at(copie
     assert load.done()
     assert load._movement.retired
     assert save.state.value == "arriving"
+    assert save._movement.dependents == {}  # nobody waits for it any more
     assert save.done()
 
 
@@ -182,3 +184,14 @@ def test_a_time_out_that_makes_no_sense_drops_nothing(rig):
         save.wait(WAIT_S)
     with pytest.raises(ClosedError):
         scheduler.fileno()
+
+
+def test_a_transfer_that_is_done_leaves_nothing_to_do_when_its_handle_goes(rig, copies):
+    copies.hold("onload", 4)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load = scheduler.onload([3], [2])
+        guard = load._movement.guard
+        assert guard in _guards
+        copies.go_on()
+        load.wait(WAIT_S)
+        assert guard not in _guards

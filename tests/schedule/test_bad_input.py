@@ -7,6 +7,7 @@ import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
 from paddle_kv.schedule import scheduler as scheduling
+from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.testing.simulator import Simulation
 from tests.schedule.rig import WAIT_S, bytes_at, cpu_tensor, make_spec
 
@@ -177,14 +178,22 @@ def test_pools_of_different_specs(rig, changes):
         LayerwiseScheduler(rig.cache, other)
 
 
+class Indifferent(CpuBackend):
+    """Asks a pool for nothing when it is bound."""
+
+    def bind(self, device_cache, host_pool):
+        return 0
+
+
 def test_a_closed_pool(rig):
     other = HostPool(rig.spec, 5)
     scheduler = LayerwiseScheduler(rig.cache, other)
     other.close()
     with pytest.raises(RuntimeError, match=r"the host pool is closed"):
         LayerwiseScheduler(rig.cache, other)
-    with pytest.raises(RuntimeError, match=r"the host pool is closed"):
-        LayerwiseScheduler(rig.cache, other, backend=Simulation().backend())
+    for backend in (Simulation().backend(), Indifferent()):
+        with pytest.raises(RuntimeError, match=r"the host pool is closed"):
+            LayerwiseScheduler(rig.cache, other, backend=backend)
     for call in (
         lambda: scheduler.offload([1], [2]),
         lambda: scheduler.onload([1], [2]),

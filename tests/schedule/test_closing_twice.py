@@ -10,6 +10,8 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule.resources import abandoned
+from paddle_kv.tracking.group import change
 from tests.schedule.rig import SHORT_S, WAIT_S
 
 
@@ -60,6 +62,83 @@ def test_close_waits_for_a_thread_that_asks_for_an_event(rig):
     for thread in (asking, closing):
         thread.join(WAIT_S)
         assert not thread.is_alive()
+
+
+def test_a_call_that_failed_holds_no_closer_up_while_its_exception_is_kept(rig):
+    at_it, go_on, kept = threading.Event(), threading.Event(), []
+
+    class Lost(CpuBackend):
+        def user_event(self, stream):
+            at_it.set()
+            assert go_on.wait(WAIT_S)
+            raise RuntimeError("lost")
+
+    def ask() -> None:
+        try:
+            scheduler.record_event("offload")
+        except RuntimeError as error:
+            kept.append(error)  # and by it the frames of the call
+
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=Lost())
+    asking, closing = threading.Thread(target=ask), threading.Thread(target=scheduler.close)
+    asking.start()
+    assert at_it.wait(WAIT_S)
+    closing.start()
+    closing.join(SHORT_S)
+    assert closing.is_alive()
+    go_on.set()
+    for thread in (asking, closing):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert len(kept) == 1
+
+
+def test_a_close_that_failed_holds_no_other_up_while_its_exception_is_kept(rig):
+    at_it, go_on, kept = threading.Event(), threading.Event(), []
+
+    class Lost(CpuBackend):
+        def unbind(self, binding):
+            super().unbind(binding)
+            at_it.set()
+            assert go_on.wait(WAIT_S)
+            raise RuntimeError("lost")
+
+    def close() -> None:
+        try:
+            scheduler.close()
+        except RuntimeError as error:
+            kept.append(error)
+
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=Lost())
+    first, second = threading.Thread(target=close), threading.Thread(target=scheduler.close)
+    first.start()
+    assert at_it.wait(WAIT_S)
+    second.start()
+    second.join(SHORT_S)
+    assert second.is_alive()
+    go_on.set()
+    for thread in (first, second):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert len(kept) == 1
+
+
+def test_close_waits_for_whoever_holds_an_event(rig):
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    held = change(scheduler, lambda: scheduler.resources.take_events(1))
+    with pytest.raises(TimeoutError, match="other threads were still about to wait"):
+        scheduler.close(SHORT_S)
+    del held
+    scheduler.close(WAIT_S)
+
+
+def test_what_a_closed_scheduler_held_is_not_given_back_again(rig):
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    scheduler.close()
+    before = len(abandoned)
+    del scheduler
+    gc.collect()
+    assert len(abandoned) == before
 
 
 def test_what_was_dropped_without_close_is_given_back_by_the_next_close(rig):

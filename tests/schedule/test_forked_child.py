@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -11,6 +12,7 @@ from paddle_kv import LayerwiseScheduler
 from paddle_kv.errors import TransferError
 from paddle_kv.schedule import resources
 from paddle_kv.tracking import group
+from paddle_kv.tracking.group import change
 from tests.schedule.rig import WAIT_S
 
 
@@ -75,3 +77,20 @@ def test_nothing_of_the_parent_is_kept_for_its_end(rig, copies):
         with pytest.raises(TransferError, match="lost"):
             failed.wait(WAIT_S)
     assert found == "1 1"
+
+
+def test_what_is_the_parents_is_not_told_by_the_child_and_holds_no_block_there(rig, copies, caplog):
+    """Here in the process itself, of which the device goes on."""
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load = scheduler.onload([4], [1])
+        movement = load._movement
+        change(scheduler, movement.abandon)
+        assert (load.state.value, movement.retired) == ("failed", True)
+        assert rig.pool.domain.busy(range(17)) == rig.cache.domain.busy(range(13)) == []
+        copies.go_on()
+        assert movement.events[4].wait(WAIT_S)
+        del load, movement
+        gc.collect()
+        scheduler.offload([], []).wait(WAIT_S)
+    assert caplog.records == []
