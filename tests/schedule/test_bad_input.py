@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
-from paddle_kv.schedule import scheduler as scheduling
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule import scheduler as scheduling
 from paddle_kv.testing.simulator import Simulation
 from tests.schedule.rig import WAIT_S, bytes_at, cpu_tensor, make_spec
 
