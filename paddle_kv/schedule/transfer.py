@@ -328,9 +328,9 @@ class Transfer:
             other, told = movement.handle() or Transfer(movement), movement.told
             try:
                 wait(other, deadline.left_s())
-            except (TransferError, CancelledError):  # what was submitted of it still touches the blocks
-                other.wait_over(deadline.left_s())
+            except (TransferError, CancelledError):
                 movement.told = told  # not to those whose it is
+                other.wait_over(deadline.left_s())  # what was submitted of it still touches the blocks
 
     def _wait_behind(
         self,

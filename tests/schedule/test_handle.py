@@ -6,9 +6,10 @@ import threading
 
 import pytest
 
-from paddle_kv import CancelledError, LayerwiseScheduler
+from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.offload import KVOffloadManager
+from paddle_kv.schedule import transfer as transfers
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Deadline
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, make_spec
@@ -43,7 +44,7 @@ def test_what_comes_true_at_the_last_moment_was_waited_for(rig: Rig) -> None:
     """Between the first look and the sleep."""
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         load = scheduler.onload([2], [3])
-        for answers in ([True], [False, True]):
+        for answers in ([True], [False, True], [False, False, True]):
             found = iter(answers)
             assert load._wait_for(lambda found=found: next(found), Deadline(0.0)) is True  # type: ignore[misc]
         assert not load._movement.waiters
@@ -123,4 +124,132 @@ def test_behind_a_chain_that_was_dropped_one_stands_behind_what_is_left(rig: Rig
                 load.wait(WAIT_S)
     rig.expect_offload([0], [0])
     rig.expect_onload([1], [0])
+    rig.check()
+
+
+def test_what_waits_for_the_end_of_others_waits_for_all_of_them_and_tells_nobody_how_they_ended(
+    rig: Rig, copies: Copies
+) -> None:
+    copies.hold("offload", 0)
+    copies.fail("offload", 1, RuntimeError("broken"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, KVOffloadManager(scheduler) as manager:
+        saves = [manager.save([key], [block], layerwise=True) for key, block in ((b"a", 3), (b"b", 4))]
+        again = manager.save([b"a", b"b"], [3, 4])
+        assert again._movement.depends_on == {save._movement for save in saves}
+        for save in saves:
+            save.mark_layer_written(0)
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        for save in saves:
+            save.cancel()
+        for wait in (again.wait_on, lambda timeout_s: again.wait_layer(0, timeout_s=timeout_s)):
+            with pytest.raises(TimeoutError):  # the first layer still reads the blocks
+                wait(timeout_s=SHORT_S)
+        copies.go_on()
+        again.wait_on(timeout_s=WAIT_S)
+        assert [save._movement.told for save in saves] == [False, False]
+
+
+def test_a_time_out_of_what_is_submitted_or_cancelled_names_no_layer(rig: Rig, copies: Copies) -> None:
+    copies.hold("offload", 1)
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load, save = scheduler.onload([4], [5]), scheduler.offload([3], [2], layerwise=True)
+        for layer in (0, 1):
+            save.mark_layer_written(layer)
+        for _ in range(2):
+            assert copies.arrived.acquire(timeout=WAIT_S)
+        with pytest.raises(TimeoutError, match="a layer was not submitted"):
+            save.wait(SHORT_S)
+        save.cancel()
+        for transfer in (load, save):
+            with pytest.raises(TimeoutError, match="the transfer was not over"):
+                transfer.wait(SHORT_S)
+        copies.go_on()
+
+
+def test_a_transfer_tells_what_may_be_marked(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load, save = scheduler.onload([4], [1]), scheduler.offload([3], [2], layerwise=True)
+        assert (load.layerwise, save.layerwise) == (False, True)
+        with monkeypatch.context() as broken:
+            broken.setattr(scheduler.backend, "record", lambda event, stream: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                save.mark_layer_written(1)
+        assert save.unmarked_layers == [0, 1, 2, 3, 4]
+        with pytest.raises(TypeError, match="function is 3"):
+            load.add_done_callback(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="behind is .*; a list of Transfer is expected"):
+            transfers.transfer_list([load, 3], "behind")
+        save.cancel()
+        with pytest.raises(CancelledError):
+            save.mark_layer_written(0)
+        assert save.unmarked_layers == [0, 1, 2, 3, 4]
+        with pytest.raises(CancelledError):  # it was cancelled behind the first look
+            save._mark(5, None, ())
+
+
+def test_a_cancel_out_of_a_section_is_done_behind_it(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        change(scheduler, save.cancel)
+        assert change(scheduler, lambda: save.state.value) == "cancelled"
+
+
+def test_a_layer_is_marked_once_whoever_is_at_it(rig: Rig) -> None:
+    """Two threads, or a signal handler between two instructions of a mark."""
+
+    class Interrupted(Exception):
+        pass
+
+    class Racing(dict):  # type: ignore[type-arg]
+        raised: type[Exception] = KeyError
+
+        def __getitem__(self, layer: int) -> object:
+            raise self.raised
+
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        movement = save._movement
+        unmarked = movement.unmarked
+        movement.unmarked = Racing(unmarked)
+        with pytest.raises(ValueError, match="layer = 0 is marked as written already"):
+            save.mark_layer_written(0)
+        movement.unmarked.raised = Interrupted
+        with pytest.raises(Interrupted):
+            save.mark_layer_written(0)
+        assert movement.unmarked.get(0) is not None
+        movement.unmarked = unmarked
+        event = unmarked[0]
+        save.mark_layer_written(0)
+        save.wait_layer(0, timeout_s=WAIT_S)
+        movement.unmarked[0] = event  # an exception came behind the hand-over
+        change(scheduler, lambda: transfers._mark(movement, 0, event, ()))
+        assert (save.unmarked_layers, movement.num_unsubmitted) == ([1, 2, 3, 4], 4)
+        save.cancel()
+
+
+def test_a_layer_that_a_failed_load_leaves_out_is_not_waited_for_in_vain(rig: Rig, copies: Copies) -> None:
+    copies.fail("onload", 1, RuntimeError("broken"))
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        load = scheduler.onload([4], [1], layers=[1])
+        load.wait_over(WAIT_S)
+        with pytest.raises(TransferError, match="broken"):
+            load.wait_layer(0)
+
+
+def test_layers_of_events_that_others_do_not_share_are_waited_for(rig: Rig) -> None:
+    with (
+        LayerwiseScheduler(rig.cache, rig.pool, layers_per_event=2) as one,
+        LayerwiseScheduler(rig.cache, rig.pool) as two,
+    ):
+        save, load = one.offload([1], [4], layerwise=True), two.onload([4], [2])
+        for layer, left in ((0, 5), (1, 3), (3, 3), (2, 1)):
+            save.mark_layer_written(layer)
+            change(two, list)  # behind the mark
+            assert load._movement.num_unsubmitted == left
+        save.mark_layer_written(4)
+        load.wait(WAIT_S)
+        save.wait(WAIT_S)
+    rig.expect_offload([1], [4])
+    rig.expect_onload([4], [2])
     rig.check()

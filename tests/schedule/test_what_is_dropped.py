@@ -157,3 +157,57 @@ def test_a_scheduler_that_is_never_asked_keeps_no_events_of_what_is_over(rig):
         assert backend.num_events < 30
         assert len(scheduler.resources._ties) < 10
     assert backend.num_events == 0 and not scheduler.resources._ties
+
+
+def test_what_fails_with_another_one_is_no_longer_waiting_to_be_submitted(copies, rig):
+    class Lost(CpuBackend):
+        def copy_layers(self, binding, work, stream):
+            if work.plan.direction == "offload" and work.first_group:
+                raise RuntimeError("lost")
+            super().copy_layers(binding, work, stream)
+
+    copies.hold("offload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=Lost()) as scheduler:
+        save, load = scheduler.offload([3], [2], layerwise=True), scheduler.onload([2], [5])
+        save.mark_layer_written(0)
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        with pytest.raises(TransferError, match="lost"):
+            save.mark_layer_written(1)
+            save.wait_layer(1, timeout_s=WAIT_S)
+        assert load.failed
+        assert load.state.value == "arriving"  # its first layer is behind that of the save
+        copies.go_on()
+        for transfer in (save, load):
+            with pytest.raises(TransferError, match="lost"):
+                transfer.wait(WAIT_S)
+
+
+def test_behind_one_that_failed_with_another_the_order_of_both_is_kept(rig):
+    """A load of some layers reads what the others of the block hold."""
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [9], layerwise=True)
+        whole, some = scheduler.onload([2], [1]), scheduler.onload([3], [1], layers=[2])
+        whole.cancel()
+        assert some.failed
+        last = scheduler.onload([4], [1])
+        for layer in range(5):
+            save.mark_layer_written(layer)
+        for transfer in (save, last):
+            transfer.wait(WAIT_S)
+    rig.expect_offload([1], [9])
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
+def test_a_cancel_names_the_first_layer_of_what_was_queued_and_what_was_not_marked(rig, copies):
+    copies.hold("offload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        scheduler.offload([1], [9])
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        save = scheduler.offload([2], [5], layerwise=True)
+        save.mark_layer_written(3)
+        scheduler.stats()  # behind the mark
+        save.cancel()
+        copies.go_on()
+        with pytest.raises(CancelledError, match="cancelled before layer 0 was moved"):
+            save.wait(WAIT_S)
