@@ -53,6 +53,7 @@ TESTS = {
         "tests/simulator/test_mutations.py",
         "tests/test_metrics.py",
         "tests/tiers/test_loading.py",
+        "tests/stress/test_cost.py",
     ],
     "paddle_kv/backend/": ["tests/backend", "tests/schedule"],
     "paddle_kv/memory/": ["tests/memory", "tests/schedule"],
