@@ -82,7 +82,10 @@ class Ranks:
 
     def has_failed(self, load_id: int) -> bool:
         """Whether a load has ended as failed, or may have, so long ago that nobody knows."""
-        return load_id in self._failed or (load_id <= self._forgotten and load_id not in self.pending)
+        pending = self.pending.get(load_id)
+        if pending is not None:  # perhaps decided, and not over because a rank is late
+            return pending.decided and bool(pending.failed)
+        return load_id in self._failed or load_id <= self._forgotten
 
     def check_loads(self, numbers: Iterable[int]) -> None:
         """TypeError or ValueError unless all of them are loads that were planned here."""

@@ -178,7 +178,7 @@ def test_a_transfer_tells_what_may_be_marked(rig: Rig, monkeypatch: pytest.Monke
         assert save.unmarked_layers == [0, 1, 2, 3, 4]
         with pytest.raises(TypeError, match="function is 3"):
             load.add_done_callback(3)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="behind is .*; a list of Transfer is expected"):
+        with pytest.raises(TypeError, match=r"behind is .*; a list of Transfer is expected"):
             transfers.transfer_list([load, 3], "behind")
         save.cancel()
         with pytest.raises(CancelledError):

@@ -1,0 +1,117 @@
+"""Small parts of the offload package, edge by edge: rates, prefetches, jobs, ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paddle_kv.offload import joining
+from paddle_kv.offload.below import RATE_WEIGHT, Rate
+from paddle_kv.offload.checks import check_device_ids
+from paddle_kv.offload.events import Mirror
+from paddle_kv.offload.fetching import BLOCKS_PER_JOB, parts_of
+from paddle_kv.offload.hashing import BlockHasher, cache_salt
+from paddle_kv.offload.jobs import HOST, Event, Job, Snapshot
+from paddle_kv.offload.joining import Pending, Ranks
+from paddle_kv.offload.prefetch import Prefetch
+
+
+def test_a_rate_is_that_of_the_first_load_and_follows_the_later_ones() -> None:
+    rate = Rate()
+    assert rate.began(4) == 4
+    assert rate.began(6) == 10
+    assert rate.seconds(5) == 0.0  # nothing is known
+    rate.ended(4, 4, 2.0)
+    assert rate.seconds(4) == pytest.approx(10 * 0.5)  # behind those under way
+    assert rate.seconds(0) == 0.0
+    rate.ended(6, 10, 15.0)
+    assert rate.seconds(1) == pytest.approx(0.5 + RATE_WEIGHT * (1.5 - 0.5))
+    rate.began(3)
+    rate.ended(3, 3, None)
+    assert rate.seconds(1) == pytest.approx(0.5 + RATE_WEIGHT * (1.5 - 0.5))
+
+
+def test_a_prefetch_is_read_in_parts_and_counts_over_them() -> None:
+    keys = [b"%d" % number for number in range(2 * BLOCKS_PER_JOB + 5)]
+    parts = list(parts_of(keys))
+    assert [len(part) for part in parts] == [BLOCKS_PER_JOB, BLOCKS_PER_JOB, 5]
+    assert [key for part in parts for key in part] == keys
+    fetching = [SimpleNamespace(num_blocks=count, num_arrived=count - 1, known=count > 1) for count in (3, 1)]
+    prefetch = Prefetch(SimpleNamespace(), fetching)  # type: ignore[arg-type]
+    assert (prefetch.num_blocks, prefetch.num_arrived, prefetch.done) == (4, 2, False)
+    fetching[1].known = True
+    assert prefetch.done
+
+
+def test_a_device_block_that_is_named_twice_is_named() -> None:
+    with pytest.raises(ValueError, match="names block 7 more than once"):
+        check_device_ids([b"a", b"b", b"c"], [3, 7, 7])
+    check_device_ids([b"a", b"b"], [7, 7], distinct=False)
+
+
+def test_a_mirror_compares_the_first_keys() -> None:
+    mirror = Mirror()
+    mirror.apply([Event(1, "stored", HOST, (b"a", b"b", b"d"))])
+    asked = ([b"a", b"b", b"c", b"d"], [b"a", b"b"], [b"x"], [])
+    assert [mirror.longest_prefix(keys) for keys in asked] == [2, 2, 0, 0]
+    assert mirror.longest_prefix([b"a"], "disk") == 0
+
+
+def test_a_server_without_shards_is_its_only_one() -> None:
+    assert cache_salt("m") == cache_salt("m", tp_rank=0, tp_size=1)
+
+
+def test_each_token_counts() -> None:
+    prefix = BlockHasher(1, b"").prefix()
+    assert len(prefix.append(range(9))) == prefix.num_tokens == 9
+
+
+def job(number: int, kind: str = "load", timeout_s: float | None = 1.0) -> Job:
+    return Job(number, kind, None, (b"a", b"b"), (0, 1), (2, 3), (5,), timeout_s)  # type: ignore[arg-type]
+
+
+def test_what_messages_hold_unless_it_is_said() -> None:
+    assert not job(1).layerwise
+    assert Snapshot(3).blocks == {}
+
+
+def test_a_job_keeps_the_first_reason_and_tells_in_order() -> None:
+    late = {9, 16, 27, 40}
+    assert list(late) != sorted(late)
+    pending = Pending(job(1), 0.0, set(late))
+    pending.fail("first")
+    pending.fail("second")
+    pending.failed = set(late)
+    outcome = pending.outcome()
+    assert (outcome.reason, outcome.late, outcome.failed) == ("first", (9, 16, 27, 40), (9, 16, 27, 40))
+
+
+def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "REMEMBERED_FAILURES", 2)
+    clock_s = [0.0]
+    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None)
+    assert not ranks.has_failed(1)
+    ranks.epochs[0] = 5
+    ranks.add(job(7, timeout_s=None))
+    ranks.add(job(99, "save"))
+    for number in (10, 11, 12):
+        ranks.add(job(number))
+        clock_s[0] += 1.5
+        ranks.expire()
+        expected = {9: number == 12, 10: True, number: True, 7: False}
+        assert {asked: ranks.has_failed(asked) for asked in expected} == expected
+    assert list(ranks._failed) == [11, 12]
+
+
+def test_a_save_waits_for_loads_that_are_not_decided() -> None:
+    clock_s = [0.0]
+    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None)
+    ranks.epochs[0] = 5
+    ranks.add(job(10))
+    ranks.add(job(11, timeout_s=None))
+    clock_s[0] = 1.5
+    [late], stuck = ranks.expire()
+    assert (late.job_id, late.late, stuck) == (10, (0,), [])  # decided, and still under way
+    ranks.add(job(12, "save"), [10, 11, 99])
+    assert ranks.pending[12].after == {11}
