@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from .rates import Rates, RateSnapshot
     from .request import Request
     from .s3fifo import S3Fifo
+    from .survival import Survival
 
 __all__ = [
     "POLICIES",
@@ -61,6 +62,7 @@ __all__ = [
     "SavePlan",
     "Snapshot",
     "Submitted",
+    "Survival",
     "cache_salt",
     "decide",
     "lookup_common",
@@ -83,6 +85,7 @@ _MODULE_OF = {
     "KVOffloadManager": "manager",
     "Lease": "lease",
     "Lru": "lru",
+    "Survival": "survival",
     "Mirror": "events",
     "Mover": "mover",
     "Namespace": "jobs",

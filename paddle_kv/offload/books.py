@@ -104,6 +104,7 @@ class Books:
 
     # ---- what a tier below has: see :class:`TieredBooks` ----
     tier: Tier | None = None
+    timeout_s = 0.0  # of a load from there
 
     def ask(self, keys: list[bytes]) -> Set[bytes]:
         """Those of the keys that a tier may have. Not in a section."""
@@ -118,8 +119,7 @@ class Books:
         started: Transfer = change(self, functools.partial(self.onload, keys, device_ids, compute))
         return started
 
-    def prefetch(self, keys: list[bytes], timeout_s: float | None) -> Prefetch:
-        """None: as long as a load may take."""
+    def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
         return Prefetch(self, [])
 
     def read_soon(self, keys: list[bytes]) -> Prefetch:

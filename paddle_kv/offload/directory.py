@@ -13,7 +13,7 @@ from .checks import check_device_ids, check_integer, checked_hashes
 from .contents import Contents
 from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan
 from .joining import Pending, Ranks
-from .policies import make_policy
+from .policies import DEFAULT_POLICY, make_policy
 from .policy import Policy
 from .slot_lru import SlotLru
 from .slots import NumberedSlots, Slots
@@ -27,7 +27,8 @@ class Directory(Contents):
         capacity_blocks: host blocks of each rank, the same number on all.
         num_ranks: each has a mover; nothing is found or planned before all of them have said hello (:meth:`join`).
         space: what the blocks are blocks of.
-        policy: "lru", "arc", "s3fifo", or a fresh object with the methods of :class:`~paddle_kv.offload.Policy`.
+        policy: "survival", "lru", "arc", "s3fifo", or a fresh object with the methods of
+            :class:`~paddle_kv.offload.Policy`.
         timeout_s: of a job that names no other; None: no bound, which a rank that dies unnoticed makes for ever.
         max_events: events kept until they are taken; 0: none are collected.
         clock: seconds, never going back.
@@ -60,7 +61,7 @@ class Directory(Contents):
         *,
         num_ranks: int = 1,
         space: Namespace | None = None,
-        policy: str | Policy[bytes] = "lru",
+        policy: str | Policy[bytes] = DEFAULT_POLICY,
         timeout_s: float | None = 10.0,
         max_events: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -73,7 +74,7 @@ class Directory(Contents):
         if policy == "lru" and slots is None:
             policy = SlotLru(capacity_blocks)
         elif isinstance(policy, str):
-            policy = make_policy(policy, capacity_blocks)
+            policy = make_policy(policy, capacity_blocks, clock)
         elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
         check_timeout(timeout_s, positive=True)

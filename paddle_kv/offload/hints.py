@@ -127,7 +127,7 @@ class Ended(Generic[Key]):
         self._resident = resident
         self._limit = SEEN_SHARE * capacity_blocks
         self._next: dict[Key, Key] = {}  # what followed a block last
-        self._others: dict[Key, tuple[Key, ...]] = {}  # and before
+        self._others: dict[Key, set[Key]] = {}  # and before
         self.blocks: set[Key] = set()
         self._order: deque[Key] = deque()
         self._waiting: dict[Key, list[Key]] = {}  # for this block to go
@@ -143,8 +143,11 @@ class Ended(Generic[Key]):
             before, new = prompt[at], prompt[found]
             known = following.get(before)
             if known is not None and known != new:
-                others = {known, *self._others.get(before, ())} - {new}
-                self._others[before] = tuple(one for one in others if one in self._resident)
+                others = self._others.setdefault(before, set())
+                others.add(known)
+                others.discard(new)
+                if len(others) & (len(others) - 1) == 0:  # at each doubling those that have gone are forgotten
+                    self._others[before] = {one for one in others if one in self._resident}
         following.update(zip(prompt[at:], prompt[at + 1 :], strict=False))
         if len(following) > self._limit + len(prompt):
             self._next = {key: one for key, one in following.items() if key in self._resident}

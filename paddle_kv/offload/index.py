@@ -39,6 +39,7 @@ class BlockIndex(Generic[Key]):
         self._admitted_blocks = 0
         self._on_prompt = getattr(policy, "on_prompt", None)
         self._on_end = getattr(policy, "on_end", None)
+        self._on_save = getattr(policy, "on_save", None)
         # Not one that a subclass inherits: it would pass by the methods that the subclass overrides.
         self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
 
@@ -117,6 +118,8 @@ class BlockIndex(Generic[Key]):
         """
         admitted: dict[Key, int] = {}
         self.expected.lapse(self._admitted_blocks)
+        if self._on_save is not None:
+            self._on_save(keys)
         there = self._hold_present(keys)
         try:
             self._admit(keys, free_slots, admitted)

@@ -54,7 +54,7 @@ class LookAhead:
         """
         keys = checked_hashes(hashes)
         change(self._books, functools.partial(self._books.expect, keys, in_seconds))
-        return self._books.prefetch(keys, None)
+        return self._books.prefetch(keys, self._books.timeout_s)
 
     def end(self, hashes: Sequence[bytes]) -> None:
         """The session of this prompt is over: its blocks are evicted before all others, from the end on. A block stays

@@ -20,6 +20,7 @@ from .hashing import BlockHasher, PrefixHasher, spec_salt
 from .keeping import Keeping
 from .lease import Lease
 from .look_ahead import LookAhead
+from .policies import DEFAULT_POLICY
 from .policy import Policy
 from .rates import Rates
 from .request import Request
@@ -35,8 +36,8 @@ class KVOffloadManager(Keeping, LookAhead):
     Args:
         scheduler: moves the blocks; its host pool is where they are kept. The manager takes blocks of the pool and
             gives them back when they are evicted, when a save fails, and by :meth:`close`; it closes neither of both.
-        policy: which block goes when room is needed: "lru", "arc", "s3fifo", or a fresh object with the methods of
-            :class:`~paddle_kv.offload.Policy`.
+        policy: which block goes when room is needed: "survival", "lru", "arc", "s3fifo", or a fresh object with the
+            methods of :class:`~paddle_kv.offload.Policy`.
         write_through: what :meth:`blocks_full` and :meth:`blocks_evicted` do.
         salt: what the content of a block depends on besides its tokens and the cache's spec (always part of the hash):
             the model and its revision, the LoRA adapter, the tensor-parallel rank; see :func:`cache_salt`.
@@ -73,7 +74,7 @@ class KVOffloadManager(Keeping, LookAhead):
         self,
         scheduler: LayerwiseScheduler,
         *,
-        policy: str | Policy[bytes] = "lru",
+        policy: str | Policy[bytes] = DEFAULT_POLICY,
         write_through: bool = True,
         salt: bytes = b"",
         capacity_bytes: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -9,17 +10,20 @@ from .arc import Arc
 from .lru import Lru
 from .policy import Policy
 from .s3fifo import S3Fifo
+from .survival import Survival
 
 # name -> the policy for an index of that many blocks
-POLICIES: dict[str, Callable[[int], Policy[Any]]] = {"lru": Lru, "arc": Arc, "s3fifo": S3Fifo}
+POLICIES: dict[str, Callable[[int], Policy[Any]]] = {"lru": Lru, "arc": Arc, "s3fifo": S3Fifo, "survival": Survival}
+DEFAULT_POLICY = "survival"
 
 
-def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
+def make_policy(name: str, capacity_blocks: int, clock: Callable[[], float] = time.monotonic) -> Policy[Any]:
     """A fresh policy for an index of that many blocks.
 
     Args:
-        name: ``"lru"``, ``"arc"`` or ``"s3fifo"``: the keys of ``POLICIES``.
+        name: ``"lru"``, ``"arc"``, ``"s3fifo"`` or ``"survival"``: the keys of ``POLICIES``.
         capacity_blocks: of the index.
+        clock: seconds, never going back, for a policy that needs the time.
 
     Raises:
         ValueError: an unknown name.
@@ -27,10 +31,12 @@ def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
     Example:
         >>> from paddle_kv.offload import POLICIES, make_policy
         >>> sorted(POLICIES), type(make_policy("arc", 100)).__name__
-        (['arc', 'lru', 's3fifo'], 'Arc')
+        (['arc', 'lru', 's3fifo', 'survival'], 'Arc')
     """
     if name not in POLICIES:
         raise ValueError(
             f"policy = {name!r} must be one of {', '.join(POLICIES)}, or an object with the methods of Policy"
         )
+    if name == "survival":
+        return Survival(capacity_blocks, clock)
     return POLICIES[name](capacity_blocks)

@@ -17,7 +17,11 @@ class Policy(Protocol[Key]):
 
     A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no victim
     was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and returns
-    the victim; the index then calls that instead, for speed. Subclasses do not inherit it.
+    the victim; the index then calls that instead, for speed. Subclasses do not inherit it. A victim that is the block
+    itself is a refusal: that block is not let in.
+
+    Three more methods are called where a class has them: ``on_prompt(keys)`` with the whole prompt of a look-up, before
+    the uses; ``on_save(keys)`` with what is about to be inserted; ``on_end(keys)`` with a prompt whose session is over.
 
     Example:
         >>> from paddle_kv.offload import BlockIndex

@@ -95,8 +95,8 @@ class TieredBooks(Books):
                 raise TransferError(f"the tier could not be asked: {error}") from None
         return transfer  # type: ignore[no-any-return]
 
-    def prefetch(self, keys: list[bytes], timeout_s: float | None) -> Prefetch:
-        timeout_s, below = self.timeout_s if timeout_s is None else check_time(timeout_s), self.ask(keys)
+    def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
+        timeout_s, below = check_time(timeout_s), self.ask(keys)
 
         def start() -> Prefetch:
             found, fetching = change(self, functools.partial(self._prefetch, keys, below, timeout_s))

@@ -306,7 +306,7 @@ def test_pictures_show_something(trace: Path, tmp_path: Path, monkeypatch: pytes
     one = drawn(["replay", str(trace), "--capacity", "100"], tmp_path / "one", monkeypatch)
     assert list(one) == ["waiting_time.png", "timeline.png"], "one capacity makes no line"
     labels = [line.get_label() for line in one["waiting_time.png"].axes[0].lines]
-    assert labels == ["recompute", "lru, arc, s3fifo: whole", "lru, arc, s3fifo: layerwise"]
+    assert labels == ["recompute", "lru, arc, s3fifo, survival: whole", "lru, arc, s3fifo, survival: layerwise"]
 
     path = tmp_path / "new.jsonl"
     path.write_text("\n".join(json.dumps({"timestamp": n, "input_length": 9, "hash_ids": [n]}) for n in range(9)))

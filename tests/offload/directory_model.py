@@ -240,7 +240,7 @@ class Trial:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.directory = Directory(
-            capacity, num_ranks=num_ranks, timeout_s=TIMEOUT_S, max_events=1000, clock=lambda: self.now_s
+            capacity, policy="lru", num_ranks=num_ranks, timeout_s=TIMEOUT_S, max_events=1000, clock=lambda: self.now_s
         )
         self.model = Model(capacity, num_ranks)
         self.ranks = [Rank(number, capacity) for number in range(num_ranks)]

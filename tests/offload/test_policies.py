@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from paddle_kv.offload import POLICIES, Arc, BlockIndex, S3Fifo, make_policy
 from tests.reference.policies import ArcReference, LruReference, S3FifoReference
 
-REFERENCES: dict[str, Any] = {"lru": LruReference, "arc": ArcReference, "s3fifo": S3FifoReference}
+# Survival goes by the order of use until it has learnt.
+REFERENCES: dict[str, Any] = {
+    "lru": LruReference,
+    "arc": ArcReference,
+    "s3fifo": S3FifoReference,
+    "survival": LruReference,
+}
 names = pytest.mark.parametrize("name", list(POLICIES))
 
 
@@ -79,6 +85,9 @@ class FourMethods:
     def __init__(self, policy: Any) -> None:
         self.on_insert, self.on_access = policy.on_insert, policy.on_access
         self.on_remove, self.victim = policy.on_remove, policy.victim
+        for name in ("on_prompt", "on_save", "on_end"):
+            if hasattr(policy, name):
+                setattr(self, name, getattr(policy, name))
 
 
 @names

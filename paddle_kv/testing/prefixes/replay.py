@@ -145,13 +145,16 @@ def _run_policy(
     tier_blocks: int,
     progress: Progress,
 ) -> Run:
-    index: BlockIndex[int] = BlockIndex(make_policy(policy, capacity_blocks), capacity_blocks)
+    now_s = [0.0]
+    made = make_policy(policy, capacity_blocks, lambda: now_s[0])
+    index: BlockIndex[int] = BlockIndex(made, capacity_blocks)
     distinct = len({block for request in requests for block in request.block_ids})
     longest = max((len(request.block_ids) for request in requests), default=0)
     free_slots = list(range(min(capacity_blocks, distinct + longest)))  # more are never taken
     hits, saved = [], 0
     tier, tier_hits = _Tier(tier_blocks), []
     for number, request in enumerate(requests):
+        now_s[0] = request.arrival_s
         if tier_blocks:
             found, from_tier = _from_both(index, tier, request.block_ids, free_slots)
             tier_hits.append(from_tier)
@@ -190,7 +193,7 @@ def _from_both(index: BlockIndex[int], tier: _Tier, keys: Sequence[int], free_sl
                 break
             wanted.append(key)
         found += 1
-    index.lookup([key for key in keys[:found] if key in index.slots])
+    index.lookup([key for key in keys[:found] if key in index.slots], keys)
     index.pin(keys[:found])
     index.admit(wanted, free_slots)
     index.unpin(keys[:found])

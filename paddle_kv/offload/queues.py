@@ -1,0 +1,141 @@
+"""The runs of a survival policy by class and age: who is watched, who may go, and who goes next."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic
+
+from .policy import Key
+from .returns import EDGES_S, NUM_PARTS, WIDTHS_S, Returns
+from .run import Run
+
+LOOKS_PER_PART = 4  # while a run is in a part of age
+
+
+class Queues(Generic[Key]):
+    """Of each class and part of age two queues, the run that was used first in front: of all that are watched, and of
+    those that may go.
+
+    Args:
+        returns: is told what came through a part, and says what those of a class are worth at an age.
+        told_part, passed: called with each run that enters this part of age.
+        faded: called with each that is too old to be watched.
+    """
+
+    def __init__(
+        self,
+        returns: Returns,
+        told_part: int,
+        passed: Callable[[Run[Key]], None],
+        faded: Callable[[Run[Key]], None],
+    ) -> None:
+        self._returns, self._told_part, self._passed, self._faded = returns, told_part, passed, faded
+        classes, parts = range(returns.num_classes), range(NUM_PARTS)
+        self._watched: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
+        self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
+        self._used: list[set[int]] = [set() for _ in parts]  # classes that have had anything in this part
+        self._next_look_s = [0.0] * NUM_PARTS
+        self._cheapest: list[tuple[float, int, int]] = []  # heap of the queues of leaves; empty ones are dropped late
+        self.price()
+
+    def watch(self, run: Run[Key]) -> None:
+        run.watched = True
+        self._used[run.part].add(run.klass)
+        self._watched[run.klass][run.part][run] = None
+
+    def unwatch(self, run: Run[Key]) -> None:
+        if run.watched:
+            run.watched = False
+            del self._watched[run.klass][run.part][run]
+
+    def enter(self, run: Run[Key]) -> None:
+        """It may go."""
+        if not run.leaf and run.live:
+            run.leaf = True
+            queue = self._leaves[run.klass][run.part]
+            if not queue:
+                heapq.heappush(self._cheapest, (self.worth[run.klass][run.part], run.klass, run.part))
+            queue[run] = None
+
+    def leave(self, run: Run[Key]) -> None:
+        """It may not."""
+        if run.leaf:
+            run.leaf = False
+            del self._leaves[run.klass][run.part][run]
+
+    def use_again(self, run: Run[Key]) -> None:
+        """Behind the others of its age."""
+        if run.leaf:
+            self._leaves[run.klass][run.part].move_to_end(run)
+
+    def reclass(self, run: Run[Key], klass: int) -> None:
+        watched, leaf = run.watched, run.leaf
+        self.unwatch(run)
+        self.leave(run)
+        run.klass = klass
+        if watched:
+            self.watch(run)
+        if leaf:
+            self.enter(run)
+
+    def advance(self, now_s: float) -> None:
+        """Runs have grown older."""
+        for part, look_s in enumerate(self._next_look_s):
+            if now_s < look_s:
+                continue
+            self._next_look_s[part] = now_s + WIDTHS_S[part] / LOOKS_PER_PART
+            before_s = now_s - EDGES_S[part + 1]
+            for klass in self._used[part]:
+                queue = self._watched[klass][part]
+                while queue:
+                    run = next(iter(queue))
+                    if run.touched_s > before_s:
+                        break
+                    self._grow(run)
+
+    def _grow(self, run: Run[Key]) -> None:
+        self._returns.survived[run.klass][run.part] += 1
+        self.unwatch(run)
+        if run.part + 1 == NUM_PARTS:
+            self._faded(run)
+            return
+        klass, part = run.klass, run.part + 1
+        if run.leaf:
+            del self._leaves[klass][part - 1][run]
+            queue = self._leaves[klass][part]
+            if not queue:
+                heapq.heappush(self._cheapest, (self.worth[klass][part], klass, part))
+            queue[run] = None
+        run.part, run.watched = part, True
+        self._used[part].add(klass)
+        self._watched[klass][part][run] = None
+        if part == self._told_part:
+            self._passed(run)
+
+    def price(self) -> None:
+        """By what was learnt since."""
+        self.worth = self._returns.worth()
+        self._cheapest = [
+            (self.worth[klass][part], klass, part)
+            for klass, queues in enumerate(self._leaves)
+            for part, queue in enumerate(queues)
+            if queue
+        ]
+        heapq.heapify(self._cheapest)
+
+    def next(self) -> Run[Key] | None:
+        """The one that is worth least; None: there is none that may go."""
+        heap = self._cheapest
+        while heap:
+            _, klass, part = heap[0]
+            queue = self._leaves[klass][part]
+            if queue:
+                return next(iter(queue))
+            heapq.heappop(heap)
+        return None
+
+    def all(self) -> list[Run[Key]]:
+        """Those that may go, worth least first."""
+        return [run for _, klass, part in sorted(set(self._cheapest)) for run in self._leaves[klass][part]]

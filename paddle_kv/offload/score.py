@@ -1,0 +1,97 @@
+"""Whether a run will be used again at all, guessed from what is known when its prompt comes.
+
+A logistic regression over the turn, the length of the prompt, the share of it that was seen before, how much it has
+grown, and the time since the turn before. It is fitted to the last outcomes by Newton's method, every few hundred
+prompts. Of the prompts of one turn, its thirds are the classes of which :mod:`.returns` counts the returns: what the
+score promises is not relied on, only its order.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from math import log2
+from operator import mul
+
+from .returns import EDGES_S, part_of
+
+TURNS = 8  # the last one stands for all that follow
+LEVELS = 3  # of the score
+CLASSES = TURNS * LEVELS
+HORIZON_PART = part_of(180.0)  # what has not come back by then counts as lost; so an outcome is soon known
+NUM_OUTCOMES = 4096  # are remembered
+FIT_EVERY = 512  # outcomes
+MIN_OUTCOMES = 96  # of a turn, before its thirds are told apart
+RIDGE = 1.0
+NEWTON_STEPS = 5
+
+Facts = tuple[float, ...]
+
+
+class Score:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._weights: list[float] = []
+        self._limits: list[list[float]] = [[] for _ in range(TURNS)]  # between the levels of a turn
+        self._outcomes: deque[tuple[Facts, int, bool, float]] = deque(maxlen=NUM_OUTCOMES)
+        self._fresh = 0
+
+    @staticmethod
+    def facts(turn: int, num_blocks: int, known_blocks: int, gap_s: float) -> Facts:
+        """Of a prompt of so many blocks, of which so many were seen before; ``gap_s`` since the turn before."""
+        size, first = log2(1 + num_blocks), float(turn == 1)
+        grown = log2(1 + max(0, num_blocks - known_blocks))
+        return (
+            1.0,
+            first,
+            float(turn == 2),
+            log2(turn),
+            size,
+            first * size,
+            known_blocks / num_blocks,
+            grown,
+            log2(1 + gap_s),
+        )
+
+    def class_of(self, turn: int, facts: Facts) -> int:
+        """Of ``CLASSES``: by turn and, within it, by score."""
+        group = min(turn, TURNS) - 1
+        limits = self._limits[group]
+        level = bisect_right(limits, sum(map(mul, facts, self._weights))) if limits else LEVELS // 2
+        return group * LEVELS + level
+
+    def learn(self, facts: Facts, turn: int, back: bool, touched_s: float) -> None:
+        """What became of a prompt of that time."""
+        self._outcomes.append((facts, turn, back, touched_s))
+        self._fresh += 1
+
+    def fit(self, now_s: float) -> None:
+        """Of prompts whose outcome is known in any case: those that came back early are not all."""
+        if self._fresh < FIT_EVERY:
+            return
+        until_s = now_s - EDGES_S[HORIZON_PART]
+        known = [one for one in self._outcomes if one[3] <= until_s]
+        self._fresh = 0
+        if len(known) < MIN_OUTCOMES:
+            return
+        import numpy as np
+
+        facts = np.array([one[0] for one in known])
+        back = np.array([one[2] for one in known], float)
+        spread = facts.std(0)
+        scale = np.where(spread > 0, spread, 1.0)
+        scaled = facts / scale
+        weights = np.zeros(facts.shape[1])
+        for _ in range(NEWTON_STEPS):
+            chance = 1 / (1 + np.exp(-np.clip(scaled @ weights, -30, 30)))
+            slope = scaled.T @ (back - chance) - RIDGE * weights
+            curve = (scaled * (chance * (1 - chance))[:, None]).T @ scaled + RIDGE * np.eye(len(weights))
+            weights += np.linalg.solve(curve, slope)
+        weights /= scale
+        scores, turns = facts @ weights, np.array([min(one[1], TURNS) for one in known])
+        self._weights = weights.tolist()
+        for turn in range(TURNS):
+            own = scores[turns == turn + 1]
+            enough = len(own) >= MIN_OUTCOMES
+            self._limits[turn] = np.quantile(own, np.arange(1, LEVELS) / LEVELS).tolist() if enough else []

@@ -1,0 +1,363 @@
+"""Survival: keeps the runs of blocks that are likeliest to be used again soon, as it learns while it serves.
+
+A *run* is what one prompt used last: the blocks of its path that no later prompt has used. A head that several
+prompts share is a run of its own. A run goes from its end, and only if nothing that is there hangs on its last block.
+Runs are watched for a while after they have gone, so that it is known what would have come back. A run is of a class,
+by its turn, by what a logistic score says of its chance to come back at all (:mod:`.score`) and by whether its
+session is said to be over; when those of a class come back is counted by age (:mod:`.returns`). The run with the
+lowest Gittins index goes first (:mod:`.queues`); one that comes competes with those that are there, and may not be
+let in. While all of that finds less than the order of use would, the order of use decides (:mod:`.guard`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from itertools import groupby
+from typing import Generic
+
+from .guard import Guard
+from .policy import Key
+from .queues import Queues
+from .returns import Returns, part_of
+from .run import Run
+from .score import CLASSES, HORIZON_PART, LEVELS, TURNS, Score
+
+OPEN, OVER, LEFT, HEAD = range(4)  # kinds of classes: sessions; those that are over; branches left behind; shared heads
+PRIORS = [0.05, 0.0, 0.0, 0.05]  # the chance that such a run returns within a part of age, before anything was seen
+PRICE_EVERY = 128  # prompts
+COMING_FACTOR = 4  # blocks that were looked up and not inserted yet: so many times the capacity, at most
+MIN_GHOSTS = 1024  # runs that have gone and are watched: as many as the capacity has blocks, and at least these
+
+
+class Survival(Generic[Key]):
+    """For an index of ``capacity_blocks``.
+
+    Args:
+        clock: seconds, never going back: ages of minutes are what it learns.
+    """
+
+    def __init__(self, capacity_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._max_coming = COMING_FACTOR * capacity_blocks
+        self._max_ghosts = max(MIN_GHOSTS, capacity_blocks)
+        self._owner: dict[Key, Run[Key]] = {}  # of each block that is there
+        self._coming: dict[Key, Run[Key]] = {}  # of blocks that were looked up
+        self._signs: dict[Key, Run[Key]] = {}
+        self._hanging: dict[Key, int] = {}  # on a block: runs that have blocks which are there
+        self._order: OrderedDict[Run[Key], None] = OrderedDict()  # with blocks; the one used longest ago first
+        self._over: OrderedDict[Run[Key], None] = OrderedDict()  # of sessions that are over
+        self._ghosts: OrderedDict[Run[Key], None] = OrderedDict()  # without; watched
+        self._returns = Returns(PRIORS, CLASSES, LEVELS)
+        self._queues: Queues[Key] = Queues(self._returns, HORIZON_PART, self._passed, self._faded)
+        self._score = Score()
+        self._guard = Guard(capacity_blocks)
+        self._num_prompts = 0
+        self._going: Run[Key] | None = None  # the one that makes room now
+
+    # ---- prompts ----
+    def on_prompt(self, prompt: Sequence[Key]) -> None:
+        """It is looked up: its blocks that are there are used, the others may come."""
+        now_s = self.clock()
+        self._going = None
+        self._queues.advance(now_s)
+        self._num_prompts += 1
+        if self._num_prompts % PRICE_EVERY == 0:
+            self._score.fit(now_s)
+            self._queues.price()
+        if not prompt:
+            return
+        if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
+            prompt = list(dict.fromkeys(prompt))
+        parts: list[tuple[Run[Key], int]] = []
+        for run, keys in groupby(map(self._owner.get, prompt)):
+            if run is None:
+                break
+            parts.append((run, len(list(keys))))
+        found = sum(count for _, count in parts)
+        self._guard.saw(prompt, found, now_s)
+        back = [run for run in map(self._signs.get, prompt) if run is not None]
+        for known in back:
+            self._came_back(known, now_s)
+        own = found
+        while parts and parts[-1][0] in back and not parts[-1][0].head:
+            own -= parts[-1][1]
+            parts.pop()
+        heads, start = [], 0
+        for run, count in parts:
+            heads.append(self._head_of(run, prompt[start : start + count], back, now_s))
+            start += count
+        if own < len(prompt):
+            self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+        for run in back:
+            if run.live and not run.watched and not run.head:
+                self._leave_behind(run)
+        for run in reversed(heads):  # as of one prompt: the first blocks are the ones used last
+            self._queues.leave(run)
+            run.touched_s, run.part = now_s, 0
+            run.klass = HEAD * CLASSES + (min(run.turn, TURNS) - 1) * LEVELS
+            self._watch(run)
+            self._queues.enter(run)
+            self._order.move_to_end(run)
+
+    def _came_back(self, run: Run[Key], now_s: float) -> None:
+        if run.watched:
+            self._returns.came_back(run.klass, part_of(now_s - run.touched_s))
+            if run.facts is not None:
+                self._score.learn(run.facts, run.turn, True, run.touched_s)
+                run.facts = None
+        self._unwatch(run)
+
+    def _head_of(self, run: Run[Key], keys: Sequence[Key], back: list[Run[Key]], now_s: float) -> Run[Key]:
+        """These blocks of its front are shared by a prompt that goes elsewhere behind them."""
+        if run in back:
+            run.head = True
+            run.turn += 1
+            return run
+        head = Run(list(keys), run.parent, keys[-1], now_s, run.turn + 1, HEAD * CLASSES)
+        head.head = True
+        self._take(head, keys)
+        return head
+
+    def _begin(self, prompt: Sequence[Key], own: int, found: int, before: list[Run[Key]], now_s: float) -> None:
+        """A run of all behind the heads: of the session that goes on, or of a first turn."""
+        length = len(prompt)
+        turn, gap_s, known = 1, 0.0, found
+        if before:
+            last = max(before, key=lambda run: run.turn)
+            turn, gap_s, known = last.turn + 1, now_s - last.touched_s, min(length, max(run.length for run in before))
+        facts = self._score.facts(turn, length, known, gap_s)
+        sign = prompt[-2] if length - 2 >= own else prompt[-1]
+        parent = prompt[own - 1] if own else None
+        run = Run(list(prompt[own:]), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
+        run.length, run.facts = length, facts
+        self._take(run, prompt[own:found])
+        self._watch(run)
+        if len(self._coming) > self._max_coming:
+            self._coming = {}
+        self._coming.update(dict.fromkeys(prompt[found:], run))
+
+    def _take(self, run: Run[Key], keys: Sequence[Key]) -> None:
+        """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
+        if not keys:
+            return
+        owner = self._owner
+        start = 0
+        for before, part in groupby([owner[key] for key in keys]):
+            count = len(list(part))
+            start += count
+            before.live -= count
+            self._move(before, keys[start - 1])
+        owner.update(dict.fromkeys(keys, run))
+        run.live += len(keys)
+        if run.live == len(keys):
+            self._appear(run)
+
+    def _move(self, run: Run[Key], parent: Key) -> None:
+        """It has lost its front to another, up to this block."""
+        old, run.parent = run.parent, parent
+        if run.live:
+            self._hanging[parent] = self._hanging.get(parent, 0) + 1
+        else:
+            self._disappear(run)
+        self._unhang(old)
+
+    def _leave_behind(self, run: Run[Key]) -> None:
+        """Its prompt went on from the middle: what lies behind that is likely of no use."""
+        self._queues.leave(run)
+        self._over.pop(run, None)
+        run.klass, run.sign = LEFT * CLASSES, run.keys[-1]
+        self._watch(run)
+        self._queues.enter(run)
+
+    def on_save(self, keys: Sequence[Key]) -> None:
+        """These are about to be inserted, as far as they are absent: answers, say, that no look-up has seen."""
+        if not keys or keys[-1] in self._coming or keys[-1] in self._owner:
+            return
+        fresh = [key for key in dict.fromkeys(keys) if key not in self._owner and key not in self._coming]
+        first = keys.index(fresh[0])
+        above = keys[first - 1] if first else None
+        run = None
+        if above is not None:
+            run = self._owner.get(above) or self._coming.get(above)
+        if run is not None and run.keys[-1] == above:
+            run.keys += fresh
+            run.length += len(fresh)
+        else:
+            run = Run(fresh, above, fresh[-1], self.clock(), 1, LEVELS // 2)
+            self._watch(run)
+        self._coming.update(dict.fromkeys(fresh, run))
+
+    def on_end(self, prompt: Sequence[Key]) -> None:
+        """The session of this prompt is over, it is said."""
+        for run in {id(run): run for run in map(self._owner.get, prompt) if run is not None}.values():
+            if not run.head and run.klass < CLASSES and run.keys[-1] in prompt:
+                self._queues.reclass(run, OVER * CLASSES + run.klass)
+                self._over[run] = None
+        self._going = None
+
+    # ---- blocks ----
+    def on_insert(self, key: Key) -> None:
+        if key in self._owner:
+            return
+        run = self._coming.pop(key, None)
+        if run is None:  # of nobody knows what
+            run = Run([key], None, key, self.clock(), 1, LEVELS // 2)
+            self._watch(run)
+        self._owner[key] = run
+        run.live += 1
+        run.end = len(run.keys)
+        if run.live == 1:
+            self._appear(run)
+
+    def on_access(self, key: Key) -> None:
+        self._queues.use_again(self._owner[key])
+
+    def on_remove(self, key: Key) -> None:
+        run = self._owner.pop(key)
+        run.live -= 1
+        if not run.live:
+            self._disappear(run)
+            self._unhang(run.parent)
+
+    def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
+        """``incoming`` itself: it shall not be let in."""
+        if not self._guard.trusts:
+            key = self._oldest(pinned)
+            if key is not None:
+                self.on_remove(key)
+            return key
+        run = self._going
+        key = self._last(run) if run is not None else None
+        if run is None or key is None or key in self._hanging or key in pinned:
+            chosen = self._cheapest(pinned)
+            if chosen is None:
+                key = self._oldest(pinned)
+                if key is not None:
+                    self.on_remove(key)
+                return key
+            run, key = chosen
+            self._going = run
+        if incoming is not None and incoming not in pinned:
+            own = self._coming.get(incoming)
+            worth = self._queues.worth
+            if own is not None and own is not run and worth[own.klass][own.part] < worth[run.klass][run.part]:
+                return incoming
+        self.on_remove(key)
+        return key
+
+    def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
+        key = self.victim(incoming, pinned)
+        if key is not None and key != incoming:
+            self.on_insert(incoming)
+        return key
+
+    def _cheapest(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
+        """The run that is worth least, and its last block."""
+        while (run := self._queues.next()) is not None:
+            key = self._last(run)
+            if key in pinned:
+                break
+            if key not in self._hanging:
+                return run, key
+            self._queues.leave(run)  # until what hangs on it has gone
+        for run in self._queues.all():
+            key = self._last(run)
+            if key not in pinned and key not in self._hanging:
+                return run, key
+        return None
+
+    def _oldest(self, pinned: Container[Key]) -> Key | None:
+        """The block used longest ago; before all others those of sessions that are over, unless it is known better."""
+        blocked, found = [], None
+        for run in self._over if not self._guard.warm or self._guard.trusts else ():
+            key = self._last(run)
+            if key in self._hanging:
+                blocked.append(run)  # until what hangs on it has gone
+            elif key not in pinned:
+                found = key
+                break
+        for run in blocked:
+            del self._over[run]
+        if found is not None:
+            return found
+        owner = self._owner
+        for run in self._order:
+            for position in range(run.end - 1, -1, -1):
+                key = run.keys[position]
+                if owner.get(key) is run and key not in pinned:
+                    return key
+        return None
+
+    def _last(self, run: Run[Key]) -> Key:
+        """Its last block that is there."""
+        owner, keys, end = self._owner, run.keys, run.end
+        while owner.get(keys[end - 1]) is not run:
+            end -= 1
+        run.end = end
+        return keys[end - 1]
+
+    # ---- runs ----
+    def _appear(self, run: Run[Key]) -> None:
+        """The first of its blocks is there."""
+        if run.parent is not None:
+            self._hanging[run.parent] = self._hanging.get(run.parent, 0) + 1
+        self._ghosts.pop(run, None)
+        self._order[run] = None
+        self._queues.enter(run)
+
+    def _disappear(self, run: Run[Key]) -> None:
+        """The last of its blocks has gone."""
+        self._queues.leave(run)
+        del self._order[run]
+        self._over.pop(run, None)
+        if run is self._going:
+            self._going = None
+        if run.watched:
+            self._remember(run)
+
+    def _remember(self, run: Run[Key]) -> None:
+        """Without blocks it is watched, as long as there are not too many of these."""
+        self._ghosts[run] = None
+        if len(self._ghosts) > self._max_ghosts:
+            self._unwatch(next(iter(self._ghosts)))
+
+    def _unhang(self, parent: Key | None) -> None:
+        """One run less hangs on this block."""
+        if parent is None:
+            return
+        count = self._hanging[parent] - 1
+        if count:
+            self._hanging[parent] = count
+            return
+        del self._hanging[parent]
+        above = self._owner.get(parent)
+        if above is not None:
+            self._queues.enter(above)
+            if above.klass // CLASSES == OVER:
+                self._over[above] = None
+
+    def _watch(self, run: Run[Key]) -> None:
+        other = self._signs.get(run.sign)
+        if other is not None and other is not run:
+            self._unwatch(other)
+        self._signs[run.sign] = run
+        self._queues.watch(run)
+        if not run.live:
+            self._remember(run)
+
+    def _unwatch(self, run: Run[Key]) -> None:
+        self._queues.unwatch(run)
+        self._ghosts.pop(run, None)
+        if self._signs.get(run.sign) is run:
+            del self._signs[run.sign]
+
+    def _passed(self, run: Run[Key]) -> None:
+        if run.facts is not None:
+            self._score.learn(run.facts, run.turn, False, run.touched_s)
+            run.facts = None
+
+    def _faded(self, run: Run[Key]) -> None:
+        if not run.live:
+            self._unwatch(run)

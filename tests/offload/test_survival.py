@@ -1,0 +1,197 @@
+"""The policy that learns: what it may let go of, what it remembers, and that it is not behind the order of use."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload import BlockIndex, make_policy
+from paddle_kv.offload.guard import Guard
+from paddle_kv.offload.survival import MIN_GHOSTS, Survival
+from tests.offload.streams import STREAMS, Prompts, sessions
+
+POINTS = 0.3
+
+
+class Served:
+    """A policy and its index, in the time of a stream."""
+
+    def __init__(self, name: str, capacity: int) -> None:
+        self.now_s = 0.0
+        self.policy: Any = make_policy(name, capacity, lambda: self.now_s)
+        self.index: BlockIndex[Any] = BlockIndex(self.policy, capacity)
+        self.free = list(range(capacity))
+
+    def use(self, arrival_s: float, prompt: list[int]) -> int:
+        self.now_s = arrival_s
+        found = self.index.lookup(prompt)
+        self.index.admit(prompt[found:], self.free)
+        return found
+
+
+def hit_rate(name: str, capacity: int, prompts: Prompts) -> float:
+    served = Served(name, capacity)
+    found = sum(served.use(arrival_s, prompt) for arrival_s, prompt in prompts)
+    return 100 * found / sum(len(prompt) for _, prompt in prompts)
+
+
+def check(served: Served) -> None:
+    """All that the policy keeps agrees with the index, and with itself."""
+    policy: Survival[int] = served.policy
+    slots = set(served.index.slots)
+    assert policy._owner.keys() == slots
+    live: dict[Any, int] = {}
+    for run in policy._owner.values():
+        live[run] = live.get(run, 0) + 1
+    assert {run: run.live for run in policy._order} == live
+    hanging: dict[int, int] = {}
+    for run in live:
+        if run.parent is not None:
+            hanging[run.parent] = hanging.get(run.parent, 0) + 1
+    assert policy._hanging == hanging
+    queued = {run for row in policy._queues._leaves for queue in row for run in queue}
+    assert queued == {run for run in live if run.leaf}
+    for run in live:  # who may go is queued, or something hangs on its end
+        assert run.leaf or policy._last(run) in hanging
+    assert all(not run.live and run.watched for run in policy._ghosts)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_books_and_victims(trusted: bool) -> None:
+    """Each victim is there, free, and nothing that is there hangs on it."""
+    rng = random.Random(5)
+    served = Served("survival", 60)
+    policy, index = served.policy, served.index
+    prompts = sessions(4, 600, length=6)
+    below: dict[int, set[int]] = {}
+    for _, prompt in prompts:
+        for above, key in pairwise(prompt):
+            below.setdefault(above, set()).add(key)
+    held: list[list[int]] = []
+    for step, (arrival_s, prompt) in enumerate(prompts):
+        policy._guard.trusts = trusted
+        policy._guard.saw = lambda *arguments: None
+        served.use(arrival_s, prompt)
+        check(served)
+        if rng.random() < 0.1:
+            index.end(prompt)
+        if rng.random() < 0.2:
+            held.append(prompt[: index.peek(prompt)])
+            index.pin(held[-1])
+        if len(held) > 3:
+            index.unpin(held.pop(0))
+        if step % 7 == 0:
+            before = dict(index.slots)
+            served.free += index.evict(1)
+            (gone,) = before.keys() - index.slots.keys()
+            assert gone not in index.pins
+            assert not below.get(gone, set()) & index.slots.keys()
+            check(served)
+        if step % 50 == 3:
+            served.free.append(index.remove(rng.choice(list(index.slots))))
+            served.free += index.evict(60)
+            assert set(index.slots) == set(index.slots) & set(index.pins)
+            check(served)
+
+
+def test_it_is_lru_until_it_has_watched_long_enough() -> None:
+    prompts = sessions(1, 300)
+    one, other = Served("survival", 200), Served("lru", 200)
+    for arrival_s, prompt in prompts:
+        if one.policy._guard.trusts:
+            break
+        assert one.use(arrival_s, prompt) == other.use(arrival_s, prompt)
+        assert one.index.slots.keys() == other.index.slots.keys()
+    else:
+        pytest.fail("it never decides")
+    assert one.index.evicted_blocks > 200
+
+
+def test_what_it_learns_is_worth_more_than_the_order_of_use() -> None:
+    prompts = sessions(2, 4000)
+    assert hit_rate("survival", 400, prompts) > 1.25 * hit_rate("lru", 400, prompts)
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("capacity", [40, 150, 700])
+def test_it_is_not_behind_the_order_of_use(stream: str, capacity: int) -> None:
+    prompts = STREAMS[stream](capacity)
+    assert hit_rate("survival", capacity, prompts) >= hit_rate("lru", capacity, prompts) - POINTS
+
+
+def test_a_policy_that_finds_less_is_not_asked_and_asked_again_later() -> None:
+    guard = Guard(64)
+    for second in range(100):
+        assert not guard.trusts or second > 4 * 16
+        guard.saw([1000 + 4 * second + position for position in range(4)], 0, float(second))
+    assert guard.trusts
+    asked = 0
+    while guard.trusts:  # the shadow finds all of it, the policy nothing
+        guard.saw([1, 2, 3, 4], 0, 100.0)
+        asked += 4
+    assert asked <= 16
+    waited = 0
+    while not guard.trusts:
+        guard.saw([1, 2, 3, 4], 4, 100.0)
+        waited += 4
+        assert waited < 100_000
+    assert waited > 20 * asked
+
+
+def test_the_guard_watches_a_sample_of_a_large_cache() -> None:
+    guard = Guard(1 << 20)
+    for number in range(0, 1 << 15, 32):
+        guard.saw(list(range(number, number + 32)), 0, 0.0)
+    assert 20 < len(guard._order) < 1000
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    served = Served("survival", 8)
+    policy = served.policy
+    for number in range(5000):
+        served.use(number * 0.01, [number * 10 + position for position in range(3)])
+        served.index.lookup([-number * 10 - position for position in range(1, 6)])  # never saved
+    assert len(policy._ghosts) <= MIN_GHOSTS
+    assert len(policy._coming) <= 4 * 8 + 5
+    assert len(policy._signs) <= MIN_GHOSTS + 8 + 5
+    watched = sum(len(queue) for row in policy._queues._watched for queue in row)
+    assert watched <= MIN_GHOSTS + 8 + 5
+    for number in range(50):  # and nothing stays for ever
+        served.use(1e5 + number, [-1])
+    assert len(policy._ghosts) < 50
+
+
+def test_blocks_of_an_answer_belong_to_its_prompt() -> None:
+    served = Served("survival", 20)
+    served.use(0.0, [1, 2, 3])
+    served.index.admit([2, 3, 4, 5], served.free)
+    assert len(set(served.policy._owner.values())) == 1
+    assert served.use(9.0, [1, 2, 3, 4, 5, 6]) == 5
+    (run,) = set(served.policy._owner.values())
+    assert run.turn == 2
+    check(served)
+
+
+def test_hints_are_believed_as_far_as_they_are_true() -> None:
+    """Ends are told of the sessions that go on, and of no other."""
+    prompts = sessions(3, 1500, memory=False)
+    used: dict[int, int] = {}
+    for _, prompt in prompts:
+        for key in prompt:
+            used[key] = used.get(key, 0) + 1
+    found = {}
+    for name in ("lru", "survival"):
+        served = Served(name, 700)
+        hits = 0
+        for arrival_s, prompt in prompts:
+            hits += served.use(arrival_s, prompt)
+            used[prompt[-1]] -= 1
+            if used[prompt[-1]]:
+                served.index.end(prompt)
+        found[name] = 100 * hits / sum(len(prompt) for _, prompt in prompts)
+        used = {key: count + (key in {prompt[-1] for _, prompt in prompts}) for key, count in used.items()}
+    plain = hit_rate("lru", 700, prompts)
+    assert found["lru"] < 0.5 * plain and found["survival"] > 0.8 * plain
