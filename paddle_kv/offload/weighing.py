@@ -62,8 +62,8 @@ def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, 
 
 
 def to_bring(rates: Rates, states: Sequence[BlockState]) -> tuple[int, float]:
-    """How many of the first blocks to bring into host memory beside the computation, where they lie in the tier, and the
-    time for it. Of a tier that is not known, or was late, a few: what comes in time is how it becomes known."""
+    """How many of the first blocks to bring into host memory beside the computation, where they lie in the tier, and
+    the time for it. Of a tier that is not known, or was late, a few: what comes in time is how it becomes known."""
     below = sum(state is BlockState.TIER for state in states)
     if not below:
         return 0, 0.0

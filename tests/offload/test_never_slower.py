@@ -1,5 +1,5 @@
-"""A tier that stalls, fails, or lies about its rate costs the time of a request or two, and no more. By a clock that only
-the model moves: whoever waits for storage stands still for ever."""
+"""A tier that stalls, fails, or lies about its rate costs the time of a request or two, and no more. By a clock that
+only the model moves: whoever waits for storage stands still for ever."""
 
 from __future__ import annotations
 
