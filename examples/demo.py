@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # a checkout in which the operators were built in place
 
 import paddle  # noqa: E402
+from meeting import check_meetings  # noqa: E402
 from model import Model, ModelConfig  # noqa: E402
 from recompute import differences  # noqa: E402
 from serving import TIMEOUT_S, Conversation, Server, Turn, blocks_for  # noqa: E402
@@ -69,6 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\nChecking against a run that recomputes everything ...", flush=True)
     found = [line for conversation in conversations for line in differences(server, conversation)]
     server.close()
+    if options.chunk_tokens:
+        print("\nServing each text again, from both ends ...", flush=True)
+        prompts = [b"".join(conversation.prompts) for conversation in conversations]
+        found += check_meetings(
+            server.model, prompts, block_size=BLOCK_SIZE, chunk_tokens=options.chunk_tokens, device=options.device
+        )
     write_outputs(rows, turns, server, found, options)
     if found:
         print("\nFAILED\n  " + "\n  ".join(found), file=sys.stderr)
@@ -93,6 +100,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="tokens generated per turn",
     )
     parser.add_argument("--layers", type=int, default=ModelConfig.num_layers)
+    parser.add_argument(
+        "--chunk-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"serve the texts once more in chunks of so many tokens (a multiple of {BLOCK_SIZE}), which are computed "
+        "from the front while what was saved comes from the back",
+    )
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="where model and cache are")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the timeline")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON")

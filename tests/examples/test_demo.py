@@ -50,6 +50,11 @@ def test_result_table_and_files(tmp_path, capsys):
     assert {span.lane for span in read_trace(tmp_path / "demo_timeline.json")} == {"onload", "compute", "wait"}
 
 
+def test_the_texts_are_served_from_both_ends(tmp_path, capsys):
+    assert run(tmp_path, "--chunk-tokens=16") == 0
+    assert "Prompt 3: of 48 tokens that were found" in capsys.readouterr().out
+
+
 def test_table_without_rich(capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "rich", None)
     demo.print_table([demo.Row("README 1", 2, 640, 56, 3 * 2**20, 2**20, 0.25, 4.0, 3.5)])
