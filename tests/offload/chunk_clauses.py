@@ -116,7 +116,7 @@ def clause_25(case: Case) -> None:
 
 def clause_26(case: Case) -> None:
     rig = case.rig(tiered=True)
-    know(rig.manager, HERE_S, HERE_S, HERE_S)
+    know(rig.manager, HERE_S, HERE_S, SLOW_S)  # a slow one: it is asked for the last piece, and not late yet
     rig.engine.gate.clear()  # type: ignore[union-attr]
     rig.prefill(TOKENS, OTHER, chunk_tokens=CHUNK)
     assert rig.engine.asked > 0  # type: ignore[union-attr]
