@@ -32,11 +32,13 @@ from ..devices import has_gpu
 from ..offload.policies import POLICIES
 from ..testing.prefixes.live_replay import shrunk
 from ..testing.prefixes.replay import Costs
+from ..testing.prefixes.serving import Machine
 from ..testing.prefixes.trace import TOKENS_PER_BLOCK, not_of_prefixes, read_trace
 from . import calibrate as calibration
 from . import doctor as checks
 from . import environment
 from . import replay as replays
+from . import replay_decisions as deciding
 from . import replay_plots as plots
 from .files import check_distinct, output_file, picture_file, picture_folder, positive, writing
 from .soak import soak
@@ -228,9 +230,17 @@ def replay(
         typer.Option(metavar="file:DIR[:BYTES]", help="A tier below host memory; of one rank. Default: 100 GiB."),
     ] = None,
     tier_gbps: Annotated[float, typer.Option(help="Out of the tier, GB/s per rank.", callback=positive)] = 5.0,
+    queue: Annotated[
+        int | None,
+        typer.Option(help="Also decide for each request, while so many that wait may load ahead; simulated.", min=0),
+    ] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write rows and costs to this file.", callback=output_file)
+    ] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(help="Write what --queue decides for every request (CSV, or JSON: *.json).", callback=output_file),
     ] = None,
     waits: Annotated[
         Path | None, typer.Option(help="Write the waiting time of every request (CSV).", callback=output_file)
@@ -249,7 +259,12 @@ def replay(
 
     In simulated time, or (--device real) with real transfers of smaller blocks in shorter time.
     """
-    check_distinct({"--csv": csv, "--json": json_file, "--waits": waits}, read=[trace])
+    check_distinct({"--csv": csv, "--json": json_file, "--waits": waits, "--decisions": decisions}, read=[trace])
+    if queue is None and decisions:
+        raise typer.BadParameter("--decisions needs --queue")
+    if queue is not None and device is Device.real:
+        raise typer.BadParameter("--queue is simulated; leave out --device real")
+    decided, curve = [], None
     with Progress(transient=True) as bar:
         task = bar.add_task("reading")
 
@@ -275,9 +290,20 @@ def replay(
             else:
                 runs = replays.run_all(all_requests, policies, capacities, costs, show, below)
                 rows = [replays.row_of(run, all_requests, costs) for run in runs]
+            if queue is not None:
+                last = [run for run in runs if run.policy == policies[0]][-1]
+                machine = Machine(costs, queue=queue)
+                decided = deciding.decide_all(all_requests, last, machine)
+                if plot:
+                    curve = plot / "first_token.png"
+                    deciding.plot(all_requests, last, machine, curve, show)
         except (OSError, ValueError, MemoryError) as error:
             raise typer.BadParameter(str(error)) from None
     _show(replays.table(rows))
+    if decided:
+        _line(f"\nSeconds to the first token, {policies[0]}, {last.capacity_blocks} blocks:")
+        _show(deciding.table(decided))
+        _line(deciding.choices(decided))
     if (found := not_of_prefixes(all_requests)) is not None:
         _line(escape(f"{found}: these are no hashes of prefixes, for which alone the optimum is a bound"))
     with writing():
@@ -287,8 +313,10 @@ def replay(
             replays.write_json(rows, costs, json_file, time_scale=time_scale if device is Device.real else None)
         if waits:
             replays.write_waits(runs, all_requests, waits)
+        if decisions:
+            deciding.write(decided, decisions)
         if plot:
-            for path in plots.plot(runs, all_requests, costs, plot):
+            for path in plots.plot(runs, all_requests, costs, plot) + ([curve] if curve else []):
                 _line(escape(str(path)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,40 @@ def trace(tmp_path: Path) -> Path:
             lines.append(json.dumps(line))
     path.write_text("\n".join(lines))
     return path
+
+
+def test_decisions_of_each_request(trace: Path, tmp_path: Path) -> None:
+    paths = [tmp_path / "decisions.csv", tmp_path / "decisions.json"]
+    for path in paths:
+        found = RUNNER.invoke(
+            app,
+            [
+                *["replay", str(trace), "--policy", "lru", "--capacity", "100", "--link-gbps", "1", "--queue", "1"],
+                *["--decisions", str(path)],
+                *(["--plot", str(tmp_path / "plots")] if path is paths[0] else []),
+            ],
+        )
+        assert found.exit_code == 0, found.output
+    assert re.search(r"where something was found: compute \d+, load \d+, meet [1-9]", plain(found.output))
+    assert (tmp_path / "plots" / "first_token.png").stat().st_size > 10_000
+    rows = list(csv.DictReader(paths[0].open()))
+    assert len(rows) == 24
+    assert [row["choice"] for row in rows] == [row["choice"] for row in json.loads(paths[1].read_text())]
+    for row in rows:
+        assert float(row["decide_first_token_s"]) <= 1.1 * float(row["compute_first_token_s"])
+        assert bool(row["choice"]) == bool(int(row["host_blocks"]))
+    known = [row for row in rows if row["expected_meet_s"]]
+    assert known and all(float(row["expected_meet_s"]) <= float(row["expected_compute_s"]) for row in known)
+    assert rows[0]["expected_load_s"] == "" and json.loads(paths[1].read_text())[0]["expected_load_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(["--decisions", "a.csv"], "--decisions needs --queue"), (["--queue", "0", "--device", "real"], "is simulated")],
+)
+def test_decisions_that_nobody_makes_are_refused(trace: Path, options: list[str], what: str) -> None:
+    found = RUNNER.invoke(app, ["replay", str(trace), *options])
+    assert found.exit_code == 2 and what in found.output
 
 
 def test_rows_and_files(trace: Path, tmp_path: Path) -> None:
