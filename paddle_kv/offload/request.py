@@ -115,6 +115,30 @@ class Request:
         Raises:
             TimeoutError: that was not over after ``timeout_s``. Call again.
             ValueError: ``max_tokens`` is not positive, or the prompt is computed as a whole.
+            As :meth:`KVOffloadManager.save`.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> from paddle_kv.integrations import ForwardPass
+            >>> from paddle_kv.offload import KVOffloadManager
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> scheduler = LayerwiseScheduler(DeviceCache(spec, 9, "cpu"), HostPool(spec, 8))
+            >>> manager = KVOffloadManager(scheduler)
+            >>> def prefill(tokens, table):
+            ...     computed = []
+            ...     with manager.request(tokens, table, chunk_tokens=3) as request:
+            ...         while (chunk := request.next_chunk(timeout_s=10)) is not None:
+            ...             with ForwardPass(request.loads, request.saves) as layers:
+            ...                 for number in range(spec.num_layers):
+            ...                     with layers.layer(number):
+            ...                         pass  # compute tokens[chunk.start : chunk.stop]
+            ...             computed.append((chunk.start, chunk.stop))
+            ...     return computed
+            >>> prefill(range(8), [0, 1, 2])
+            [(0, 3), (3, 6), (6, 8)]
+            >>> scheduler.drain(); prefill(range(8), [5, 4, 3])[-1]  # of the other chunks, some have come
+            (6, 8)
+            >>> scheduler.drain(); manager.close(); scheduler.close()
         """
         if max_tokens is not None and max_tokens < self._num_tokens - self.start:
             raise ValueError(f"max_tokens = {max_tokens}; a request without chunk_tokens is computed in one pass")

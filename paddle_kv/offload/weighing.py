@@ -31,7 +31,7 @@ def weigh(
     where they alternate, that is not quite so.
     """
     stop = start + len(states)
-    in_tier = sum(state is BlockState.TIER for state in states)
+    in_tier = states.count(BlockState.TIER)
     if states and states[0] is BlockState.TIER:
         border = start + in_tier
         host, tier = (border, stop), (start, border)
@@ -64,7 +64,7 @@ def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, 
 def to_bring(rates: Rates, states: Sequence[BlockState]) -> tuple[int, float]:
     """How many of the first blocks to bring into host memory beside the computation, where they lie in the tier, and
     the time for it. Of a tier that is not known, or was late, a few: what comes in time is how it becomes known."""
-    below = sum(state is BlockState.TIER for state in states)
+    below = states.count(BlockState.TIER)
     if not below:
         return 0, 0.0
     if not math.isinf(rates.snapshot().tier_s):
