@@ -2,7 +2,8 @@
 
 Fills it with so many blocks (keys of 32 bytes), then serves requests with evictions all the time: lookup, load of what
 is found, save of the rest, and the results of both. It tells what a request costs beyond its blocks and what a block
-costs (processor time, from the medians of the shortest and of the longest requests), and resident memory for a block.
+costs (processor time, from the medians and from the minima of the shortest and of the longest requests), and resident
+memory for a block.
 """
 
 from __future__ import annotations
@@ -48,13 +49,12 @@ def serve(directory: Directory, keys: list[bytes]) -> int:
     return count
 
 
-def fit(samples: list[tuple[int, float]]) -> tuple[float, float]:
-    """Fixed time and time of a block, from the median of each length."""
-    lengths = sorted({length for length, _ in samples})
-    medians = [statistics.median(us for length, us in samples if length == one) for one in lengths]
+def fit(us_of: dict[int, float]) -> tuple[float, float]:
+    """Fixed time and time of a block, from that of each length."""
     # Short requests say what one costs, long ones what a block costs.
-    block_us = (medians[-1] - medians[0]) / (lengths[-1] - lengths[0])
-    return medians[0] - block_us * lengths[0], block_us
+    shortest, longest = min(us_of), max(us_of)
+    block_us = (us_of[longest] - us_of[shortest]) / (longest - shortest)
+    return us_of[shortest] - block_us * shortest, block_us
 
 
 def main() -> None:
@@ -85,7 +85,8 @@ def main() -> None:
         for _ in range(given.requests):
             for length in LENGTHS:
                 if name == "found":
-                    keys = keys_of(chooser.randrange(int(prompts * given.turnover) + 1, prompts), length)
+                    replaced = int(prompts * given.turnover)
+                    keys = keys_of(chooser.randrange(replaced + 1, replaced + prompts), length)
                 else:
                     fresh += 1
                     keys = keys_of(fresh, length)
@@ -95,10 +96,11 @@ def main() -> None:
                 if count == (length if name == "found" else 0):
                     samples.append((length, us))
                 directory.take_events()
-        request_us, block_us = fit(samples)
-        medians = {one: statistics.median(us for length, us in samples if length == one) for one in LENGTHS}
-        shown = ", ".join(f"{length}: {us:.0f}" for length, us in medians.items())
-        print(f"{name:9} {request_us:6.1f} us a request, {block_us:5.2f} us a block (median us by blocks: {shown})")
+        for what, of in (("median", statistics.median), ("minimum", min)):
+            us_of = {one: float(of([us for length, us in samples if length == one])) for one in LENGTHS}
+            request_us, block_us = fit(us_of)
+            shown = ", ".join(f"{length}: {us:.0f}" for length, us in us_of.items())
+            print(f"{name:9} {what:8} {request_us:6.1f} us a request, {block_us:5.2f} us a block (by blocks: {shown})")
 
 
 if __name__ == "__main__":
