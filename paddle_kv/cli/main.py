@@ -30,6 +30,7 @@ from ..bench.run import Axes, WrongBytes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..devices import has_gpu
 from ..offload.policies import POLICIES
+from ..testing.prefixes.hints import Hints
 from ..testing.prefixes.live_replay import shrunk
 from ..testing.prefixes.replay import Costs
 from ..testing.prefixes.serving import Machine
@@ -234,6 +235,12 @@ def replay(
         int | None,
         typer.Option(help="Also decide for each request, while so many that wait may load ahead; simulated.", min=0),
     ] = None,
+    ends: Annotated[bool, typer.Option(help="simulated: policies are told when a session is over.")] = False,
+    wrong_ends: Annotated[
+        float, typer.Option(help="simulated: the share of them that is told the wrong way round.", min=0, max=1)
+    ] = 0.0,
+    queued: Annotated[int, typer.Option(help="simulated: requests ahead that are expected.", min=0)] = 0,
+    warm_up: Annotated[int, typer.Option(help="simulated: first requests that are not counted.", min=0)] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write rows and costs to this file.", callback=output_file)
@@ -282,13 +289,19 @@ def replay(
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
             if device is Device.real:
+                if ends or wrong_ends or queued or warm_up:
+                    raise ValueError("--ends, --wrong-ends, --queued and --warm-up are for simulated time")
                 costs = replace(costs, block_bytes=real_block_bytes, num_layers=real_layers)
                 both = replays.run_live(all_requests, policies, capacities, costs, time_scale, show, below)
                 all_requests = shrunk(all_requests, time_scale)
                 runs = [one.real for one in both]
                 rows = replays.live_rows(both, all_requests)
             else:
-                runs = replays.run_all(all_requests, policies, capacities, costs, show, below)
+                if warm_up >= len(all_requests):
+                    raise ValueError(f"--warm-up {warm_up} leaves nothing of {len(all_requests)} requests")
+                hints = Hints(ends or wrong_ends > 0, wrong_ends, queued)
+                runs = replays.run_all(all_requests, policies, capacities, costs, show, below, hints, warm_up)
+                all_requests = all_requests[warm_up:]
                 rows = [replays.row_of(run, all_requests, costs) for run in runs]
             if queue is not None:
                 last = [run for run in runs if run.policy == policies[0]][-1]

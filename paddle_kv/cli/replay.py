@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..testing.prefixes.hints import Hints
 from ..testing.prefixes.live_replay import link_bytes_per_s, live_replay, shrunk
-from ..testing.prefixes.replay import OPTIMUM, WAYS, Costs, Run, replay
+from ..testing.prefixes.replay import NO_HINTS, OPTIMUM, WAYS, Costs, Run, replay
 from ..testing.prefixes.trace import Request
 
 PARTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # capacities if none is named: parts of the distinct blocks of the trace
@@ -65,6 +66,8 @@ def run_all(
     costs: Costs,
     show: Callable[[int, int, str], None],
     tier: TierOption | None = None,
+    hints: Hints = NO_HINTS,
+    warm_up: int = 0,
 ) -> list[Run]:
     """Every policy and the optimum at every capacity. ``show`` is told steps done, steps in all, and what runs.
 
@@ -80,7 +83,18 @@ def run_all(
             if done % PROGRESS_STEP == 0 or done == len(requests):
                 show(before + done, len(plans) * len(requests), what)
 
-        runs.append(replay(requests, policy, capacity, costs, progress, tier_blocks=_blocks(tier, costs)))
+        runs.append(
+            replay(
+                requests,
+                policy,
+                capacity,
+                costs,
+                progress,
+                tier_blocks=_blocks(tier, costs),
+                hints=hints,
+                warm_up=warm_up,
+            )
+        )
     return runs
 
 

@@ -95,6 +95,7 @@ class Survival(Generic[Key]):
                 self._leave_behind(run)
         for run in reversed(heads):  # as of one prompt: the first blocks are the ones used last
             self._queues.leave(run)
+            self._over.pop(run, None)
             run.touched_s, run.part = now_s, 0
             run.klass = HEAD * CLASSES + (min(run.turn, TURNS) - 1) * LEVELS
             self._watch(run)
@@ -333,7 +334,7 @@ class Survival(Generic[Key]):
             return
         del self._hanging[parent]
         above = self._owner.get(parent)
-        if above is not None:
+        if above is not None and above.live:  # not while its blocks are about to be another's
             self._queues.enter(above)
             if above.klass // CLASSES == OVER:
                 self._over[above] = None

@@ -369,3 +369,26 @@ def test_a_tier_that_is_none(trace: Path, text: str) -> None:
     found = RUNNER.invoke(app, ["replay", str(trace), "--tier", text])
     assert found.exit_code == 2
     assert "file:DIR or file:DIR:BYTES is expected" in plain(found.output)
+
+
+def test_hints_and_what_is_not_counted(trace: Path, tmp_path: Path) -> None:
+    """Three conversations of eight turns; room for one."""
+    found = {}
+    for name, options in {
+        "none": [],
+        "ends": ["--ends"],
+        "wrong": ["--wrong-ends", "1"],
+        "queued": ["--queued", "3"],
+        "later": ["--warm-up", "21"],
+    }.items():
+        rows_path = tmp_path / f"{name}.csv"
+        common = ["replay", str(trace), "--policy", "lru", "--capacity", "20", "--csv", str(rows_path)]
+        run = RUNNER.invoke(app, [*common, *options])
+        assert run.exit_code == 0, run.output
+        found[name] = next(iter(csv.DictReader(rows_path.open())))
+    hits = {name: int(row["hit_blocks"]) for name, row in found.items()}
+    assert hits["queued"] > hits["none"]
+    assert hits["wrong"] != hits["ends"]
+    assert (found["later"]["requests"], found["later"]["blocks"]) == ("3", "48")
+    for options in (["--warm-up", "24"], ["--wrong-ends", "2"], ["--device", "real", "--ends"]):
+        assert RUNNER.invoke(app, ["replay", str(trace), "--capacity", "20", *options]).exit_code == 2

@@ -57,6 +57,7 @@ def check(served: Served) -> None:
     for run in live:  # who may go is queued, or something hangs on its end
         assert run.leaf or policy._last(run) in hanging
     assert all(not run.live and run.watched for run in policy._ghosts)
+    assert all(run.live and not run.head for run in policy._over)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -73,10 +74,12 @@ def test_books_and_victims(trusted: bool) -> None:
     held: list[list[int]] = []
     for step, (arrival_s, prompt) in enumerate(prompts):
         policy._guard.trusts = trusted
+        if rng.random() < 0.3:  # another answer to the turn before
+            prompt = [*prompt[:-2], -step - 1, -step - 2000]
         policy._guard.saw = lambda *arguments: None
         served.use(arrival_s, prompt)
         check(served)
-        if rng.random() < 0.1:
+        if rng.random() < 0.3:
             index.end(prompt)
         if rng.random() < 0.2:
             held.append(prompt[: index.peek(prompt)])
@@ -195,3 +198,16 @@ def test_hints_are_believed_as_far_as_they_are_true() -> None:
         used = {key: count + (key in {prompt[-1] for _, prompt in prompts}) for key, count in used.items()}
     plain = hit_rate("lru", 700, prompts)
     assert found["lru"] < 0.5 * plain and found["survival"] > 0.8 * plain
+
+
+def test_a_session_that_is_over_goes_on_together_with_what_hung_on_it() -> None:
+    served = Served("survival", 20)
+    served.use(0.0, [1, 2, 3, 9])
+    served.index.admit([3, 4, 5], served.free)  # an answer, behind another one
+    served.index.end([1, 2, 3, 9])
+    served.free.append(served.index.remove(9))
+    check(served)
+    assert served.use(9.0, [1, 2, 3, 4, 5, 6]) == 5
+    check(served)
+    served.free += served.index.evict(20)
+    assert not served.index.slots

@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 
 from ...offload.index import BlockIndex
 from ...offload.policies import make_policy
+from .hints import Hints, told_ends
 from .optimum import optimal_hits
 from .trace import TOKENS_PER_BLOCK, Request
 
 OPTIMUM = "optimum"
 WAYS = ("recompute", "whole", "layerwise")
 Progress = Callable[[int], None]
+NO_HINTS = Hints()
 
 
 @dataclass(frozen=True)
@@ -116,9 +118,12 @@ def replay(
     progress: Progress = lambda done: None,
     *,
     tier_blocks: int = 0,
+    hints: Hints = NO_HINTS,
+    warm_up: int = 0,
 ) -> Run:
     """One run; ``policy`` is one of the manager's or "optimum", which with a tier has the capacity of both.
-    ``progress`` is told the number of requests done.
+    ``progress`` is told the number of requests done. Of the first ``warm_up`` requests nothing is counted but what was
+    saved and evicted.
 
     Raises:
         ValueError: an unknown policy, or a capacity below 1.
@@ -130,8 +135,11 @@ def replay(
         best = optimal_hits(requests, capacity_blocks + tier_blocks, progress)
         run = Run(policy, capacity_blocks, num_blocks, *best)
     else:
-        run = _run_policy(requests, policy, capacity_blocks, num_blocks, tier_blocks, progress)
+        run = _run_policy(requests, policy, capacity_blocks, num_blocks, tier_blocks, progress, hints)
     run.tier_blocks = tier_blocks
+    requests = requests[warm_up:]
+    run.hits, run.tier_hits = run.hits[warm_up:], run.tier_hits[warm_up:]
+    run.num_blocks = sum(len(request.block_ids) for request in requests)
     for way in WAYS:
         run.prefills[way] = _prefills(requests, run, costs, way)
     return run
@@ -144,6 +152,7 @@ def _run_policy(
     num_blocks: int,
     tier_blocks: int,
     progress: Progress,
+    hints: Hints,
 ) -> Run:
     now_s = [0.0]
     made = make_policy(policy, capacity_blocks, lambda: now_s[0])
@@ -153,8 +162,14 @@ def _run_policy(
     free_slots = list(range(min(capacity_blocks, distinct + longest)))  # more are never taken
     hits, saved = [], 0
     tier, tier_hits = _Tier(tier_blocks), []
+    ends = told_ends(requests, hints.wrong_share) if hints.ends else []
+    for queued in requests[: hints.queued_requests]:
+        index.expect(queued.block_ids, queued.arrival_s)
     for number, request in enumerate(requests):
         now_s[0] = request.arrival_s
+        if hints.queued_requests:
+            for queued in requests[number + hints.queued_requests : number + hints.queued_requests + 1]:
+                index.expect(queued.block_ids, queued.arrival_s)
         if tier_blocks:
             found, from_tier = _from_both(index, tier, request.block_ids, free_slots)
             tier_hits.append(from_tier)
@@ -164,6 +179,8 @@ def _run_policy(
         tier.store(admitted)
         saved += len(admitted)
         hits.append(found)
+        if ends and ends[number]:
+            index.end(request.block_ids)
         progress(number + 1)
     return Run(policy, capacity_blocks, num_blocks, hits, saved, index.evicted_blocks, tier_hits=tier_hits)
 
