@@ -96,6 +96,10 @@ def test_layers_in_order_with_an_event_behind_each_group(backend, stream):
     assert all(backend.wait(event, WAIT_S) for event in (work.start, *work.records))
     times = [event.time_s for event in (work.start, *work.records)]
     assert times == sorted(times)
+    last = work_of(backend, TransferPlan("onload", (1, 6), (9, 0), 5, 5))  # one group
+    backend.copy_layers(bound, last, stream)
+    assert backend.wait(last.records[0], WAIT_S)
+    assert not stream.copies, "what is over cannot be cancelled"
     rig.expect_onload([9, 0], [1, 6])
     rig.check()
     backend.unbind(bound)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
@@ -195,3 +198,15 @@ def test_a_transfer_that_is_done_leaves_nothing_to_do_when_its_handle_goes(rig, 
         copies.go_on()
         load.wait(WAIT_S)
         assert guard not in _guards
+
+
+def test_a_handle_that_somebody_keeps_keeps_none_of_the_transfers_behind_it(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save, load = scheduler.offload([3], [2]), scheduler.onload([2], [5])
+        for transfer in (save, load):
+            transfer.wait(WAIT_S)
+        scheduler.drain(WAIT_S)
+        behind = weakref.ref(load._movement)
+        del load, transfer
+        gc.collect()
+        assert save.done() and behind() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -37,7 +38,7 @@ def extent(start: int, size: int, stride: int, num_blocks: int = 10) -> Extent:
 
 def test_blocks_between_each_other_are_one_extent():
     for size in (1, 8):
-        assert interleaved([extent(8, size, 16), extent(0, size, 16)]) == [Extent(0, 9 * 16 + 8 + size, 16)]
+        assert interleaved([extent(8, size, 16), extent(0, size, 16)]) == [Extent(0, 9 * 16 + 8 + size, 16, -1)]
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,14 @@ def test_blocks_between_each_other_are_one_extent():
 def test_others_stay_apart(apart):
     for given in itertools.permutations(apart):
         assert interleaved(list(given)) == apart
+
+
+def test_memory_of_a_pool_that_is_gone_may_be_cut_otherwise():
+    owner, other = Owner(), Owner()
+    assert extent(BASE + 3200, 8, 16).num_blocks == extent(BASE + 3200, 16, 16).num_blocks == 10
+    attach(owner, [extent(BASE + 3200, 16, 16)])
+    with pytest.raises(ValueError, match="overlaps that of another pool"):
+        attach(other, [extent(BASE + 3200, 32, 32)])
+    del owner
+    gc.collect()
+    attach(other, [extent(BASE + 3200, 32, 32)])

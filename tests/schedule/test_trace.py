@@ -13,7 +13,7 @@ LAYERS = 5
 
 
 def test_transfers_and_the_spans_of_a_model_come_back_as_they_were(rig: Rig, tmp_path: Path) -> None:
-    path = tmp_path / "deeper" / "trace.json"
+    path = tmp_path / "deeper" / "still" / "trace.json"
     with LayerwiseScheduler(rig.cache, rig.pool, record_layer_times=True) as scheduler:
         save, load = scheduler.offload([3, 9], [11, 2]), scheduler.onload([7], [0])
         scheduler.drain()
@@ -29,7 +29,9 @@ def test_transfers_and_the_spans_of_a_model_come_back_as_they_were(rig: Rig, tmp
     ]
     for span, other in zip(back, expected, strict=True):
         assert (span.start_ms, span.end_ms) == pytest.approx((other.start_ms, other.end_ms))
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    every = json.loads(path.read_text())["traceEvents"]
+    assert len({event["pid"] for event in every}) == 1, "the names of the lanes are those of this process"
+    events = [event for event in every if event["ph"] == "X"]
     assert [event["args"]["transfer"] for event in events[2:]] == [0] * LAYERS + [1] * LAYERS
     assert events[-1]["args"]["transfer_bytes"] == load.bytes
     assert len({event["tid"] for event in events}) == 3
