@@ -65,7 +65,7 @@ def main() -> None:
     options.add_argument("--max-events", type=int, default=0)
     given = options.parse_args()
     before = resident_bytes()
-    directory = Directory(given.blocks, max_events=given.max_events)
+    directory = Directory(given.blocks, policy="lru", max_events=given.max_events)
     directory.join(Hello(0, 1, given.blocks))
     prompts = given.blocks // PROMPT_BLOCKS
     for prompt in range(prompts):
