@@ -134,6 +134,14 @@ def test_a_source_is_trusted_when_it_has_kept_its_time(rates: Rates) -> None:
     assert rates.standing("tier") is Standing.TRUSTED and rates.snapshot().tier_waits
 
 
+def test_one_that_became_far_slower_is_not_awaited_any_more(rates: Rates) -> None:
+    load(rates, 20)
+    load(rates, 1, bytes_per_s=1e5)  # nobody waited for it
+    assert rates.standing("tier") is Standing.PROBATION
+    load(rates, FIRST_PROBATION)
+    assert rates.standing("tier") is Standing.TRUSTED
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_a_fault_ends_its_use_until_a_probe_was_in_time(rates: Rates, clock: Clock, late: bool) -> None:
     load(rates, 10)

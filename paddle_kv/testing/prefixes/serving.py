@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from ...offload.decision import Decision, Prompt
 from ...offload.link_queue import LinkQueue, Urgency
 from ...offload.meeting import Chunk, Load, Meeting
-from ...offload.rates import LINK, TIER, Rates, RateSnapshot
+from ...offload.rates import LATE_S, LINK, TIER, Rates, RateSnapshot
 from .replay import Costs
 from .trace import Request
 
@@ -337,8 +337,13 @@ class _Server:
         if self._way == DECIDE and not job.probe:
             expected_s = job.num_blocks * (rates.link_s if place == LINK else max(rates.tier_s, rates.link_s))
             channel.free_s = max(channel.free_s, self._now_s) + expected_s
-            load.due_s = channel.free_s + (rates.link_s if place == TIER else 0.0)
-            load.late_s = load.due_s - expected_s + self.rates.late_s(job.num_blocks, place)
+            load.due_s = channel.free_s
+            if place == TIER:  # it goes on over the link, with all others
+                link = self._channels[LINK]
+                link.free_s = max(link.free_s, self._now_s) + job.num_blocks * rates.link_s
+                load.due_s = max(channel.free_s + rates.link_s, link.free_s)
+            late = rates.link_late if place == LINK else max(rates.tier_late, rates.link_late)
+            load.late_s = load.due_s + (late - 1) * expected_s + LATE_S
         if self._way == LOAD:
             load.due_s = self._now_s  # awaited, whatever it takes
         if job.probe:
