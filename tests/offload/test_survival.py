@@ -10,7 +10,9 @@ import pytest
 
 from paddle_kv.offload import BlockIndex, make_policy
 from paddle_kv.offload.guard import Guard
-from paddle_kv.offload.survival import MIN_GHOSTS, Survival
+from paddle_kv.offload.returns import NUM_PARTS
+from paddle_kv.offload.score import CLASSES
+from paddle_kv.offload.survival import HEAD, MIN_GHOSTS, Survival
 from tests.offload.streams import STREAMS, Prompts, sessions
 
 POINTS = 0.3
@@ -66,6 +68,9 @@ def test_books_and_victims(trusted: bool) -> None:
     rng = random.Random(5)
     served = Served("survival", 60)
     policy, index = served.policy, served.index
+    cheap_heads = [[float(klass < HEAD * CLASSES)] * NUM_PARTS for klass in range((HEAD + 1) * CLASSES)]
+    policy._returns.worth = lambda: cheap_heads  # so that only what hangs on them keeps them
+    policy._queues.price()
     prompts = sessions(4, 600, length=6)
     below: dict[int, set[int]] = {}
     for _, prompt in prompts:
