@@ -24,6 +24,7 @@ FIT_EVERY = 512  # outcomes
 MIN_OUTCOMES = 96  # of a turn, before its thirds are told apart
 RIDGE = 1.0
 NEWTON_STEPS = 5
+SAME = 1e-9  # of a value: what rounding makes of the spread of equal ones
 
 Facts = tuple[float, ...]
 
@@ -80,7 +81,7 @@ class Score:
         facts = np.array([one[0] for one in known])
         back = np.array([one[2] for one in known], float)
         spread = facts.std(0)
-        scale = np.where(spread > 0, spread, 1.0)
+        scale = np.where(spread > SAME * np.abs(facts).max(0), spread, 1.0)
         scaled = facts / scale
         weights = np.zeros(facts.shape[1])
         for _ in range(NEWTON_STEPS):

@@ -11,7 +11,7 @@ import pytest
 from paddle_kv.offload import BlockIndex, make_policy
 from paddle_kv.offload.guard import Guard
 from paddle_kv.offload.returns import NUM_PARTS
-from paddle_kv.offload.score import CLASSES
+from paddle_kv.offload.score import CLASSES, FIT_EVERY, Score
 from paddle_kv.offload.survival import HEAD, MIN_GHOSTS, Survival
 from tests.offload.streams import STREAMS, Prompts, sessions
 
@@ -216,3 +216,13 @@ def test_a_session_that_is_over_goes_on_together_with_what_hung_on_it() -> None:
     check(served)
     served.free += served.index.evict(20)
     assert not served.index.slots
+
+
+def test_prompts_that_are_all_alike_are_no_reason_to_fail() -> None:
+    """The spread of equal values is not 0 where they are rounded; divided by it, they are too large to be solved for."""
+    for num_blocks in range(1, 100):
+        score, facts = Score(), Score.facts(3, num_blocks, num_blocks // 3, 0.1 * num_blocks)
+        for number in range(FIT_EVERY):
+            score.learn(facts, 3, number % 2 == 0, 0.0)
+        score.fit(1e6)
+        assert score.class_of(3, facts) // 3 == 2
