@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which nothing is installed
 
 from paddle_kv.offload import Directory, Hello, Result
+from paddle_kv.offload.policies import DEFAULT_POLICY
 
 LENGTHS = (1, 8, 32, 128, 256)
 PROMPT_BLOCKS = 256
@@ -63,9 +64,10 @@ def main() -> None:
     options.add_argument("--requests", type=int, default=400, help="of each length and kind")
     options.add_argument("--turnover", type=float, default=0.2, help="part of the blocks replaced before measuring")
     options.add_argument("--max-events", type=int, default=0)
+    options.add_argument("--policy", default=DEFAULT_POLICY)
     given = options.parse_args()
     before = resident_bytes()
-    directory = Directory(given.blocks, policy="lru", max_events=given.max_events)
+    directory = Directory(given.blocks, policy=given.policy, max_events=given.max_events)
     directory.join(Hello(0, 1, given.blocks))
     prompts = given.blocks // PROMPT_BLOCKS
     for prompt in range(prompts):

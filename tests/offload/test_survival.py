@@ -219,7 +219,7 @@ def test_a_session_that_is_over_goes_on_together_with_what_hung_on_it() -> None:
 
 
 def test_prompts_that_are_all_alike_are_no_reason_to_fail() -> None:
-    """The spread of equal values is not 0 where they are rounded; divided by it, they are too large to be solved for."""
+    """Rounding leaves equal values a spread above 0; divided by it, they are too large to be solved for."""
     for num_blocks in range(1, 100):
         score, facts = Score(), Score.facts(3, num_blocks, num_blocks // 3, 0.1 * num_blocks)
         for number in range(FIT_EVERY):
