@@ -285,6 +285,7 @@ class Survival(Generic[Key]):
             return found
         owner = self._owner
         for run in self._order:
+            self._last(run)  # or each block would be looked for among all that have gone
             for position in range(run.end - 1, -1, -1):
                 key = run.keys[position]
                 if owner.get(key) is run and key not in pinned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -226,3 +227,26 @@ def test_prompts_that_are_all_alike_are_no_reason_to_fail() -> None:
             score.learn(facts, 3, number % 2 == 0, 0.0)
         score.fit(1e6)
         assert score.class_of(3, facts) // 3 == 2
+
+
+def test_a_block_of_a_long_prompt_costs_what_one_of_a_short_prompt_costs() -> None:
+    def calls_a_block(length: int) -> float:
+        served = Served("survival", 4 * length)
+        prompts = [list(range(number * length, (number + 1) * length)) for number in range(12)]
+        for prompt in prompts[:8]:
+            served.use(0.0, prompt)
+        calls = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            for prompt in prompts[8:]:  # each evicts one of those before
+                served.use(0.0, prompt)
+        finally:
+            sys.setprofile(None)
+        return calls / (4 * length)
+
+    assert calls_a_block(1024) < 1.2 * calls_a_block(64)

@@ -194,7 +194,7 @@ def misaligned(given: Given, name: str) -> paddle.Tensor:
     """The same shape, one byte behind a multiple of the bytes of an element."""
     tensor = given[name]
     strides = np.ones(tensor.shape)[None].strides[1:]
-    memory = paddle.ones([tensor.size + 1], tensor.dtype).to(tensor.place)
+    memory = paddle.to_tensor(np.ones(tensor.size + 1, tensor.numpy().dtype), place=tensor.place)
     return memory.as_strided(tensor.shape, [stride // 8 for stride in strides], 1)
 
 
