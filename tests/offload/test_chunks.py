@@ -87,8 +87,9 @@ def test_a_tier_with_faults_serves_no_wrong_byte(seed: int, tmp_path: Path, copi
     engine = FaultyEngine(FilesEngine({tmp_path: 1 << 24}), faults, share=0.2, seed=seed, delay_s=0.004)
     rig = ChunkRig(engine, host_blocks=rng.choice([9, 24, 64]), tier_timeout_s=0.5)
     rig.pause = lambda tokens: time.sleep(rng.choice([0, 0.001]))
-    brought = 0
-    for _ in range(10):
+    brought = rounds = 0
+    while rounds < 10 or (not brought and rounds < 200):  # on a busy machine the tier is late more often
+        rounds += 1
         know(rig.manager, rng.choice([None, 1e-4]), rng.choice([None, 1e-3]), rng.choice([1e-4, 1e-4, 10.0, None]))
         tokens = TOKENS[: rng.randrange(CHUNK, len(TOKENS) + 1)] + [rng.randrange(2)] * rng.randrange(6)
         table = rng.sample(range(64), -(-len(tokens) // SIZE))
