@@ -239,7 +239,7 @@ def replay(
     wrong_ends: Annotated[
         float, typer.Option(help="simulated: the share of them that is told the wrong way round.", min=0, max=1)
     ] = 0.0,
-    queued: Annotated[int, typer.Option(help="simulated: requests ahead that are expected.", min=0)] = 0,
+    expect: Annotated[int, typer.Option(help="simulated: so many requests ahead are expected.", min=0)] = 0,
     warm_up: Annotated[int, typer.Option(help="simulated: first requests that are not counted.", min=0)] = 0,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.", callback=output_file)] = None,
     json_file: Annotated[
@@ -289,8 +289,8 @@ def replay(
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
             policies = list(dict.fromkeys(one.value for one in policy))
             if device is Device.real:
-                if ends or wrong_ends or queued or warm_up:
-                    raise ValueError("--ends, --wrong-ends, --queued and --warm-up are for simulated time")
+                if ends or wrong_ends or expect or warm_up:
+                    raise ValueError("--ends, --wrong-ends, --expect and --warm-up are for simulated time")
                 costs = replace(costs, block_bytes=real_block_bytes, num_layers=real_layers)
                 both = replays.run_live(all_requests, policies, capacities, costs, time_scale, show, below)
                 all_requests = shrunk(all_requests, time_scale)
@@ -299,7 +299,7 @@ def replay(
             else:
                 if warm_up >= len(all_requests):
                     raise ValueError(f"--warm-up {warm_up} leaves nothing of {len(all_requests)} requests")
-                hints = Hints(ends or wrong_ends > 0, wrong_ends, queued)
+                hints = Hints(ends or wrong_ends > 0, wrong_ends, expect)
                 runs = replays.run_all(all_requests, policies, capacities, costs, show, below, hints, warm_up)
                 all_requests = all_requests[warm_up:]
                 rows = [replays.row_of(run, all_requests, costs) for run in runs]

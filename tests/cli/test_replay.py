@@ -378,7 +378,7 @@ def test_hints_and_what_is_not_counted(trace: Path, tmp_path: Path) -> None:
         "none": [],
         "ends": ["--ends"],
         "wrong": ["--wrong-ends", "1"],
-        "queued": ["--queued", "3"],
+        "expected": ["--expect", "3"],
         "later": ["--warm-up", "21"],
     }.items():
         rows_path = tmp_path / f"{name}.csv"
@@ -387,7 +387,7 @@ def test_hints_and_what_is_not_counted(trace: Path, tmp_path: Path) -> None:
         assert run.exit_code == 0, run.output
         found[name] = next(iter(csv.DictReader(rows_path.open())))
     hits = {name: int(row["hit_blocks"]) for name, row in found.items()}
-    assert hits["queued"] > hits["none"]
+    assert hits["expected"] > hits["none"]
     assert hits["wrong"] != hits["ends"]
     assert (found["later"]["requests"], found["later"]["blocks"]) == ("3", "48")
     for options in (["--warm-up", "24"], ["--wrong-ends", "2"], ["--device", "real", "--ends"]):

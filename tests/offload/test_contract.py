@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferE
 from paddle_kv.offload import POLICIES, BlockState, KVOffloadManager, Lru, books, directory, hints, index, moving
 from paddle_kv.tracking import group, keeper
 from tests.offload import chunk_clauses, tier_clauses
+from tests.offload.disorder import Rebel, in_child, interrupted
 from tests.offload.test_manager_tiers import MakeRig, make
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
@@ -182,36 +179,6 @@ def clause_9(case: Case) -> None:
     manager.drop(KEYS[:1])
 
 
-class Rebel(Lru[bytes]):
-    """Raises at one of its calls, before or behind what the call does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = -1
-        self.behind = False
-
-    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        self.left -= 1
-        if self.left == 0 and not self.behind:
-            raise ZeroDivisionError
-        found = method(*arguments)
-        if self.left == 0:
-            raise ZeroDivisionError
-        return found
-
-    def on_insert(self, key: bytes) -> None:
-        self._call(super().on_insert, key)
-
-    def on_access(self, key: bytes) -> None:
-        self._call(super().on_access, key)
-
-    def on_remove(self, key: bytes) -> None:
-        self._call(super().on_remove, key)
-
-    def victim(self, *arguments: Any) -> Any:
-        return self._call(super().victim, *arguments)
-
-
 def clause_10(case: Case) -> None:
     def disobey(left: int, behind: bool) -> None:
         policy = Rebel()
@@ -257,32 +224,6 @@ def clause_11(case: Case) -> None:
     assert manager.peek(KEYS[1:3]) == 2
 
 
-def interrupted(call: Callable[[], object], lines: int) -> bool:
-    """Whether the call was ended by an interrupt, as of a signal handler: at so many lines of the package that the
-    main thread executes."""
-    left = lines
-    package = str(Path(books.__file__).parents[1])
-
-    def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(package) or frame.f_code.co_name == "__del__":
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 def clause_12(case: Case) -> None:
     manager = case.manager()
 
@@ -305,20 +246,6 @@ def clause_12(case: Case) -> None:
     assert lines > 200
     manager.save(KEYS[:6], range(6)).wait(WAIT_S)
     assert manager.peek(KEYS[:6]) == 6
-
-
-def in_child(call: Callable[[], object]) -> None:
-    """AssertionError if it raises or hangs in a forked child."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            signal.alarm(10)  # a child that hangs ends by it
-            call()
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
 
 
 def clause_13(case: Case) -> None:

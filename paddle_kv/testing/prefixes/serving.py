@@ -5,7 +5,7 @@ Three ways to serve the same requests, over the same machine:
 
 compute    nothing is loaded
 load       all that was found is loaded, layer by layer, at whatever price
-decide     the library: rates, decision, meeting and queues of :mod:`paddle_kv.offload`, as they are
+decide     rates and decisions of :mod:`paddle_kv.offload`, as they are; meetings and queues are of the simulation
 
 What is found for a request is given, and the same in all ways. A tier may stall, fail, or be slower than it says.
 """
@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...offload.decision import Decision, Prompt
-from ...offload.link_queue import LinkQueue, Urgency
-from ...offload.meeting import Chunk, Load, Meeting
 from ...offload.rates import LATE_S, LINK, TIER, Rates, RateSnapshot
+from .link_queue import LinkQueue, Urgency
+from .meeting import Chunk, Load, Meeting
 from .replay import Costs
 from .trace import Request
 

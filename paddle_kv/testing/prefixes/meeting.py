@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from .decision import Decision, Prompt, decide
-from .rates import LATE_S, LINK, TIER, RateSnapshot
+from ...offload.decision import Decision, Prompt, decide
+from ...offload.rates import LATE_S, LINK, TIER, RateSnapshot
 
 WAITING, LOADING, LOADED, COMPUTED, LOST = range(5)  # of a block; a lost one is computed
 
@@ -83,7 +83,7 @@ class Meeting:
 
     Example:
         >>> from paddle_kv.offload.decision import Prompt
-        >>> from paddle_kv.offload.meeting import Meeting
+        >>> from paddle_kv.testing.prefixes.meeting import Meeting
         >>> from paddle_kv.offload.rates import RateSnapshot
         >>> meeting = Meeting(Prompt((0, 4), (4, 4), 64, 70), block_tokens=16, chunk_tokens=32, num_layers=4)
         >>> rates = RateSnapshot(link_s=0.016, tier_s=float("inf"), base_s=0.001, slope_s=0.0, block_tokens=16)

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from paddle_kv.offload.decision import Prompt
-from paddle_kv.offload.meeting import Chunk, Load, Meeting
 from paddle_kv.offload.rates import LINK, TIER, RateSnapshot
+from paddle_kv.testing.prefixes.meeting import Chunk, Load, Meeting
 
 BLOCK = 16
 RATES = RateSnapshot(link_s=0.008, tier_s=0.016, base_s=0.001, slope_s=0.0, block_tokens=BLOCK)  # a block: 16 ms

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paddle_kv.offload.link_queue import LinkQueue, Urgency
+from paddle_kv.testing.prefixes.link_queue import LinkQueue, Urgency
 
 
 def test_the_earliest_need_comes_first_and_urgent_before_bulk() -> None:

@@ -42,7 +42,7 @@ class LinkQueue(Generic[T]):
             and a save that has none is not taken; a load always is.
 
     Example:
-        >>> from paddle_kv.offload.link_queue import LinkQueue, Urgency
+        >>> from paddle_kv.testing.prefixes.link_queue import LinkQueue, Urgency
         >>> queue = LinkQueue(most_bytes=100)
         >>> queue.add("save", 60, Urgency.SAVE)
         []
