@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from ..checks import check_ids
-from ..errors import CancelledError, TransferError
+from ..checks import check_distinct, check_ids
+from ..errors import CancelledError, ClosedError, TransferError
 from ..ops import _arguments as arguments
 from ..schedule.movement import Movement
 from ..schedule.transfer import Transfer
+from ..timeouts import check_timeout
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
 from .feeding import Meeting, Piece, Step
@@ -39,6 +40,7 @@ class ChunkedRequest(Request):
         self._chunk_tokens = chunk_tokens
         self._meeting: Meeting | None = None
         self._lease: Lease | None = None
+        self._ended = self._complete = False
         self._rest = range(0)  # of the chunk, where a call wanted less
         self._used: list[Transfer] = []  # loads whose blocks the model has read
         self._all_saves: list[Transfer] = []
@@ -78,6 +80,11 @@ class ChunkedRequest(Request):
     def next_chunk(self, max_tokens: int | None = None, *, timeout_s: float | None = None) -> range | None:
         if max_tokens is not None and (max_tokens := arguments.integer(max_tokens, "max_tokens")) < 1:
             raise ValueError(f"max_tokens = {max_tokens} must be at least 1")
+        check_timeout(timeout_s)
+        if self._complete:
+            return None
+        if self._ended:  # what of the prefix did not come by then never does
+            raise ClosedError("the request was cancelled, or its with block was left; make another one")
         deadline = Deadline(timeout_s)
         self._note_computed()
         self._handed_out = None
@@ -89,11 +96,11 @@ class ChunkedRequest(Request):
                 self._rest = found
             elif self.wait(deadline.left_s()):
                 self._finish()
-                self.loads, self.saves = [], []
+                self.loads, self.saves, self._complete = [], [], True
                 return None
         tokens = self._rest if max_tokens is None else self._rest[:max_tokens]
+        self._save_chunk(tokens)  # if that raises, the next call hands them out
         self._rest = self._rest[len(tokens) :]
-        self._save_chunk(tokens)
         return self._hand_out(tokens)
 
     def _next_range(self, deadline: Deadline) -> range | None:
@@ -145,6 +152,7 @@ class ChunkedRequest(Request):
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether what was computed so far is valid. If not, a load has failed that was read: the chunks begin again
         with the first one that is not."""
+        check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         try:
             for load in self._used:
@@ -169,6 +177,7 @@ class ChunkedRequest(Request):
         self.loads, self._used, self._all_saves, self._rest = [], [], [], range(0)
 
     def _finish(self) -> None:
+        self._ended = True
         meeting, self._meeting = self._meeting, None
         if meeting is not None:
             change(self._manager._books, functools.partial(self._manager._books.end_meeting, meeting))
@@ -206,11 +215,14 @@ def make_request(
         if chunk_tokens < 1 or chunk_tokens % size:
             raise ValueError(f"chunk_tokens = {chunk_tokens} must be a positive multiple of the block size, {size}")
     if isinstance(token_ids, PrefixHasher):
+        if request_salt:
+            raise ValueError("request_salt must be empty with token_ids of prefix(), which takes one itself")
         hashes, num_tokens = list(token_ids.hashes), token_ids.num_tokens
     else:
         hashes, num_tokens = manager.block_hashes(token_ids, request_salt=request_salt), len(token_ids)
     ids = arguments.block_ids(device_block_ids, "device_block_ids")
     check_ids(ids, "device_block_ids", manager.device_cache.num_blocks)
+    check_distinct("device_block_ids", ids)
     table = full_table(ids, num_tokens, size)
     if chunk_tokens is None:
         return Request(manager, hashes, num_tokens, table, size, how)

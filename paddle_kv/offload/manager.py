@@ -210,7 +210,8 @@ class KVOffloadManager(Keeping, LookAhead):
                 from the back and computation from the front. None: "sooner" with ``chunk_tokens``, else "load".
 
         Raises:
-            ValueError: a token without a block, chunks that are not whole blocks, another ``how``.
+            ValueError: a token without a block, a block twice, chunks that are not whole blocks, another ``how``, a
+                ``request_salt`` beside what :meth:`prefix` has made.
             As :meth:`block_hashes`, :meth:`onload` and :meth:`save`.
         """
         return make_request(self, token_ids, device_block_ids, request_salt, chunk_tokens, how)
@@ -220,8 +221,13 @@ class KVOffloadManager(Keeping, LookAhead):
         :meth:`Request.next_chunk`, which measures it itself, or that know it better.
 
         Raises:
-            ValueError: no tokens, or no time.
+            TypeError: not a range, or not a number.
+            ValueError: no tokens, some left out, or no time.
         """
+        if not isinstance(tokens, range):
+            raise TypeError(f"tokens is {type(tokens).__name__}; a range is expected")
+        if tokens.step != 1 or not 0 <= tokens.start < tokens.stop < 2**63:
+            raise ValueError(f"tokens = {tokens} must be a range of one token or more, from 0 on and in steps of 1")
         self._books.rates.observe_prefill(tokens.start, len(tokens), seconds)
 
     @property

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 
 from .figures import WEIGHT, Pace, Prefill
 
@@ -215,7 +216,7 @@ class Rates:
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:
         """As if it had been measured, and were trusted; what is observed later counts on top."""
-        _check_positive(bytes_per_s=bytes_per_s)
+        _check_positive(bytes_per_s=bytes_per_s, spread=spread)
         with self._lock:
             source = self._sources[name]
             source.pace.set(1 / bytes_per_s, spread)
@@ -225,6 +226,8 @@ class Rates:
     def set_prefill(self, base_s: float, slope_s: float = 0.0) -> None:
         """Seconds a token, and how much more for each position; what is observed later counts on top."""
         _check_positive(base_s=base_s)
+        if slope_s:
+            _check_positive(slope_s=slope_s)
         with self._lock:
             self._prefill.set(base_s, slope_s)
             self._snapshot = None
@@ -313,5 +316,7 @@ class Rates:
 
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} is {value!r}; a number is expected")
         if not 0 < value < math.inf:
             raise ValueError(f"{name} = {value} must be a finite number above 0")

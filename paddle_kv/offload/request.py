@@ -8,7 +8,9 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import CancelledError, TransferError
+from ..ops import _arguments as arguments
 from ..schedule.transfer import Transfer
+from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
 from .found import BlockState
 from .lease import Lease
@@ -114,7 +116,9 @@ class Request:
 
         Raises:
             TimeoutError: that was not over after ``timeout_s``. Call again.
+            TypeError: not an integer, or not a time.
             ValueError: ``max_tokens`` is not positive, or the prompt is computed as a whole.
+            ClosedError: of a prompt with ``chunk_tokens``: cancelled, or its ``with`` block was left, before None.
             As :meth:`KVOffloadManager.save`.
 
         Example:
@@ -140,8 +144,10 @@ class Request:
             (6, 8)
             >>> scheduler.drain(); manager.close(); scheduler.close()
         """
-        if max_tokens is not None and max_tokens < self._num_tokens - self.start:
-            raise ValueError(f"max_tokens = {max_tokens}; a request without chunk_tokens is computed in one pass")
+        left = self._num_tokens - self.start
+        if max_tokens is not None and arguments.integer(max_tokens, "max_tokens") < left:
+            raise ValueError(f"max_tokens = {max_tokens} must be at least {left}: without chunk_tokens it is one pass")
+        check_timeout(timeout_s)
         self._note_computed()
         if self._handed_out is not None and self.wait(timeout_s):
             return None
@@ -165,6 +171,7 @@ class Request:
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``.
         """
+        check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         try:
             for load in self.loads:
