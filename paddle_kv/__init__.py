@@ -13,6 +13,7 @@ from ._lazy import lazy_name as _lazy_name
 if _TYPE_CHECKING:
     from . import ops
     from .errors import (
+        AttachError,
         BackendError,
         CancelledError,
         CaptureError,
@@ -33,6 +34,7 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttachError",
     "BackendError",
     "CancelledError",
     "CaptureError",

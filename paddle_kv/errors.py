@@ -149,3 +149,7 @@ class ReentryError(PaddleKVError):
 
 class TierError(PaddleKVError):
     """Storage that cannot be used: a folder that another process has, or that cannot be written to."""
+
+
+class AttachError(PaddleKVError):
+    """Memory of another process that cannot be attached: it is gone, on another host, or of another spec."""

@@ -11,11 +11,17 @@ import paddle
 
 from .. import devices
 from ..checks import check_ids
+from ..errors import AttachError
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
 from ..tracking.group import change
 from ..tracking.memories import Extent, attach
+from .exported import Exported, describe, resolve
+from .host_memory import HostMemory, allocate
+from .shared_memory import SharedMemory
+
+_ALIGNMENT = 256  # bytes; of each tensor, as Paddle's allocator gives it
 
 
 class DeviceCache:
@@ -26,9 +32,11 @@ class DeviceCache:
         num_blocks: blocks per tensor.
         device: a Paddle device ("gpu:0", "cpu", also a plugin's "cuda_like:0"); None is the current GPU, or the CPU
             where there is none.
+        shared: in memory that other processes can :meth:`attach`; on the CPU only.
 
     Raises:
         MemoryError: the device has not so much memory.
+        NotImplementedError: shared memory on a GPU.
         TypeError: not a spec, or a device that is not a string.
         ValueError: fewer than one block, or a device that is not here.
 
@@ -44,18 +52,35 @@ class DeviceCache:
         True
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None) -> None:
+    _memory: Sequence[SharedMemory] = ()  # of a cache that is shared
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None, *, shared: bool = False) -> None:
         check_spec(spec)
         num_blocks = check_positive(num_blocks, "num_blocks")
         place = _place(device)
-        tensors = {
-            name: [
-                _zeros((num_blocks, *spec.block_shape(name)), spec.tensor_dtype(name), place)
-                for _ in range(spec.num_layers)
-            ]
-            for name in spec.tensor_names
-        }
-        self._take(spec, tensors)
+        if not shared:
+            tensors = {
+                name: [
+                    _zeros((num_blocks, *spec.block_shape(name)), spec.tensor_dtype(name), place)
+                    for _ in range(spec.num_layers)
+                ]
+                for name in spec.tensor_names
+            }
+            self._take(spec, tensors)
+            return
+        if not place.is_cpu_place():
+            raise NotImplementedError(
+                f"shared = True, but memory on {place} cannot be shared; device='cpu' is expected"
+            )
+        firsts, size_bytes = {}, 0
+        for name in spec.tensor_names:
+            tensor_bytes = num_blocks * spec.tensor_block_bytes(name)
+            step = -(-tensor_bytes // _ALIGNMENT) * _ALIGNMENT
+            firsts[name] = [size_bytes + layer * step for layer in range(spec.num_layers)]
+            size_bytes += spec.num_layers * step
+        [memory] = allocate([size_bytes], pinned=False, make=SharedMemory)
+        pointers = {name: [memory.address + first for first in layers] for name, layers in firsts.items()}
+        self._take_shared(spec, num_blocks, [memory], pointers)
 
     @classmethod
     def adopt(
@@ -87,6 +112,65 @@ class DeviceCache:
         made = cls.__new__(cls)
         made._take(spec, tensors, None if num_blocks is None else check_positive(num_blocks, "num_blocks"))
         return made
+
+    @classmethod
+    def attach(cls, spec: KVCacheSpec, exported: Exported) -> DeviceCache:
+        """A cache over the memory of a cache of another process, which has called :meth:`export`.
+
+        Uses of a block are tracked in each process for itself, so the processes have to agree who touches which block
+        when (docs/peers.md). The memory lives until the last of them has given it back: this one with the last
+        reference to the cache and its tensors.
+
+        Args:
+            spec: which is expected.
+            exported: what :meth:`export` returned in the other process.
+
+        Raises:
+            AttachError: the cache is on another host or in another container, has another spec, its process is gone or
+                has given it back, or this process may not open its memory.
+            TypeError: not a spec, or not a description.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, KVCacheSpec
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> cache = DeviceCache(spec, 5, "cpu", shared=True)
+            >>> same = DeviceCache.attach(spec, cache.export())  # in another process
+            >>> cache.tensor("key", 1)[2] = 1.5
+            >>> same.tensor("key", 1)[2].numpy().max()
+            np.float32(1.5)
+        """
+        memory, pointers = resolve(exported, "device_cache", spec)
+        for name, stride in exported.strides_bytes.items():
+            if stride != spec.tensor_block_bytes(name):
+                raise AttachError(f"strides_bytes[{name!r}] = {stride}; blocks of a device cache are dense")
+        made = cls.__new__(cls)
+        made._take_shared(spec, exported.num_blocks, memory, pointers)
+        return made
+
+    def export(self) -> Exported:
+        """What another process of the same user on this host needs to :meth:`attach` the cache. It can be pickled.
+
+        It holds nothing: the cache and this process have to be there when it is used.
+
+        Raises:
+            ValueError: the cache was made without ``shared=True``.
+        """
+        if not self._memory:
+            raise ValueError("the device cache is not in shared memory; make it with shared=True")
+        spec = self.spec
+        pointers = {name: [tensor.data_ptr() for tensor in self._tensors[name]] for name in spec.tensor_names}
+        strides = {name: spec.tensor_block_bytes(name) for name in spec.tensor_names}
+        return describe("device_cache", spec, self.num_blocks, self._memory, pointers, strides)
+
+    def _take_shared(
+        self, spec: KVCacheSpec, num_blocks: int, memory: Sequence[HostMemory], pointers: Mapping[str, Sequence[int]]
+    ) -> None:
+        tensors = {
+            name: [_over(memory, address, num_blocks, spec, name) for address in pointers[name]]
+            for name in spec.tensor_names
+        }
+        self._take(spec, tensors)
+        self._memory = [piece for piece in memory if isinstance(piece, SharedMemory)]
 
     def _take(self, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]], num_blocks: int | None = None) -> None:
         check_spec(spec)
@@ -212,10 +296,25 @@ def _place(device: str | None) -> Any:
     return devices.place_of(number)
 
 
-def _zeros(shape: tuple[int, ...], dtype: str, place: Any) -> Tensor:
+def _over(memory: Sequence[HostMemory], address: int, num_blocks: int, spec: KVCacheSpec, name: str) -> Tensor:
+    """A tensor in a piece of memory, which it keeps."""
+    [piece] = [one for one in memory if one.address <= address < one.address + one.size_bytes]
+    first = address - piece.address
+    rows = piece.array()[first : first + num_blocks * spec.tensor_block_bytes(name)]
+    shape, dtype = [num_blocks, *spec.block_shape(name)], spec.tensor_dtype(name)
+    # A capsule of bytes: of some types NumPy or Paddle has none, and of booleans none in DLPack.
+    tensor = paddle.utils.dlpack.from_dlpack(rows.__dlpack__())
+    typed = tensor if dtype == "uint8" else tensor.view(_paddle_dtype(dtype))
+    return typed.view(shape)  # type: ignore[no-any-return]
+
+
+def _paddle_dtype(dtype: str) -> str:
     # The newest Paddle for CUDA 11 has no fp8 type: the same bits are kept as uint8.
-    if dtype.startswith("float8") and not hasattr(paddle, dtype):
-        dtype = "uint8"
+    return "uint8" if dtype.startswith("float8") and not hasattr(paddle, dtype) else dtype
+
+
+def _zeros(shape: tuple[int, ...], dtype: str, place: Any) -> Tensor:
+    dtype = _paddle_dtype(dtype)
     as_bytes = {"float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "bfloat16": "int16"}.get(dtype, dtype)
     zeros = paddle.to_tensor(np.zeros(shape, as_bytes), place=place)
     return zeros if as_bytes == dtype else zeros.view(dtype)  # type: ignore[no-any-return]

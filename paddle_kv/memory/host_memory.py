@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,8 +43,10 @@ class HostMemory:
         return np.asarray(self)
 
 
-def allocate(sizes_bytes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
-    """Pieces of memory, all or none.
+def allocate(
+    sizes_bytes: Sequence[int], *, pinned: bool, make: Callable[[int], HostMemory] | None = None
+) -> list[HostMemory]:
+    """Pieces of memory, all or none; each made by ``make(size_bytes)`` where that is given.
 
     Raises:
         MemoryError: names the bytes asked for in all, and those available.
@@ -56,7 +58,7 @@ def allocate(sizes_bytes: Sequence[int], *, pinned: bool) -> list[HostMemory]:
     pieces: list[HostMemory] = []
     try:
         for size_bytes in sizes_bytes:
-            pieces.append(HostMemory(size_bytes, pinned=pinned))
+            pieces.append(make(size_bytes) if make else HostMemory(size_bytes, pinned=pinned))
     except MemoryError as error:
         pieces.clear()  # now: the exception keeps this frame, and with it the pieces, as long as it is handled
         raise MemoryError(_message(total_bytes, pinned, str(error))) from None

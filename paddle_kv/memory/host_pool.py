@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -19,12 +17,14 @@ from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..timeouts import check_timeout
 from ..tracking import stamps
-from ..tracking.domain import BlockDomain
-from ..tracking.group import Guard, OnItsWay, change, wait_until
+from ..tracking.group import OnItsWay, change, wait_until
 from ..tracking.memories import Extent, attach, interleaved
+from .exported import Exported, describe, resolve
 from .free_extents import FreeExtents
 from .host_layout import HostLayout, check_layout, placement
+from .host_lease import Lease
 from .host_memory import HostMemory, allocate, can_page_lock
+from .shared_memory import SharedMemory
 
 
 class HostPool:
@@ -38,12 +38,14 @@ class HostPool:
         spec: shapes and dtypes.
         num_blocks: blocks of the pool.
         layout: order of the memory.
+        shared: in memory that other processes can :meth:`attach`. Only without a GPU: it is not page-locked.
 
     Attributes:
-        pinned_bytes: bytes that the pool holds; 0 for adopted memory and after :meth:`close`.
+        pinned_bytes: bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`.
 
     Raises:
         MemoryError: names the bytes asked for and available.
+        NotImplementedError: shared memory, where there is a GPU.
 
     Example:
         >>> from paddle_kv import HostPool, KVCacheSpec
@@ -55,11 +57,16 @@ class HostPool:
         0
     """
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "layer_first") -> None:
+    def __init__(
+        self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "layer_first", shared: bool = False
+    ) -> None:
         check_layout(layout)
+        if shared and can_page_lock():
+            raise NotImplementedError("shared = True, but memory that is shared cannot be page-locked for a GPU")
         self._set_up(spec, num_blocks)
         where = placement(spec, self.num_blocks, layout)
-        self._memory += allocate(where.sizes_bytes, pinned=can_page_lock())
+        make = SharedMemory if shared else None
+        self._memory += allocate(where.sizes_bytes, pinned=can_page_lock(), make=make)
         self._strides.update(where.strides_bytes)
         for name, places in where.first_blocks.items():
             self._pointers[name] = [self._memory[piece].address + first for piece, first in places]
@@ -136,6 +143,59 @@ class HostPool:
         made._attach(interleaved(made._tensor_extents()))
         return made
 
+    @classmethod
+    def attach(cls, spec: KVCacheSpec, exported: Exported) -> HostPool:
+        """A pool over the memory of a pool of another process, which has called :meth:`export`.
+
+        The process that made the pool gives its blocks out: :meth:`allocate` finds none here. Uses of a block are
+        tracked in each process for itself, so the processes have to agree who touches which block when
+        (docs/peers.md). The memory lives until the last of them has given it back. In the process that made the pool,
+        and attached twice, the memory is the same and so is its tracking.
+
+        Args:
+            spec: which is expected.
+            exported: what :meth:`export` returned in the other process.
+
+        Raises:
+            AttachError: the pool is on another host or in another container, has another spec, was closed, its process
+                is gone, or this process may not open its memory.
+            TypeError: not a spec, or not a description.
+
+        Example:
+            >>> from paddle_kv import HostPool, KVCacheSpec
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> with HostPool(spec, 5, shared=True) as pool, HostPool.attach(spec, pool.export()) as same:
+            ...     pool.view("key", 1, 4)[...] = 2.5
+            ...     same.view("key", 1, 4).max(), same.num_free_blocks
+            (np.float32(2.5), 0)
+        """
+        memory, pointers = resolve(exported, "host_pool", spec)
+        made = cls.__new__(cls)
+        made._set_up(spec, exported.num_blocks)
+        made._memory += memory
+        made._pointers.update(pointers)
+        made._strides.update(exported.strides_bytes)
+        made._attach(interleaved(made._tensor_extents()))
+        made._free.allocate(made.num_blocks)
+        made._attached = True
+        return made
+
+    def export(self) -> Exported:
+        """What another process of the same user on this host needs to :meth:`attach` the pool. It can be pickled.
+
+        It holds nothing: the pool, or somebody who has attached it, has to be there when it is used, and this process
+        must live then.
+
+        Raises:
+            ValueError: the pool was made without ``shared=True``.
+            ClosedError: closed.
+        """
+        self._check_open()
+        shared = [memory for memory in self._memory if isinstance(memory, SharedMemory)]
+        if not shared:
+            raise ValueError("the host pool is not in shared memory; make it with shared=True")
+        return describe("host_pool", self.spec, self.num_blocks, shared, self._pointers, self._strides)
+
     def _set_up(self, spec: KVCacheSpec, num_blocks: int) -> None:
         check_spec(spec)
         self.num_blocks = check_positive(num_blocks, "num_blocks")
@@ -145,6 +205,7 @@ class HostPool:
         self._strides: dict[str, int] = {}
         self._allocated: set[int] = set()
         self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
+        self._attached = False
         self._closed = False
 
     def _tensor_extents(self) -> list[Extent]:
@@ -161,8 +222,8 @@ class HostPool:
     # ---- memory ----
     @property
     def pinned_bytes(self) -> int:
-        """Bytes that the pool holds; 0 for adopted memory and after :meth:`close`."""
-        return sum(memory.size_bytes for memory in self._memory)
+        """Bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`."""
+        return 0 if self._attached else sum(memory.size_bytes for memory in self._memory)
 
     @property
     def closed(self) -> bool:
@@ -391,11 +452,11 @@ class HostPool:
         finally:
             change(self.domain, lease.end)
 
-    def _try_lease(self, ids: list[int], write: bool, thread: int) -> _Lease | None:
+    def _try_lease(self, ids: list[int], write: bool, thread: int) -> Lease | None:
         self._check_open()
         for transfer in self.domain.lone_holders(ids):
             transfer.look()
-        return _Lease(self.domain, ids, write, thread) if self.domain.try_lease(ids, write=write) else None
+        return Lease(self.domain, ids, write, thread) if self.domain.try_lease(ids, write=write) else None
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """The host has rewritten these blocks: they may be read again although an offload into them failed.
@@ -417,52 +478,6 @@ class HostPool:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the host pool is closed")
-
-
-class _Lease:
-    """Ends once, at the latest with the last reference to it: an exception of a signal handler may come at any time."""
-
-    def __init__(self, domain: BlockDomain, ids: list[int], write: bool, thread: int) -> None:
-        self.thread = thread  # whose it is
-        self._domain = domain
-        self._ids = ids
-        self._write = write
-        self._ended = False
-        _leases.add(self)
-        self.guard()
-
-    def guard(self) -> None:
-        end = functools.partial(_end, self._domain, self._ids, self._write)
-        self._guard = Guard(self, self._domain, end)
-
-    def end(self) -> None:
-        """In a section."""
-        if not self._ended:
-            self._ended = True
-            self._guard.cancel()
-            _end(self._domain, self._ids, self._write)
-
-
-def _end(domain: BlockDomain, ids: list[int], write: bool) -> None:
-    domain.end_lease(ids, write=write)
-    if write:
-        stamps.forget(domain, ids)
-    domain.group.notify()
-
-
-_leases: weakref.WeakSet[_Lease] = weakref.WeakSet()
-
-
-def _end_those_of_lost_threads() -> None:
-    """In a forked child, where only the forking thread goes on: nobody would end the leases of the others."""
-    for lease in list(_leases):
-        if lease.thread != threading.get_ident():
-            lease.end()
-        else:
-            lease.guard()  # its own was cancelled
-
-
-os.register_at_fork(after_in_child=_end_those_of_lost_threads)
 
 
 class _Foreign:

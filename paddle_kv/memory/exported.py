@@ -1,0 +1,117 @@
+"""The description by which another process attaches a pool or a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import AttachError
+from ..layout import KVCacheSpec, check_spec, differences
+from .shared_memory import SharedHandle, SharedMemory, host_identity, map_shared
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Where the blocks of a pool or cache lie, as plain data that can be pickled.
+
+    Attributes:
+        version: of this description.
+        kind: ``"host_pool"`` or ``"device_cache"``.
+        host: the running kernel and space of process numbers in which the handles mean something.
+        device: where the memory is; ``"cpu"``.
+        spec: of the pool.
+        num_blocks: of the pool.
+        allocations: the memory, one handle for each piece of it.
+        tensors: name -> of each layer the number of the allocation, and the first byte of block 0 in it.
+        strides_bytes: name -> bytes from a block to the next one.
+    """
+
+    version: int
+    kind: str
+    host: str
+    device: str
+    spec: KVCacheSpec
+    num_blocks: int
+    allocations: tuple[SharedHandle, ...]
+    tensors: Mapping[str, tuple[tuple[int, int], ...]]
+    strides_bytes: Mapping[str, int]
+
+
+def describe(
+    kind: str,
+    spec: KVCacheSpec,
+    num_blocks: int,
+    memory: Sequence[SharedMemory],
+    pointers: Mapping[str, Sequence[int]],
+    strides_bytes: Mapping[str, int],
+) -> Exported:
+    """Of tensors at these addresses, which lie in ``memory``."""
+
+    def place(address: int) -> tuple[int, int]:
+        for number, piece in enumerate(memory):
+            if piece.address <= address < piece.address + piece.size_bytes:
+                return number, address - piece.address
+        raise AssertionError(f"no allocation has the address {address:#x}")
+
+    tensors = {name: tuple(place(address) for address in pointers[name]) for name in spec.tensor_names}
+    handles = tuple(piece.handle() for piece in memory)
+    strides = dict(strides_bytes)
+    return Exported(VERSION, kind, host_identity(), "cpu", spec, num_blocks, handles, tensors, strides)
+
+
+def resolve(exported: Exported, kind: str, spec: KVCacheSpec) -> tuple[list[SharedMemory], dict[str, list[int]]]:
+    """Maps what is described: the memory, and the addresses of block 0, name -> one per layer.
+
+    Raises:
+        TypeError: not a description, or not a spec.
+        AttachError: it was made on another host, of another version, of another kind of pool or spec, its parts do not
+            fit each other, or the memory is gone.
+    """
+    check_spec(spec)
+    if not isinstance(exported, Exported):
+        raise TypeError(f"exported is {type(exported).__name__}; what export() returned is expected")
+    if exported.version != VERSION:
+        raise AttachError(f"the description has version {exported.version}; this process knows version {VERSION}")
+    if exported.kind != kind:
+        raise AttachError(f"the description is of a {exported.kind}; one of a {kind} is expected")
+    if exported.host != host_identity():
+        raise AttachError(
+            f"the memory is on another host, or in another container: {exported.host!r}, and here {host_identity()!r}"
+        )
+    if exported.device != "cpu":
+        raise AttachError(f"the memory is on device {exported.device!r}; only 'cpu' can be attached")
+    if exported.spec != spec:
+        theirs, ours = differences(exported.spec, spec)
+        raise AttachError(f"the description has the spec {theirs}; {ours} is expected")
+    _check_places(exported)
+    memory = [map_shared(handle) for handle in exported.allocations]
+    pointers = {
+        name: [memory[number].address + offset for number, offset in exported.tensors[name]]
+        for name in spec.tensor_names
+    }
+    return memory, pointers
+
+
+def _check_places(exported: Exported) -> None:
+    """Each block has to lie in its allocation: nothing else would keep an access within the memory."""
+    spec, last = exported.spec, exported.num_blocks - 1
+    if not (_is_count(exported.num_blocks) and exported.num_blocks):
+        raise AttachError(f"num_blocks = {exported.num_blocks!r} must be an integer of at least 1")
+    if set(exported.tensors) != set(spec.tensor_names) or set(exported.strides_bytes) != set(spec.tensor_names):
+        raise AttachError(f"the description does not have the tensors {spec.tensor_names}")
+    for name, places in exported.tensors.items():
+        own, stride = spec.tensor_block_bytes(name), exported.strides_bytes[name]
+        if not _is_count(stride) or stride < own:
+            raise AttachError(f"strides_bytes[{name!r}] = {stride!r} must be at least {own}, a block")
+        if len(places) != spec.num_layers:
+            raise AttachError(f"tensors[{name!r}] has {len(places)} layers; {spec.num_layers} are expected")
+        for layer, (number, offset) in enumerate(places):
+            fits = _is_count(number) and number < len(exported.allocations) and _is_count(offset)
+            if not fits or offset + last * stride + own > exported.allocations[number].size_bytes:
+                raise AttachError(f"tensors[{name!r}][{layer}] does not lie in the memory that is described")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
