@@ -17,7 +17,7 @@ from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
 from ..tracking.group import change
 from ..tracking.memories import Extent, attach
-from .exported import Exported, describe, resolve
+from .exported import Exported, describe, refuse_overlap, resolve
 from .host_memory import HostMemory, allocate
 from .shared_memory import SharedMemory
 
@@ -144,7 +144,8 @@ class DeviceCache:
             if stride != spec.tensor_block_bytes(name):
                 raise AttachError(f"strides_bytes[{name!r}] = {stride}; blocks of a device cache are dense")
         made = cls.__new__(cls)
-        made._take_shared(spec, exported.num_blocks, memory, pointers)
+        with refuse_overlap():
+            made._take_shared(spec, exported.num_blocks, memory, pointers)
         return made
 
     def export(self) -> Exported:
@@ -302,8 +303,9 @@ def _over(memory: Sequence[HostMemory], address: int, num_blocks: int, spec: KVC
     first = address - piece.address
     rows = piece.array()[first : first + num_blocks * spec.tensor_block_bytes(name)]
     shape, dtype = [num_blocks, *spec.block_shape(name)], spec.tensor_dtype(name)
-    # A capsule of bytes: of some types NumPy or Paddle has none, and of booleans none in DLPack.
-    tensor = paddle.utils.dlpack.from_dlpack(rows.__dlpack__())
+    # Of some types NumPy has none, so of bytes. Not by DLPack: Paddle has one deleter for an address there, and memory
+    # that is attached twice would never be given back.
+    tensor = paddle.Tensor(value=rows, place=paddle.CPUPlace(), zero_copy=True)
     typed = tensor if dtype == "uint8" else tensor.view(_paddle_dtype(dtype))
     return typed.view(shape)  # type: ignore[no-any-return]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import AttachError
@@ -82,6 +83,8 @@ def resolve(exported: Exported, kind: str, spec: KVCacheSpec) -> tuple[list[Shar
         )
     if exported.device != "cpu":
         raise AttachError(f"the memory is on device {exported.device!r}; only 'cpu' can be attached")
+    if not isinstance(exported.spec, KVCacheSpec):
+        raise AttachError(f"the description has the spec {exported.spec!r}; a KVCacheSpec is expected")
     if exported.spec != spec:
         theirs, ours = differences(exported.spec, spec)
         raise AttachError(f"the description has the spec {theirs}; {ours} is expected")
@@ -94,20 +97,38 @@ def resolve(exported: Exported, kind: str, spec: KVCacheSpec) -> tuple[list[Shar
     return memory, pointers
 
 
+@contextlib.contextmanager
+def refuse_overlap() -> Iterator[None]:
+    """AttachError where the tensors that are described share memory with each other, or with other ones of this
+    process in another way."""
+    try:
+        yield
+    except ValueError as error:
+        raise AttachError(f"the description does not fit: {error}") from None
+
+
 def _check_places(exported: Exported) -> None:
     """Each block has to lie in its allocation: nothing else would keep an access within the memory."""
-    spec, last = exported.spec, exported.num_blocks - 1
+    spec = exported.spec
     if not (_is_count(exported.num_blocks) and exported.num_blocks):
         raise AttachError(f"num_blocks = {exported.num_blocks!r} must be an integer of at least 1")
+    last = exported.num_blocks - 1
+    if not isinstance(exported.allocations, tuple) or not all(_is_handle(one) for one in exported.allocations):
+        raise AttachError(f"allocations = {exported.allocations!r} must be a tuple of handles")
+    if not isinstance(exported.tensors, Mapping) or not isinstance(exported.strides_bytes, Mapping):
+        raise AttachError("tensors and strides_bytes must be mappings of the names of tensors")
     if set(exported.tensors) != set(spec.tensor_names) or set(exported.strides_bytes) != set(spec.tensor_names):
         raise AttachError(f"the description does not have the tensors {spec.tensor_names}")
     for name, places in exported.tensors.items():
         own, stride = spec.tensor_block_bytes(name), exported.strides_bytes[name]
         if not _is_count(stride) or stride < own:
             raise AttachError(f"strides_bytes[{name!r}] = {stride!r} must be at least {own}, a block")
-        if len(places) != spec.num_layers:
-            raise AttachError(f"tensors[{name!r}] has {len(places)} layers; {spec.num_layers} are expected")
-        for layer, (number, offset) in enumerate(places):
+        if not isinstance(places, tuple) or len(places) != spec.num_layers:
+            raise AttachError(f"tensors[{name!r}] = {places!r} must be a tuple of {spec.num_layers} layers")
+        for layer, place in enumerate(places):
+            if not isinstance(place, tuple) or len(place) != 2:
+                raise AttachError(f"tensors[{name!r}][{layer}] = {place!r} must be an allocation and an offset")
+            number, offset = place
             fits = _is_count(number) and number < len(exported.allocations) and _is_count(offset)
             if not fits or offset + last * stride + own > exported.allocations[number].size_bytes:
                 raise AttachError(f"tensors[{name!r}][{layer}] does not lie in the memory that is described")
@@ -115,3 +136,10 @@ def _check_places(exported: Exported) -> None:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_handle(value: object) -> bool:
+    if not isinstance(value, SharedHandle):
+        return False
+    numbers = (value.process_id, value.descriptor, value.size_bytes)
+    return all(map(_is_count, numbers)) and isinstance(value.token, str)

@@ -19,7 +19,7 @@ from ..timeouts import check_timeout
 from ..tracking import stamps
 from ..tracking.group import OnItsWay, change, wait_until
 from ..tracking.memories import Extent, attach, interleaved
-from .exported import Exported, describe, resolve
+from .exported import Exported, describe, refuse_overlap, resolve
 from .free_extents import FreeExtents
 from .host_layout import HostLayout, check_layout, placement
 from .host_lease import Lease
@@ -175,7 +175,8 @@ class HostPool:
         made._memory += memory
         made._pointers.update(pointers)
         made._strides.update(exported.strides_bytes)
-        made._attach(interleaved(made._tensor_extents()))
+        with refuse_overlap():
+            made._attach(interleaved(made._tensor_extents()))
         made._free.allocate(made.num_blocks)
         made._attached = True
         return made
