@@ -279,6 +279,26 @@ def test_a_forged_description_is_refused_or_lies_within_the_memory(kind: str) ->
         memory.close()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_block_lies_one_byte_outside_the_memory(kind: str) -> None:
+    memory = make(kind)
+    exported = memory.export()
+    for name, places in exported.tensors.items():
+        for layer, (number, offset) in enumerate(places):
+            size_bytes = exported.allocations[number].size_bytes
+            used_bytes = (BLOCKS - 1) * exported.strides_bytes[name] + memory.spec.tensor_block_bytes(name)
+            for wrong in (-1, size_bytes - used_bytes + 1, 1 << 40):
+                moved_places = (*places[:layer], (number, wrong), *places[layer + 1 :])
+                forged = dataclasses.replace(exported, tensors={**exported.tensors, name: moved_places})
+                with pytest.raises(AttachError, match="does not lie in the memory"):
+                    KINDS[kind].attach(memory.spec, forged)
+            assert offset + used_bytes <= size_bytes
+    with pytest.raises(AttachError, match="does not lie in the memory"):
+        KINDS[kind].attach(memory.spec, dataclasses.replace(exported, num_blocks=1000))
+    if kind == "host_pool":
+        memory.close()
+
+
 def test_the_size_of_the_memory_is_final() -> None:
     """Shortened, it would end every process that touches what is missing."""
     pool = make("host_pool")
