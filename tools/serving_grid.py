@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
+
 from paddle_kv.testing.prefixes.conversations import conversations
 from paddle_kv.testing.prefixes.replay import Costs, replay
 from paddle_kv.testing.prefixes.serving import COMPUTE, DECIDE, LOAD, Machine, serve
