@@ -139,7 +139,7 @@ class DeviceCache:
             >>> same.tensor("key", 1)[2].numpy().max()
             np.float32(1.5)
         """
-        memory, pointers = resolve(exported, "device_cache", spec)
+        memory, pointers = resolve(exported, "device_cache", spec, pinned=False)
         for name, stride in exported.strides_bytes.items():
             if stride != spec.tensor_block_bytes(name):
                 raise AttachError(f"strides_bytes[{name!r}] = {stride}; blocks of a device cache are dense")

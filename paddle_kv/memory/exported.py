@@ -62,13 +62,17 @@ def describe(
     return Exported(VERSION, kind, host_identity(), "cpu", spec, num_blocks, handles, tensors, strides)
 
 
-def resolve(exported: Exported, kind: str, spec: KVCacheSpec) -> tuple[list[SharedMemory], dict[str, list[int]]]:
-    """Maps what is described: the memory, and the addresses of block 0, name -> one per layer.
+def resolve(
+    exported: Exported, kind: str, spec: KVCacheSpec, *, pinned: bool
+) -> tuple[list[SharedMemory], dict[str, list[int]]]:
+    """Maps what is described: the memory, page-locked with ``pinned``, and the addresses of block 0, name -> one per
+    layer.
 
     Raises:
         TypeError: not a description, or not a spec.
         AttachError: it was made on another host, of another version, of another kind of pool or spec, its parts do not
             fit each other, or the memory is gone.
+        MemoryError: it cannot be page-locked.
     """
     check_spec(spec)
     if not isinstance(exported, Exported):
@@ -89,7 +93,7 @@ def resolve(exported: Exported, kind: str, spec: KVCacheSpec) -> tuple[list[Shar
         theirs, ours = differences(exported.spec, spec)
         raise AttachError(f"the description has the spec {theirs}; {ours} is expected")
     _check_places(exported)
-    memory = [map_shared(handle) for handle in exported.allocations]
+    memory = [map_shared(handle, pinned=pinned) for handle in exported.allocations]
     pointers = {
         name: [memory[number].address + offset for number, offset in exported.tensors[name]]
         for name in spec.tensor_names

@@ -44,9 +44,9 @@ class HostMemory:
 
 
 def allocate(
-    sizes_bytes: Sequence[int], *, pinned: bool, make: Callable[[int], HostMemory] | None = None
+    sizes_bytes: Sequence[int], *, pinned: bool, make: Callable[..., HostMemory] = HostMemory
 ) -> list[HostMemory]:
-    """Pieces of memory, all or none; each made by ``make(size_bytes)`` where that is given.
+    """Pieces of memory, all or none; each made by ``make(size_bytes, pinned=pinned)``.
 
     Raises:
         MemoryError: names the bytes asked for in all, and those available.
@@ -58,7 +58,7 @@ def allocate(
     pieces: list[HostMemory] = []
     try:
         for size_bytes in sizes_bytes:
-            pieces.append(make(size_bytes) if make else HostMemory(size_bytes, pinned=pinned))
+            pieces.append(make(size_bytes, pinned=pinned))
     except MemoryError as error:
         pieces.clear()  # now: the exception keeps this frame, and with it the pieces, as long as it is handled
         raise MemoryError(_message(total_bytes, pinned, str(error))) from None
@@ -72,16 +72,28 @@ def can_page_lock() -> bool:
 
 @functools.cache
 def _page_locked_functions() -> tuple[Any, Any]:
+    allocate, free = _functions("paddle_kv_page_locked_allocate", "paddle_kv_page_locked_free")
+    allocate.argtypes = [ctypes.c_int64, ctypes.c_void_p]
+    free.argtypes = [ctypes.c_void_p]
+    return allocate, free
+
+
+@functools.cache
+def _page_lock_functions() -> tuple[Any, Any]:
+    add, remove = _functions("paddle_kv_page_lock_add", "paddle_kv_page_lock_remove")
+    add.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    remove.argtypes = [ctypes.c_void_p]
+    return add, remove
+
+
+def _functions(*names: str) -> list[Any]:
     library = ctypes.CDLL(str(_library.LIBRARY))  # loaded already: the same one
     try:
-        allocate, free = library.paddle_kv_page_locked_allocate, library.paddle_kv_page_locked_free
+        return [getattr(library, name) for name in names]
     except AttributeError:
         raise NotImplementedError(
             "page-locked memory was asked for, but these operators were built without CUDA"
         ) from None
-    allocate.argtypes = [ctypes.c_int64, ctypes.c_void_p]
-    free.argtypes = [ctypes.c_void_p]
-    return allocate, free
 
 
 class _PageLocked:
@@ -93,14 +105,41 @@ class _PageLocked:
         address = ctypes.c_void_p()
         code = allocate(size_bytes, ctypes.byref(address))
         self.address = address.value or 0
-        if code:
-            from cupy.cuda.runtime import CUDARuntimeError
-
-            raise MemoryError(str(CUDARuntimeError(code)))
+        _check(code)
 
     def __del__(self) -> None:
         if self.address:
             self._free(self.address)
+
+
+class PageLock:
+    """Makes memory that is mapped already page-locked, as long as this object lives.
+
+    Args:
+        address: of whole pages.
+        size_bytes: of them.
+
+    Raises:
+        MemoryError: CUDA refuses.
+        NotImplementedError: the operators were built without CUDA.
+    """
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self._address = 0
+        add, self._remove = _page_lock_functions()
+        _check(add(address, size_bytes))
+        self._address = address
+
+    def __del__(self) -> None:
+        if self._address:
+            self._remove(self._address)
+
+
+def _check(code: int) -> None:
+    if code:
+        from cupy.cuda.runtime import CUDARuntimeError
+
+        raise MemoryError(str(CUDARuntimeError(code)))
 
 
 def _pageable(size_bytes: int) -> mmap.mmap:

@@ -38,14 +38,13 @@ class HostPool:
         spec: shapes and dtypes.
         num_blocks: blocks of the pool.
         layout: order of the memory.
-        shared: in memory that other processes can :meth:`attach`. Only without a GPU: it is not page-locked.
+        shared: in memory that other processes can :meth:`attach`.
 
     Attributes:
         pinned_bytes: bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`.
 
     Raises:
         MemoryError: names the bytes asked for and available.
-        NotImplementedError: shared memory, where there is a GPU.
 
     Example:
         >>> from paddle_kv import HostPool, KVCacheSpec
@@ -61,11 +60,9 @@ class HostPool:
         self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "layer_first", shared: bool = False
     ) -> None:
         check_layout(layout)
-        if shared and can_page_lock():
-            raise NotImplementedError("shared = True, but memory that is shared cannot be page-locked for a GPU")
         self._set_up(spec, num_blocks)
         where = placement(spec, self.num_blocks, layout)
-        make = SharedMemory if shared else None
+        make = SharedMemory if shared else HostMemory
         self._memory += allocate(where.sizes_bytes, pinned=can_page_lock(), make=make)
         self._strides.update(where.strides_bytes)
         for name, places in where.first_blocks.items():
@@ -159,6 +156,7 @@ class HostPool:
         Raises:
             AttachError: the pool is on another host or in another container, has another spec, was closed, its process
                 is gone, or this process may not open its memory.
+            MemoryError: the memory cannot be page-locked here.
             TypeError: not a spec, or not a description.
 
         Example:
@@ -169,7 +167,7 @@ class HostPool:
             ...     same.view("key", 1, 4).max(), same.num_free_blocks
             (np.float32(2.5), 0)
         """
-        memory, pointers = resolve(exported, "host_pool", spec)
+        memory, pointers = resolve(exported, "host_pool", spec, pinned=can_page_lock())
         made = cls.__new__(cls)
         made._set_up(spec, exported.num_blocks)
         made._memory += memory

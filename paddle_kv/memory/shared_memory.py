@@ -18,7 +18,7 @@ import weakref
 from dataclasses import dataclass
 
 from ..errors import AttachError
-from .host_memory import HostMemory
+from .host_memory import HostMemory, PageLock
 
 # The size is final: one process that shortens the file would end the others by SIGBUS.
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -42,6 +42,7 @@ class SharedMemory(HostMemory):
 
     Args:
         size_bytes: exact.
+        pinned: as :meth:`page_lock`.
         handle: of the memory that is mapped; use :func:`map_shared`, which maps each memory once.
 
     Raises:
@@ -49,8 +50,9 @@ class SharedMemory(HostMemory):
         AttachError: the memory is gone, or is not what the handle says.
     """
 
-    def __init__(self, size_bytes: int, handle: SharedHandle | None = None) -> None:
+    def __init__(self, size_bytes: int, *, pinned: bool = False, handle: SharedHandle | None = None) -> None:
         self._descriptor = -1
+        self._page_lock: PageLock | None = None
         self.size_bytes = size_bytes
         if handle is None:
             self._token = secrets.token_hex(16)
@@ -63,29 +65,48 @@ class SharedMemory(HostMemory):
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryError(str(error)) from None
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
+        if pinned:
+            self.page_lock()
         _mapped[self._token] = self
+
+    def page_lock(self) -> None:
+        """Makes it reachable by the GPUs of this process; again: does nothing.
+
+        Raises:
+            MemoryError: CUDA refuses.
+        """
+        if self._page_lock is None:
+            self._page_lock = PageLock(self.address, self.size_bytes)
 
     def handle(self) -> SharedHandle:
         """For other processes, as long as this memory is not given back here."""
         return SharedHandle(os.getpid(), self._descriptor, self._token, self.size_bytes)
 
     def __del__(self) -> None:
+        self._page_lock = None  # before the memory is unmapped
         if self._descriptor >= 0:
             os.close(self._descriptor)
 
 
-def map_shared(handle: SharedHandle) -> SharedMemory:
+def map_shared(handle: SharedHandle, *, pinned: bool = False) -> SharedMemory:
     """The memory of the handle, at one address in this process, however often it is asked for and whoever made it.
+
+    Args:
+        handle: of :meth:`SharedMemory.handle`.
+        pinned: as :meth:`SharedMemory.page_lock`.
 
     Raises:
         AttachError: the memory is gone, or is not what the handle says.
+        MemoryError: it cannot be page-locked.
     """
     with _mapping:
         known = _mapped.get(handle.token)
         if known is None:
-            return SharedMemory(handle.size_bytes, handle)
-    if known.size_bytes != handle.size_bytes:
-        raise AttachError(f"the memory has {known.size_bytes} bytes; {handle.size_bytes} were described")
+            return SharedMemory(handle.size_bytes, pinned=pinned, handle=handle)
+        if known.size_bytes != handle.size_bytes:
+            raise AttachError(f"the memory has {known.size_bytes} bytes; {handle.size_bytes} were described")
+        if pinned:
+            known.page_lock()
     return known
 
 

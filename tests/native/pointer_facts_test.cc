@@ -99,6 +99,8 @@ void PageLockedMemoryMakesNoContextOnAnotherGpu() {
     void* address = &address;
     CHECK(paddle_kv_page_locked_allocate(1000, &address) == 0 && address != nullptr && BytesAlive() == 1000);
     CHECK(paddle_kv_page_locked_free(address) == 0 && BytesAlive() == 0);
+    CHECK(paddle_kv_page_lock_add(&address, 500) == 0 && BytesAlive() == 500);
+    CHECK(paddle_kv_page_lock_remove(&address) == 0 && BytesAlive() == 0);
   });
   CHECK(EndFakeCapture());
   InAThread([] {
@@ -112,6 +114,7 @@ void PageLockedMemoryMakesNoContextOnAnotherGpu() {
       if (code == 0) CHECK(paddle_kv_page_locked_free(address) == 0);
     }
     CHECK(code == cudaErrorMemoryAllocation && address == nullptr && cudaGetLastError() == cudaSuccess);
+    CHECK(paddle_kv_page_lock_remove(&address) == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
   });
   CHECK(!HasContext(0) && HasContext(1));
 }

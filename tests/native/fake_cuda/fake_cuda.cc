@@ -446,6 +446,19 @@ cudaError_t cudaHostAlloc(void** memory, std::size_t bytes, unsigned) { return c
 
 cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
 
+cudaError_t cudaHostRegister(void* memory, std::size_t bytes, unsigned flags) {
+  ENTER(EnterUnsafe());
+  const std::lock_guard<std::mutex> lock(memory_mutex);
+  const bool added = flags == cudaHostRegisterPortable && memory_alive.emplace(memory, bytes).second;
+  return added ? cudaSuccess : Leave(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaHostUnregister(void* memory) {
+  ENTER(EnterUnsafe());
+  const std::lock_guard<std::mutex> lock(memory_mutex);
+  return memory_alive.erase(memory) == 1 ? cudaSuccess : Leave(cudaErrorInvalidValue);
+}
+
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   ENTER(Enter());
   Enqueue(stream, [=] { std::memcpy(target, source, bytes); });

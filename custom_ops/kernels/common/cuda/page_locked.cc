@@ -28,3 +28,15 @@ int paddle_kv_page_locked_free(void* address) {
   const CaptureTolerance tolerance;
   return Answer(cudaFreeHost(address));
 }
+
+int paddle_kv_page_lock_add(void* address, std::int64_t bytes) {
+  const AnyContext context;
+  const CaptureTolerance tolerance;
+  return Answer(cudaHostRegister(address, static_cast<std::size_t>(bytes), cudaHostRegisterPortable));
+}
+
+int paddle_kv_page_lock_remove(void* address) {
+  const AnyContext context;
+  const CaptureTolerance tolerance;
+  return Answer(cudaHostUnregister(address));
+}
