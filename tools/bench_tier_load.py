@@ -3,7 +3,7 @@
 For each load of the model (how long its products take beside what the files deliver) five ways are measured in turn:
 computing alone, files to host memory alone, host memory to the device alone, files to the device alone, and files to
 the device layer by layer beside the model. The bar is 1.10 x the longest of computing, files and link, plus one layer.
-At the end of each run beside the model all bytes on the device are compared, and what each layer has seen.
+What each layer has seen is compared in each run beside the model, and all bytes on the device at the end.
 
 Files that the system has just written lie in its page cache; on a file system with direct I/O they come from the disk.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import statistics
 import sys
 import tempfile
@@ -57,7 +58,13 @@ class Bench:
     """Pool and cache are overwritten before each run: nothing stands there from the one before."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.spec = KVCacheSpec(options.layers, options.kv_heads, options.head_dim, options.block_size, "float16")
+        self.spec = KVCacheSpec(
+            num_layers=options.layers,
+            num_kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            block_size=options.block_size,
+            dtype="float16",
+        )
         blocks = options.prefix // options.block_size
         random = np.random.default_rng(5)
         self.host_ids, self.device_ids = (random.permutation(blocks + 1)[:blocks].tolist() for _ in range(2))
@@ -72,6 +79,10 @@ class Bench:
             for name in self.spec.tensor_names
             for layer in range(options.layers)
         }
+        self.sums = [
+            [int(self.expected[name, layer].view(np.uint16).sum(dtype=np.uint64)) for name in self.spec.tensor_names]
+            for layer in range(options.layers)
+        ]
         object_bytes = options.layers * self.spec.block_bytes
         self.engine = FilesEngine({folder: 2 * blocks * object_bytes + (1 << 30)}, threads_per_root=options.threads)
         self.tier = Tier(self.engine, self.pool, model=b"bench", max_store_bytes=2 * blocks * object_bytes)
@@ -79,10 +90,15 @@ class Bench:
         self.tier.drain(WAIT_S)
         self.compute = cupy.cuda.Stream(non_blocking=True)
         self.scheduler = LayerwiseScheduler(self.device, self.pool, compute_stream=self.compute)
-        self.model = Model(self.device, self.device_ids, fresh, options)
+        self._model_of = functools.partial(Model, self.device, self.device_ids, fresh)
+        self.model = self._model_of(options)
 
-    def computing(self) -> float:
-        return self._beside(None)[0]
+    def use_model(self, options: argparse.Namespace) -> None:
+        self.model = self._model_of(options)
+
+    def computing(self) -> tuple[float, float]:
+        """How long it takes, and the layers of it."""
+        return self._beside(None)
 
     def files(self) -> float:
         self._empty()
@@ -109,7 +125,7 @@ class Bench:
         """How long it took, and the layers of the model in it, without their waits."""
         self._empty()
         taken = self._beside(self._load)
-        self._check()
+        assert self.model.seen.get().tolist() == self.sums, "a layer has not seen all of its prefix"
         return taken
 
     def _load(self) -> Transfer:
@@ -140,14 +156,10 @@ class Bench:
             self.model.seen.fill(0)
         self.compute.synchronize()
 
-    def _check(self) -> None:
+    def check(self) -> None:
         for (name, layer), expected in self.expected.items():
             found = device_words(self.device.tensor(name, layer))[cupy.array(self.device_ids)].get()
             assert found.tobytes() == expected.tobytes(), f"{name} of layer {layer} is wrong"
-            seen = int(self.model.seen[layer, self.spec.tensor_names.index(name)])
-            assert seen == int(expected.view(np.uint16).sum(dtype=np.uint64)), (
-                f"layer {layer} has not seen all of {name}"
-            )
 
     def close(self) -> None:
         self.scheduler.close(WAIT_S)
@@ -156,16 +168,14 @@ class Bench:
         self.pool.close()
 
 
-def measure(options: argparse.Namespace, products: int, folder: Path) -> Row:
+def measure(bench: Bench, options: argparse.Namespace, products: int) -> Row:
     options.products = products
-    bench = Bench(options, folder)
+    bench.use_model(options)
     ways = (bench.files, bench.link, bench.files_to_device)
     rounds: list[list[float]] = []
     for _ in range(1 + options.repetitions):  # the first one warms up
-        alone_ms, of_layers_ms = bench._beside(None)
-        together_ms, beside_ms = bench.together()
-        rounds.append([alone_ms, of_layers_ms, together_ms, beside_ms, *(way() for way in ways)])
-    bench.close()
+        rounds.append([*bench.computing(), *bench.together(), *(way() for way in ways)])
+    bench.check()
     columns = list(zip(*rounds[1:], strict=True))
     alone, of_layers, together, beside, files, link, through = map(statistics.median, columns)
     total = len(bench.keys) * options.layers * bench.spec.block_bytes
@@ -193,12 +203,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for products in options.products:
-        with tempfile.TemporaryDirectory(dir=options.folder) as inside:
-            row = measure(options, products, Path(inside))
-        rows.append(row)
-        print("  ".join(f"{name} {value:.4g}" for name, value in asdict(row).items()), flush=True)
+    rows, options.products, products = [], 1, options.products
+    with tempfile.TemporaryDirectory(dir=options.folder) as inside:
+        bench = Bench(options, Path(inside))
+        for pairs in products:
+            rows.append(measure(bench, options, pairs))
+            print("  ".join(f"{name} {value:.4g}" for name, value in asdict(rows[-1]).items()), flush=True)
+        bench.close()
     if options.csv:
         with options.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, [field.name for field in fields(Row)])

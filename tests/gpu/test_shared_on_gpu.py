@@ -8,28 +8,44 @@ import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
 
-pytest.importorskip("cupy")
+cupy = pytest.importorskip("cupy")
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, devices
 from paddle_kv.memory.host_memory import can_page_lock
 from tests.schedule.rig import (
     WAIT_S,
+    Bits,
     assert_same,
-    cache_memory,
     make_spec,
     moved,
     pool_memory,
     random_bits,
-    set_cache,
     set_pool,
 )
 
 BLOCKS = 9
 LOADS = ([7, 0, 4], [2, 8, 1])  # host, device
 SAVES = ([2, 1], [6, 3])  # device, host
+ANY_KIND = 4  # cudaMemcpyDefault
 LAYOUTS = ["layer_first", "block_first", "page_first_direct"]
+
+
+def set_cache(cache: DeviceCache, bits: Bits) -> None:
+    for name, layers in bits.items():
+        for layer, array in enumerate(layers):
+            cupy.cuda.runtime.memcpy(cache.tensor(name, layer).data_ptr(), array.ctypes.data, array.size, ANY_KIND)
+
+
+def bits_of(cache: DeviceCache) -> Bits:
+    found = {name: np.empty_like(array) for name, array in random_bits(cache.spec, BLOCKS, 0).items()}
+    cupy.cuda.runtime.deviceSynchronize()
+    for name, layers in found.items():
+        for layer, array in enumerate(layers):
+            cupy.cuda.runtime.memcpy(array.ctypes.data, cache.tensor(name, layer).data_ptr(), array.size, ANY_KIND)
+    return found
 
 
 def serve(connection: Connection) -> None:
@@ -43,7 +59,7 @@ def serve(connection: Connection) -> None:
             with LayerwiseScheduler(cache, pool) as scheduler:
                 scheduler.onload(*LOADS).wait(WAIT_S)
                 scheduler.offload(*SAVES).wait(WAIT_S)
-            connection.send(cache_memory(cache))
+            connection.send(bits_of(cache))
 
 
 def start() -> tuple[Any, Connection]:
@@ -68,9 +84,10 @@ def test_two_processes_move_the_same_blocks() -> None:
         assert_same(connection.recv(), theirs)
         assert_same(pool_memory(pool), moved(theirs, host, *SAVES))
         cache = DeviceCache(spec, BLOCKS, devices.name_of(0))  # and what it saved comes up in this process
+        set_cache(cache, random_bits(spec, BLOCKS, 20))
         with LayerwiseScheduler(cache, pool) as scheduler:
             scheduler.onload([6, 3, 5], [0, 1, 2]).wait(WAIT_S)
-        assert_same(cache_memory(cache), moved(pool_memory(pool), cache_memory(cache), [6, 3, 5], [0, 1, 2]))
+        assert_same(bits_of(cache), moved(pool_memory(pool), random_bits(spec, BLOCKS, 20), [6, 3, 5], [0, 1, 2]))
         pool.close()
     os.kill(process.pid, signal.SIGKILL)
     process.join(WAIT_S)
@@ -78,8 +95,6 @@ def test_two_processes_move_the_same_blocks() -> None:
 
 @pytest.mark.skipif(not can_page_lock(), reason="needs a GPU and operators built for it")
 def test_the_pages_are_unlocked_with_the_pool() -> None:
-    import cupy
-
     runtime = cupy.cuda.runtime
     with HostPool(make_spec(), BLOCKS, layout="block_first", shared=True) as pool:
         address, size_bytes = pool.pointer("key", 0), pool.pinned_bytes
