@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--products", type=int, nargs="+", default=[1, 2, 4, 8], help="pairs a layer, one model each")
-    parser.add_argument("--threads", type=int, default=16, help="calls of the system at once")
+    parser.add_argument("--threads", type=int, help="calls of the system at once; else the engine's own")
     parser.add_argument("--prefix", type=int, default=16384, help="tokens that come back")
     parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")
     parser.add_argument("--layers", type=int, default=32)

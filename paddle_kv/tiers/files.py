@@ -25,7 +25,8 @@ class FilesEngine:
     Args:
         roots: folder -> capacity in bytes. Each is made if it is not there, is held by one engine at a time, and gets
             its part of the objects by the rate that was measured of it.
-        threads_per_root: calls of the system at once.
+        threads_per_root: calls of the system at once. More keep a storage with a long way busier; beside a model on one
+            interpreter 16 of them slow the launches of its kernels (docs/performance.md).
 
     Raises:
         TierError: a folder is in use, or cannot be used.
@@ -36,7 +37,7 @@ class FilesEngine:
 
     name = "files"
 
-    def __init__(self, roots: Mapping[str | os.PathLike[str], int], *, threads_per_root: int = 16) -> None:
+    def __init__(self, roots: Mapping[str | os.PathLike[str], int], *, threads_per_root: int = 8) -> None:
         if not isinstance(roots, Mapping):
             raise TypeError(f"roots is {type(roots).__name__}; a mapping folder -> capacity in bytes is expected")
         if not roots:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-cupy = pytest.importorskip("cupy")
+pytest.importorskip("cupy")
+
+import cupy
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, devices
 from paddle_kv.memory.host_memory import can_page_lock
