@@ -208,10 +208,10 @@ class Engine:
             except (EOFError, OSError):
                 self._lose(rank)
         self._note(self.directory.complete(results))
-        for rank in range(len(self.processes)):
-            if rank in self._greeted and self.directory.ranks.epochs[rank] is None:
-                self._lose(rank)  # it has let all its time pass
-            if self.processes[rank] is None:
+        for rank in self.directory.lost_ranks & self._greeted:
+            self._lose(rank)  # it has let all its time pass
+        for rank, process in enumerate(self.processes):
+            if process is None:
                 self.start(rank)
 
     def settle(self) -> None:

@@ -223,7 +223,10 @@ class DeviceCache:
         """Compute has rewritten these blocks: they may be read again although an onload into them failed.
 
         Call it when the work that writes them has been submitted, or right before: what is saved from then on is
-        ordered behind it. Until then an offload of such a block raises :class:`TransferError`.
+        ordered behind it. Until then an offload of such a block raises :class:`TransferError`, also if the block was
+        given to another request meanwhile: the cache does not see to whom a block belongs, nor what the model writes.
+        So call it for the blocks of a load that has failed or was cancelled, before they are saved, whoever computes
+        them. A load into the block that ends well does the same. Not while the failed load may still move.
 
         Args:
             block_ids: device blocks, also such as were never unusable.

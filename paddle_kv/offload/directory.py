@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import TransferError
 from ..timeouts import check_timeout
@@ -39,7 +39,8 @@ class Directory(Contents):
         ValueError: an unknown policy, less than one block or rank.
         TypeError: not a policy, or a number that is no int.
 
-    Of one thread: the caller serialises. Messages to a rank arrive in the order in which they were planned.
+    Of one thread: the caller serialises. Messages to a rank arrive in the order in which they were planned. It belongs
+    to one process and cannot be pickled or copied: two of them would give out the same host blocks.
 
     Example:
         >>> from paddle_kv.offload import Directory, Hello, Result
@@ -92,9 +93,36 @@ class Directory(Contents):
         """Whether all ranks are there."""
         return self.ranks.ready
 
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """Ranks that were lost, by :meth:`lost` or because :meth:`complete` found that they let their time pass, and
+        have not joined again. Look behind each ``complete``: end the processes of these ranks and start new ones, or
+        :meth:`Mover.restart` those that live. A rank that has not joined yet is not among them.
+
+        Example:
+            >>> from paddle_kv.offload import Directory, Hello
+            >>> now_s = 0.0
+            >>> directory = Directory(8, num_ranks=2, timeout_s=1.0, clock=lambda: now_s)
+            >>> for rank in range(2):
+            ...     _ = directory.join(Hello(rank, epoch=7, capacity_blocks=8))
+            >>> save = directory.plan_save([b"a"], [4]).job
+            >>> now_s = 1.0  # its time is over ...
+            >>> [outcome.late for outcome in directory.complete()], directory.lost_ranks
+            ([(0, 1)], frozenset())
+            >>> [outcome.late for outcome in directory.complete([Result(save.id, 0, 7)])]  # rank 0 has ended it
+            []
+            >>> now_s = 2.0  # ... and over once more
+            >>> [outcome.late for outcome in directory.complete()], directory.lost_ranks, directory.ready
+            ([()], frozenset({1}), False)
+            >>> directory.join(Hello(1, epoch=8, capacity_blocks=8)), directory.lost_ranks
+            ([], frozenset())
+        """
+        return self.ranks.lost
+
     def join(self, hello: Hello) -> list[Outcome]:
-        """A mover is there, for the first time or anew: then what its rank had is gone, and so all blocks are. Returns
-        how jobs have ended by that, as :meth:`lost` does.
+        """A mover is there, for the first time or anew, with another epoch: then what its rank had is gone, and so all
+        blocks are. The same hello again, or another one with the epoch that the rank has, does nothing. Returns how
+        jobs have ended by that, as :meth:`lost` does.
 
         Raises:
             ValueError: another version, rank, spec, fewer host blocks than the directory gives out, or a life of the
@@ -130,7 +158,8 @@ class Directory(Contents):
         return outcomes
 
     def complete(self, results: Iterable[Result] = ()) -> list[Outcome]:
-        """The results of movers, in any order and also none: call it in every step, since it looks at the clock.
+        """The results of movers, in any order and also none: call it in every step, since it looks at the clock. A rank
+        that has not ended a job when twice its time is over is lost: see :attr:`lost_ranks`.
 
         Raises:
             ValueError: another version, no such rank, a position that the job has not. Nothing is booked.
@@ -155,7 +184,8 @@ class Directory(Contents):
         tier: str = HOST,
     ) -> Job:
         """Loads blocks: that of ``hashes[i]`` to device block ``device_block_ids[i]``, on all ranks. They are held
-        until it is over.
+        until it is over. The device blocks are the job's own until an outcome without ``late``; of one that has failed
+        they hold no usable data until each rank calls ``mark_rewritten``, whoever writes them next.
 
         Args:
             hashes: of what :meth:`lookup` has found.
@@ -216,6 +246,7 @@ class Directory(Contents):
     ) -> SavePlan:
         """Saves blocks on all ranks: device block ``device_block_ids[i]`` becomes that of ``hashes[i]``. Those that are
         present or arriving are not moved; room is made by evicting others; what finds none is left out, from the end.
+        Nobody but the pass that computes them may write the device blocks before an outcome without ``late``.
 
         Args:
             hashes: of blocks that are full, also from the middle of a prompt.
@@ -297,6 +328,13 @@ class Directory(Contents):
         }
 
     # ---- inside ----
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Directory cannot be pickled or copied: it holds the jobs and look-ups of this process, and a copy would "
+            "give out the same host blocks again; send its snapshot() and take_events() to a Mirror, or begin with "
+            "another Directory, which the ranks join after restart()"
+        )
+
     def _job(
         self,
         kind: Kind,

@@ -6,6 +6,7 @@ import enum
 import weakref
 from collections import deque
 from types import TracebackType
+from typing import NoReturn
 
 from .index import BlockIndex
 
@@ -21,7 +22,7 @@ class BlockState(enum.Enum):
 
 class Found:
     """The prefix that :meth:`Directory.lookup` has found, held against eviction until :meth:`release`, or until nobody
-    refers to it any more.
+    refers to it any more. It cannot be pickled or copied: send its keys.
 
     Attributes:
         keys: of it.
@@ -44,6 +45,9 @@ class Found:
         if self._hold is not None:
             self._holds.forget(self._hold)
         return self.keys
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Found cannot be pickled or copied: it holds blocks in this process; send its keys")
 
     def __enter__(self) -> Found:
         return self

@@ -36,7 +36,11 @@ class Job:
     """Blocks that all ranks move, each its own part. ``keys[i]`` lies in host block ``host_slots[i]`` and in device
     block ``device_ids[i]``.
 
+    The device blocks, of a save too, stay the job's own until an outcome of it without ``late`` has come: nobody else
+    may get them before, even if the request that they belong to is over.
+
     Attributes:
+        kind: the string "load" (host to device) or "save" (device to host).
         epochs: of the ranks at the time of planning, by rank; a rank of another one refuses.
         timeout_s: from its submission on; a mover cancels what is not over then. None: no bound.
         layerwise: a save whose layers will be marked one by one.
@@ -85,9 +89,12 @@ class Outcome:
     """What became of a job on all ranks together.
 
     Attributes:
-        failed: positions that are to be computed (of a load), or that are not kept (of a save); empty: all is well.
-        late: ranks that may still move bytes of it: its device blocks must not be given to anybody else. Another
-            outcome of the job, without them, comes when they are done.
+        kind: the string "load" or "save", as that of the :class:`Job`.
+        failed: positions that are to be computed (of a load), or that are not kept (of a save); empty: all is well. The
+            device blocks of these positions of a load hold no usable data: see
+            :meth:`DeviceCache.mark_rewritten <paddle_kv.DeviceCache.mark_rewritten>`, to be called on each rank.
+        late: ranks that may still move bytes of it: its device blocks (of a save, too) must not be given to anybody
+            else. Another outcome of the job, without them, comes when they are done.
     """
 
     job_id: int

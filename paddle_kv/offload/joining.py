@@ -63,6 +63,13 @@ class Ranks:
     def ready(self) -> bool:
         return None not in self.epochs
 
+    @property
+    def lost(self) -> frozenset[int]:
+        """Ranks that were there, and are not."""
+        if self.ready:
+            return frozenset()
+        return frozenset(rank for rank, _ in self._lost if self.epochs[rank] is None)
+
     def next_id(self) -> int:
         self._next += 1
         return self._next - 1

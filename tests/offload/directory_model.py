@@ -389,6 +389,7 @@ class Trial:
         assert index.arriving == model.brought_by
         assert index.pins == {key: count for key, count in model.pins.items() if count}
         assert set(self.directory.ranks.pending) == set(model.jobs)
+        assert self.directory.lost_ranks == {rank for rank, alive in enumerate(model.alive) if not alive}
         free = self.directory._slots
         assert len(free._used) + free._end - free._fresh + len(order) == index.capacity_blocks  # type: ignore[attr-defined]
         assert self.mirror.apply(self.directory.take_events())

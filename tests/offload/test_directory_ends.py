@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from typing import Any
 
@@ -200,3 +202,43 @@ def test_what_made_room_is_counted() -> None:
     assert directory.evict(1) == 1
     assert directory.stats()["evicted_blocks"] == 3
     assert [len(event.keys) for event in directory.take_events() if event.kind == "removed"] == [2, 1]
+
+
+def test_ranks_that_were_lost_are_named_until_they_join_again() -> None:
+    clock = Clock()
+    directory = Directory(8, num_ranks=3, timeout_s=3.0, clock=clock)
+    assert directory.lost_ranks == set()  # nobody was there yet
+    directory.lost(2)
+    assert directory.lost_ranks == set()
+    for rank in range(3):
+        directory.join(Hello(rank, 5, 8))
+    job = directory.plan_save(KEYS[:2], [0, 1]).job
+    assert job is not None
+    clock.now_s += 3.0
+    assert [one.late for one in directory.complete([Result(job.id, 1, 5)])] == [(0, 2)]
+    assert directory.lost_ranks == set()
+    clock.now_s += 3.0
+    assert [one.late for one in directory.complete()] == [()]
+    assert (directory.lost_ranks, directory.ready) == ({0, 2}, False)
+    directory.lost(1)
+    directory.join(Hello(0, 6, 8))
+    assert directory.lost_ranks == {1, 2}
+    for rank in (1, 2):
+        directory.join(Hello(rank, 6, 8))
+    assert (directory.lost_ranks, directory.ready) == (set(), True)
+    directory.join(Hello(1, 7, 8))  # what was there is lost, the rank is not
+    assert directory.lost_ranks == set()
+
+
+@pytest.mark.parametrize("again", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_directory_is_of_one_process_alone(again: Any) -> None:
+    directory = made()
+    save(directory, KEYS[:2])
+    found, empty = directory.lookup(KEYS[:2]), directory.lookup(KEYS[5:6])
+    for one, instead in ((directory, "snapshot.. and take_events.. to a Mirror"), (found, "keys"), (empty, "keys")):
+        with pytest.raises(TypeError, match=f"cannot be pickled or copied: .* send its {instead}"):
+            again(one)
+    found.release()
+    with pytest.raises(TypeError, match="a Directory cannot be pickled or copied"):
+        again(directory)
+    assert directory.evict(9) == 2

@@ -167,6 +167,23 @@ def test_a_failure_of_one_rank_is_a_miss_for_all(server: Server, copies: Copies)
     assert [one.failed for one in server.run(server.directory.plan_load(KEYS[:2], [0, 1]))] == [()]
 
 
+def test_blocks_of_a_load_that_failed_are_saved_for_another_request_when_all_ranks_know(
+    server: Server, copies: Copies
+) -> None:
+    server.save(KEYS[:2], [4, 5])
+    load = server.directory.plan_load(KEYS[:2], [0, 1])
+    copies.fail("onload", 2, OSError("lost"))
+    assert [(one.failed, one.late) for one in server.run(load)] == [((0, 1), ())]
+    copies.heal()
+    [outcome] = server.run(server.directory.plan_save(KEYS[7:9], [0, 6]).job)  # another request has got block 0
+    assert (outcome.failed, outcome.reason.count("block 0 of the device cache holds no usable data")) == ((0, 1), 1)
+    for rank in server.ranks:
+        rank.rig.cache.mark_rewritten([0, 6])
+    server.save(KEYS[7:9], [0, 6])
+    server.run(server.directory.plan_load(KEYS[7:8], [1]))  # and a load that ends well does it by itself
+    server.save(KEYS[9:10], [1])
+
+
 def test_a_save_that_failed_here_is_not_held_here(server: Server, copies: Copies) -> None:
     rank = server.ranks[0]
     copies.fail("offload", 2, OSError("lost"))
