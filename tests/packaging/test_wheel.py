@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -25,7 +26,9 @@ print(ops.transfer_blocks(source, target, {2: 0}).numpy().ravel().tolist())
 
 
 def run(*command: object) -> str:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    # Without the checkout, in which a build leaves what pip takes for an installed package.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
