@@ -6,6 +6,14 @@ from numbers import Real
 from threading import TIMEOUT_MAX
 
 
+def check_time(timeout_s: float) -> float:
+    """A time-out that ends: TypeError or ValueError unless it is a number of seconds."""
+    if timeout_s is None:
+        raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
+    check_timeout(timeout_s)
+    return float(timeout_s)  # NumPy's lose digits when they are added to the clock
+
+
 def check_timeout(timeout_s: float | None, *, positive: bool = False) -> None:
     """TypeError or ValueError unless it is a number of seconds or None. One that is not positive is over at once, where
     that makes sense."""

@@ -120,6 +120,8 @@ class Books:
         return started
 
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
+        if self.closed:
+            raise ClosedError("the offload manager is closed")
         return Prefetch(self, [])
 
     def read_soon(self, keys: list[bytes]) -> Prefetch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from numbers import Real
 
@@ -22,6 +23,19 @@ def check_integer(value: object, name: str) -> None:
     """TypeError unless it is an int, and no bool."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} = {value!r} is {type(value).__name__}; an int is expected")
+
+
+def checked_count(value: object, name: str, least: int = 0) -> int:
+    """As an int; TypeError or ValueError unless it counts something, from ``least`` on."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; an integer is expected")
+    try:
+        found = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; an integer is expected") from None
+    if not least <= found < 2**63:
+        raise ValueError(f"{name} = {found} must be in [{least}, 2**63)")
+    return found
 
 
 def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:

@@ -11,6 +11,7 @@ from ..memory import DeviceCache
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
+from ..timeouts import check_time
 from ..tracking.group import change
 from .books import Books
 from .checks import checked_hashes
@@ -185,7 +186,7 @@ class KVOffloadManager(Keeping, LookAhead):
         Raises:
             TypeError, ValueError, ClosedError: as :meth:`lookup`, and a time that is none.
         """
-        return self._books.prefetch(checked_hashes(hashes), timeout_s)
+        return self._books.prefetch(checked_hashes(hashes), check_time(timeout_s))
 
     def request(
         self,

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 
+from .checks import checked_count
 from .figures import WEIGHT, Pace, Prefill
 
 LINK = "onload"
@@ -33,6 +34,7 @@ FIRST_PROBATION = 3  # loads in time; twice as many after each fault
 LONGEST_PROBATION = 200
 LATE_FACTOR = 1.5  # a load is late behind so many times what was expected, or what the spread makes of it, ...
 LATE_S = 0.005  # ... and so many seconds, which threads need to wake up
+LEAST, MOST = 1e-30, 1e30  # of what is observed or set: nothing that follows from it overflows
 
 
 class Standing(enum.Enum):
@@ -142,6 +144,10 @@ class Rates:
         block_tokens: tokens a block.
         clock: seconds, only differences count.
 
+    Sources have names: "onload" is the link to the device, "offload" the link from it, "tier" the tier below. Each call
+    that takes one raises ValueError for another; numbers that are none, or not in their range, are a TypeError or a
+    ValueError, and change nothing.
+
     Example:
         >>> from paddle_kv.offload.rates import Rates
         >>> rates = Rates(block_bytes=1_000_000, block_tokens=16)
@@ -171,12 +177,13 @@ class Rates:
         """A load from ``name`` ("onload": the link, "tier") arrived in time; also a probe.
 
         Raises:
-            KeyError: no such source.
-            ValueError: not above 0.
+            TypeError: not numbers.
+            ValueError: no such source, or a number outside of [1e-30, 1e30].
         """
         _check_positive(num_bytes=num_bytes, seconds=seconds)
+        source = self._source(name)
         with self._lock:
-            self._sources[name].arrived(seconds / num_bytes, self._clock())
+            source.arrived(seconds / num_bytes, self._clock())
             self._snapshot = None
 
     def observe_save(self, num_bytes: int, seconds: float) -> None:
@@ -189,8 +196,8 @@ class Rates:
     def observe_late(self, name: str, num_bytes: int, seconds: float) -> None:
         """A load of so many bytes was not there after so many seconds, and was given up."""
         _check_positive(num_bytes=num_bytes, seconds=seconds)
+        source = self._source(name)
         with self._lock:
-            source = self._sources[name]
             source.late_loads += 1
             source.pace.at_least(seconds / num_bytes)
             source.fault(self._clock())
@@ -198,16 +205,15 @@ class Rates:
 
     def observe_failed(self, name: str) -> None:
         """A load from there failed: an error, a wrong checksum, something missing."""
+        source = self._source(name)
         with self._lock:
-            source = self._sources[name]
             source.failed_loads += 1
             source.fault(self._clock())
             self._snapshot = None
 
     def observe_prefill(self, start_token: int, num_tokens: int, seconds: float) -> None:
         """The model has computed these tokens of a prompt, and waited for nothing meanwhile."""
-        if start_token < 0:
-            raise ValueError(f"start_token = {start_token} must be at least 0")
+        start_token = checked_count(start_token, "start_token")
         _check_positive(num_tokens=num_tokens, seconds=seconds)
         with self._lock:
             self._prefill.observe(start_token, num_tokens, seconds)
@@ -217,8 +223,8 @@ class Rates:
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:
         """As if it had been measured, and were trusted; what is observed later counts on top."""
         _check_positive(bytes_per_s=bytes_per_s, spread=spread)
+        source = self._source(name)
         with self._lock:
-            source = self._sources[name]
             source.pace.set(1 / bytes_per_s, spread)
             source.standing = Standing.TRUSTED
             self._snapshot = None
@@ -226,7 +232,7 @@ class Rates:
     def set_prefill(self, base_s: float, slope_s: float = 0.0) -> None:
         """Seconds a token, and how much more for each position; what is observed later counts on top."""
         _check_positive(base_s=base_s)
-        if slope_s:
+        if slope_s != 0:
             _check_positive(slope_s=slope_s)
         with self._lock:
             self._prefill.set(base_s, slope_s)
@@ -235,7 +241,7 @@ class Rates:
     # ---- what follows ----
     def load_s(self, num_blocks: int, name: str = LINK) -> float | None:
         """Expected seconds of a load; None if unknown."""
-        pace = self._pace(name)
+        num_blocks, pace = checked_count(num_blocks, "num_blocks"), self._pace(name)
         return None if pace is None else num_blocks * self.block_bytes * pace
 
     def late_s(self, num_blocks: int, name: str = LINK) -> float:
@@ -245,19 +251,21 @@ class Rates:
 
     def compute_s(self, start_block: int, stop_block: int) -> float | None:
         """Expected seconds to compute these blocks of a prompt; None if unknown."""
+        start_block = checked_count(start_block, "start_block")
+        stop_block = checked_count(stop_block, "stop_block", start_block)
         if self._prefill.base_s is None:
             return None
         return self._prefill.seconds(start_block * self.block_tokens, stop_block * self.block_tokens)
 
     def standing(self, name: str) -> Standing:
-        return self._sources[name].standing
+        return self._source(name).standing
 
     def take_probe(self, name: str) -> bool:
         """Whether a small load is to find out about it now, beside computing, and awaited by nobody. One at a time, and
         no more than one a rest. Whoever is told so makes it, and observes how it ends."""
+        source = self._source(name)
         with self._lock:
             now_s = self._clock()
-            source = self._sources[name]
             if not source.probe_due(now_s):
                 return False
             source.begin_probe(now_s)
@@ -299,11 +307,17 @@ class Rates:
             figures["prefill_spread"] = 0.0 if base_s is None else self._prefill.spread
         return figures
 
+    def _source(self, name: str) -> Source:
+        found = self._sources.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise ValueError(f"name = {name!r} must be one of {', '.join(map(repr, self._sources))}")
+        return found
+
     def _late(self, name: str) -> float:
         return max(LATE_FACTOR, math.exp(self._sources[name].pace.band))
 
     def _pace(self, name: str) -> float | None:
-        own = self._sources[name].pace.s_per_byte
+        own = self._source(name).pace.s_per_byte
         return self._sources[LINK_UP].pace.s_per_byte if own is None and name == LINK else own
 
     def _block_s(self, name: str) -> float:
@@ -318,5 +332,5 @@ def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} is {value!r}; a number is expected")
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} = {value} must be a finite number above 0")
+        if not LEAST <= value <= MOST:
+            raise ValueError(f"{name} = {value} must be in [{LEAST}, {MOST}]")

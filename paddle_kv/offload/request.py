@@ -149,7 +149,8 @@ class Request:
             raise ValueError(f"max_tokens = {max_tokens} must be at least {left}: without chunk_tokens it is one pass")
         check_timeout(timeout_s)
         self._note_computed()
-        if self._handed_out is not None and self.wait(timeout_s):
+        # Of an empty prompt there is nothing to compute, so nothing is handed out.
+        if (self._handed_out is not None or not self._num_tokens) and self.wait(timeout_s):
             return None
         return self._hand_out(range(self.start, self._num_tokens))
 

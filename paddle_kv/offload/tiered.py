@@ -14,7 +14,8 @@ from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tiers import Job as TierJob
 from ..tiers import Outcome, Saver, Tier, loading
-from ..tiers.job import check_keys, check_time
+from ..tiers.job import check_keys
+from ..timeouts import check_time
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
 from .below import Below, Clearing, Timed
@@ -96,7 +97,7 @@ class TieredBooks(Books):
         return transfer  # type: ignore[no-any-return]
 
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
-        timeout_s, below = check_time(timeout_s), self.ask(keys)
+        below = self.ask(keys)
 
         def start() -> Prefetch:
             found, fetching = change(self, functools.partial(self._prefetch, keys, below, timeout_s))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..ops import _arguments as arguments
-from ..timeouts import check_timeout
+from ..timeouts import check_time
 from ..tracking.keeper import Deadline, log
 from .object_format import MOST_KEY_BYTES
 from .protocol import Outcome
@@ -154,14 +154,6 @@ def check_blocks(keys: Any, block_ids: Any) -> tuple[list[bytes], list[int]]:
     if len(keys) != len(block_ids):
         raise ValueError(f"keys has {len(keys)} entries, block_ids has {len(block_ids)}; both need the same number")
     return keys, block_ids
-
-
-def check_time(timeout_s: Any) -> float:
-    """A time-out that ends."""
-    if timeout_s is None:
-        raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
-    check_timeout(timeout_s)
-    return float(timeout_s)  # NumPy's lose digits when they are added to the clock
 
 
 def check_keys(keys: Any, name: str = "keys") -> list[bytes]:

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 
 from ..checks import check_ids
 from ..layout import check_positive
+from ..timeouts import check_time
 from ..tracking.group import change, change_soon
-from .job import Job, check_blocks, check_time
+from .job import Job, check_blocks
 from .tier import Tier
 
 When = Literal["write_through", "write_back", "nth_use", "exclusive"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paddle_kv import ClosedError
+from paddle_kv.tiers import FilesEngine
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
 
 TOKENS = list(range(10 * SIZE))
@@ -118,3 +120,40 @@ def test_a_time_that_is_none_is_not_learned(rig: ChunkRig, tokens: Any, seconds:
     with pytest.raises(error, match=message):
         rig.manager.observe_prefill(tokens, seconds)
     assert rig.manager.rates.stats() == before
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "error", "message"),
+    [
+        (None, TypeError, "timeout_s is None; a number of seconds is expected"),
+        ("4", TypeError, "timeout_s is '4'"),
+        (True, TypeError, "timeout_s is True"),
+        (float("nan"), ValueError, "timeout_s = nan must be"),
+        (float("inf"), ValueError, "timeout_s = inf must be"),
+    ],
+)
+@pytest.mark.parametrize("below", [False, True])
+def test_a_prefetch_without_an_end_is_refused_with_and_without_a_tier(
+    below: bool, timeout_s: Any, error: Any, message: str, tmp_path: Path
+) -> None:
+    rig = ChunkRig(FilesEngine({tmp_path: 1 << 24}) if below else None)
+    try:
+        with pytest.raises(error, match=message):
+            rig.manager.prefetch([b"a" * 32], timeout_s=timeout_s)
+        assert rig.manager.prefetch([b"a" * 32], timeout_s=WAIT_S).wait(WAIT_S)
+        rig.manager.close()
+        with pytest.raises(ClosedError):
+            rig.manager.prefetch([b"a" * 32], timeout_s=WAIT_S)
+    finally:
+        rig.close()
+
+
+@pytest.mark.parametrize("how", ["load", "compute", "sooner"])
+@pytest.mark.parametrize("chunk_tokens", [None, SIZE])
+def test_of_an_empty_prompt_nothing_is_handed_out(rig: ChunkRig, chunk_tokens: int | None, how: Any) -> None:
+    with rig.manager.request([], [], chunk_tokens=chunk_tokens, how=how) as request:
+        assert [request.next_chunk(timeout_s=WAIT_S) for _ in range(2)] == [None, None]
+        assert (request.start, request.loads) == (0, [])
+    with rig.manager.request([7], [3], chunk_tokens=chunk_tokens, how=how) as request:
+        assert [request.next_chunk(timeout_s=WAIT_S) for _ in range(2)] == [range(1), None]
+    rig.check_books()

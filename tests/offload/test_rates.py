@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -254,13 +257,79 @@ def test_rates_set_by_hand(rates: Rates) -> None:
         lambda rates: rates.observe_prefill(-1, 5, 1.0),
         lambda rates: rates.observe_prefill(0, 0, 1.0),
         lambda rates: rates.set_load("tier", math.inf),
+        lambda rates: rates.set_load("tier", 1e-320),
+        lambda rates: rates.set_load("tier", 1e6, spread=1e31),
         lambda rates: rates.set_prefill(0.0),
+        lambda rates: rates.set_prefill(1e-4, math.nan),
+        lambda rates: rates.set_prefill(5e-324),
+        lambda rates: rates.load_s(-1),
+        lambda rates: rates.load_s(2**63),
+        lambda rates: rates.late_s(-1),
+        lambda rates: rates.compute_s(-1, 3),
+        lambda rates: rates.compute_s(3, 2),
         lambda rates: Rates(0, 16),
         lambda rates: Rates(1000, 1.5),
     ],
 )
-def test_what_is_no_rate_is_refused(rates: Rates, call: object) -> None:
+def test_what_is_no_rate_is_refused(rates: Rates, call: Callable[[Rates], object]) -> None:
+    before = rates.stats()
     with pytest.raises(ValueError, match=r" = .* must be "):
-        call(rates)  # type: ignore[operator]
-    with pytest.raises(KeyError):
-        rates.observe_load("disk", 1, 1.0)
+        call(rates)
+    assert rates.stats() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("num_blocks", lambda rates, value: rates.load_s(value)),
+        ("num_blocks", lambda rates, value: rates.late_s(value)),
+        ("start_block", lambda rates, value: rates.compute_s(value, 3)),
+        ("stop_block", lambda rates, value: rates.compute_s(0, value)),
+        ("start_token", lambda rates, value: rates.observe_prefill(value, 3, 1.0)),
+    ],
+)
+@pytest.mark.parametrize("value", [None, "3", 2.5, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_what_counts_nothing_is_refused(rates: Rates, name: str, call: Any, value: Any, known: bool) -> None:
+    if known:
+        rates.set_load("onload", 1e6)
+        rates.set_prefill(1e-4)
+    with pytest.raises(TypeError, match=rf"^{name} is {value!r}; an integer is expected"):
+        call(rates, value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda rates, name: rates.observe_load(name, 1, 1.0),
+        lambda rates, name: rates.observe_late(name, 1, 1.0),
+        lambda rates, name: rates.observe_failed(name),
+        lambda rates, name: rates.set_load(name, 1e6),
+        lambda rates, name: rates.load_s(3, name),
+        lambda rates, name: rates.late_s(3, name),
+        lambda rates, name: rates.standing(name),
+        lambda rates, name: rates.take_probe(name),
+    ],
+)
+@pytest.mark.parametrize("name", ["disk", "", None, ["tier"]])
+def test_a_source_that_there_is_not_is_named_with_those_that_there_are(rates: Rates, call: Any, name: Any) -> None:
+    before = rates.stats()
+    with pytest.raises(
+        ValueError, match=rf"^name = {re.escape(repr(name))} must be one of 'onload', 'offload', 'tier'"
+    ):
+        call(rates, name)
+    assert rates.stats() == before
+
+
+def test_the_slowest_and_the_quickest_that_can_be_set_stay_numbers(rates: Rates) -> None:
+    for bytes_per_s, base_s in ((1e-30, 1e30), (1e30, 1e-30)):
+        for name in ("onload", "offload", "tier"):
+            rates.set_load(name, bytes_per_s)
+        rates.set_prefill(base_s, 1e-30)
+        found = rates.snapshot()
+        assert 0 < found.link_s < math.inf and 0 < found.tier_s < math.inf
+        assert 0 < found.prefill_s(0, 2**20) < math.inf
+        assert 0 < (rates.load_s(2**62) or 0.0) < math.inf and rates.late_s(2**62) < math.inf
+        rates.observe_load("onload", 1, 1.0)
+        rates.observe_prefill(2**62, 1, 1.0)
+        assert all(math.isfinite(value) for value in rates.stats().values())
