@@ -17,10 +17,11 @@ from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
 from .directory import Directory
-from .feeding import Feed, Meeting, Piece
+from .feeding import Feed, Meeting
 from .found import BlockState
 from .jobs import Event, Hello, Job, Result, Snapshot
 from .moving import Moves, Moving
+from .pieces import Piece
 from .policy import Policy
 from .prefetch import Prefetch
 from .rates import LINK, LINK_UP, Rates

@@ -15,10 +15,11 @@ from ..schedule.transfer import Transfer
 from ..timeouts import check_timeout
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
-from .feeding import Meeting, Piece, Step
+from .feeding import Meeting, Step
 from .found import BlockState
 from .hashing import PrefixHasher
 from .lease import Lease
+from .pieces import Piece
 from .request import Request, full_table
 
 How = Literal["load", "compute", "sooner"]

@@ -8,7 +8,6 @@ before a load of it begins: nothing on the device ever waits for storage.
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import itertools
 import math
@@ -26,63 +25,13 @@ from ..schedule.resources import Events
 from ..tracking.group import MemoryGroup, change
 from ..tracking.keeper import log
 from .found import BlockState
+from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
 from .rates import LINK, TIER, Rates
-from .weighing import weigh
+from .weighing import weigh, weigh_ranges
 
 MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
-
-
-class PieceState(enum.Enum):
-    """``WAITING`` to be loaded, or to be computed; ``READING`` from the tier; ``LOADING`` to the device; ``CANCELLED``
-    while that is under way; ``LOADED``; ``LOST``: does not come; ``COMPUTED``, or handed out for it."""
-
-    WAITING = "waiting"
-    READING = "reading"
-    LOADING = "loading"
-    CANCELLED = "cancelled"
-    LOADED = "loaded"
-    LOST = "lost"
-    COMPUTED = "computed"
-
-
-_TO_COMPUTE = (PieceState.WAITING, PieceState.READING, PieceState.LOST)
-
-
-class Piece:
-    """Blocks of a prompt that come together.
-
-    Attributes:
-        start, stop: their positions.
-        awaited: the model has computed with it, or is about to.
-        parts: those that come together as this one.
-        is_probe: its reading is to find out about the tier, also if the model does not need it any more.
-        started_s: when its reading, or its load, began.
-        due_s, late_s: when it should be there; when it is late.
-    """
-
-    def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self.state = PieceState.WAITING
-        self.movement: Movement | None = None
-        self.parts: list[Piece] = []
-        self.awaited = self.is_probe = False
-        self.prefetch: Prefetch | None = None
-        self.started_s = 0.0
-        self.due_s = self.late_s = math.inf
-
-    @property
-    def size(self) -> int:
-        """Blocks."""
-        return self.stop - self.start
-
-    def expect(self, num_blocks: int, rates: Rates, source: str, free_s: float = 0.0) -> None:
-        """It begins, behind all that is through at ``free_s``. ``num_blocks``: that are moved until it is there."""
-        self.started_s = time.monotonic()
-        begin_s = max(self.started_s, free_s)
-        self.due_s = begin_s + (rates.load_s(num_blocks, source) or 0.0)
-        self.late_s = begin_s + rates.late_s(num_blocks, source)
 
 
 class Owner(Protocol):
@@ -185,7 +134,7 @@ class Meeting:
         num_tokens: int,
         chunk_tokens: int,
     ) -> None:
-        self.pieces = list(pieces)
+        self.line = Line(pieces)
         self.moving: list[Piece] = []
         self.begun = self.ended = False
         self.num_computed_blocks = 0
@@ -194,17 +143,13 @@ class Meeting:
         self._front = 0  # pieces before it are done
         self.lost_blocks: set[int] = set()
         self._num_tokens = num_tokens
-        self._weigh = functools.partial(
-            weigh,
-            rates,
-            num_tokens=num_tokens,
-            chunk_tokens=chunk_tokens,
-            num_layers=books.scheduler.device_cache.spec.num_layers,
-        )
-        worth = self._weigh(states)
-        below = [BlockState.TIER in states[piece.start : piece.stop] for piece in self.pieces]
-        self._here = [piece for piece, is_below in zip(self.pieces, below, strict=True) if not is_below]
-        self._below = [piece for piece, is_below in zip(self.pieces, below, strict=True) if is_below]
+        self._costs = {"chunk_tokens": chunk_tokens, "num_layers": books.scheduler.device_cache.spec.num_layers}
+        worth = weigh(rates, states, num_tokens=num_tokens, **self._costs)
+        for piece in pieces:
+            if BlockState.TIER in states[piece.start : piece.stop]:
+                self.line.set(piece, PieceState.BELOW)
+        self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
+        self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
             self._below = [one for one in self._below if one.stop > worth.tier_first] or self._below[-1:]
         if worth.choice == "compute" and not math.isinf(worth.load_s):
@@ -227,25 +172,23 @@ class Meeting:
             self.moving.remove(piece)
             assert piece.movement is not None
             if piece.movement.state is State.DONE:
-                piece.state = PieceState.LOADED
+                self.line.set(piece, PieceState.LOADED)
             else:
                 self._lose(piece)
         self._look_at_reading()
 
     def _lose(self, piece: Piece) -> None:
-        piece.state = PieceState.LOST
         if piece.parts:
-            at = self.pieces.index(piece)
-            self.pieces[at : at + 1] = piece.parts
-            for part in piece.parts:
-                part.state, part.awaited = PieceState.LOST, piece.awaited
+            self.line.part(piece, PieceState.LOST)
+        else:
+            self.line.set(piece, PieceState.LOST)
 
     def _look_at_reading(self) -> None:
         for piece in self._reading.copy():
             if piece.prefetch is None or piece.prefetch.done:
                 self._reading.remove(piece)
                 if piece.state is PieceState.READING:
-                    piece.state = PieceState.WAITING
+                    self.line.set(piece, PieceState.WAITING)
                     self._read.append(piece)
             elif piece.state is PieceState.READING and time.monotonic() > piece.late_s:
                 self._tell_late(piece, TIER)
@@ -257,7 +200,7 @@ class Meeting:
 
     def _leave(self, piece: Piece, state: PieceState) -> None:
         """Does not read it any more."""
-        piece.state = state
+        self.line.set(piece, state)
         if piece.prefetch is not None and not piece.is_probe:
             piece.prefetch.cancel()
         if piece in self._reading:
@@ -277,7 +220,8 @@ class Meeting:
     def blocks_left(self) -> tuple[bool, int]:
         """Until the model comes to what is to be loaded next. Who has not begun to compute comes behind all others."""
         piece = self.next_load
-        front = self.pieces[self._front].start if self._front < len(self.pieces) else 0
+        pieces = self.line.pieces
+        front = pieces[self._front].start if self._front < len(pieces) else 0
         return not self.begun, 0 if piece is None else piece.start - front
 
     def load_next(self, books: Owner) -> Piece | None:
@@ -291,7 +235,7 @@ class Meeting:
 
     def _load(self, books: Owner, piece: Piece) -> bool:
         keys, ids = self._keys[piece.start : piece.stop], self._device_ids[piece.start : piece.stop]
-        if any(key not in books.index.slots or key in books.index.arriving for key in keys):
+        if not self._is_here(piece, books):
             self._lose(piece)  # the tier has not brought it, or another one is about to
             return False
         try:
@@ -300,7 +244,8 @@ class Meeting:
             log.debug("a part of a prefix is computed and not loaded: %s", error)
             self._lose(piece)
             return False
-        piece.movement, piece.state = transfer._movement, PieceState.LOADING
+        piece.movement = transfer._movement
+        self.line.set(piece, PieceState.LOADING)
         piece.expect(len(keys), self._rates, LINK, books.feed.free_s)
         books.feed.free_s = piece.due_s
         self.moving.append(piece)
@@ -310,6 +255,11 @@ class Meeting:
         else:
             transfer._movement.callbacks.append(tell)
         return True
+
+    def _is_here(self, piece: Piece, books: Owner) -> bool:
+        """Whether host memory has all of it."""
+        slots, arriving = books.index.slots, books.index.arriving
+        return all(key in slots and key not in arriving for key in self._keys[piece.start : piece.stop])
 
     def _events(self, books: Owner) -> Events:
         """What a load has to wait for on the device: nothing, as soon as that is known to be over."""
@@ -323,13 +273,13 @@ class Meeting:
         """From the tier into host memory, from the back."""
         while self._below and len(self._reading) < MOST_READING:
             piece = self._below[-1]
-            if piece.state is PieceState.WAITING:
+            if piece.state in (PieceState.BELOW, PieceState.WAITING):
                 if math.isinf(self._rates.snapshot().tier_s):
                     piece.is_probe = self._rates.take_probe(TIER)
                     if not piece.is_probe:
                         return
                 piece.expect(books.feed.num_reading_blocks + piece.size, self._rates, TIER)
-                piece.state = PieceState.READING
+                self.line.set(piece, PieceState.READING)
                 piece.prefetch = books.read_soon(self._keys[piece.start : piece.stop])
                 self._reading.append(piece)
                 self._look_at_reading()
@@ -347,10 +297,11 @@ class Meeting:
         self.look()
         loads: list[Movement] = []
         number = self._front
-        while number < len(self.pieces):
-            piece = self.pieces[number]
-            if piece.state is PieceState.WAITING and self._rest_is_quicker(number, books):
-                piece = self._load_rest(number, books)
+        while number < len(self.line.pieces):
+            piece = self.line.pieces[number]
+            if piece.state in (PieceState.BELOW, PieceState.WAITING) and (stop := self._quicker_rest(piece, books)):
+                self._load(books, self.line.join(number, self.line.at(stop)))
+                piece = self.line.pieces[number]
             if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece):
                 self._give_up(piece)
                 continue
@@ -373,49 +324,50 @@ class Meeting:
     def _give_up(self, piece: Piece) -> None:
         """Its load, which may have written some of it, and is over before anybody else does."""
         assert piece.movement is not None
-        piece.state = PieceState.CANCELLED
+        self.line.set(piece, PieceState.CANCELLED)
         settling.progress(submission.cancel(piece.movement))
         settling.look(piece.movement)
         self.look()
 
-    def _waiting_from(self, number: int, books: Owner) -> list[Piece]:
-        """Pieces one behind the other that are in host memory, and neither computed nor on their way."""
-        found = []
-        for piece in self.pieces[number:]:
-            keys = self._keys[piece.start : piece.stop]
-            if piece.state is not PieceState.WAITING or any(key not in books.index.slots for key in keys):
+    def _quicker_rest(self, piece: Piece, books: Owner) -> int:
+        """Where it ends, if the model should wait for all that is in host memory from this piece on, layer by layer,
+        rather than compute the piece first; else 0. It is asked for each chunk, so it does not go through the rest
+        before all of that is about to be loaded."""
+        while self._rates.snapshot().link_waits:
+            self._look_below(piece.start, books)
+            if piece.state is not PieceState.WAITING:
                 break
-            found.append(piece)
-        return found
+            stop = self.line.waiting_stop(piece.start)
+            if not self._is_quicker(piece, stop, books):
+                break
+            run = self.line.pieces[self.line.at(piece.start) : self.line.at(stop)]
+            gone = [one for one in run if not self._is_here(one, books)]
+            if not gone:
+                return stop
+            for one in gone:  # somebody has dropped it
+                self._lose(one)
+        return 0
 
-    def _rest_is_quicker(self, number: int, books: Owner) -> bool:
-        """Whether the model should wait for all that is in host memory from here on, layer by layer, rather than
-        compute this piece first."""
-        if not self._rates.snapshot().link_waits:
-            return False
-        run = self._waiting_from(number, books)
-        if not run:
-            return False
-        start, stop = run[0].start, run[-1].stop
-        behind = sum(one.size for one in self.pieces if one.start >= stop and one.state in _TO_COMPUTE)
-        size = self._rates.block_tokens
-        worth = self._weigh(
-            [BlockState.PRESENT] * (stop - start),
-            start=start,
-            num_tokens=self._num_tokens - (len(self._keys) - stop - behind) * size,
+    def _look_below(self, start: int, books: Owner) -> None:
+        """Others may have brought into host memory what comes behind the pieces that wait there."""
+        while (at := self.line.at(self.line.waiting_stop(start))) < len(self.line.pieces):
+            piece = self.line.pieces[at]
+            if piece.state is not PieceState.BELOW or not self._is_here(piece, books):
+                break
+            self.line.set(piece, PieceState.WAITING)
+
+    def _is_quicker(self, first: Piece, stop: int, books: Owner) -> bool:
+        start = first.start
+        behind = self.line.num_to_compute - (stop - start)  # before it nothing is to be computed
+        worth = weigh_ranges(
+            self._rates,
+            (start, stop),
+            (stop, stop),
+            num_tokens=self._num_tokens - (len(self._keys) - stop - behind) * self._rates.block_tokens,
             link_wait_s=max(0.0, books.feed.free_s - time.monotonic()),
+            **self._costs,
         )
-        return worth.choice == "load" or (worth.choice == "meet" and 2 * (worth.host_first - start) < run[0].size)
-
-    def _load_rest(self, number: int, books: Owner) -> Piece:
-        run = self._waiting_from(number, books)
-        piece = Piece(run[0].start, run[-1].stop)
-        piece.parts = run
-        for part in run:
-            part.state = PieceState.LOADED  # as this one
-        self.pieces[number : number + len(run)] = [piece]
-        self._load(books, piece)
-        return self.pieces[number]
+        return worth.choice == "load" or (worth.choice == "meet" and 2 * (worth.host_first - start) < first.size)
 
     def _with(self, step: Step) -> Step:
         for piece in self.moving:
@@ -444,12 +396,13 @@ class Meeting:
     def compute_again(self) -> None:
         """Behind a load that has failed: what was computed with it is not what it should be."""
         self.look()
-        lost = (number for number, one in enumerate(self.pieces) if one.awaited and one.state is PieceState.LOST)
+        pieces = self.line.pieces
+        lost = (number for number, one in enumerate(pieces) if one.awaited and one.state is PieceState.LOST)
         first = next(lost, 0)
-        for piece in self.pieces[first:]:
+        for piece in pieces[first:]:
             if piece.state is PieceState.COMPUTED:
-                piece.state = PieceState.LOST
-        for piece in self.pieces:
+                self.line.set(piece, PieceState.LOST)
+        for piece in pieces:
             piece.awaited &= piece.state is not PieceState.LOST
         self._front = first
 

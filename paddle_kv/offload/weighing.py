@@ -15,37 +15,38 @@ TRY_S = 30.0
 
 
 def weigh(
-    rates: Rates,
-    states: Sequence[BlockState],
-    *,
-    start: int = 0,
-    num_tokens: int,
-    chunk_tokens: int,
-    num_layers: int,
-    link_wait_s: float = 0.0,
-    tier_wait_s: float = 0.0,
+    rates: Rates, states: Sequence[BlockState], *, num_tokens: int, chunk_tokens: int, num_layers: int
 ) -> Decision:
-    """Of the blocks from ``start`` on, which were found there, and are not loaded yet.
+    """Of the first blocks of a prompt, which were found there, and are not loaded yet.
 
     Those of host memory and those of the tier count as if each were together, in the order in which the first ones are:
     where they alternate, that is not quite so.
     """
-    stop = start + len(states)
-    in_tier = states.count(BlockState.TIER)
+    stop, in_tier = len(states), states.count(BlockState.TIER)
     if states and states[0] is BlockState.TIER:
-        border = start + in_tier
-        host, tier = (border, stop), (start, border)
+        host, tier = (in_tier, stop), (0, in_tier)
     else:
-        border = stop - in_tier
-        host, tier = (start, border), (border, stop)
-    prompt = Prompt(host, tier, stop * rates.block_tokens, num_tokens)
+        host, tier = (0, stop - in_tier), (stop - in_tier, stop)
+    return weigh_ranges(rates, host, tier, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers)
+
+
+def weigh_ranges(
+    rates: Rates,
+    host: tuple[int, int],
+    tier: tuple[int, int],
+    *,
+    num_tokens: int,
+    chunk_tokens: int,
+    num_layers: int,
+    link_wait_s: float = 0.0,
+) -> Decision:
+    """Of blocks ``[start, stop)`` of a prompt in host memory and in the tier, one of the two behind the other."""
     return decide(
         rates.snapshot(),
-        prompt,
+        Prompt(host, tier, max(host[1], tier[1]) * rates.block_tokens, num_tokens),
         chunk_tokens=chunk_tokens,
         num_layers=num_layers,
         link_wait_s=link_wait_s,
-        tier_wait_s=tier_wait_s,
     )
 
 

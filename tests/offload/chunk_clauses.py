@@ -192,7 +192,7 @@ def clause_30(case: Case) -> None:
 
 def give_up(self: Any, piece: Any) -> None:
     self.moving.remove(piece)
-    piece.state = feeding.PieceState.LOST
+    self.line.set(piece, feeding.PieceState.LOST)
 
 
 def is_done(self: Any, piece: Any) -> bool:

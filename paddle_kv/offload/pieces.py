@@ -1,0 +1,132 @@
+"""The pieces of a found prefix, and what is asked of them for each chunk: how many blocks are to be computed still, and
+how far those in host memory reach. Both are kept up to date, so that no answer goes through all of a long prompt."""
+
+from __future__ import annotations
+
+import enum
+import math
+import time
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+from ..schedule.movement import Movement
+from .prefetch import Prefetch
+from .rates import Rates
+
+
+class PieceState(enum.Enum):
+    """``BELOW``: in the tier. ``WAITING`` in host memory, to be loaded, or to be computed; ``READING`` from the tier;
+    ``LOADING`` to the device; ``CANCELLED`` while that is under way; ``LOADED``; ``LOST``: does not come; ``COMPUTED``,
+    or handed out for it."""
+
+    BELOW = "below"
+    WAITING = "waiting"
+    READING = "reading"
+    LOADING = "loading"
+    CANCELLED = "cancelled"
+    LOADED = "loaded"
+    LOST = "lost"
+    COMPUTED = "computed"
+
+
+_TO_COMPUTE = frozenset({PieceState.BELOW, PieceState.WAITING, PieceState.READING, PieceState.LOST})
+
+
+class Piece:
+    """Blocks of a prompt that come together.
+
+    Attributes:
+        start, stop: their positions.
+        state: changed by :meth:`Line.set` alone.
+        awaited: the model has computed with it, or is about to.
+        parts: those that come together as this one.
+        is_probe: its reading is to find out about the tier, also if the model does not need it any more.
+        started_s: when its reading, or its load, began.
+        due_s, late_s: when it should be there; when it is late.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.start, self.stop = start, stop
+        self.state = PieceState.WAITING
+        self.movement: Movement | None = None
+        self.parts: Sequence[Piece] = ()
+        self.awaited = self.is_probe = False
+        self.prefetch: Prefetch | None = None
+        self.started_s = 0.0
+        self.due_s = self.late_s = math.inf
+
+    @property
+    def size(self) -> int:
+        """Blocks."""
+        return self.stop - self.start
+
+    def expect(self, num_blocks: int, rates: Rates, source: str, free_s: float = 0.0) -> None:
+        """It begins, behind all that is through at ``free_s``. ``num_blocks``: that are moved until it is there."""
+        self.started_s = time.monotonic()
+        begin_s = max(self.started_s, free_s)
+        self.due_s = begin_s + (rates.load_s(num_blocks, source) or 0.0)
+        self.late_s = begin_s + rates.late_s(num_blocks, source)
+
+
+class Line:
+    """Pieces one behind the other, from block 0 on.
+
+    Attributes:
+        pieces: in order; changed by :meth:`join` and :meth:`part` alone.
+        num_to_compute: blocks that are neither computed, nor loaded, nor on their way to the device.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = list(pieces)
+        self.num_to_compute = 0
+        self._stop = pieces[-1].stop if pieces else 0
+        self._ends: list[int] = []  # where pieces begin that do not wait in host memory, in order
+        for piece in pieces:
+            self._enter(piece)
+
+    def _enter(self, piece: Piece) -> None:
+        self.num_to_compute += piece.size * (piece.state in _TO_COMPUTE)
+        if piece.state is not PieceState.WAITING:
+            insort(self._ends, piece.start)
+
+    def _leave(self, piece: Piece) -> None:
+        self.num_to_compute -= piece.size * (piece.state in _TO_COMPUTE)
+        if piece.state is not PieceState.WAITING:
+            del self._ends[bisect_left(self._ends, piece.start)]
+
+    def set(self, piece: Piece, state: PieceState) -> None:
+        """One of ``pieces``."""
+        self._leave(piece)
+        piece.state = state
+        self._enter(piece)
+
+    def at(self, block: int) -> int:
+        """Which of the pieces begins there; as many as there are behind the last one."""
+        return bisect_left(self.pieces, block, key=lambda piece: piece.start)
+
+    def waiting_stop(self, block: int) -> int:
+        """Where the pieces end that wait in host memory one behind the other, the first of which begins there."""
+        at = bisect_left(self._ends, block)
+        return self._ends[at] if at < len(self._ends) else self._stop
+
+    def join(self, first: int, stop: int) -> Piece:
+        """Pieces ``[first, stop)``, which wait, become one that waits."""
+        parts = self.pieces[first:stop]
+        whole = Piece(parts[0].start, parts[-1].stop)
+        whole.parts = parts
+        for part in parts:
+            self._leave(part)
+            part.state = PieceState.LOADED  # as the whole one, for whoever has a list of them
+        self._enter(whole)
+        self.pieces[first:stop] = [whole]
+        return whole
+
+    def part(self, whole: Piece, state: PieceState) -> None:
+        """Its parts stand for themselves again, in this state."""
+        at = self.at(whole.start)
+        self._leave(whole)
+        whole.state = state
+        self.pieces[at : at + 1] = whole.parts
+        for part in whole.parts:
+            part.state, part.awaited = state, whole.awaited
+            self._enter(part)

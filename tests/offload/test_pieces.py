@@ -1,0 +1,160 @@
+"""What a request in chunks asks of its pieces: right, and in a time that does not grow with the prompt."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload.feeding import Feed, Meeting
+from paddle_kv.offload.found import BlockState
+from paddle_kv.offload.pieces import Line, Piece, PieceState
+from paddle_kv.offload.rates import Rates
+
+SIZE = 16
+PIECE_BLOCKS = 4
+TO_COMPUTE = {PieceState.BELOW, PieceState.WAITING, PieceState.READING, PieceState.LOST}
+
+
+def agree(line: Line) -> None:
+    """With what going through all of them says."""
+    pieces, stop = line.pieces, 0
+    for piece in pieces:
+        assert piece.start == stop
+        stop = piece.stop
+    assert line.num_to_compute == sum(one.size for one in pieces if one.state in TO_COMPUTE)
+    for number, piece in enumerate(pieces):
+        run = list(itertools.takewhile(lambda one: one.state is PieceState.WAITING, pieces[number:]))
+        assert line.waiting_stop(piece.start) == (run[-1].stop if run else piece.start)
+        assert line.at(piece.start) == number
+    assert line.at(stop) == len(pieces)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_line_says_what_going_through_it_says(seed: int) -> None:
+    rng = random.Random(seed)
+    bounds = sorted(rng.sample(range(1, 100), 12))
+    line = Line([Piece(start, stop) for start, stop in itertools.pairwise([0, *bounds])])
+    wholes: list[Piece] = []
+    for _ in range(300):
+        number = rng.randrange(len(line.pieces))
+        stop = line.at(line.waiting_stop(line.pieces[number].start))
+        if wholes and rng.random() < 0.1:
+            whole = wholes.pop(rng.randrange(len(wholes)))
+            whole.awaited = rng.random() < 0.5
+            line.part(whole, PieceState.LOST)
+            assert {part.awaited for part in whole.parts} == {whole.awaited}
+        elif stop > number and rng.random() < 0.3 and not any(one.parts for one in line.pieces[number:stop]):
+            wholes.append(line.join(number, stop))
+            assert {part.state for part in wholes[-1].parts} == {PieceState.LOADED}
+            line.set(wholes[-1], rng.choice([PieceState.LOADING, PieceState.CANCELLED]))
+        elif not line.pieces[number].parts:
+            line.set(line.pieces[number], rng.choice([*PieceState, *[PieceState.WAITING] * 5]))
+        agree(line)
+    assert Line([]).waiting_stop(0) == Line([]).at(0) == 0
+
+
+class Owner:
+    """Nothing moves: pieces are loaded at the will of the test."""
+
+    closed = False
+
+    def __init__(self, num_blocks: int) -> None:
+        self.slots = {b"%d" % number: number for number in range(num_blocks)}
+        self.index = SimpleNamespace(slots=self.slots, arriving={})
+        self.feed = Feed()
+        self.loads: list[int] = []
+        self.scheduler = SimpleNamespace(
+            device_cache=SimpleNamespace(spec=SimpleNamespace(num_layers=4)),
+            resources=SimpleNamespace(take_events=lambda count: []),
+            backend=None,
+        )
+
+    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Any:
+        self.loads.append(len(keys))
+        raise OSError("no link")
+
+
+def meeting_of(num_pieces: int, load_s: float, states: Any = None) -> tuple[Meeting, Any]:
+    count = num_pieces * PIECE_BLOCKS
+    rates = Rates(1000, SIZE)
+    rates.set_load("onload", 1000 / load_s)
+    rates.set_prefill(1.0 / SIZE)
+    books: Any = Owner(count)
+    pieces = [Piece(start, start + PIECE_BLOCKS) for start in range(0, count, PIECE_BLOCKS)]
+    keys, ids = list(books.slots), list(range(count))
+    found = states or [BlockState.PRESENT] * count
+    return Meeting(books, keys, ids, found, pieces, rates, None, (count + 1) * SIZE, PIECE_BLOCKS * SIZE), books  # type: ignore[arg-type]
+
+
+class Operations:
+    """Counts the instructions of Python that the modules of the package execute."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Operations:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if "paddle_kv" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._opcode
+
+    def _opcode(self, frame: FrameType, event: str, argument: Any) -> Any:
+        self.count += event == "opcode"
+        return self._opcode
+
+
+def operations(num_pieces: int, states: Any = None) -> int:
+    """Of a prompt whose pieces are all computed, since a load of the rest is never quicker."""
+    meeting, books = meeting_of(num_pieces, 100.0, states)
+    handed_out = []
+    with Operations() as operations:
+        while (step := meeting.next(books)).piece is not None:
+            handed_out.append(step.piece.start)
+    assert handed_out == list(range(0, num_pieces * PIECE_BLOCKS, PIECE_BLOCKS))
+    assert books.loads == []
+    return operations.count
+
+
+@pytest.mark.parametrize("below", ["nothing", "a half", "all of it, brought by others"])
+def test_what_comes_next_costs_the_same_in_long_prompts(below: str) -> None:
+    def states(count: int) -> list[BlockState] | None:
+        in_tier = {"nothing": 0, "a half": count // 2}.get(below, count)
+        return [BlockState.TIER] * in_tier + [BlockState.PRESENT] * (count - in_tier) if in_tier else None
+
+    short, long = (operations(count, states(count * PIECE_BLOCKS)) / count for count in (32, 256))
+    assert long < 1.25 * short
+
+
+def test_what_somebody_has_dropped_is_computed_and_the_rest_is_loaded() -> None:
+    meeting, books = meeting_of(8, 1e-6)
+    del books.slots[b"%d" % (2 * PIECE_BLOCKS + 1)]
+    books.index.arriving[b"%d" % (5 * PIECE_BLOCKS)] = 7  # another one is about to bring it
+    pieces = meeting.line.pieces.copy()
+    step = meeting.next(books)  # its load fails: there is no link
+    assert books.loads == [2 * PIECE_BLOCKS]
+    assert step.piece is pieces[0]
+    assert [pieces[number].state for number in (1, 2, 3, 5, 6)] == [
+        PieceState.LOST,
+        PieceState.LOST,
+        PieceState.WAITING,
+        PieceState.LOST,
+        PieceState.WAITING,
+    ]
+    for number in range(1, 8):
+        assert meeting.next(books).piece is pieces[number]
+    assert books.loads == [2 * PIECE_BLOCKS] * 3
+    assert meeting.next(books).piece is None
+    assert meeting.lost_blocks == set(range(8 * PIECE_BLOCKS))
