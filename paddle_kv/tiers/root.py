@@ -322,12 +322,13 @@ class Root:
                 one.outcome = one.outcome or Outcome.FAILED
         finally:
             left = [one for one in readings if one.outcome is None]
-            dropped = left if left and not self._queue_reads(left) else []
-            for one in readings:
-                if one.outcome is not None or one in dropped:
-                    if one.spot is not None:
-                        self.folder.end_read(one.spot)
-                    _end(one.item, one.outcome or Outcome.DROPPED)
+            over = [one for one in readings if one.outcome is not None]  # before another thread goes on with the others
+            if left and not self._queue_reads(left):
+                over += left
+            for one in over:
+                if one.spot is not None:
+                    self.folder.end_read(one.spot)
+                _end(one.item, one.outcome or Outcome.DROPPED)
 
     def _begin(self, readings: Sequence[_Reading]) -> None:
         for one in readings:

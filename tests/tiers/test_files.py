@@ -911,3 +911,30 @@ def test_a_closed_engine_looks_at_nothing_more(make_rig: MakeRig, tmp_path: Path
     assert len(folder) == 3
     assert not former.exists()
     folder.close()
+
+
+def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage_goes_on(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    rig.store(keys(4))
+    [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
+    queue = root._queue_reads
+
+    def at_once(readings: Any) -> bool:
+        if threading.current_thread() in root._threads:
+            root._read(list(readings))
+            return True
+        return bool(queue(readings))
+
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(root, "_queue_reads", at_once)
+    job = Job(keys(4), range(10, 14), layerwise=True)
+    rig.tier.load([job])
+    rig.tier.drain(WAIT_S)
+    assert job.outcomes == [Outcome.DONE] * 4
+    assert rig.wrong(job) == []
+    rig.tier.close(WAIT_S)
+    rig.tier.engine.close(WAIT_S)
+    assert raised == []
