@@ -300,7 +300,7 @@ class Books:
             raise ClosedError("the offload manager is closed")
         for moving in self.moves.take_over():
             self._measure(moving)
-            results = moving.results(RANK, EPOCH)
+            results = moving.results(RANK, EPOCH, range(self.slots.pool.num_blocks))  # its slots are blocks
             self.directory.complete(results)
             for job, result in zip(moving.jobs, results, strict=True):
                 self.ended(job, result)

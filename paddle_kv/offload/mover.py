@@ -264,7 +264,7 @@ class Mover:
                 settling.progress(submission.cancel(moving.movement))
         for moving in self._moves.take_over():
             self._deadlines.pop(moving, None)
-            self._ended += moving.results(self.rank, self.epoch)
+            self._ended += moving.results(self.rank, self.epoch, self._blocks)
             if not moving.failed:
                 for job in moving.jobs:
                     for slot, key in zip(job.host_slots, job.keys, strict=True):

@@ -29,8 +29,8 @@ class Moving:
         """A save fails with the loads that it was computed from."""
         return self.movement.failed or any(load.failed for load in self.movement.computed_from or ())
 
-    def results(self, rank: int, epoch: int) -> list[Result]:
-        """One for each job."""
+    def results(self, rank: int, epoch: int, blocks: Sequence[int]) -> list[Result]:
+        """One for each job. ``blocks[slot]`` is the block of the pool."""
         failure = self.movement.failure
         reason = "" if failure is None else failure.message
         if self.failed and not reason:
@@ -43,8 +43,8 @@ class Moving:
         for job in self.jobs:
             positions = tuple(range(len(job.keys))) if self.failed else ()
             if lost is not None:
-                positions = tuple(i for i in positions if job.host_slots[i] in lost)
-            wrong = tuple(i for i in positions if damaged and job.host_slots[i] in damaged)
+                positions = tuple(i for i in positions if blocks[job.host_slots[i]] in lost)
+            wrong = tuple(i for i in positions if blocks[job.host_slots[i]] in damaged)
             found.append(Result(job.id, rank, epoch, positions, wrong, reason))
         return found
 

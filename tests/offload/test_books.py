@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 
 from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager
+from paddle_kv.schedule import starting
 from tests.schedule.rig import WAIT_S, Copies, Rig, make_spec
 
 
@@ -83,3 +85,52 @@ def test_what_is_no_scheduler_and_what_is_no_list_of_hashes_is_named(manager: KV
     for wrong in (b"ab", "ab", 3):
         with pytest.raises(TypeError, match=f"hashes is {type(wrong).__name__}"):
             manager.lookup(wrong)  # type: ignore[arg-type]
+
+
+def test_what_is_to_be_known_of_a_manager_is_asked_for(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        block_bytes = rig.spec.block_bytes * rig.spec.num_layers
+        plain = KVOffloadManager(scheduler)
+        asked = KVOffloadManager(scheduler, max_events=1, salt=b"model", capacity_bytes=block_bytes)
+        for manager in (plain, asked):
+            manager.save(hashes(1), [4]).wait(WAIT_S)
+            assert manager.peek(hashes(1)) == 1
+        assert plain.take_events() == []
+        assert [event.keys for event in asked.take_events()] == [tuple(hashes(1))]
+        tokens = range(rig.spec.block_size)
+        assert plain.block_hashes(tokens) != asked.block_hashes(tokens)
+        before = asked.rates.stats()
+        asked.observe_prefill(range(0, 512), 0.25)
+        assert asked.rates.stats() != before
+        for manager in (plain, asked):
+            manager.close()
+
+
+def test_a_load_that_nobody_refers_to_is_in_flight(manager: KVOffloadManager, copies: Copies) -> None:
+    manager.save(hashes(1), [4]).wait(WAIT_S)
+    copies.hold("onload", 1)
+    manager.onload(hashes(1), [3])
+    gc.collect()
+    [load] = manager.in_flight()
+    copies.go_on()
+    load.wait(WAIT_S)
+    assert manager.blocks_to_recompute(load) == []
+    with pytest.raises(ValueError, match="load is not a transfer"):
+        manager.blocks_to_recompute(3)  # type: ignore[arg-type]
+
+
+def test_a_load_may_pass_others_and_a_save_never_does(
+    manager: KVOffloadManager, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "URGENT_BESIDE_BYTES", 1)
+    manager.save(hashes(9), list(range(9))).wait(WAIT_S)
+    copies.hold("onload", 1)
+    loads = [manager.onload(hashes(8), list(range(8)))]
+    streams = manager._scheduler.resources.streams
+    saves = [manager.save([b"another"], [9])]
+    assert "urgent" not in streams
+    loads.append(manager.onload(hashes(9)[8:], [10]))
+    assert "urgent" in streams
+    copies.go_on()
+    for transfer in loads + saves:
+        transfer.wait(WAIT_S)

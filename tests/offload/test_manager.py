@@ -348,8 +348,9 @@ def test_capacity_in_bytes() -> None:
     block_bytes = Rig().spec.block_bytes * LAYERS
     made = Server(capacity_bytes=3 * block_bytes + 1)
     assert (made.manager.capacity_blocks, made.manager.capacity_bytes) == (3, 3 * block_bytes)
+    made.save(made.hashes(2), range(2))
     made.save(made.hashes(5), range(5))
-    assert made.present(made.hashes(5)) == 3
+    assert (made.present(made.hashes(5)), made.free) == (3, HOST_BLOCKS - 3)
     made.scheduler.close(WAIT_S)
     with pytest.raises(ValueError, match="capacity_bytes = 7"):
         KVOffloadManager(made.scheduler, capacity_bytes=7)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_kv import CancelledError, TransferError
+from paddle_kv import CancelledError, ClosedError, TransferError
 from paddle_kv.offload import BlockState, KVOffloadManager
 from paddle_kv.tiers import Outcome
 from tests.offload.tiered_rig import KEYS, POISON, SHORT_S, SPEC, WAIT_S, Gated, TieredRig, content, until
@@ -436,3 +436,36 @@ def test_what_a_lookup_asks_of_the_tier(make: MakeRig) -> None:
 
 def test_content_is_a_function_of_the_key() -> None:
     assert not np.array_equal(content(KEYS[0]), content(KEYS[1]))
+
+
+def test_a_prefetch_that_the_tier_refuses_is_over_and_brings_nothing(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make().save(KEYS[:3])
+    rig = make()
+
+    def refuse(jobs: object) -> None:
+        raise ClosedError("the tier is closed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rig.tier, "load", refuse)
+        prefetch = rig.manager.prefetch(KEYS[:3], timeout_s=WAIT_S)
+    assert prefetch.wait(WAIT_S)
+    assert (prefetch.num_blocks, prefetch.num_arrived) == (3, 0)
+    assert rig.manager.states(KEYS[:3]) == [TIER] * 3
+    assert rig.pool.num_free_blocks == rig.pool.num_blocks
+    rig.check_books()
+    rig.load(KEYS[:3], [0, 1, 2]).wait(WAIT_S)
+    assert all(rig.right(KEYS[:3], [0, 1, 2]))
+    assert rig.manager._books.below.rate.seconds(0) == 0.0  # none of them is waited for
+
+
+def test_what_of_a_prefetch_has_not_come_is_not_counted(make: MakeRig) -> None:
+    make().save(KEYS[:3])
+    rig = make()
+    rig.engine.stages[0].clear()
+    prefetch = rig.manager.prefetch(KEYS[:3], timeout_s=WAIT_S)
+    assert prefetch.num_arrived == 0
+    rig.engine.open()
+    assert prefetch.wait(WAIT_S)
+    assert prefetch.num_arrived == 3

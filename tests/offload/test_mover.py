@@ -15,6 +15,7 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload import Directory, Hello, Job, Mover, Namespace, Outcome, Result, SavePlan, mover, spec_digest
+from paddle_kv.schedule.movement import Failure, State
 from paddle_kv.schedule.transfer import Transfer
 from tests.schedule.rig import WAIT_S, Copies, Rig, assert_same, cache_memory, pool_memory
 from tests.schedule.test_failures import FailingBackend
@@ -25,8 +26,9 @@ KEYS = [b"%02d" % number for number in range(30)]
 
 
 class Rank:
-    def __init__(self, number: int, *, backend: Any = "auto", **options: Any) -> None:
+    def __init__(self, number: int, *, backend: Any = "auto", taken: int = 0, **options: Any) -> None:
         self.rig = Rig(host_blocks=HOST_BLOCKS)
+        self.taken = self.rig.pool.allocate(taken)  # by others
         self.scheduler = LayerwiseScheduler(self.rig.cache, self.rig.pool, backend=backend)
         self.mover = Mover(self.scheduler, rank=number, **options)
 
@@ -37,7 +39,7 @@ class Rank:
     def close(self) -> None:
         self.mover.close()
         self.scheduler.close(WAIT_S)
-        assert self.rig.pool.num_free_blocks == HOST_BLOCKS
+        assert self.rig.pool.num_free_blocks == HOST_BLOCKS - len(self.taken)
 
 
 class Server:
@@ -98,7 +100,7 @@ def test_the_jobs_of_a_step_are_few_transfers(server: Server) -> None:
     submitted = rank.mover.submit(jobs)
     assert [len(load.plan.device_ids) for load in submitted.loads] == [3]
     assert rank.scheduler.stats()["offload_transfers"] == 2  # with the one of the beginning
-    assert sorted(one.job_id for one in rank.results()) == sorted(job.id for job in jobs)
+    assert sorted((one.job_id, one.reason) for one in rank.results()) == sorted((job.id, "") for job in jobs)
 
 
 @pytest.mark.parametrize(
@@ -318,6 +320,24 @@ def test_a_damaged_block_fails_its_own_job_alone(server: Server, monkeypatch: py
     outcomes = {one.job_id: one for one in server.run(first, second)}
     assert (outcomes[first.id].failed, outcomes[second.id].failed) == ((), (0, 1))
     assert [server.directory.peek([key]) for key in KEYS[:4]] == [1, 1, 0, 1]
+    rank.close()
+
+
+def test_the_slots_of_a_directory_are_not_the_blocks_of_the_pool(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage that is found at the end of a load is told of the right block, where others have some of the pool."""
+    monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
+    rank = Rank(0, taken=3)
+    rank.mover.submit([job_of(rank, "save", [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])])
+    rank.results()
+    copies.hold("onload", 1)
+    rank.mover.submit([job_of(rank, "load", slots, slots, id=slots[0]) for slots in ([0, 1], [3, 4])])
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    failure = Failure(State.FAILED, "wrong", damaged=(rank.mover._blocks[4],))
+    monkeypatch.setattr(rank.scheduler.observer, "over", lambda *_: failure)
+    copies.go_on()
+    assert {one.job_id: one.damaged for one in rank.results()} == {0: (), 3: (1,)}
     rank.close()
 
 

@@ -1,0 +1,45 @@
+"""What a directory believes of blocks beside its plans: prompts that are expected, tiers below, snapshots, room."""
+
+from __future__ import annotations
+
+from paddle_kv.offload import Lru
+from tests.offload.test_directory import KEYS, done, made, save
+
+
+def test_a_prompt_that_was_expected_has_come_also_if_a_part_of_it_is_looked_up() -> None:
+    directory = made(4, policy=Lru())
+    save(directory, KEYS[:2])
+    save(directory, KEYS[10:12])
+    directory.expect(KEYS[:2])
+    directory.lookup(KEYS[:1], prompt=KEYS[:2]).release()  # the second block is known to be elsewhere
+    directory.lookup(KEYS[10:12]).release()
+    assert directory.evict(2) == 2
+    assert (directory.peek(KEYS[:2]), directory.peek(KEYS[10:12])) == (0, 2)
+
+
+def test_a_tier_that_says_twice_what_it_has_has_it_once() -> None:
+    directory = made(4, max_events=9)
+    assert directory.tiers_of(KEYS[0]) == ()
+    directory.tier_stored("disk", KEYS[:1])
+    directory.tier_stored("disk", KEYS[:2])
+    assert [directory.tiers_of(key) for key in KEYS[:2]] == [("disk",), ("disk",)]
+    assert [event.keys for event in directory.take_events()] == [tuple(KEYS[:1]), tuple(KEYS[1:2])]
+    directory.tier_removed("disk", KEYS[:1])
+    assert directory.tiers_of(KEYS[0]) == ()
+
+
+def test_a_snapshot_leaves_out_what_is_arriving() -> None:
+    directory = made(4)
+    save(directory, KEYS[:1])
+    job = directory.plan_save(KEYS[:3], [1, 2, 3]).job
+    assert directory.snapshot().blocks == {"host": (KEYS[0],)}
+    done(directory, job)
+    assert set(directory.snapshot().blocks["host"]) == set(KEYS[:3])
+
+
+def test_a_block_that_is_there_takes_no_slot_from_those_that_come_later() -> None:
+    """Else the blocks of a prompt that is saved step by step were no neighbours."""
+    directory = made(8)
+    save(directory, KEYS[:2])
+    jobs = [directory.plan_save(KEYS[:count], list(range(count))).job for count in (3, 4, 5)]
+    assert [job.host_slots for job in jobs if job is not None] == [(2,), (3,), (4,)]
