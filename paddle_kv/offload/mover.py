@@ -54,6 +54,14 @@ class _Batch:
         self.device.update(job.device_ids)
         self.host.update(job.host_slots)
 
+    def is_before(self, job: Job) -> bool:
+        """Whether the job has to wait for it: they touch a block, and not both to read it."""
+        loads = job.kind == "load"
+        reads_both = (self.kind[0] == "load") == loads
+        device = self.device.isdisjoint(job.device_ids) or (reads_both and not loads)
+        host = self.host.isdisjoint(job.host_slots) or (reads_both and loads)
+        return not device or not host
+
 
 def batches_of(jobs: Iterable[Job]) -> list[list[Job]]:
     """As few as keep the order in which jobs touch a block: only reads of one block may stand in any order."""
@@ -61,15 +69,9 @@ def batches_of(jobs: Iterable[Job]) -> list[list[Job]]:
     open_batches: dict[_Kind, _Batch] = {}
     for job in jobs:
         kind = (job.kind, job.layerwise, job.timeout_s)
-        loads = job.kind == "load"
-        for other in open_batches.values():
-            reads_both = (other.kind[0] == "load") == loads
-            device = other.device.isdisjoint(job.device_ids) or (reads_both and not loads)
-            host = other.host.isdisjoint(job.host_slots) or (reads_both and loads)
-            if not device or not host:
-                done += open_batches.values()
-                open_batches = {}
-                break
+        if any(batch.is_before(job) for batch in open_batches.values()):
+            done += open_batches.values()
+            open_batches = {}
         open_batches.setdefault(kind, _Batch(kind)).add(job)
     return [batch.jobs for batch in [*done, *open_batches.values()]]
 
@@ -212,7 +214,7 @@ class Mover:
                         self._refuse(job, str(error), error.damaged_host_blocks)
 
     def _accept(self, job: Job) -> bool:
-        wrong = ""
+        wrong, lost = "", []
         if job.epochs[self.rank : self.rank + 1] != (self.epoch,):
             wrong = "it was planned for another life of the rank"
         elif job.space.spec and job.space.spec != self._spec:
@@ -220,15 +222,11 @@ class Mover:
         elif job.tier is not None:
             wrong = f"this rank has no tier {job.tier!r}"
         elif job.kind == "load" and tuple(map(self._holds.get, job.host_slots)) != job.keys:
-            lost = [
-                self._blocks[slot]
-                for slot, key in zip(job.host_slots, job.keys, strict=True)
-                if self._holds.get(slot) != key
-            ]
-            self._refuse(job, "a block is not in host memory", lost)
-            return False
+            wrong = "a block is not in host memory"
+            there = zip(job.host_slots, job.keys, strict=True)
+            lost = [self._blocks[slot] for slot, key in there if self._holds.get(slot) != key]
         if wrong:
-            self._refuse(job, wrong)
+            self._refuse(job, wrong, lost)
         elif job.kind == "save":
             for slot in job.host_slots:
                 self._holds.pop(slot, None)
@@ -260,7 +258,7 @@ class Mover:
     def _finished_here(self) -> list[Result]:
         now_s = time.monotonic()
         for moving, deadline_s in list(self._deadlines.items()):
-            if deadline_s <= now_s and not moving.movement.over:
+            if deadline_s <= now_s:
                 settling.progress(submission.cancel(moving.movement))
         for moving in self._moves.take_over():
             self._deadlines.pop(moving, None)

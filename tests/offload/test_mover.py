@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ def test_the_jobs_of_a_step_are_few_transfers(server: Server) -> None:
         ([("load", [0], [5]), ("load", [0], [6])], [[0, 1]]),
         ([("load", [0], [5]), ("load", [1], [5])], [[0], [1]]),
         ([("load", [0], [5]), ("save", [0], [6])], [[0], [1]]),
+        ([("save", [0], [5]), ("load", [0], [6])], [[0], [1]]),
         ([("save", [0], [5]), ("load", [1], [6]), ("save", [2], [7]), ("load", [3], [8])], [[0, 2], [1, 3]]),
         ([("save", [0], [5]), ("load", [1], [6]), ("save", [2], [6]), ("load", [3], [8])], [[0], [1], [2], [3]]),
     ],
@@ -310,6 +312,22 @@ def test_each_job_has_its_own_time(server: Server, copies: Copies) -> None:
     assert rank.mover._deadlines == {}
 
 
+def test_the_time_of_a_job_is_over_when_it_is_reached(
+    server: Server, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = server.ranks[0]
+    now_s = [50.0]
+    monkeypatch.setattr(mover, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    copies.hold("offload", 1)
+    for slot in (0, 1):
+        rank.mover.submit([job_of(rank, "save", [slot], [slot], id=slot, timeout_s=2.0 + slot)])
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    for now_s[0] in (50.0, 51.75, 52.0):
+        assert rank.mover.finished() == []
+    copies.go_on()
+    assert {result.job_id: result.failed for result in rank.results()} == {0: (0,), 1: ()}
+
+
 def test_a_damaged_block_fails_its_own_job_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
     server = Server(1)
@@ -465,6 +483,8 @@ def test_a_mover_needs_a_scheduler_and_a_rank() -> None:
             Mover(scheduler, rank=-1)
         with pytest.raises(MemoryError):
             Mover(scheduler, capacity_blocks=HOST_BLOCKS + 1)
+        with Mover(scheduler) as only:
+            assert only.hello().rank == 0
 
 
 def test_two_specs_have_two_digests() -> None:
