@@ -68,7 +68,7 @@ class DeviceCache:
             }
             self._take(spec, tensors)
             return
-        if not place.is_cpu_place():
+        if not isinstance(place, paddle.CPUPlace):  # 2.6 has no is_cpu_place() of it
             raise NotImplementedError(
                 f"shared = True, but memory on {place} cannot be shared; device='cpu' is expected"
             )
@@ -305,12 +305,12 @@ def _over(memory: Sequence[HostMemory], address: int, num_blocks: int, spec: KVC
     [piece] = [one for one in memory if one.address <= address < one.address + one.size_bytes]
     first = address - piece.address
     rows = piece.array()[first : first + num_blocks * spec.tensor_block_bytes(name)]
-    shape, dtype = [num_blocks, *spec.block_shape(name)], spec.tensor_dtype(name)
-    # Of some types NumPy has none, so of bytes. Not by DLPack: Paddle has one deleter for an address there, and memory
-    # that is attached twice would never be given back.
-    tensor = paddle.Tensor(value=rows, place=paddle.CPUPlace(), zero_copy=True)
-    typed = tensor if dtype == "uint8" else tensor.view(_paddle_dtype(dtype))
-    return typed.view(shape)  # type: ignore[no-any-return]
+    shape, dtype = (num_blocks, *spec.block_shape(name)), _paddle_dtype(spec.tensor_dtype(name))
+    array = rows.view(_numpy_dtype(dtype)).reshape(shape)
+    # Not by DLPack: Paddle has one deleter for an address there, and memory that is attached twice would never be given
+    # back.
+    tensor = paddle.Tensor(value=array, place=paddle.CPUPlace(), zero_copy=True)
+    return tensor if _numpy_dtype(dtype) == dtype else tensor.view(dtype)  # type: ignore[no-any-return]
 
 
 def _paddle_dtype(dtype: str) -> str:
@@ -318,8 +318,12 @@ def _paddle_dtype(dtype: str) -> str:
     return "uint8" if dtype.startswith("float8") and not hasattr(paddle, dtype) else dtype
 
 
+def _numpy_dtype(dtype: str) -> str:
+    """Of elements as long, where NumPy has no such type: Paddle 2.6 can view only those as ``dtype``."""
+    return {"float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "bfloat16": "int16"}.get(dtype, dtype)
+
+
 def _zeros(shape: tuple[int, ...], dtype: str, place: Any) -> Tensor:
     dtype = _paddle_dtype(dtype)
-    as_bytes = {"float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "bfloat16": "int16"}.get(dtype, dtype)
-    zeros = paddle.to_tensor(np.zeros(shape, as_bytes), place=place)
-    return zeros if as_bytes == dtype else zeros.view(dtype)  # type: ignore[no-any-return]
+    tensor = paddle.to_tensor(np.zeros(shape, _numpy_dtype(dtype)), place=place)
+    return tensor if _numpy_dtype(dtype) == dtype else tensor.view(dtype)  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paddle_kv import BackendError, CancelledError, HostPool, LayerwiseScheduler, Transfer, TransferError
-from paddle_kv.memory import host_memory
+from paddle_kv.memory import host_pool
 from paddle_kv.testing.simulator.faults import CALLS, FaultyBackend, InjectedError
 from paddle_kv.tracking import memories
 from tests.schedule import rig as rig_module
@@ -161,7 +161,7 @@ def test_device_that_fails(kind: str) -> None:
 
 
 def test_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = host_memory.HostMemory
+    allocate = host_pool.HostMemory
     gc.collect()
     known = set(memories._attached)
     for number in range(1, MOST_CALLS):
@@ -173,7 +173,7 @@ def test_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise MemoryError("allocation was made to fail")
             return allocate(*arguments, **named)
 
-        monkeypatch.setattr(host_memory, "HostMemory", failing)
+        monkeypatch.setattr(host_pool, "HostMemory", failing)
         if number <= LAYERS:
             with pytest.raises(MemoryError, match="made to fail"):
                 HostPool(SPEC, 4)
