@@ -4,8 +4,8 @@ expected is kept from it, and what is over goes before it is asked."""
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Container, Iterable, Sequence
 from typing import Generic
 
 from .policy import Key
@@ -123,19 +123,21 @@ class Ended(Generic[Key]):
         capacity_blocks: how many there can be.
     """
 
-    def __init__(self, resident: Container[Key], capacity_blocks: int) -> None:
+    def __init__(self, resident: Collection[Key], capacity_blocks: int) -> None:
         self._resident = resident
         self._limit = SEEN_SHARE * capacity_blocks
         self._next: dict[Key, Key] = {}  # what followed a block last
         self._others: dict[Key, set[Key]] = {}  # and before
         self.blocks: set[Key] = set()
-        self._order: deque[Key] = deque()
+        self._order: OrderedDict[Key, None] = OrderedDict()
         self._waiting: dict[Key, list[Key]] = {}  # for this block to go
 
     def saw(self, prompt: Sequence[Key], found: int) -> None:
         """These are in use, and follow each other; the first ``found`` are there."""
         if self.blocks:
             self.blocks.difference_update(prompt)
+            for key in prompt:
+                self._order.pop(key, None)
         if found == len(prompt):
             return
         following, at = self._next, max(0, found - 1)
@@ -158,31 +160,43 @@ class Ended(Generic[Key]):
         """The session of this prompt is over."""
         there = [key for key in prompt if key in self._resident and key not in self.blocks]
         self.blocks.update(there)
-        self._order.extend(reversed(there))
+        self._order.update(dict.fromkeys(reversed(there)))
+        if len(self._order) > 2 * len(self._resident):  # the others were taken out by their owner
+            for key in [key for key in self._order if key not in self._resident]:
+                del self._order[key]
+                self.blocks.discard(key)
 
     def take(self, kept: Container[Key]) -> Key | None:
         """The next one to go, if any, that is not ``kept``."""
         order, passed = self._order, []
         found = None
         while order:
-            key = order.popleft()
-            if key not in self.blocks or key not in self._resident:
+            key, _ = order.popitem(last=False)
+            if key not in self._resident:
                 self.blocks.discard(key)
             elif key in kept:
                 passed.append(key)
             elif (child := self._child(key)) is not None:
-                self._waiting.setdefault(child, []).append(key)
+                waiting = self._waiting.setdefault(child, [])
+                if key not in waiting:
+                    waiting.append(key)
             else:
                 self.blocks.discard(key)
                 found = key
                 break
-        order.extendleft(reversed(passed))
+        self._go_first(reversed(passed))
         return found
 
     def gone(self, key: Key) -> None:
         """A block is not there any more."""
         if key in self._waiting:
-            self._order.extendleft(self._waiting.pop(key))
+            self._go_first(one for one in self._waiting.pop(key) if one in self.blocks)
+
+    def _go_first(self, keys: Iterable[Key]) -> None:
+        """The last of them before all others."""
+        for key in keys:
+            self._order[key] = None
+            self._order.move_to_end(key, last=False)
 
     @property
     def waiting(self) -> bool:

@@ -281,3 +281,29 @@ def _saved(directory: Directory, keys: list[bytes], device: int) -> Any:
     job = directory.plan_save(keys, [device]).job
     assert job is not None
     return Result(job.id, 0, 1)
+
+
+@names
+def test_what_is_over_again_and_again_is_remembered_once(name: str) -> None:
+    one = Index(name, 40)
+    for _ in range(200):
+        one.use("abcdefghij")
+        one.index.end(list("abcdefghij"))
+    ended = one.index.ended
+    assert len(ended.blocks) == len(ended._order) <= 10
+    assert set(one.evict_all()) == set("abcdefghij")
+    assert not ended.blocks and not ended._order
+
+
+@names
+def test_what_its_owner_took_out_is_not_remembered_as_over(name: str) -> None:
+    one = Index(name, 40)
+    one.use("abc")
+    for number in range(300):
+        prompt = [(number, block) for block in range(5)]
+        one.use(prompt)
+        one.index.end(prompt)
+        one.free += [one.index.remove(key) for key in prompt]
+    assert len(one.index.ended.blocks) <= 2 * 8 and len(one.index.ended._order) <= 2 * 8
+    one.index.end(list("abc"))
+    assert one.evict_all() == "cba"
