@@ -22,6 +22,7 @@ if _TYPE_CHECKING:
         ForkedError,
         LeasedError,
         PaddleKVError,
+        PeerError,
         ReentryError,
         TransferError,
     )
@@ -47,6 +48,7 @@ __all__ = [
     "LayerwiseScheduler",
     "LeasedError",
     "PaddleKVError",
+    "PeerError",
     "ReentryError",
     "Span",
     "State",

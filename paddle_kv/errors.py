@@ -153,3 +153,8 @@ class TierError(PaddleKVError):
 
 class AttachError(PaddleKVError):
     """Memory of another process that cannot be attached: it is gone, on another host, or of another spec."""
+
+
+class PeerError(PaddleKVError):
+    """A hand-over to another process that does not begin: the grant is over, revoked or unknown, or the receiver is
+    gone."""

@@ -169,6 +169,7 @@ class Movement:
         self.starts: list[tuple[Event, range]] = []  # one a submission
         self.last_event: Event | None = None
         self.fence_event: Event | None = None  # behind a submission that failed half way
+        self.on_submitted: Callable[[Movement, range], object] | None = None  # hears of groups; see :mod:`.layer_ends`
         self.held: tuple[Events, ...] = ()  # all of the above and the marks
         # The end
         self.state = State.PENDING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Iterable
 
@@ -222,4 +223,7 @@ def _submit(movement: Movement, first: int, waits: list[list[Event]]) -> list[Mo
     at = movement.ready.index(first)
     del movement.ready[at : at + len(groups)]
     movement.last_event = records[-1]
+    if movement.on_submitted is not None:
+        with contextlib.suppress(Exception):  # whoever wants to hear of layers hears of the end all the same
+            movement.on_submitted(movement, groups)
     return []

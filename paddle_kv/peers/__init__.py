@@ -1,0 +1,8 @@
+"""Blocks handed over between two processes of one host, layer by layer, through a host pool in shared memory."""
+
+from .grant import Grant
+from .receiver import Peer, Receiver
+from .sender import Sender
+from .unix_socket import Listener, connect
+
+__all__ = ["Grant", "Listener", "Peer", "Receiver", "Sender", "connect"]

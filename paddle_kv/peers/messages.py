@@ -1,0 +1,57 @@
+"""What the two sides of a hand-over say to each other: small pieces of JSON.
+
+=========== ================= =========================================================================================
+message     from              says
+=========== ================= =========================================================================================
+begin       sender            it has this grant (its digest), and asks whether it may write
+accepted    receiver          it may
+refused     receiver          it may not
+layers      sender            layers ``first`` to ``end - 1`` of all blocks are in host memory; in order
+done        sender            all layers were told, and it touches the blocks no more
+failed      sender            it touches the blocks no more; what was not told does not come
+revoke      receiver          nobody wants the rest; answered by ``done`` or ``failed``, repeated until then
+=========== ================= =========================================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from .grant import is_grant_id
+
+MOST_BYTES = 4096  # of a message
+MOST_REASON_CHARACTERS = 200
+
+TO_RECEIVER: Mapping[str, Mapping[str, type]] = {
+    "begin": {"digest": str},
+    "layers": {"first": int, "end": int},
+    "done": {},
+    "failed": {"reason": str},
+}
+TO_SENDER: Mapping[str, Mapping[str, type]] = {"accepted": {}, "refused": {"reason": str}, "revoke": {}}
+
+
+def encode(kind: str, grant_id: str, **values: Any) -> bytes:
+    if "reason" in values:
+        values["reason"] = values["reason"][:MOST_REASON_CHARACTERS]
+    return json.dumps({"kind": kind, "grant_id": grant_id, **values}, separators=(",", ":")).encode()
+
+
+def decode(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:
+    """ValueError unless it is one of these kinds of messages, with all that belongs to it and nothing else."""
+    if not isinstance(data, bytes) or len(data) > MOST_BYTES:
+        raise ValueError(f"no bytes, or more than {MOST_BYTES}")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ValueError("no JSON") from None
+    if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or found["kind"] not in kinds:
+        raise ValueError("no message of a known kind")
+    expected = kinds[found["kind"]]
+    if set(found) != {"kind", "grant_id", *expected} or not is_grant_id(found["grant_id"]):
+        raise ValueError("not the fields of the message")
+    if any(type(found[name]) is not kind for name, kind in expected.items()):  # True is no int
+        raise ValueError("a field of the wrong type")
+    return found

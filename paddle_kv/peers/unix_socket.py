@@ -1,0 +1,182 @@
+"""The channel between processes of one user: a unix socket in a folder that is private to him."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import shutil
+import socket
+import stat
+import tempfile
+
+from ..errors import PeerError
+from ..schedule.scheduler import LayerwiseScheduler
+from ..tracking.keeper import log
+from .connection import Line, Loop
+from .receiver import Receiver
+from .sender import Sender
+
+
+class Listener:
+    """Lets senders connect to a receiver: each connection is a peer of it.
+
+    Processes of other users are not let in. Blocks that a connected process may be writing are held until it has said
+    that it is through, or has ended.
+
+    Args:
+        receiver: takes the messages.
+        path: of the socket; its folder must be private to the user (``0700``). None: in a temporary folder. A socket
+            there to which nobody listens any more is replaced.
+
+    Attributes:
+        path: for :func:`connect`.
+
+    Raises:
+        PermissionError: the folder is not the user's, or others may enter it.
+        OSError: the socket cannot be made, for example because a process listens there.
+    """
+
+    def __init__(self, receiver: Receiver, path: str | os.PathLike[str] | None = None) -> None:
+        self._receiver = receiver
+        self._folder = tempfile.mkdtemp(prefix="paddle_kv-") if path is None else None
+        self.path = os.path.join(self._folder, "receiver") if self._folder else os.fspath(path or "")
+        self._lines: set[Line] = set()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _check_private(os.path.dirname(os.path.abspath(self.path)))
+            _bind(self._socket, self.path)
+            self._socket.listen()
+            self._socket.setblocking(False)
+        except BaseException:
+            self._socket.close()
+            self._remove_folder()
+            raise
+        self._loop = Loop("paddle_kv-peers-listener")
+        self._loop.post(lambda: self._loop.watch(self._socket, selectors.EVENT_READ, self._accept))
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends all connections. Close the receiver before: it waits until its senders are through."""
+        self._loop.post(self._close_here)
+        self._loop.close(timeout_s)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    # ---- in the thread of the loop ----
+    def _close_here(self) -> None:
+        for line in self._lines:
+            line._close()
+        self._loop.forget(self._socket)
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connected, _ = self._socket.accept()
+            line = Line(self._loop, connected, self._receiver.received, self._ended)
+            if line.user_id != os.geteuid():
+                log.warning("process %d of user %d was not let in", line.process_id, line.user_id)
+                connected.close()
+                return
+            self._lines.add(line)
+            line.start()
+
+    def _ended(self, line: Line) -> None:
+        if line.may_live and self._receiver.holds(line):
+            return  # it may still be writing: its process will be heard of
+        self._receiver.gone(line)
+        self._lines.discard(line)
+        line._close()
+
+
+def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Sender:
+    """A sender that is connected to the receiver whose :class:`Listener` has this path. Its ``close`` ends the
+    connection.
+
+    Args:
+        scheduler: as for :class:`Sender`.
+        path: ``listener.path``.
+
+    Raises:
+        PeerError: nobody listens there, or a process of another user.
+        As :class:`Sender`.
+    """
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        try:
+            connected.connect(os.fspath(path))
+        except OSError as error:
+            raise PeerError(f"no receiver listens at {os.fspath(path)!r}: {error.strerror}") from None
+        line = _SenderLine(connected)
+        try:
+            if line.user_id != os.geteuid():
+                raise PeerError(f"a process of user {line.user_id} listens at {os.fspath(path)!r}; it is not trusted")
+            sender = Sender(scheduler, line.send, hang_up=line.hang_up)
+        except BaseException:
+            line.hang_up()
+            raise
+    except BaseException:
+        connected.close()
+        raise
+    line.begin(sender)
+    return sender
+
+
+class _SenderLine(Line):
+    """With a thread of its own."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(Loop("paddle_kv-peers-sender"), connected, _nobody, _nobody)
+
+    def begin(self, sender: Sender) -> None:
+        self._taken = lambda _, data: sender.received(data)
+        self._ended = lambda _: sender.gone()
+        self._loop.post(self.start)
+
+    def hang_up(self) -> None:
+        self.close()
+        self._loop.close()
+
+
+def _nobody(*_: object) -> None:
+    pass
+
+
+def _check_private(folder: str) -> None:
+    found = os.stat(folder)
+    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(
+            f"the folder {folder!r} has mode {stat.S_IMODE(found.st_mode):o} and user {found.st_uid}; "
+            f"700 and {os.geteuid()} are expected"
+        )
+
+
+def _bind(listening: socket.socket, path: str) -> None:
+    try:
+        listening.bind(path)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE or _is_served(path):
+            raise
+        os.unlink(path)
+        listening.bind(path)
+    os.chmod(path, 0o600)
+
+
+def _is_served(path: str) -> bool:
+    """Whether it is anything but a socket to which nobody listens."""
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        return True
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) != errno.ECONNREFUSED

@@ -1,0 +1,50 @@
+"""Layerwise saves that tell when each layer is in host memory, while later ones are still on their way."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..backend.work import Stream, TransferPlan
+from ..tracking.group import change
+from .movement import Movement
+from .resources import Events
+from .transfer import Transfer
+
+
+def start(
+    scheduler: Any,
+    plan: TransferPlan,
+    compute: Stream,
+    ended: Callable[[range], object],
+    over: Callable[[Movement], object],
+) -> Transfer:
+    """In a section. ``ended`` is called once for each group of layers that is moved, in a thread of the library and in
+    no section; not for one that failed. It waits for nothing. ``over`` is called as a done callback is.
+
+    Of the last layers it may be called behind ``over``; that these are there says the state.
+    """
+    transfer: Transfer = scheduler.start_here(plan, compute, True, False)
+    movement = transfer._movement
+    movement.on_submitted = functools.partial(_watch, ended)
+    movement.callbacks.append(functools.partial(over, movement))
+    return transfer
+
+
+def _watch(ended: Callable[[range], object], movement: Movement, groups: range) -> None:
+    """In a section: these groups were handed to the backend."""
+    for group in groups:
+        passed = functools.partial(_passed, ended, movement, movement.held, group)
+        post = functools.partial(movement.group.host.post, passed)  # out of any thread
+        movement.scheduler.backend.watch([movement.events[group]], post)
+
+
+def _passed(ended: Callable[[range], object], movement: Movement, held: tuple[Events, ...], group: int) -> None:
+    """The event of a group, one of those that are ``held``, was passed."""
+    try:
+        there = change(movement, lambda: movement.scheduler.backend.is_complete(movement.events[group]))
+    except Exception:  # noqa: BLE001  the transfer tells of it
+        return
+    if there:
+        ended(movement.plan.layers_of(group))

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from paddle_kv import LayerwiseScheduler
+from paddle_kv.peers import Listener, Receiver
+from tests.peers.prefill import Prefill
+from tests.schedule.conftest import copies, nothing_left  # noqa: F401
+from tests.schedule.rig import WAIT_S, Rig
+
+
+class Decode:
+    """The receiver of the tests, in this process, with all that it has."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(shared=True)
+        self.pool = self.rig.pool
+        self.exported = self.pool.export()
+        self.scheduler = LayerwiseScheduler(self.rig.cache, self.pool)
+        self.receiver = Receiver(self.scheduler)
+        self.listener = Listener(self.receiver)
+
+    def close(self) -> None:
+        self.receiver.close(WAIT_S)
+        self.listener.close(WAIT_S)
+        self.scheduler.close(WAIT_S)
+        assert self.pool.num_free_blocks == self.pool.num_blocks
+        self.pool.close()
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[Decode]:
+    with contextlib.closing(Decode()) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def prefill(decode: Decode) -> Iterator[Prefill]:
+    made = Prefill(decode.exported, decode.listener.path)
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def another(decode: Decode) -> Iterator[Prefill]:
+    made = Prefill(decode.exported, decode.listener.path)
+    yield made
+    made.end()
