@@ -1,4 +1,4 @@
-"""What the two sides of a hand-over say to each other: small pieces of JSON.
+"""What the two sides of a hand-over say to each other: eight hexadecimal digits, the CRC-32 of the rest, and JSON.
 
 =========== ================= =========================================================================================
 message     from              says
@@ -16,12 +16,14 @@ revoke      receiver          nobody wants the rest; answered by ``done`` or ``f
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 from .grant import is_grant_id
 
 MOST_BYTES = 4096  # of a message
+CHECKSUM_BYTES = 8
 MOST_REASON_CHARACTERS = 200
 
 TO_RECEIVER: Mapping[str, Mapping[str, type]] = {
@@ -36,15 +38,22 @@ TO_SENDER: Mapping[str, Mapping[str, type]] = {"accepted": {}, "refused": {"reas
 def encode(kind: str, grant_id: str, **values: Any) -> bytes:
     if "reason" in values:
         values["reason"] = values["reason"][:MOST_REASON_CHARACTERS]
-    return json.dumps({"kind": kind, "grant_id": grant_id, **values}, separators=(",", ":")).encode()
+    return _sealed(json.dumps({"kind": kind, "grant_id": grant_id, **values}, separators=(",", ":")).encode())
+
+
+def _sealed(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text) + text
 
 
 def decode(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:
     """ValueError unless it is one of these kinds of messages, with all that belongs to it and nothing else."""
     if not isinstance(data, bytes) or len(data) > MOST_BYTES:
         raise ValueError(f"no bytes, or more than {MOST_BYTES}")
+    text = data[CHECKSUM_BYTES:]
+    if data != _sealed(text):
+        raise ValueError("not what was sent")
     try:
-        found = json.loads(data)
+        found = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("no JSON") from None
     if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or found["kind"] not in kinds:

@@ -9,7 +9,7 @@ from paddle_kv import LayerwiseScheduler
 from paddle_kv.peers import Listener, Receiver
 from tests.peers.prefill import Prefill
 from tests.schedule.conftest import copies, nothing_left  # noqa: F401
-from tests.schedule.rig import WAIT_S, Rig
+from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory
 
 
 class Decode:
@@ -22,6 +22,14 @@ class Decode:
         self.scheduler = LayerwiseScheduler(self.rig.cache, self.pool)
         self.receiver = Receiver(self.scheduler)
         self.listener = Listener(self.receiver)
+
+    def forget(self, blocks: list[int]) -> None:
+        """What is in these blocks of the cache does not matter; all others are as they were."""
+        now = cache_memory(self.rig.cache)
+        for name, bits in self.rig.device.items():
+            bits[:, blocks] = now[name][:, blocks]
+        assert_same(now, self.rig.device)
+        self.rig.cache.mark_rewritten(blocks)
 
     def close(self) -> None:
         self.receiver.close(WAIT_S)

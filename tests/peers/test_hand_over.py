@@ -121,6 +121,7 @@ def test_a_revoked_grant_is_not_written_any_more(decode: Decode, prefill: Prefil
     until(lambda: is_free(decode))
     decode.rig.device = moved(bits(), decode.rig.device, [4, 2], [3, 5], [0])
     assert_same(cache_memory(decode.rig.cache), decode.rig.device)
+    decode.forget([3, 5])
     decode.receiver.revoke(grant)  # again: nothing
     assert prefill.refused("send", "b", grant.to_json(), [4, 2])[0] == "PeerError"
 
@@ -142,7 +143,7 @@ def test_a_deadline_fails_the_load_and_holds_the_blocks_until_the_sender_is_thro
     prefill.ask("go_on")
     until(lambda: is_free(decode))
     assert transfer.state.value == "failed"
-    decode.rig.cache.mark_rewritten([3, 5])
+    decode.forget([3, 5])
 
 
 def test_a_grant_that_nobody_uses_ends_at_its_deadline(decode: Decode, prefill: Prefill) -> None:
@@ -152,7 +153,7 @@ def test_a_grant_that_nobody_uses_ends_at_its_deadline(decode: Decode, prefill: 
     until(lambda: is_free(decode))
     kind, text = prefill.refused("send", "a", grant.to_json(), [4])
     assert (kind, "over" in text) == ("PeerError", True)
-    decode.rig.cache.mark_rewritten([3])
+    decode.forget([3])
 
 
 @pytest.mark.parametrize("how", ["cancel", "drop"])
@@ -164,7 +165,7 @@ def test_a_sender_that_gives_up(decode: Decode, prefill: Prefill, how: str) -> N
     with pytest.raises(TransferError, match="the sender failed: offload was cancelled before layer"):
         transfer.wait(WAIT_S)
     assert is_free(decode)
-    decode.rig.cache.mark_rewritten([3, 5])
+    decode.forget([3, 5])
 
 
 def test_a_load_that_fails_here_stops_the_sender(decode: Decode, prefill: Prefill, copies: Copies) -> None:
@@ -181,7 +182,7 @@ def test_a_load_that_fails_here_stops_the_sender(decode: Decode, prefill: Prefil
     transfer.wait_over(WAIT_S)
     assert is_free(decode)
     copies.heal()
-    decode.rig.cache.mark_rewritten([3, 5])
+    decode.forget([3, 5])
 
 
 def test_one_grant_is_used_once_and_by_one(decode: Decode, prefill: Prefill, another: Prefill) -> None:
@@ -237,7 +238,7 @@ def test_a_sender_that_ends_in_good_order(decode: Decode) -> None:
     with pytest.raises(TransferError, match="the sender is gone"):
         transfer.wait(WAIT_S)
     assert is_free(decode)
-    decode.rig.cache.mark_rewritten([3])
+    decode.forget([3])
 
 
 def test_figures_add_up(decode: Decode) -> None:
