@@ -30,6 +30,7 @@ class Loop:
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake, selectors.EVENT_READ, self._do_jobs)
+        weakref.finalize(self, os.close, self._wake).atexit = False
         self._ended = False
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -169,6 +169,10 @@ class Receiver:
         """Whether the peer may write to blocks now."""
         return any(granted.peer == peer for granted in list(self._granted.values()))
 
+    def lost(self, peer: Peer) -> None:
+        """Nothing more is heard of the peer, which may still be writing: its loads fail, its blocks are held."""
+        change(self.scheduler, functools.partial(self._lost_here, peer))
+
     def gone(self, peer: Peer) -> None:
         """The peer is known to write no more, and says nothing any more: its process has ended."""
         change(self.scheduler, functools.partial(self._gone_here, peer))
@@ -242,9 +246,14 @@ class Receiver:
         self._counts["refused_messages"] += 1
         return False, reply
 
-    def _gone_here(self, peer: Peer) -> None:
-        for granted in [one for one in self._granted.values() if one.peer == peer]:
+    def _lost_here(self, peer: Peer) -> list[_Granted]:
+        found = [one for one in self._granted.values() if one.peer == peer]
+        for granted in found:
             self._fail(granted, "the sender is gone")
+        return found
+
+    def _gone_here(self, peer: Peer) -> None:
+        for granted in self._lost_here(peer):
             self._end(granted)
 
     def _close_here(self) -> None:

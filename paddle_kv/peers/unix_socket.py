@@ -95,7 +95,8 @@ class Listener:
 
     def _ended(self, line: Line) -> None:
         if line.may_live and self._receiver.holds(line):
-            return  # it may still be writing: its process will be heard of
+            self._receiver.lost(line)
+            return  # the end of the process will be heard of
         self._receiver.gone(line)
         self._lines.discard(line)
         line._close()

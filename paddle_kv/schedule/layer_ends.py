@@ -44,7 +44,8 @@ def _passed(ended: Callable[[range], object], movement: Movement, held: tuple[Ev
     """The event of a group, one of those that are ``held``, was passed."""
     try:
         there = change(movement, lambda: movement.scheduler.backend.is_complete(movement.events[group]))
-    except Exception:  # noqa: BLE001  the transfer tells of it
+    except Exception as error:  # noqa: BLE001  the transfer tells of it
+        error.__traceback__ = None  # the backend keeps it, and it would keep the events with this frame
         return
     if there:
         ended(movement.plan.layers_of(group))

@@ -6,6 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -68,6 +70,7 @@ def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> No
         Points(kill_at)
     scheduler = LayerwiseScheduler(cache, pool)
     sender = connect(scheduler, path)
+    line: Any = sender._hang_up.__self__  # type: ignore[union-attr]
     saves: dict[str, Any] = {}
     orders: dict[str, Callable[..., Any]] = {
         "send": lambda name, text, ids: saves.update({name: sender.send(Grant.from_json(text), ids)}),
@@ -78,8 +81,9 @@ def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> No
         "hold": lambda *layers: copies.hold("offload", *layers),
         "go_on": lambda *layers: copies.go_on("offload", *layers),
         "sendings": lambda: len(sender._sendings),
-        "say": lambda data: sender._send(data),
-        "raw": lambda data: sender._hang_up.__self__._loop.post(lambda: sender._hang_up.__self__._socket.send(data)),
+        "raw": lambda data: line._loop.post(lambda: line._socket.send(data)),
+        "shut": lambda: line._socket.shutdown(socket.SHUT_WR),
+        "fork": fork_and_sleep,
         "close": lambda: sender.close(20.0),
     }
     while True:
@@ -91,6 +95,14 @@ def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> No
             pipe.send(("ok", orders[order](*given)))
         except Exception as error:  # noqa: BLE001  the test looks at it
             pipe.send((type(error).__name__, str(error)))
+
+
+def fork_and_sleep() -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(30.0)
+        os._exit(0)
+    return child
 
 
 class Prefill:
@@ -137,3 +149,11 @@ class Prefill:
         self._pipe.close()
         self.process.join(20)
         assert self.process.exitcode == 0
+
+
+def own_a_pool(pipe: Connection) -> None:
+    """A process that has a pool and does nothing with it."""
+    pool = HostPool(make_spec(), BLOCKS, shared=True)
+    pipe.send(pool.export())
+    with contextlib.suppress(EOFError):
+        pipe.recv()

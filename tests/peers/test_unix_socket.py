@@ -1,0 +1,188 @@
+"""The channel: who is let in, what is cut off, and when a connection that ends means that nobody writes any more."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_kv import LayerwiseScheduler, PeerError, TransferError
+from paddle_kv.peers import Listener, Receiver, connect, connection
+from paddle_kv.peers.messages import encode
+from tests.peers.conftest import Decode
+from tests.peers.prefill import Prefill
+from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
+
+
+def raw(decode: Decode) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(WAIT_S)
+    made.connect(decode.listener.path)
+    return made
+
+
+def framed(data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + data
+
+
+def test_folder_and_socket_are_private(decode: Decode, tmp_path: Path) -> None:
+    path = Path(decode.listener.path)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    tmp_path.chmod(0o750)
+    with pytest.raises(PermissionError, match="750"):
+        Listener(decode.receiver, tmp_path / "socket")
+    assert not (tmp_path / "socket").exists()
+    tmp_path.chmod(0o700)
+    with Listener(decode.receiver, tmp_path / "socket"):
+        assert stat.S_IMODE((tmp_path / "socket").stat().st_mode) == 0o600
+        with pytest.raises(OSError, match="in use"):
+            Listener(decode.receiver, tmp_path / "socket")
+    assert not (tmp_path / "socket").exists()
+
+
+def test_a_socket_that_nobody_serves_is_replaced_and_nothing_else(decode: Decode, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(tmp_path / "left"))
+    left.close()
+    Listener(decode.receiver, tmp_path / "left").close()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OSError, match="in use"):
+        Listener(decode.receiver, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_other_users_are_not_let_in(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with raw(decode) as line:
+        assert line.recv(1) == b""
+    with pytest.raises(PeerError, match="not trusted"):
+        connect(decode.scheduler, decode.listener.path)
+
+
+def test_nobody_listens(decode: Decode, tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match="no receiver listens"):
+        connect(decode.scheduler, tmp_path / "nothing")
+    with pytest.raises(PeerError, match="no receiver listens"):
+        connect(decode.scheduler, "/" + "x" * 200)
+
+
+def test_messages_in_pieces_and_several_at_once(decode: Decode) -> None:
+    before = decode.receiver.stats()["refused_messages"]
+    with raw(decode) as line:
+        wrong = framed(encode("done", "0" * 32))
+        for piece in wrong:
+            line.sendall(bytes([piece]))
+        line.sendall(wrong * 40 + framed(encode("begin", "0" * 32, digest="x")))
+        assert line.recv(4096)[4:].endswith(b'"reason":"the grant is over, or not of this receiver"}')
+    assert decode.receiver.stats()["refused_messages"] == before + 42
+
+
+@pytest.mark.parametrize("size_bytes", [4097, 1 << 20, (1 << 32) - 1])
+def test_who_sends_what_is_too_long_is_heard_no_more(decode: Decode, size_bytes: int) -> None:
+    before = decode.receiver.stats()["refused_messages"]
+    with raw(decode) as line:
+        line.sendall(struct.pack(">I", size_bytes) + framed(encode("done", "0" * 32)) * 100)
+        assert line.recv(1) == b""
+        line.sendall(framed(encode("done", "0" * 32)) * 100)
+    time.sleep(SHORT_S)
+    assert decode.receiver.stats()["refused_messages"] == before
+
+
+def test_who_does_not_read_is_given_up(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MOST_UNSENT_BYTES", 1000)
+    with raw(decode) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        line.sendall(framed(encode("begin", "0" * 32, digest="x")) * 5000)
+        heard_bytes = 0
+        while found := line.recv(1 << 20):
+            heard_bytes += len(found)  # what was under way; then it ends
+    assert 0 < heard_bytes < 5000 * 100
+
+
+def test_a_process_that_ends_its_connection_and_lives_still_holds_its_blocks(decode: Decode) -> None:
+    prefill = Prefill(decode.exported, decode.listener.path)
+    free = decode.pool.num_free_blocks
+    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
+    prefill.ask("hold", 0)
+    prefill.ask("send", "a", grant.to_json(), [4])
+    prefill.ask("mark", "a", [0])
+    prefill.ask("shut")  # without a word; its copy goes on
+    time.sleep(SHORT_S)
+    assert decode.pool.num_free_blocks == free - 1
+    assert load.failed
+    assert not load.done()
+    prefill.kill()
+    with pytest.raises(TransferError, match="the sender is gone"):
+        load.wait(WAIT_S)
+    assert decode.pool.num_free_blocks == free
+    decode.forget([3])
+
+
+def test_a_sender_out_of_step_stops_writing_and_the_blocks_are_back_with_its_process(decode: Decode) -> None:
+    prefill = Prefill(decode.exported, decode.listener.path)
+    free = decode.pool.num_free_blocks
+    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
+    prefill.ask("hold", 1)
+    prefill.ask("send", "a", grant.to_json(), [4])
+    prefill.ask("mark", "a", range(5))
+    prefill.ask("raw", b"\xff" * 8)
+    time.sleep(SHORT_S)
+    assert decode.pool.num_free_blocks == free - 1  # its copy goes on
+    prefill.ask("go_on")
+    assert prefill.ask("wait", "a") == "cancelled"
+    while not load.failed:  # it has hung up, and nothing that it said was heard
+        time.sleep(0.005)
+    assert decode.pool.num_free_blocks == free - 1
+    prefill.end()
+    with pytest.raises(TransferError, match="the sender is gone"):
+        load.wait(WAIT_S)
+    assert decode.pool.num_free_blocks == free
+    decode.forget([3])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_of_a_sender_does_not_keep_the_connection(decode: Decode) -> None:
+    prefill = Prefill(decode.exported, decode.listener.path)
+    child = prefill.ask("fork")
+    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
+    prefill.ask("send", "a", grant.to_json(), [4])
+    prefill.kill()
+    with pytest.raises(TransferError, match="the sender is gone"):
+        load.wait(WAIT_S / 2)
+    os.kill(child, 9)
+    decode.forget([3])
+
+
+def test_threads_and_descriptors_are_given_back() -> None:
+    import threading
+
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        rig = Rig(shared=True)
+        with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, Receiver(scheduler) as receiver:
+            with Listener(receiver) as listener:
+                folder = os.path.dirname(listener.path)
+                sender = connect(scheduler, listener.path)
+                load, _ = receiver.grant([1])
+                load.cancel()
+                sender.close(WAIT_S)
+                sender.close(WAIT_S)
+            listener.close()
+            load.wait_over(WAIT_S)
+            assert not os.path.exists(folder)
+        rig.pool.close()
+    del rig, scheduler, receiver, listener, sender, load, _
+    left: Any = {one for one in threads_since(threads) if "peers" in one.name}
+    assert not left
+    import gc
+
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
