@@ -14,6 +14,7 @@ import tempfile
 from ..errors import PeerError
 from ..schedule.scheduler import LayerwiseScheduler
 from ..tracking.keeper import log
+from .at_exit import threads
 from .connection import Line, Loop
 from .receiver import Receiver
 from .sender import Sender
@@ -53,13 +54,19 @@ class Listener:
             self._socket.close()
             self._remove_folder()
             raise
+        self._process_id = os.getpid()
         self._loop = Loop("paddle_kv-peers-listener")
         self._loop.post(lambda: self._loop.watch(self._socket, selectors.EVENT_READ, self._accept))
+        threads.add(self)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends all connections. Close the receiver before: it waits until its senders are through."""
+        """Ends all connections. Close the receiver before: it waits until its senders are through. Again: does
+        nothing."""
+        if self._process_id != os.getpid():
+            return
         self._loop.post(self._close_here)
         self._loop.close(timeout_s)
+        self._remove_folder()  # at exit the thread may have ended before
 
     def __enter__(self) -> Listener:
         return self

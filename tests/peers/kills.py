@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 
@@ -72,26 +74,31 @@ def kill_a_sender(at: int, *, steps_s: float = 0.0) -> str:
     return transfer.state.value
 
 
-def serve_receiver(pipe: Connection, kill_at: int) -> None:
+def serve_receiver(pipe: Connection, kill_at: int, path: str) -> None:
     rig = Rig(shared=True)
     Points(kill_at)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     receiver = Receiver(scheduler)
-    listener = Listener(receiver)
+    listener = Listener(receiver, path)
     transfer, grant = receiver.grant(TARGET, timeout_s=WAIT_S)
-    pipe.send((rig.pool.export(), listener.path, grant))
+    pipe.send((rig.pool.export(), grant))
     transfer.wait(WAIT_S)
     pipe.recv()
 
 
 def kill_a_receiver(at: int) -> str:
     """How it ended for the sender."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _kill_a_receiver(at, os.path.join(folder, "receiver"))
+
+
+def _kill_a_receiver(at: int, path: str) -> str:
     spec = make_spec()
     pipe, there = multiprocessing.Pipe()
-    process = context.Process(target=serve_receiver, args=(there, at), daemon=True)
+    process = context.Process(target=serve_receiver, args=(there, at, path), daemon=True)
     process.start()
     there.close()
-    exported, path, grant = pipe.recv()
+    exported, grant = pipe.recv()
     cache, pool = DeviceCache(spec, BLOCKS, "cpu"), HostPool.attach(spec, exported)
     set_cache(cache, bits())
     began_s = time.monotonic()

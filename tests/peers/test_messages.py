@@ -15,6 +15,7 @@ from paddle_kv import ClosedError, HostPool, LayerwiseScheduler, LeasedError, Tr
 from paddle_kv.peers import Grant, Receiver
 from paddle_kv.peers import receiver as receiver_module
 from paddle_kv.peers.messages import MOST_BYTES, TO_RECEIVER, decode, encode
+from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, assert_same, cache_memory, pool_memory
 
@@ -238,6 +239,17 @@ def test_a_dead_sender(ground: Ground) -> None:
             load.wait(WAIT_S)
     assert not loads[2][0].failed
     assert ground.num_free == free - 1
+
+
+def test_a_grant_that_failed_in_this_moment_is_refused(ground: Ground) -> None:
+    _, grant = ground.receiver.grant([3, 4], timeout_s=WAIT_S)
+    message = decode(encode("begin", grant.grant_id, digest=grant.digest), TO_RECEIVER)
+
+    def section() -> Any:
+        ground.receiver._fail(ground.receiver._granted[grant.grant_id], "just now")
+        return ground.receiver._take(ground.peer, message)
+
+    assert not change(ground.scheduler, section)[0]
 
 
 def test_a_grant_nobody_has_begun_with_ends_at_once(ground: Ground) -> None:

@@ -6,6 +6,8 @@ import os
 import socket
 import stat
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +59,31 @@ def test_a_socket_that_nobody_serves_is_replaced_and_nothing_else(decode: Decode
     with pytest.raises(OSError, match="in use"):
         Listener(decode.receiver, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_listener_that_nobody_closes_leaves_no_folder() -> None:
+    program = """
+import os
+from paddle_kv import LayerwiseScheduler
+from paddle_kv.peers import Listener, Receiver, connect
+from tests.schedule.rig import Rig
+rig = Rig(shared=True)
+scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+receiver = Receiver(scheduler)
+listener = Listener(receiver)
+load, grant = receiver.grant([3])
+sender = connect(scheduler, listener.path)
+if os.fork() == 0:
+    raise SystemExit  # has nothing of its parent's to close
+os.wait()
+assert os.path.exists(listener.path)
+print(listener.path)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    path = Path(done.stdout.split()[-1])
+    assert path.name == "receiver"
+    assert not path.parent.exists()
 
 
 def test_other_users_are_not_let_in(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
