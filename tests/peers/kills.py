@@ -79,11 +79,11 @@ def serve_receiver(pipe: Connection, kill_at: int, path: str) -> None:
     Points(kill_at)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     receiver = Receiver(scheduler)
-    listener = Listener(receiver, path)
-    transfer, grant = receiver.grant(TARGET, timeout_s=WAIT_S)
-    pipe.send((rig.pool.export(), grant))
-    transfer.wait(WAIT_S)
-    pipe.recv()
+    with Listener(receiver, path):
+        transfer, grant = receiver.grant(TARGET, timeout_s=WAIT_S)
+        pipe.send((rig.pool.export(), grant))
+        transfer.wait(WAIT_S)
+        pipe.recv()
 
 
 def kill_a_receiver(at: int) -> str:
