@@ -79,6 +79,7 @@ def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> No
         "cancel": lambda name: saves[name].cancel(),
         "drop": lambda name: saves.pop(name) and None,
         "hold": lambda *layers: copies.hold("offload", *layers),
+        "held": lambda: copies.arrived.acquire(timeout=20.0) or 1 / 0,
         "go_on": lambda *layers: copies.go_on("offload", *layers),
         "sendings": lambda: len(sender._sendings),
         "raw": lambda data: line._loop.post(lambda: line._socket.send(data)),

@@ -108,6 +108,7 @@ def test_a_revoked_grant_is_not_written_any_more(decode: Decode, prefill: Prefil
     prefill.ask("send", "a", grant.to_json(), [4, 2])
     prefill.ask("mark", "a", LAYERS)
     transfer.wait_layer(0, timeout_s=WAIT_S)
+    prefill.ask("held")
     decode.receiver.revoke(grant) if how == "revoke" else transfer.cancel()
     with pytest.raises(CancelledError):
         transfer.wait_layer(1)
@@ -130,9 +131,10 @@ def test_a_deadline_fails_the_load_and_holds_the_blocks_until_the_sender_is_thro
     decode: Decode, prefill: Prefill
 ) -> None:
     prefill.ask("hold", 2)
-    transfer, grant = decode.receiver.grant([3, 5], timeout_s=0.3)
+    transfer, grant = decode.receiver.grant([3, 5], timeout_s=0.6)
     prefill.ask("send", "a", grant.to_json(), [4, 2])
     prefill.ask("mark", "a", LAYERS)
+    prefill.ask("held")
     with pytest.raises(TransferError, match="the time was over"):
         transfer.wait_layer(4, timeout_s=WAIT_S)
     assert transfer.error is not None
@@ -225,12 +227,13 @@ def test_a_grant_that_was_changed_is_refused(decode: Decode, prefill: Prefill) -
     assert_same(cache_memory(decode.rig.cache), decode.rig.device)
 
 
-def test_a_sender_that_ends_in_good_order(decode: Decode) -> None:
+def test_a_sender_that_is_killed_while_it_closes(decode: Decode) -> None:
     prefill = Prefill(decode.exported, decode.listener.path)
     transfer, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
     prefill.ask("hold", 0)
     prefill.ask("send", "a", grant.to_json(), [4])
     prefill.ask("mark", "a", LAYERS)
+    prefill.ask("held")
     prefill.tell("close")
     time.sleep(SHORT_S)
     assert not is_free(decode)  # it still copies

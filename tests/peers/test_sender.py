@@ -16,6 +16,7 @@ from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, Layerw
 from paddle_kv.peers import Grant, Receiver, Sender
 from paddle_kv.peers.grant import make_grant_id
 from paddle_kv.peers.messages import encode
+from paddle_kv.schedule import layer_ends
 from tests.peers.prefill import BLOCKS, bits, context, own_a_pool
 from tests.peers.test_messages import damaged, forged, settle
 from tests.schedule.rig import (
@@ -110,6 +111,19 @@ def test_each_layer_is_told_once_in_order_and_only_when_it_is_there(ground: Grou
     assert ground.kinds[1:-1] == ["layers"] * (len(ground.kinds) - 2)
     assert_same(pool_memory(ground.pool), moved(bits(), ground.host, [1, 0, 5], [3, 8, 0]))
     assert_same(cache_memory(ground.cache), bits())
+
+
+def test_who_does_not_hear_of_the_layers_tells_them_at_the_end(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deaf(*_: object) -> None:
+        raise RuntimeError("no events")
+
+    monkeypatch.setattr(layer_ends, "_watch", deaf)
+    save = ground.sender.send(ground.grant(), [1])
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    ground.until("done")
+    assert ground.kinds == ["begin", "layers", "done"]
+    assert (ground.said[1]["first"], ground.said[1]["end"]) == (0, 5)
 
 
 def test_a_copy_that_fails_is_told_and_none_of_its_layers(ground: Ground, copies: Copies) -> None:
