@@ -1,6 +1,6 @@
 // Page-locked memory of an exact size, reachable by every GPU of the process: new memory, or memory that is mapped
-// already. Any thread may ask for it and give it back: no GPU gets a context by that as long as another one has one, and
-// a graph that is being captured stays intact. Plain C, for ctypes.
+// already. Any thread may ask for it and give it back: no GPU gets a context by that as long as another one has one,
+// and a graph that is being captured stays intact. Plain C, for ctypes.
 #pragma once
 
 #include <cstdint>
