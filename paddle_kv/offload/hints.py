@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Generic
 
+from .hanging import Hanging
 from .policy import Key
 
 LAPSE_TURNOVERS = 4  # an expectation is given up when so many times the capacity has been let in since
-SEEN_SHARE = 4  # blocks that are remembered with what follows them: so many times the capacity
 
 
 class Expectation(Generic[Key]):
@@ -76,6 +76,10 @@ class Expected(Generic[Key]):
             if not one.over:
                 self._end(one)
 
+    def all(self) -> list[Key]:
+        """Of all that is expected the blocks, in the order in which they should go."""
+        return list(dict.fromkeys(key for one in self._nearest for key in one.keys))[::-1]
+
     def release_farthest(self) -> None:
         """Of all that is expected."""
         self._end(self._nearest[-1])
@@ -116,53 +120,43 @@ class Beside(Generic[Key]):
 
 class Ended(Generic[Key]):
     """Blocks of sessions that are over, the first to go first: each session from its end. One on which something hangs
-    that is there and not over is shared: it waits for that to go.
+    that is there is shared, or not yet the end: it waits for that to go.
 
     Args:
-        resident: the blocks that are there.
+        slots: of the blocks that are there.
         capacity_blocks: how many there can be.
     """
 
-    def __init__(self, resident: Collection[Key], capacity_blocks: int) -> None:
-        self._resident = resident
-        self._limit = SEEN_SHARE * capacity_blocks
-        self._next: dict[Key, Key] = {}  # what followed a block last
-        self._others: dict[Key, set[Key]] = {}  # and before
+    def __init__(self, slots: Mapping[Key, int], capacity_blocks: int) -> None:
+        self._slots = slots
+        self.hanging: Hanging[Key] = Hanging(slots, capacity_blocks)
         self.blocks: set[Key] = set()
         self._order: OrderedDict[Key, None] = OrderedDict()
-        self._waiting: dict[Key, list[Key]] = {}  # for this block to go
+        self._waiting: dict[int, Key] = {}  # slot -> the block there, until nothing hangs on it
 
     def saw(self, prompt: Sequence[Key], found: int) -> None:
-        """These are in use, and follow each other; the first ``found`` are there."""
+        """These are in use, and follow each other; those from ``found`` on may be let in."""
         if self.blocks:
             self.blocks.difference_update(prompt)
             for key in prompt:
                 self._order.pop(key, None)
-        if found == len(prompt):
-            return
-        following, at = self._next, max(0, found - 1)
-        if found:
-            before, new = prompt[at], prompt[found]
-            known = following.get(before)
-            if known is not None and known != new:
-                others = self._others.setdefault(before, set())
-                others.add(known)
-                others.discard(new)
-                if len(others) & (len(others) - 1) == 0:  # at each doubling those that have gone are forgotten
-                    self._others[before] = {one for one in others if one in self._resident}
-        following.update(zip(prompt[at:], prompt[at + 1 :], strict=False))
-        if len(following) > self._limit + len(prompt):
-            self._next = {key: one for key, one in following.items() if key in self._resident}
-            self._next.update(zip(prompt[at:], prompt[at + 1 :], strict=False))
-            self._others = {key: one for key, one in self._others.items() if key in self._resident}
+        if found < len(prompt):
+            self.hanging.saw(prompt, found)
+
+    def let_in(self, path: Sequence[Key], at: int) -> None:
+        """See :meth:`Hanging.link`."""
+        bare = self.hanging.link(path, at)
+        if self._waiting:
+            for slot in bare:
+                self._go_on(slot)
 
     def add(self, prompt: Iterable[Key]) -> None:
         """The session of this prompt is over."""
-        there = [key for key in prompt if key in self._resident and key not in self.blocks]
+        there = [key for key in prompt if key in self._slots and key not in self.blocks]
         self.blocks.update(there)
         self._order.update(dict.fromkeys(reversed(there)))
-        if len(self._order) > 2 * len(self._resident):  # the others were taken out by their owner
-            for key in [key for key in self._order if key not in self._resident]:
+        if len(self._order) > 2 * len(self._slots):  # the others were taken out by their owner
+            for key in [key for key in self._order if key not in self._slots]:
                 del self._order[key]
                 self.blocks.discard(key)
 
@@ -172,39 +166,38 @@ class Ended(Generic[Key]):
         found = None
         while order:
             key, _ = order.popitem(last=False)
-            if key not in self._resident:
+            if key not in self._slots:
                 self.blocks.discard(key)
             elif key in kept:
                 passed.append(key)
-            elif (child := self._child(key)) is not None:
-                waiting = self._waiting.setdefault(child, [])
-                if key not in waiting:
-                    waiting.append(key)
+            elif not self.hanging.is_leaf(slot := self._slots[key]):
+                self._waiting[slot] = key
             else:
                 self.blocks.discard(key)
                 found = key
                 break
-        self._go_first(reversed(passed))
+        for key in reversed(passed):
+            self._go_first(key)
         return found
 
-    def gone(self, key: Key) -> None:
-        """A block is not there any more."""
-        if key in self._waiting:
-            self._go_first(one for one in self._waiting.pop(key) if one in self.blocks)
+    def gone(self, slot: int) -> None:
+        """The block that was there is not any more."""
+        bare = self.hanging.gone(slot)
+        if self._waiting:
+            self._waiting.pop(slot, None)
+            self._go_on(bare)
 
-    def _go_first(self, keys: Iterable[Key]) -> None:
-        """The last of them before all others."""
-        for key in keys:
-            self._order[key] = None
-            self._order.move_to_end(key, last=False)
+    def clear(self) -> None:
+        """No block is there."""
+        self.hanging.clear()
+        self.blocks.clear()
+        self._order.clear()
+        self._waiting.clear()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether :meth:`gone` matters."""
-        return bool(self._waiting)
+    def _go_on(self, slot: int) -> None:
+        if slot in self._waiting and (key := self._waiting.pop(slot)) in self.blocks:
+            self._go_first(key)
 
-    def _child(self, key: Key) -> Key | None:
-        following = self._next.get(key)
-        if following is not None and following in self._resident:
-            return following
-        return next((one for one in self._others.get(key, ()) if one in self._resident), None)
+    def _go_first(self, key: Key) -> None:
+        self._order[key] = None
+        self._order.move_to_end(key, last=False)

@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from typing import Generic
 
+from .hanging import Coming
 from .hints import Ended, Expected
 from .policy import Key, Policy
 
@@ -40,6 +41,7 @@ class BlockIndex(Generic[Key]):
         self._on_prompt = getattr(policy, "on_prompt", None)
         self._on_end = getattr(policy, "on_end", None)
         self._on_save = getattr(policy, "on_save", None)
+        self._by_order = getattr(policy, "by_order", False)
         # Not one that a subclass inherits: it would pass by the methods that the subclass overrides.
         self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
 
@@ -50,7 +52,10 @@ class BlockIndex(Generic[Key]):
         count = self.peek(keys)
         on_access = self._policy.on_access
         try:
-            self._saw(keys if prompt is None else prompt, count)
+            if prompt is None:
+                self._saw(keys, count)
+            else:
+                self._saw(prompt, next((i for i, key in enumerate(prompt) if key not in self.slots), len(prompt)))
             for key in reversed(keys[:count]):
                 on_access(key)
         except BaseException:
@@ -59,8 +64,7 @@ class BlockIndex(Generic[Key]):
         return count
 
     def _saw(self, prompt: Sequence[Key], found: int) -> None:
-        if self._on_end is None:  # else the policy knows by itself what hangs on what
-            self.ended.saw(prompt, found)
+        self.ended.saw(prompt, found)
         if self.expected.blocks:
             self.expected.came(prompt)
         if self._on_prompt is not None:
@@ -121,15 +125,28 @@ class BlockIndex(Generic[Key]):
         self.expected.lapse(self._admitted_blocks)
         if self._on_save is not None:
             self._on_save(keys)
-        there = self._hold_present(keys)
+        slots = self.slots
+        first = next((position for position, key in enumerate(keys) if key not in slots), len(keys))
+        path, at = keys, first
+        others: list[Coming[Key]] = []
+        if first < len(keys):
+            path, at, others = self.ended.hanging.path(keys, first)
+        there = self._hold_present(keys if path is keys else [*path[:at], *keys])  # a prompt loses no head to its end
         try:
-            self._admit(keys, free_slots, admitted)
+            self._admit(keys, first, free_slots, admitted)
+            if admitted:
+                self._let_in(path, at)
         except BaseException:
-            free_slots += [self.slots.pop(key) for key in admitted]
+            left = [slots.pop(key) for key in admitted]
+            for slot in left:
+                self.ended.gone(slot)
+            free_slots += left
             self._tell_anew(admitted)
             raise
         finally:
             self.unpin([*there, *list(admitted)[1:]])
+            if others:
+                self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)
         return dict(reversed(admitted.items()))
 
@@ -139,7 +156,17 @@ class BlockIndex(Generic[Key]):
         self.pin(there)
         return there
 
-    def _admit(self, keys: Sequence[Key], free_slots: list[int], admitted: dict[Key, int]) -> None:
+    def _let_in(self, path: Sequence[Key], at: int) -> None:
+        """These of a prompt are there now, as far as there was room; those before ``at`` are what they hang on."""
+        if self._on_end is None:  # else the policy knows by itself what hangs on what
+            self.ended.let_in(path, at)
+        if self._by_order:  # else what they hang on were older than they are
+            on_access = self._policy.on_access
+            for key in reversed(path[:at]):
+                if key in self.slots:
+                    on_access(key)
+
+    def _admit(self, keys: Sequence[Key], first: int, free_slots: list[int], admitted: dict[Key, int]) -> None:
         slots, pins, evicted = self.slots, self.pins, self.evicted
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
         replace = self._replace
@@ -148,7 +175,6 @@ class BlockIndex(Generic[Key]):
             replace = None
         make_room = replace or (self._victim if hints else self._policy.victim)
         free = min(len(free_slots), self.capacity_blocks - len(slots))
-        first = next((position for position, key in enumerate(keys) if key not in slots), len(keys))
         for key in reversed(keys[first : len(slots) + free]):
             if key in slots:
                 on_access(key)
@@ -182,8 +208,8 @@ class BlockIndex(Generic[Key]):
                     if evicted is not None:
                         evicted.append(victim)
                 slot = slots.pop(victim)
-                if self.ended.waiting:
-                    self.ended.gone(victim)
+                if hints:  # else what hangs on what is only asked for when all are let in
+                    self.ended.gone(slot)
             admitted[key] = slots[key] = slot
             if len(admitted) > 1:
                 pins[key] = (
@@ -202,9 +228,10 @@ class BlockIndex(Generic[Key]):
                 return over
             victim = policy.victim(incoming, kept)
             if expected.met:  # they stay, and shall not be met each time
-                met = [key for key in dict.fromkeys(expected.met) if key in self.slots and key != victim]
+                met = expected.all() if self._by_order else expected.met  # or heads would be older than what was met
+                again = [key for key in dict.fromkeys(met) if key in self.slots and key != victim]
                 expected.met.clear()
-                for key in met:
+                for key in again:
                     policy.on_access(key)
             if victim is not None or not any(key in self.slots and key not in pins for key in expected.blocks):
                 return victim
@@ -239,7 +266,7 @@ class BlockIndex(Generic[Key]):
         except Exception:  # noqa: BLE001  the block is gone, whatever the policy says
             confused = True
         slot = self.slots.pop(key)
-        self.ended.gone(key)
+        self.ended.gone(slot)
         self.arriving.pop(key, None)
         if confused:
             self._tell_anew([key])
@@ -252,7 +279,9 @@ class BlockIndex(Generic[Key]):
             while (victim := self._policy.victim(None, ())) in self.slots:  # some policies remove slowly
                 taken.append(self.slots.pop(victim))
         self.arriving.clear()
-        return taken + [self.remove(key) for key in list(self.slots)]
+        taken += [self.remove(key) for key in list(self.slots)]
+        self.ended.clear()
+        return taken
 
     def evict(self, num_blocks: int) -> list[int]:
         """Lets go of up to so many blocks that nothing holds; their slots. Of one it may raise what the policy does."""
@@ -269,7 +298,7 @@ class BlockIndex(Generic[Key]):
                 if victim is None:
                     break
                 taken[victim] = self.slots.pop(victim)
-                self.ended.gone(victim)
+                self.ended.gone(taken[victim])
                 self._count_evicted(victim)
         except Exception:
             self._tell_anew()

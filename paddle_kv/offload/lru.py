@@ -12,6 +12,8 @@ from .policy import Key
 class Lru(Generic[Key]):
     """The block whose last use is longest ago goes first."""
 
+    by_order = True
+
     def __init__(self, capacity_blocks: int = 0) -> None:
         """``capacity_blocks`` is for the other policies' sake: this one needs no capacity."""
         self._order: OrderedDict[Key, None] = OrderedDict()  # oldest first

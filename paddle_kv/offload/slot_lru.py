@@ -12,6 +12,8 @@ from .policy import Key
 class SlotLru(Generic[Key]):
     """As :class:`~paddle_kv.offload.Lru`, for an index of which the slots are numbered from 0 to the capacity."""
 
+    by_order = True
+
     def __init__(self, capacity_blocks: int) -> None:
         self._end = capacity_blocks  # a slot that is none: behind the youngest, in front of the oldest
         self._older = array("i", range(capacity_blocks + 1))

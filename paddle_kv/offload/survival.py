@@ -28,7 +28,8 @@ OPEN, OVER, LEFT, HEAD = range(4)  # kinds of classes: sessions; those that are 
 PRIORS = [0.05, 0.0, 0.0, 0.05]  # the chance that such a run returns within a part of age, before anything was seen
 PRICE_EVERY = 128  # prompts
 COMING_FACTOR = 4  # blocks that were looked up and not inserted yet: so many times the capacity, at most
-MIN_GHOSTS = 1024  # runs that have gone and are watched: as many as the capacity has blocks, and at least these
+GHOST_SHARE = 16  # runs that have gone and are watched: one for so many blocks of the capacity,
+MIN_GHOSTS = 4096  # and at least so many
 
 
 class Survival(Generic[Key]):
@@ -41,7 +42,7 @@ class Survival(Generic[Key]):
     def __init__(self, capacity_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._max_coming = COMING_FACTOR * capacity_blocks
-        self._max_ghosts = max(MIN_GHOSTS, capacity_blocks)
+        self._max_ghosts = max(MIN_GHOSTS, capacity_blocks // GHOST_SHARE)
         self._owner: dict[Key, Run[Key]] = {}  # of each block that is there
         self._coming: dict[Key, Run[Key]] = {}  # of blocks that were looked up
         self._signs: dict[Key, Run[Key]] = {}
@@ -135,9 +136,16 @@ class Survival(Generic[Key]):
         run.length, run.facts = length, facts
         self._take(run, prompt[own:found])
         self._watch(run)
-        if len(self._coming) > self._max_coming:
-            self._coming = {}
-        self._coming.update(dict.fromkeys(prompt[found:], run))
+        coming = self._coming
+        if len(coming) > self._max_coming:
+            coming.clear()
+        if (
+            found < len(prompt) and prompt[found] in coming
+        ):  # another prompt that has not been saved begins like this one
+            for other, shared in groupby(prompt[found:], coming.get):
+                if other is not None and other is not run:
+                    self._hang_on(other, list(shared)[-1])
+        coming.update(dict.fromkeys(prompt[found:], run))
 
     def _take(self, run: Run[Key], keys: Sequence[Key]) -> None:
         """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
@@ -154,6 +162,13 @@ class Survival(Generic[Key]):
         run.live += len(keys)
         if run.live == len(keys):
             self._appear(run)
+
+    def _hang_on(self, run: Run[Key], parent: Key) -> None:
+        """It will lose blocks that are not there yet to another."""
+        if run.live:
+            self._move(run, parent)
+        else:
+            run.parent = parent
 
     def _move(self, run: Run[Key], parent: Key) -> None:
         """It has lost its front to another, up to this block."""
@@ -225,7 +240,7 @@ class Survival(Generic[Key]):
     def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """``incoming`` itself: it shall not be let in."""
         if not self._guard.trusts:
-            key = self._oldest(pinned)
+            key = self._oldest(pinned, incoming)
             if key is not None:
                 self.on_remove(key)
             return key
@@ -234,7 +249,7 @@ class Survival(Generic[Key]):
         if run is None or key is None or key in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
-                key = self._oldest(pinned)
+                key = self._oldest(pinned, incoming)
                 if key is not None:
                     self.on_remove(key)
                 return key
@@ -269,7 +284,7 @@ class Survival(Generic[Key]):
                 return run, key
         return None
 
-    def _oldest(self, pinned: Container[Key]) -> Key | None:
+    def _oldest(self, pinned: Container[Key], incoming: Key | None) -> Key | None:
         """The block used longest ago; before all others those of sessions that are over, unless it is known better."""
         blocked, found = [], None
         for run in self._over if not self._guard.warm or self._guard.trusts else ():
@@ -283,9 +298,13 @@ class Survival(Generic[Key]):
             del self._over[run]
         if found is not None:
             return found
-        owner = self._owner
+        own = None if incoming is None else self._coming.get(incoming)
         for run in self._order:
-            self._last(run)  # or each block would be looked for among all that have gone
+            key = self._last(run)
+            if key not in pinned and key not in self._hanging and run is not own:
+                return key
+        owner = self._owner
+        for run in self._order:  # what hangs on them is held
             for position in range(run.end - 1, -1, -1):
                 key = run.keys[position]
                 if owner.get(key) is run and key not in pinned:
@@ -316,6 +335,8 @@ class Survival(Generic[Key]):
         self._over.pop(run, None)
         if run is self._going:
             self._going = None
+        if self._coming.keys().isdisjoint(run.keys):  # from now on it is known by its sign alone
+            run.keys = []
         if run.watched:
             self._remember(run)
 

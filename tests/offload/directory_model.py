@@ -98,6 +98,8 @@ class Model:
                 self.order.remove(victim)
             self.order.append(key)
             admitted.insert(0, key)
+        for key in reversed(wanted[:first] if admitted else []):  # what they hang on is younger than they are
+            self.touch(key)
         return admitted
 
     def add(self, job: Job, now_s: float, computed_from: list[int]) -> None:

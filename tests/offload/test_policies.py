@@ -85,7 +85,7 @@ class FourMethods:
     def __init__(self, policy: Any) -> None:
         self.on_insert, self.on_access = policy.on_insert, policy.on_access
         self.on_remove, self.victim = policy.on_remove, policy.victim
-        for name in ("on_prompt", "on_save", "on_end"):
+        for name in ("on_prompt", "on_save", "on_end", "by_order"):
             if hasattr(policy, name):
                 setattr(self, name, getattr(policy, name))
 

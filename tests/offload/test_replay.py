@@ -80,7 +80,7 @@ def test_hits_are_those_of_a_plain_simulation_when_ghosts_return(
     """Most blocks were evicted a moment ago: the lists of ghosts turn over many times."""
     rng = random.Random(capacity)
     blocks = int(blocks_per_slot * capacity) + 1
-    prompts = [[rng.randrange(blocks) for _ in range(rng.randint(0, 7))] for _ in range(5000)]
+    prompts = [[rng.randrange(blocks) for _ in range(rng.randint(0, 7))] for _ in range(9000)]
     assert assert_same_run(name, capacity, prompts).evicted_blocks > 1000
 
 

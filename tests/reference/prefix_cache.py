@@ -7,6 +7,8 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
+from .policies import LruReference
+
 
 def prefix_hits(present: Any, prompt: Sequence[int]) -> int:
     return next((count for count, block in enumerate(prompt) if block not in present), len(prompt))
@@ -32,7 +34,8 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
 
     Every block of a prompt is one use, from the end of the prompt: first those of the prefix that was present before,
     then the others, of which no more than the capacity are offered. Such of the others as were present make room for
-    none of the prompt. Of those that were let in only the end of the prompt may go for the others: it was never saved.
+    none of the prompt, nor do those before them. Of those that were let in only the end of the prompt may go for the
+    others: it was never saved. Where the order of use alone decides, what they hang on is used again behind them.
     """
     hits, saved, evicted = [], 0, 0
     for prompt in prompts:
@@ -40,7 +43,7 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
         hits.append(found)
         for block in reversed(prompt[:found]):
             reference.request(block)
-        held = {block for block in prompt[found:] if block in reference}
+        held = {block for block in prompt if block in reference}
         new: list[int] = []  # from the end of the prompt
         for block in reversed(prompt[found : found + capacity]):
             was_present = block in reference
@@ -52,4 +55,8 @@ def policy_run(reference: Any, prompts: Sequence[Sequence[int]], capacity: int) 
             if not was_present and block in reference:
                 new.append(block)
         saved += len(new)
+        if new and isinstance(reference, LruReference):
+            for block in reversed(prompt[:found]):
+                if block in reference:
+                    reference.request(block)
     return hits, saved, evicted

@@ -1,0 +1,132 @@
+"""Which block hangs on which, by two numbers for each slot."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Generic
+
+from .policy import Key
+
+NOTHING = -1  # in the place of a slot: a block hangs on none that is known
+COMING_SHARE = 8  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
+MIN_COMING = 4096  # and at least so many
+MOST_AT_ONCE = 8  # prompts that begin with the same block to come
+
+Coming = tuple[Sequence[Key], int]  # a prompt, and where its first block that is to come stands
+
+
+class Hanging(Generic[Key]):
+    """Of the blocks that are there.
+
+    A block that goes while others hang on it leaves them to the next one in its slot, until they go too or are let in
+    behind another: that one seems to be shared meanwhile. That they hang on it, should it come back elsewhere, is known
+    when they are met again.
+
+    Args:
+        slots: of the blocks that are there. A slot that one has left is told by :meth:`gone`, unless :meth:`link` is
+            next and finds another in it.
+        capacity_blocks: how many there can be.
+    """
+
+    def __init__(self, slots: Mapping[Key, int], capacity_blocks: int) -> None:
+        self._slots, self._capacity = slots, capacity_blocks
+        self._parents = array("i")  # slot -> that of the block before it
+        self._children = array("i")  # slot -> how many have it as parent
+        self._coming: dict[Key, list[Coming[Key]]] = {}  # by the first block that is to come
+        self._num_coming = 0
+        self._max_coming = max(MIN_COMING, capacity_blocks // COMING_SHARE)
+
+    def saw(self, prompt: Sequence[Key], found: int) -> None:
+        """A prompt, of which the blocks from ``found`` on may be let in. Kept for a while: it must not change."""
+        known = self._coming.pop(prompt[found], [])
+        self._coming[prompt[found]] = known  # behind the others
+        if (prompt, found) in known:
+            known.remove((prompt, found))  # the one seen last is behind the others
+            self._num_coming -= len(prompt)
+        known.append((prompt, found))
+        self._num_coming += len(prompt)
+        if len(known) > MOST_AT_ONCE:
+            self._num_coming -= len(known.pop(0)[0])
+        while self._num_coming > self._max_coming and len(self._coming) > 1:
+            for one, _ in self._coming.pop(next(iter(self._coming))):
+                self._num_coming -= len(one)
+
+    def path(self, keys: Sequence[Key], first: int) -> tuple[Sequence[Key], int, list[Coming[Key]]]:
+        """The prompt in which ``keys[first]`` stands, and where, as far as that is known; and what :meth:`goes_on` is
+        to be told when the keys were let in."""
+        path, at = keys, first
+        others: list[Coming[Key]] = []
+        for start in range(first, -1, -1):  # blocks may have come since they were looked up
+            for prompt, found in reversed(self._coming.get(keys[start], ())):
+                rest, new = prompt[found:], keys[start:]
+                if rest != new:
+                    others.append((prompt, found))
+                if path is not keys:
+                    continue
+                if rest[: len(new)] == new:
+                    path, at = prompt, found + first - start
+                elif set(new) <= set(rest):  # a part lies elsewhere
+                    path, at = prompt, found
+                else:  # it goes another way behind the same head, or these are followed by an answer
+                    path, at = [*prompt[:found], *new], found + first - start
+        return path, at, others
+
+    def goes_on(self, coming: list[Coming[Key]]) -> None:
+        """Of these some blocks were let in; the others may come by further calls."""
+        for prompt, at in coming:
+            absent = next((i for i in range(at, len(prompt)) if prompt[i] not in self._slots), None)
+            if absent is not None:
+                self.saw(prompt, absent)
+
+    def link(self, path: Sequence[Key], at: int) -> list[int]:
+        """From ``at`` on they were let in, as many as there is room for, or were there. Slots on which nothing hangs
+        any more, of those on which something did."""
+        try:
+            return self._link(path, at)
+        except IndexError:  # a slot that was never used
+            size = max(self._capacity, 1 + max(self._slots.values())) - len(self._parents)
+            self._parents.extend(array("i", [NOTHING]) * size)
+            self._children.extend(array("i", [0]) * size)
+            return self._link(path, at)
+
+    def _link(self, path: Sequence[Key], at: int) -> list[int]:
+        slots, parents, children = self._slots, self._parents, self._children
+        bare: list[int] = []
+        above = slots.get(path[at - 1], NOTHING) if at else NOTHING
+        for key in path[at:]:
+            slot = slots.get(key)
+            if slot is None:
+                break
+            parent = parents[slot]
+            if parent != above:
+                parents[slot] = above
+                if above != NOTHING:
+                    children[above] += 1
+                if parent != NOTHING:
+                    children[parent] -= 1
+                    if not children[parent]:
+                        bare.append(parent)
+            above = slot
+        return bare
+
+    def gone(self, slot: int) -> int:
+        """The block that was there is not any more. The slot on which nothing hangs now, or ``NOTHING``."""
+        if slot >= len(self._parents):
+            return NOTHING
+        parent = self._parents[slot]
+        if parent == NOTHING:
+            return NOTHING
+        self._parents[slot] = NOTHING
+        self._children[parent] -= 1
+        return NOTHING if self._children[parent] else parent
+
+    def is_leaf(self, slot: int) -> bool:
+        """Whether nothing hangs on the block there."""
+        return slot >= len(self._children) or not self._children[slot]
+
+    def clear(self) -> None:
+        """No block is there."""
+        self._parents, self._children = array("i"), array("i")
+        self._coming.clear()
+        self._num_coming = 0
