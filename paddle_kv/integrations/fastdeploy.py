@@ -6,6 +6,7 @@ raises (there: False, and the layer counts as done); an event stands for the lay
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Mapping
@@ -13,11 +14,14 @@ from typing import Any
 
 from ..checks import check_distinct, check_ids
 from ..errors import CancelledError, TransferError
+from ..memory import HostPool
 from ..ops import _arguments as arguments
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
+from ..tiers import Tier
 from ..tracking.group import change
 from .fastdeploy_maps import adopt
+from .fastdeploy_storage import CLOSE_S, StorageTask, TierStorage
 
 
 class LayerEvent:
@@ -42,13 +46,14 @@ class CacheTransferManager:
     Args:
         scheduler: of the device cache and the host pool whose block ids are passed. Closing it stays with its owner;
             :meth:`from_maps` makes one.
-        storage: what takes the calls of storage, in methods of the same names and arguments; None: they raise.
+        tier: over the scheduler's host pool, serves the calls of storage; None: they raise. It stays its owner's.
 
     Any thread may call. Calls of several threads happen in some order: where one gives away what another reads, the
     server has to order them (docs/guides/fastdeploy.md).
 
     Raises:
-        TypeError: not a scheduler.
+        TypeError: not a scheduler, or not a tier.
+        ValueError: the tier has another host pool.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -65,10 +70,12 @@ class CacheTransferManager:
         (None, None)
     """
 
-    def __init__(self, scheduler: LayerwiseScheduler, *, storage: Any = None) -> None:
+    def __init__(self, scheduler: LayerwiseScheduler, *, tier: Tier | None = None) -> None:
         check_scheduler(scheduler)
         self._scheduler = scheduler
-        self._storage = storage
+        self._storage = None if tier is None else TierStorage(tier)
+        if tier is not None and tier.pool is not scheduler.host_pool:
+            raise ValueError("the scheduler and the tier have different host pools")
         self._owns_scheduler = False
         self._local_rank, self._device_id = 0, scheduler.device_cache.device_id or 0
         self._loads, self._saves = _Unfinished(scheduler), _Unfinished(scheduler)
@@ -84,7 +91,7 @@ class CacheTransferManager:
         local_rank: int = 0,
         device_id: int = 0,
         host_strides_bytes: Mapping[str, int] | None = None,
-        storage: Any = None,
+        make_tier: Callable[[HostPool], Tier] | None = None,
         **scheduler_options: Any,
     ) -> CacheTransferManager:
         """A manager over what FastDeploy's controller has: maps ``key_caches_{layer}_rank{rank}.device{device}`` ->
@@ -102,7 +109,8 @@ class CacheTransferManager:
             device_id: the device in the names.
             host_strides_bytes: where the layers of a block lie together, see :meth:`HostPool.adopt`; the names are
                 ``key`` (``latent`` without values), ``value``, and the others as above.
-            storage: as of the class.
+            make_tier: makes the tier that serves the calls of storage, over the host pool that it is given;
+                :meth:`close` closes it. Memory that is allocated here is block-first then, as tiers need it.
             scheduler_options: of :class:`LayerwiseScheduler`.
 
         Raises:
@@ -121,9 +129,18 @@ class CacheTransferManager:
             [2, 6, 1]
         """
         cache, pool = adopt(
-            cache_kvs_map, host_cache_kvs_map, num_host_blocks, (local_rank, device_id), host_strides_bytes
+            cache_kvs_map,
+            host_cache_kvs_map,
+            num_host_blocks,
+            (local_rank, device_id),
+            host_strides_bytes,
+            layout="layer_first" if make_tier is None else "block_first",
         )
-        made = cls(LayerwiseScheduler(cache, pool, **scheduler_options), storage=storage)
+        with contextlib.ExitStack() as failed:  # closes what was made, in the other order
+            failed.enter_context(pool)
+            scheduler = failed.enter_context(LayerwiseScheduler(cache, pool, **scheduler_options))
+            made = cls(scheduler, tier=None if make_tier is None else make_tier(pool))
+            failed.pop_all()
         made._owns_scheduler = True
         made._local_rank, made._device_id = local_rank, device_id
         return made
@@ -139,11 +156,20 @@ class CacheTransferManager:
         return self._scheduler.device_cache.spec.num_layers
 
     def close(self) -> None:
-        """Waits for its transfers; then, of a manager of :meth:`from_maps`, closes scheduler and pool. Host memory may
-        be freed, and tensors of the same memory be adopted again, only behind it. Again: does nothing."""
+        """Waits for its transfers and for its calls of storage; then, of a manager of :meth:`from_maps`, closes tier,
+        scheduler and pool. Host memory may be freed, and tensors of the same memory be adopted again, only behind it.
+        Again: does nothing.
+
+        Raises:
+            TimeoutError: as :meth:`~paddle_kv.tiers.Tier.close`. Close the engine, then call again.
+        """
         self._loads.wait_over()
         self._saves.wait_over()
+        if self._storage is not None:
+            self._storage.close()
         if self._owns_scheduler:
+            if self._storage is not None:
+                self._storage.tier.close(CLOSE_S)
             self._scheduler.close()
             self._scheduler.host_pool.close()
 
@@ -250,38 +276,50 @@ class CacheTransferManager:
         self._saves.wait()
 
     # ---- storage ----
-    def prefetch_from_storage(self, metadata: Any) -> Any:
-        """Handed on to ``storage``.
+    def prefetch_from_storage(self, metadata: Any) -> StorageTask:
+        """Brings blocks from the tier into host memory: ``metadata.hash_values`` into ``metadata.block_ids``, within
+        ``metadata.timeout`` seconds. Returns at once. Until the task is completed nobody may touch these host blocks;
+        those that did not come hold no usable data.
 
         Raises:
-            NotImplementedError: there is none.
+            IndexError: a host block is outside the pool.
+            ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
+            NotImplementedError: there is no tier.
         """
-        return self._of_storage("prefetch_from_storage")(metadata)
+        storage = self._of_storage("prefetch_from_storage")
+        return storage.begin(storage.plan(metadata, metadata.block_ids, write=True))
 
-    def backup_device_to_storage(self, device_block_ids: Any, metadata: Any) -> Any:
-        """Handed on to ``storage``.
+    def backup_device_to_storage(self, device_block_ids: Any, metadata: Any) -> StorageTask:
+        """Saves blocks of the device as ``metadata.hash_values``, through the host blocks ``metadata.block_ids``:
+        :meth:`evict_to_host_async`, then :meth:`backup_host_to_storage`.
 
         Raises:
-            NotImplementedError: there is none.
+            As these two. Nothing has moved, unless it is a TransferError.
         """
-        return self._of_storage("backup_device_to_storage")(device_block_ids, metadata)
+        storage = self._of_storage("backup_device_to_storage")
+        task = storage.plan(metadata, metadata.block_ids, write=False)
+        self.evict_to_host_async(device_block_ids, metadata.block_ids)
+        return storage.begin(task)
 
-    def backup_host_to_storage(self, host_block_ids: Any, metadata: Any) -> Any:
-        """Handed on to ``storage``.
+    def backup_host_to_storage(self, host_block_ids: Any, metadata: Any) -> StorageTask:
+        """Stores host blocks in the tier as ``metadata.hash_values``, behind the saves that bring them, within
+        ``metadata.timeout`` seconds. Returns at once. Until the task is completed nobody may write these host blocks.
 
         Raises:
-            NotImplementedError: there is none.
+            IndexError: a host block is outside the pool.
+            ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
+            NotImplementedError: there is no tier.
         """
-        return self._of_storage("backup_host_to_storage")(host_block_ids, metadata)
+        storage = self._of_storage("backup_host_to_storage")
+        return storage.begin(storage.plan(metadata, host_block_ids, write=False))
 
-    def _of_storage(self, call: str) -> Callable[..., Any]:
+    def _of_storage(self, call: str) -> TierStorage:
         if self._storage is None:
             raise NotImplementedError(
-                f"{call} needs a storage below host memory, and this manager has none: give it one (storage=), over a "
-                "paddle_kv.tiers.Tier of its host pool"
+                f"{call} needs a storage below host memory, and this manager has none: give it a paddle_kv.tiers.Tier "
+                "of its host pool (tier=, or make_tier= of from_maps)"
             )
-        found: Callable[..., Any] = getattr(self._storage, call)
-        return found
+        return self._storage
 
 
 class _Unfinished:

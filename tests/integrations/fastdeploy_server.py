@@ -14,7 +14,9 @@ from typing import Any
 
 from paddle_kv.integrations import CacheTransferManager
 
-PATCH = frozenset(["in order", "events live", "errors raise", "saves are waited for", "nothing to do", "all layers"])
+PATCH = frozenset(
+    ["in order", "events live", "errors raise", "told once", "saves are waited for", "nothing to do", "all layers"]
+)
 
 
 class LayerSwapTimeoutError(Exception):
@@ -115,7 +117,10 @@ class Controller:
         self.manager.close()
 
     def _wait_for_evictions(self) -> None:
-        for counter in self.pending_evictions:
+        pending = list(self.pending_evictions)
+        if "told once" in self._patched:
+            self.pending_evictions.clear()
+        for counter in pending:
             counter.wait_all()
         self.pending_evictions.clear()
 

@@ -195,24 +195,6 @@ def test_some_layers_in_their_order(rig: Rig, scheduler: LayerwiseScheduler, cop
     assert len(copies.done) == 2
 
 
-STORAGE_CALLS = [
-    ("prefetch_from_storage", ("metadata",)),
-    ("backup_device_to_storage", ([1, 2], "metadata")),
-    ("backup_host_to_storage", ([1, 2], "metadata")),
-]
-
-
-@pytest.mark.parametrize(("call", "given"), STORAGE_CALLS)
-def test_calls_of_storage_go_to_the_storage(scheduler: LayerwiseScheduler, call: str, given: tuple) -> None:
-    class Storage:
-        def __getattr__(self, name: str) -> object:
-            return lambda *given: (name, given)
-
-    with pytest.raises(NotImplementedError, match=rf"{call} needs a storage below host memory.*storage="):
-        getattr(CacheTransferManager(scheduler), call)(*given)
-    assert getattr(CacheTransferManager(scheduler, storage=Storage()), call)(*given) == (call, given)
-
-
 def test_an_eviction_that_fails_returns_when_nothing_of_it_runs(
     rig: Rig, scheduler: LayerwiseScheduler, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,9 +247,29 @@ def test_steps_at_random(rig: Rig, make: Make, monkeypatch: pytest.MonkeyPatch, 
     rig.check()
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_save_that_failed_is_told_once(rig: Rig, make: Make, copies: Copies, patched: bool) -> None:
+    controller = make() if patched else make("told once")
+    copies.fail("offload", 1, OSError("lost"))
+    controller.submit_swap_tasks(Swap([3], [11]), None)
+    copies.heal()
+    for step in range(3):
+        if step == 0 or not patched:
+            with pytest.raises(TransferError, match="lost"):
+                controller.submit_swap_tasks(None, None)
+        else:
+            controller.submit_swap_tasks(None, None)
+    counter = controller.submit_swap_tasks(None, Swap([11], [0])) if patched else None
+    if counter is not None:
+        with pytest.raises(TransferError, match="block 11 of the host pool holds no usable data"):
+            counter.wait_for_layer(0)
+    controller.pending_evictions.clear()
+
+
 def test_the_guide_has_the_patch_with_a_reason_for_each_part() -> None:
     guide = (Path(__file__).resolve().parents[2] / "docs/guides/fastdeploy.md").read_text()
-    [patch] = re.findall(r"^```diff\n(.*?)^```$", guide, re.S | re.M)
-    changed = [line for line in patch.splitlines() if re.match(r"[+-](?!--)", line)]
+    patches = re.findall(r"^```diff\n(.*?)^```$", guide, re.S | re.M)
+    changed = [line for patch in patches for line in patch.splitlines() if re.match(r"[+-](?!--)", line)]
+    assert len(patches) == 2  # the second one for a storage
     assert 0 < len(changed) <= 60
     assert PATCH.issubset(re.findall(r"^\| ([a-z ]+) \| .+ \| .+ \|$", guide, re.M))
