@@ -8,13 +8,13 @@ from tests.offload.test_directory import KEYS, done, made, save
 
 def test_a_prompt_that_was_expected_has_come_also_if_a_part_of_it_is_looked_up() -> None:
     directory = made(4, policy=Lru())
-    save(directory, KEYS[:2])
-    save(directory, KEYS[10:12])
-    directory.expect(KEYS[:2])
-    directory.lookup(KEYS[:1], prompt=KEYS[:2]).release()  # the second block is known to be elsewhere
-    directory.lookup(KEYS[10:12]).release()
-    assert directory.evict(2) == 2
-    assert (directory.peek(KEYS[:2]), directory.peek(KEYS[10:12])) == (0, 2)
+    save(directory, KEYS[:3])
+    save(directory, KEYS[10:11])
+    directory.expect(KEYS[:3])
+    directory.lookup(KEYS[:1], prompt=KEYS[:3]).release()  # the others are known to be elsewhere
+    directory.lookup(KEYS[10:11]).release()
+    assert directory.evict(3) == 3
+    assert (directory.peek(KEYS[:3]), directory.peek(KEYS[10:11])) == (0, 1)
 
 
 def test_a_tier_that_says_twice_what_it_has_has_it_once() -> None:
