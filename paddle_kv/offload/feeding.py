@@ -101,7 +101,7 @@ class Feed:
             waiting = [meeting for meeting in meetings if meeting.next_load is not None]
             if not waiting:
                 return
-            loading += min(waiting, key=lambda one: one.blocks_left).load_next(books) is not None
+            loading += min(waiting, key=lambda one: one.blocks_left).load_next(books)
 
 
 class Meeting:
@@ -135,7 +135,7 @@ class Meeting:
         chunk_tokens: int,
     ) -> None:
         self.line = Line(pieces)
-        self.moving: list[Piece] = []
+        self.moving: dict[Piece, Movement] = {}
         self.begun = self.ended = False
         self.num_computed_blocks = 0
         self._keys, self._device_ids = list(keys), list(device_ids)
@@ -154,7 +154,7 @@ class Meeting:
             self._below = [one for one in self._below if one.stop > worth.tier_first] or self._below[-1:]
         if worth.choice == "compute" and not math.isinf(worth.load_s):
             self._here = self._here[-1:]  # so that it is heard of when the link is quicker again
-        self._reading: list[Piece] = []
+        self._reading: dict[Piece, Prefetch] = {}
         self._read: list[Piece] = []
         self._behind: Events | None = books.scheduler.resources.take_events(1)
         for event in self._behind:
@@ -168,10 +168,11 @@ class Meeting:
     # ---- the back ----
     def look(self) -> None:
         """Books what has ended."""
-        for piece in [one for one in self.moving if one.movement is not None and one.movement.over]:
-            self.moving.remove(piece)
-            assert piece.movement is not None
-            if piece.movement.state is State.DONE:
+        for piece, movement in [*self.moving.items()]:
+            if not movement.over:
+                continue
+            del self.moving[piece]
+            if movement.state is State.DONE:
                 self.line.set(piece, PieceState.LOADED)
             else:
                 self._lose(piece)
@@ -184,27 +185,25 @@ class Meeting:
             self.line.set(piece, PieceState.LOST)
 
     def _look_at_reading(self) -> None:
-        for piece in self._reading.copy():
-            if piece.prefetch is None or piece.prefetch.done:
-                self._reading.remove(piece)
-                if piece.state is PieceState.READING:
-                    self.line.set(piece, PieceState.WAITING)
-                    self._read.append(piece)
-            elif piece.state is PieceState.READING and time.monotonic() > piece.late_s:
+        for piece, prefetch in [*self._reading.items()]:
+            if prefetch.done:
+                del self._reading[piece]
+                self.line.set(piece, PieceState.WAITING)
+                self._read.append(piece)
+            elif time.monotonic() > piece.late_s:
                 self._tell_late(piece, TIER)
                 self._leave(piece, PieceState.LOST)
 
     def _tell_late(self, piece: Piece, source: str) -> None:
-        num_bytes = (piece.size) * self._rates.block_bytes
+        num_bytes = piece.size * self._rates.block_bytes
         self._rates.observe_late(source, num_bytes, time.monotonic() - piece.started_s)
 
     def _leave(self, piece: Piece, state: PieceState) -> None:
         """Does not read it any more."""
         self.line.set(piece, state)
-        if piece.prefetch is not None and not piece.is_probe:
-            piece.prefetch.cancel()
-        if piece in self._reading:
-            self._reading.remove(piece)
+        prefetch = self._reading.pop(piece, None)
+        if prefetch is not None and not piece.is_probe:
+            prefetch.cancel()
 
     @property
     def next_load(self) -> Piece | None:
@@ -220,18 +219,14 @@ class Meeting:
     def blocks_left(self) -> tuple[bool, int]:
         """Until the model comes to what is to be loaded next. Who has not begun to compute comes behind all others."""
         piece = self.next_load
-        pieces = self.line.pieces
-        front = pieces[self._front].start if self._front < len(pieces) else 0
-        return not self.begun, 0 if piece is None else piece.start - front
+        assert piece is not None
+        return not self.begun, piece.start - self.line.pieces[self._front].start
 
-    def load_next(self, books: Owner) -> Piece | None:
-        """None if it does not come."""
+    def load_next(self, books: Owner) -> bool:
+        """Whether it comes."""
         piece = self.next_load
         assert piece is not None
-        for pieces in (self._read, self._here):
-            if piece in pieces[-1:]:
-                pieces.pop()
-        return piece if self._load(books, piece) else None
+        return self._load(books, piece)
 
     def _load(self, books: Owner, piece: Piece) -> bool:
         keys, ids = self._keys[piece.start : piece.stop], self._device_ids[piece.start : piece.stop]
@@ -244,16 +239,16 @@ class Meeting:
             log.debug("a part of a prefix is computed and not loaded: %s", error)
             self._lose(piece)
             return False
-        piece.movement = transfer._movement
+        movement: Movement = transfer._movement
         self.line.set(piece, PieceState.LOADING)
         piece.expect(len(keys), self._rates, LINK, books.feed.free_s)
         books.feed.free_s = piece.due_s
-        self.moving.append(piece)
+        self.moving[piece] = movement
         tell = functools.partial(_look, weakref.ref(books))
-        if transfer._movement.over:
+        if movement.over:
             books.group.host.tell(tell)
         else:
-            transfer._movement.callbacks.append(tell)
+            movement.callbacks.append(tell)
         return True
 
     def _is_here(self, piece: Piece, books: Owner) -> bool:
@@ -280,15 +275,14 @@ class Meeting:
                         return
                 piece.expect(books.feed.num_reading_blocks + piece.size, self._rates, TIER)
                 self.line.set(piece, PieceState.READING)
-                piece.prefetch = books.read_soon(self._keys[piece.start : piece.stop])
-                self._reading.append(piece)
+                self._reading[piece] = books.read_soon(self._keys[piece.start : piece.stop])
                 self._look_at_reading()
             self._below.pop()
 
     @property
     def under_way(self) -> list[Movement]:
         """Loads that are not over."""
-        return [piece.movement for piece in self.moving.copy() if piece.movement is not None]
+        return list(self.moving.values())
 
     # ---- the front ----
     def next(self, books: Owner) -> Step:
@@ -306,10 +300,9 @@ class Meeting:
                 self._give_up(piece)
                 continue
             if piece.state is PieceState.CANCELLED:
-                return Step(leaving=piece.movement)
+                return Step(leaving=self.moving[piece])
             if piece.state is PieceState.LOADING:
-                assert piece.movement is not None
-                loads.append(piece.movement)
+                loads.append(self.moving[piece])
             elif not self._is_done(piece):
                 self._take(piece)
                 return self._with(Step(piece, tuple(loads)))
@@ -323,10 +316,10 @@ class Meeting:
 
     def _give_up(self, piece: Piece) -> None:
         """Its load, which may have written some of it, and is over before anybody else does."""
-        assert piece.movement is not None
+        movement = self.moving[piece]
         self.line.set(piece, PieceState.CANCELLED)
-        settling.progress(submission.cancel(piece.movement))
-        settling.look(piece.movement)
+        settling.progress(submission.cancel(movement))
+        settling.look(movement)
         self.look()
 
     def _quicker_rest(self, piece: Piece, books: Owner) -> int:
@@ -370,8 +363,8 @@ class Meeting:
         return worth.choice == "load" or (worth.choice == "meet" and 2 * (worth.host_first - start) < first.size)
 
     def _with(self, step: Step) -> Step:
-        for piece in self.moving:
-            piece.awaited |= piece.movement in step.loads
+        for piece, movement in self.moving.items():
+            piece.awaited |= movement in step.loads
         return step
 
     def _take(self, piece: Piece) -> None:
@@ -382,16 +375,15 @@ class Meeting:
 
     def _is_worth_waiting(self, piece: Piece) -> bool:
         """Whether it is there before the model could have computed it, as far as anybody knows."""
-        assert piece.movement is not None
         if piece.awaited:
             return True
-        rates, now_s = self._rates.snapshot(), time.monotonic()
+        now_s, compute_s = time.monotonic(), self._rates.compute_s(piece.start, piece.stop)
         if now_s > piece.late_s:
             self._tell_late(piece, LINK)
             return False
-        if not rates.link_waits or rates.base_s is None or piece.movement.num_unsubmitted:
+        if not self._rates.snapshot().link_waits or compute_s is None or self.moving[piece].num_unsubmitted:
             return False
-        return max(now_s, piece.due_s) - now_s <= (self._rates.compute_s(piece.start, piece.stop) or 0.0)
+        return piece.due_s - now_s <= compute_s
 
     def compute_again(self) -> None:
         """Behind a load that has failed: what was computed with it is not what it should be."""
@@ -409,12 +401,10 @@ class Meeting:
     def end(self) -> None:
         """Nothing more of it begins; what is under way is dropped."""
         self.ended, self._behind = True, None
-        for piece in self._reading:
-            if piece.prefetch is not None:
-                piece.prefetch.cancel()
-        for piece in self.moving:
-            assert piece.movement is not None
-            settling.progress(submission.cancel(piece.movement))
+        for prefetch in self._reading.values():
+            prefetch.cancel()
+        for movement in self.moving.values():
+            settling.progress(submission.cancel(movement))
 
 
 def _look(books: Callable[[], Owner | None]) -> None:

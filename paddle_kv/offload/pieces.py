@@ -9,8 +9,6 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from ..schedule.movement import Movement
-from .prefetch import Prefetch
 from .rates import Rates
 
 
@@ -48,10 +46,8 @@ class Piece:
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.state = PieceState.WAITING
-        self.movement: Movement | None = None
         self.parts: Sequence[Piece] = ()
         self.awaited = self.is_probe = False
-        self.prefetch: Prefetch | None = None
         self.started_s = 0.0
         self.due_s = self.late_s = math.inf
 

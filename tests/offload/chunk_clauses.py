@@ -191,7 +191,7 @@ def clause_30(case: Case) -> None:
 
 
 def give_up(self: Any, piece: Any) -> None:
-    self.moving.remove(piece)
+    del self.moving[piece]
     self.line.set(piece, feeding.PieceState.LOST)
 
 

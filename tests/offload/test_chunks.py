@@ -34,12 +34,18 @@ def test_without_anything_found_each_chunk_is_computed_once(rig: ChunkRig) -> No
     assert rig.manager.stats()["saved_blocks"] == 10
 
 
-def test_what_is_there_is_not_computed(rig: ChunkRig) -> None:
+def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies) -> None:
     rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
     rig.scheduler.drain(WAIT_S)
-    rig.pause = lambda tokens: time.sleep(0.02)
+    know(rig.manager, 1e-3, 1e-3)
+    copies.hold("onload", 0)  # until the model computes, or all might have come before
+
+    def pause(tokens: range) -> None:
+        copies.go_on()
+        time.sleep(0.02)
+
+    rig.pause = pause
     chunks = rig.prefill(TOKENS, TABLE[::-1], chunk_tokens=CHUNK)
-    print(chunks)
     assert chunks[0].start == 0
     assert len(chunks) <= 3
     rig.check_books()
