@@ -1,0 +1,497 @@
+"""A meeting of loads and computation by itself: copies, reads, time and what the rates say are the test's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload import feeding, pieces
+from paddle_kv.offload.feeding import Feed, Meeting, Step
+from paddle_kv.offload.found import BlockState
+from paddle_kv.offload.pieces import Piece, PieceState
+from paddle_kv.offload.rates import LINK, TIER, Rates
+from paddle_kv.schedule.movement import State
+
+SIZE = 16  # tokens
+BLOCKS = 4  # of a piece
+BLOCK_BYTES = 1000
+HERE, BELOW = BlockState.PRESENT, BlockState.TIER
+
+
+class Copy:
+    """A load to the device."""
+
+    def __init__(self, positions: list[int], behind: Any) -> None:
+        self.positions, self.behind = positions, behind
+        self.over, self.state, self.num_unsubmitted = False, State.ARRIVING, 0
+        self.callbacks: list[Callable[[], object]] = []
+        self.ends_when_cancelled = False
+
+    def end(self, state: State = State.DONE) -> None:
+        self.over, self.state = True, state
+
+
+class Read:
+    """From the tier."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys, self.done, self.cancelled = keys, False, 0
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+class Bench:
+    """Books of which the test is the link and the tier."""
+
+    closed = False
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.copies: list[Copy] = []
+        self.reads: list[Read] = []
+        self.told: list[Callable[[], object]] = []
+        self.cancelled: list[Copy] = []
+        self.looked: list[Copy] = []
+        self.late: list[tuple[str, int, float]] = []
+        self.events: list[str] = []  # that are not over
+        self.recorded: list[tuple[str, object]] = []
+        self.over_at_once = self.read_at_once = self.fails = False
+        self.slots: dict[bytes, int] = {}
+        self.index = SimpleNamespace(slots=self.slots, arriving={})
+        self.feed = Feed()
+        self.made: list[Meeting] = []  # the feed keeps none
+        self.group = SimpleNamespace(host=SimpleNamespace(tell=self.told.append))
+        self.scheduler = SimpleNamespace(
+            device_cache=SimpleNamespace(spec=SimpleNamespace(num_layers=4)),
+            resources=SimpleNamespace(take_events=self._take_events),
+            backend=SimpleNamespace(
+                is_complete=lambda event: event not in self.events,
+                record=lambda event, stream: self.recorded.append((event, stream)),
+            ),
+        )
+        self.rates = Rates(BLOCK_BYTES, SIZE, lambda: self.now_s)
+        observe_late = self.rates.observe_late
+
+        def spy(name: str, num_bytes: int, seconds: float) -> None:
+            self.late.append((name, num_bytes, seconds))
+            observe_late(name, num_bytes, seconds)
+
+        monkeypatch.setattr(self.rates, "observe_late", spy)
+        clock = SimpleNamespace(monotonic=lambda: self.now_s)
+        monkeypatch.setattr(feeding, "time", clock)
+        monkeypatch.setattr(pieces, "time", clock)
+        monkeypatch.setattr(feeding, "submission", SimpleNamespace(cancel=self._cancel))
+        settling = SimpleNamespace(progress=self.cancelled.append, look=self.looked.append)
+        monkeypatch.setattr(feeding, "settling", settling)
+
+    def _take_events(self, count: int) -> list[str]:
+        taken = [f"event {number}" for number in range(count)]
+        self.events += taken
+        return taken
+
+    def _cancel(self, copy: Copy) -> Copy:
+        if copy.ends_when_cancelled:
+            copy.end(State.CANCELLED)
+        return copy
+
+    def know(self, load_s: float | None, compute_s: float | None, tier_s: float | None = None) -> None:
+        """In seconds a block."""
+        for name, seconds in ((LINK, load_s), (TIER, tier_s)):
+            if seconds is not None:
+                self.rates.set_load(name, BLOCK_BYTES / seconds)
+        if compute_s is not None:
+            self.rates.set_prefill(compute_s / SIZE)
+
+    def onload(self, keys: list[bytes], device_ids: list[int], behind: Any) -> Any:
+        if self.fails:
+            raise OSError("no link")
+        assert [1000 + int(key) for key in keys] == device_ids
+        copy = Copy([int(key) for key in keys], behind)
+        if self.over_at_once:
+            copy.end()
+        self.copies.append(copy)
+        return SimpleNamespace(_movement=copy)
+
+    def read_soon(self, keys: list[bytes]) -> Any:
+        read = Read(keys)
+        self.reads.append(read)
+        if self.read_at_once:
+            self.arrive(read)
+        return read
+
+    def arrive(self, read: Read) -> None:
+        read.done = True
+        self.slots.update({key: 0 for key in read.keys})
+
+    def meeting(self, states: list[BlockState], *, first_key: int = 0, end_blocks: int = 1) -> Meeting:
+        """Of a prompt with so many blocks behind the prefix."""
+        keys = [b"%d" % (first_key + number) for number in range(len(states))]
+        self.slots.update({key: 0 for key, state in zip(keys, states, strict=True) if state is HERE})
+        found = [Piece(start, start + BLOCKS) for start in range(0, len(states), BLOCKS)]
+        ids = [1000 + int(key) for key in keys]
+        num_tokens = (len(states) + end_blocks) * SIZE
+        me: Any = self
+        stream: Any = "stream"
+        made = Meeting(me, keys, ids, states, found, self.rates, stream, num_tokens, BLOCKS * SIZE)
+        self.made.append(made)
+        return made
+
+    def fill(self) -> None:
+        me: Any = self
+        self.feed.fill(me)
+
+    def next(self, meeting: Meeting) -> Step:
+        me: Any = self
+        return meeting.next(me)
+
+    @property
+    def loaded(self) -> list[list[int]]:
+        """First and last block of each load, in order."""
+        return [[copy.positions[0], copy.positions[-1]] for copy in self.copies]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    yield Bench(monkeypatch)
+
+
+def states_of(meeting: Meeting) -> list[str]:
+    return [piece.state.value for piece in meeting.line.pieces]
+
+
+def worth(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
+    monkeypatch.setattr(feeding, "weigh", lambda *_, **__: SimpleNamespace(**fields))
+
+
+# ---- from the back ----
+def test_two_pieces_are_on_the_link_and_the_next_one_follows_each(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[12, 15], [8, 11]]
+    assert [piece.due_s for piece in meeting.moving] == pytest.approx([4.0, 8.0])  # one behind the other
+    bench.fill()
+    assert len(bench.copies) == 2
+    bench.now_s = 1.0
+    for copy in bench.copies:
+        copy.end()
+    for tell in bench.copies[0].callbacks:
+        assert tell.args[0]() is bench  # type: ignore[attr-defined]
+    bench.fill()
+    assert states_of(meeting) == ["loading", "loading", "loaded", "loaded"]
+    assert [piece.due_s for piece in meeting.moving] == pytest.approx([5.0, 9.0])  # the link has nothing of before
+    assert bench.told == []
+    assert meeting.under_way == bench.copies[2:]
+
+
+def test_a_load_that_is_over_at_once_is_looked_at_soon(bench: Bench) -> None:
+    bench.over_at_once = True
+    bench.meeting([HERE] * BLOCKS)
+    bench.fill()
+    assert len(bench.told) == 1
+    assert bench.copies[0].callbacks == []
+
+
+def test_a_load_waits_for_what_stood_before_it_on_the_device_until_that_is_over(bench: Bench) -> None:
+    meeting = bench.meeting([HERE] * 3 * BLOCKS)
+    assert bench.recorded == [("event 0", "stream")]
+    bench.fill()
+    bench.copies[0].end()
+    bench.events.clear()
+    bench.fill()
+    assert [copy.behind for copy in bench.copies] == [["event 0"], ["event 0"], []]
+    bench.events.append("event 0")  # of somebody else by now
+    assert meeting._events(bench) == []  # type: ignore[arg-type]
+
+
+def test_the_prompt_whose_model_comes_to_a_load_first_is_loaded_first(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    first = bench.meeting([HERE] * 4 * BLOCKS)
+    second = bench.meeting([HERE] * 3 * BLOCKS, first_key=100)
+    third = bench.meeting([HERE] * 4 * BLOCKS, first_key=200)
+    third.begun = True
+    third.line.set(third.line.pieces[0], PieceState.COMPUTED)
+    third._front = 1
+    assert [one.blocks_left for one in (first, second, third)] == [(True, 12), (True, 8), (False, 8)]
+    bench.fill()
+    assert bench.loaded == [[212, 215], [208, 211]]
+    third.end()
+    bench.fill()
+    assert bench.loaded[2:] == [[108, 111], [104, 107]]
+
+
+def test_what_is_not_there_any_more_does_not_count_as_loaded(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    meeting = bench.meeting([HERE] * 5 * BLOCKS)
+    del bench.slots[b"17"]
+    bench.index.arriving[b"13"] = 1
+    bench.fill()
+    assert bench.loaded == [[8, 11], [4, 7]]
+    assert states_of(meeting) == ["waiting", "loading", "loading", "lost", "lost"]
+    bench.fails = True
+    bench.copies[0].end(State.FAILED)
+    with caplog.at_level(logging.DEBUG):
+        bench.fill()
+    assert "no link" in caplog.text
+    assert states_of(meeting) == ["lost", "loading", "lost", "lost", "lost"]
+
+
+def test_where_computing_is_quicker_one_piece_is_loaded_to_hear_of_the_link(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worth(monkeypatch, choice="compute", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[12, 15]]
+    bench.copies[0].end()
+    bench.fill()
+    assert (bench.loaded, states_of(meeting)) == ([[12, 15]], ["waiting"] * 3 + ["loaded"])
+
+
+@pytest.mark.parametrize("known", [{"choice": "compute", "load_s": float("inf")}, {"choice": "meet", "load_s": 9.0}])
+def test_where_nothing_is_known_of_the_link_or_it_is_of_use_all_is_loaded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, known: dict[str, Any]
+) -> None:
+    worth(monkeypatch, tier_first=0, **known)
+    bench.meeting([HERE] * 4 * BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[12, 15], [8, 11]]
+
+
+# ---- from the tier ----
+@pytest.mark.parametrize(("tier_first", "read"), [(2 * BLOCKS, [3, 2]), (2 * BLOCKS - 1, [3, 2, 1]), (99, [3])])
+def test_what_is_read_is_worth_it_or_the_last_piece(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tier_first: int, read: list[int]
+) -> None:
+    bench.know(1.0, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=tier_first)
+    meeting = bench.meeting([BELOW] * 4 * BLOCKS)
+    bench.fill()
+    assert [int(one.keys[0]) // BLOCKS for one in bench.reads] == read
+    assert meeting.num_reading_blocks == len(read) * BLOCKS
+    due_s = [meeting.line.pieces[one].due_s for one in read]
+    assert due_s == pytest.approx([BLOCKS * (1.0 + number) for number in range(len(read))])
+
+
+def test_a_piece_of_which_a_part_lies_in_the_tier_is_read(bench: Bench) -> None:
+    bench.know(1.0, 1.0, 1e-3)
+    meeting = bench.meeting([HERE] * BLOCKS + [HERE] * (BLOCKS - 1) + [BELOW])
+    bench.fill()
+    assert states_of(meeting) == ["loading", "reading"]
+    assert bench.reads[0].keys == [b"4", b"5", b"6", b"7"]
+
+
+def test_so_many_pieces_of_a_prompt_are_read_at_a_time_and_then_loaded(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.know(1.0, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
+    count = feeding.MOST_READING + 2
+    meeting = bench.meeting([BELOW] * count * BLOCKS)
+    bench.fill()
+    assert states_of(meeting) == ["below"] * 2 + ["reading"] * feeding.MOST_READING
+    bench.arrive(bench.reads[0])
+    bench.fill()
+    assert states_of(meeting) == ["below"] + ["reading"] * feeding.MOST_READING + ["loading"]
+    assert bench.loaded == [[BLOCKS * (count - 1), BLOCKS * count - 1]]
+    meeting.end()
+    assert [one.cancelled for one in bench.reads] == [0] + [1] * feeding.MOST_READING
+    assert bench.cancelled == bench.copies
+
+
+def test_what_the_tier_has_at_once_is_loaded_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(1.0, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
+    bench.read_at_once = True
+    bench.meeting([BELOW] * 2 * BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[0, 3], [4, 7]]
+
+
+def test_what_the_tier_did_not_bring_is_computed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(1.0, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * BLOCKS)
+    bench.fill()
+    bench.reads[0].done = True
+    bench.fill()
+    assert (bench.loaded, states_of(meeting)) == ([], ["lost"])
+
+
+def test_a_read_is_late_behind_its_time_and_then_it_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.now_s = 100.0
+    bench.know(1.0, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * BLOCKS)
+    bench.fill()
+    bench.now_s = meeting.line.pieces[0].late_s
+    bench.fill()
+    assert (bench.late, states_of(meeting)) == ([], ["reading"])
+    bench.now_s += 1.0
+    seconds = bench.now_s - 100.0
+    bench.fill()
+    assert (bench.late, states_of(meeting)) == ([(TIER, BLOCKS * BLOCK_BYTES, seconds)], ["lost"])
+    assert (bench.reads[0].cancelled, meeting.num_reading_blocks) == (1, 0)
+
+
+def test_of_a_tier_that_is_not_known_one_piece_is_read_to_its_end(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    meeting = bench.meeting([BELOW] * 3 * BLOCKS, end_blocks=4)
+    bench.fill()
+    assert states_of(meeting) == ["below", "below", "reading"]
+    assert bench.rates.stats()["tier_probes"] == 1
+    for _ in range(3):
+        assert bench.next(meeting).piece is not None
+    assert states_of(meeting) == ["computed"] * 3
+    assert (bench.reads[0].cancelled, meeting.num_reading_blocks) == (0, 0)
+    assert meeting.num_computed_blocks == 3 * BLOCKS
+    assert meeting.lost_blocks == set()
+
+
+def test_what_the_model_comes_to_is_not_read_any_more(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(1.0, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * 2 * BLOCKS)
+    bench.fill()
+    step = bench.next(meeting)
+    assert step == Step(meeting.line.pieces[0], ())
+    assert [one.cancelled for one in bench.reads] == [0, 1]
+    assert states_of(meeting) == ["computed", "reading"]
+    assert meeting.num_reading_blocks == BLOCKS
+
+
+def test_what_others_have_brought_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(1e-6, 1.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=99)
+    meeting = bench.meeting([BELOW] * 3 * BLOCKS)
+    bench.slots.update({b"%d" % number: 0 for number in range(2 * BLOCKS)})
+    last = meeting.line.pieces[2]
+    assert bench.next(meeting) == Step(last, (bench.copies[0],))  # type: ignore[arg-type]
+    assert (bench.loaded, states_of(meeting)) == ([[0, 7]], ["loading", "computed"])
+
+
+# ---- from the front ----
+def ready(bench: Bench, *states: str, awaited: bool = False) -> Meeting:
+    """A meeting whose pieces are where it is said; those that are loading have a copy each, from the front."""
+    meeting = bench.meeting([HERE] * len(states) * BLOCKS)
+    for piece, state in zip(meeting.line.pieces, states, strict=True):
+        if state == "loading":
+            assert meeting._load(bench, piece)  # type: ignore[arg-type]
+            piece.awaited = awaited
+        else:
+            meeting.line.set(piece, PieceState(state))
+    return meeting
+
+
+def test_a_step_names_the_loads_before_its_piece(bench: Bench) -> None:
+    bench.know(1.0, 2.0)
+    bench.rates.set_load(LINK, 1e30)
+    meeting = ready(bench, "loaded", "loading", "loading", "lost", "loading")
+    pieces = meeting.line.pieces.copy()
+    step = bench.next(meeting)
+    first, second, last = bench.copies
+    assert (step.piece, step.loads, step.leaving) == (pieces[3], (first, second), None)
+    assert [piece.awaited for piece in pieces] == [False, True, True, False, False]
+    assert (meeting._front, meeting.lost_blocks) == (1, {12, 13, 14, 15})
+    assert (meeting.begun, meeting.num_computed_blocks) == (True, 4)
+    first.end()
+    second.end()
+    step = bench.next(meeting)
+    assert (step.piece, step.loads) == (None, (last,))
+    assert meeting._front == 4
+    assert [piece.awaited for piece in pieces] == [False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "waits"),
+    [
+        ("nothing", True),
+        ("as long as computing", True),
+        ("longer than computing", False),
+        ("late", False),
+        ("as late as it may be", True),
+        ("not submitted", False),
+        ("nothing known of computing", False),
+        ("no trust in the link", False),
+    ],
+)
+def test_the_model_waits_for_a_load_that_is_there_before_it_could_compute_it(
+    bench: Bench, change: str, waits: bool
+) -> None:
+    bench.know(0.5, None if change == "nothing known of computing" else 1.0)
+    meeting = ready(bench, "loading")
+    [piece] = meeting.line.pieces
+    piece.due_s, piece.late_s = 3.0, 10.0
+    if change == "nothing known of computing":
+        piece.due_s = -1.0
+    if change == "as long as computing":
+        piece.due_s = 4.0
+    if change == "longer than computing":
+        piece.due_s = 4.001
+    if change == "late":
+        bench.now_s = 10.001
+    if change == "as late as it may be":
+        bench.now_s = 10.0
+    if change == "not submitted":
+        bench.copies[0].num_unsubmitted = 1
+    if change == "no trust in the link":
+        bench.rates.observe_failed(LINK)
+    step = bench.next(meeting)
+    assert (step.loads == (bench.copies[0],), piece.awaited) == (waits, waits)
+    assert (step.leaving is bench.copies[0]) == (not waits)
+    assert bench.cancelled == bench.looked == ([] if waits else bench.copies)
+    assert bench.late == ([(LINK, BLOCKS * BLOCK_BYTES, 10.001)] if change == "late" else [])
+    assert piece.state is (PieceState.LOADING if waits else PieceState.CANCELLED)
+    if waits:  # and so it does from then on
+        bench.copies[0].num_unsubmitted, bench.now_s = 1, 99.0
+        assert bench.next(meeting) == Step(None, (bench.copies[0],))  # type: ignore[arg-type]
+    else:  # until it is over
+        assert bench.next(meeting) == Step(leaving=bench.copies[0])  # type: ignore[arg-type]
+        bench.copies[0].end(State.CANCELLED)
+        assert bench.next(meeting) == Step(piece, ())
+
+
+def test_a_load_of_several_pieces_that_ends_when_it_is_given_up_is_computed_one_by_one(bench: Bench) -> None:
+    bench.know(1e-9, 1.0)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS)
+    whole = meeting.line.pieces.copy()
+    assert bench.next(meeting) == Step(None, (bench.copies[0],))  # type: ignore[arg-type]
+    assert (bench.loaded, states_of(meeting)) == ([[0, 11]], ["loading"])
+    meeting.line.pieces[0].awaited = False
+    bench.now_s = 99.0
+    bench.copies[0].ends_when_cancelled = True
+    assert bench.next(meeting) == Step(whole[0], ())
+    assert states_of(meeting) == ["computed", "lost", "lost"]
+
+
+# ---- again ----
+def test_behind_a_load_that_failed_all_from_there_on_is_computed_again(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    meeting = ready(bench, "computed", "loading", "computed", "loading", awaited=True)
+    bench.copies[0].end(State.FAILED)
+    bench.copies[1].end()
+    meeting._front = 4
+    meeting.compute_again()
+    assert states_of(meeting) == ["computed", "lost", "lost", "loaded"]
+    assert [piece.awaited for piece in meeting.line.pieces] == [False, False, False, True]
+    assert meeting._front == 1
+
+
+def test_where_no_load_of_the_prefix_failed_all_is_computed_again(bench: Bench) -> None:
+    meeting = ready(bench, "computed", "lost", "computed")
+    meeting._front = 3
+    meeting.compute_again()
+    assert (states_of(meeting), meeting._front) == (["lost"] * 3, 0)
+
+
+def test_the_end_drops_what_is_on_its_way(bench: Bench) -> None:
+    meeting = ready(bench, "loading", "loading")
+    meeting.end()
+    assert bench.cancelled == bench.copies
+    bench.copies[0].end()
+    bench.fill()
+    assert states_of(meeting) == ["loading", "loading"]  # nobody looks at it any more
