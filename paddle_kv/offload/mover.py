@@ -179,7 +179,7 @@ class Mover:
         deadline = Deadline(timeout_s)
         while moving := change(self, self._begin_anew):  # again: another thread may have submitted meanwhile
             for movement in moving:
-                (movement.handle() or Transfer(movement)).wait_over(deadline.left_s())
+                Transfer(movement).wait_over(deadline.left_s())
         return self.hello()
 
     def close(self) -> None:

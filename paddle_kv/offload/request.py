@@ -186,6 +186,7 @@ class Request:
             self._manager.device_cache.mark_rewritten([self._table[i] for i in lost])  # the pass that comes does
             good = min(lost, default=0)
             self.start, self.loads = good * self._block_size, []
+            self._handed_out = None  # so that next_chunk hands it out again
             self._save(good)
             return False
         return True

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from paddle_kv.offload import Lru
+import pytest
+
+from paddle_kv.offload import Directory, Hello, Lru
+from paddle_kv.offload.slots import NumberedSlots
 from tests.offload.test_directory import KEYS, done, made, save
 
 
@@ -43,3 +46,15 @@ def test_a_block_that_is_there_takes_no_slot_from_those_that_come_later() -> Non
     save(directory, KEYS[:2])
     jobs = [directory.plan_save(KEYS[:count], list(range(count))).job for count in (3, 4, 5)]
     assert [job.host_slots for job in jobs if job is not None] == [(2,), (3,), (4,)]
+
+
+def test_no_more_slots_are_asked_for_than_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, asked = NumberedSlots(4), []
+    take = slots.take
+    monkeypatch.setattr(slots, "take", lambda count: asked.append(count) or take(count))
+    directory = Directory(4, slots=slots)
+    directory.join(Hello(0, 7, 4))
+    for count in (1, 3, 5, 6):
+        if job := directory.plan_save(KEYS[:count], list(range(count))).job:
+            done(directory, job)
+    assert asked == [1, 2, 1]  # and none where all are taken

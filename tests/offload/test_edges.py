@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from paddle_kv.offload import joining
 from paddle_kv.offload.below import RATE_WEIGHT, Rate
 from paddle_kv.offload.checks import check_device_ids
 from paddle_kv.offload.events import Mirror
-from paddle_kv.offload.fetching import BLOCKS_PER_JOB, parts_of
+from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
 from paddle_kv.offload.hashing import BlockHasher, cache_salt
 from paddle_kv.offload.jobs import HOST, Event, Job, Snapshot
 from paddle_kv.offload.joining import Pending, Ranks
@@ -42,6 +43,16 @@ def test_a_prefetch_is_read_in_parts_and_counts_over_them() -> None:
     assert (prefetch.num_blocks, prefetch.num_arrived, prefetch.done) == (4, 2, False)
     fetching[1].known = True
     assert prefetch.done
+
+
+def test_who_waits_for_the_slots_of_a_prefetch_hears_of_its_end() -> None:
+    said: list[Any] = []
+    group = SimpleNamespace(notify=lambda: said.append("heard"))
+    fetching: Any = TierFetching.__new__(TierFetching)
+    fetching._left = [3, 5]
+    fetching._domain = SimpleNamespace(group=group, end_lease=lambda slots, write: said.append((slots, write)))
+    fetching._end()
+    assert said == [([3, 5], True), "heard"]
 
 
 def test_a_device_block_that_is_named_twice_is_named() -> None:

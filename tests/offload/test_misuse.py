@@ -111,6 +111,7 @@ def test_nonsense_is_refused_and_no_token_is_lost(
         (range(0, 10, 3), 1.0, ValueError, "in steps of 1"),
         (range(5, 5), 1.0, ValueError, "one token or more"),
         (range(2**70), 1.0, ValueError, "one token or more"),
+        (range(2**63 - 1, 2**63), 1.0, ValueError, "one token or more"),
         (range(5), "1", TypeError, "seconds is '1'"),
         (range(5), True, TypeError, "seconds is True"),
     ],

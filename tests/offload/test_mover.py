@@ -117,6 +117,7 @@ def test_the_jobs_of_a_step_are_few_transfers(server: Server) -> None:
         ([("save", [0], [5]), ("load", [0], [6])], [[0], [1]]),
         ([("save", [0], [5]), ("load", [1], [6]), ("save", [2], [7]), ("load", [3], [8])], [[0, 2], [1, 3]]),
         ([("save", [0], [5]), ("load", [1], [6]), ("save", [2], [6]), ("load", [3], [8])], [[0], [1], [2], [3]]),
+        ([("load", [3], [8]), ("save", [0], [5]), ("load", [0], [6])], [[0], [1], [2]]),  # what was saved just now
     ],
 )
 def test_batches_keep_the_order_of_what_touches_a_block(
