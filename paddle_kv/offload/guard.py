@@ -39,7 +39,7 @@ class Guard:
         self._every = 1
         while capacity_blocks // self._every > SHADOW_BLOCKS:
             self._every *= 2
-        self._size = max(1, capacity_blocks // self._every)
+        self._size = capacity_blocks // self._every
         self._memory_blocks = float(MEMORY_TURNOVERS * capacity_blocks)
         self._order: OrderedDict[Any, float] = OrderedDict()  # block -> when it was used; oldest first
         self._lead, self._asked = 0.0, 0.0

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_kv.offload import joining
 from paddle_kv.offload.below import RATE_WEIGHT, Rate
-from paddle_kv.offload.checks import check_device_ids
+from paddle_kv.offload.checks import check_device_ids, check_seconds
 from paddle_kv.offload.events import Mirror
 from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
 from paddle_kv.offload.hashing import BlockHasher, cache_salt
@@ -59,6 +59,13 @@ def test_a_device_block_that_is_named_twice_is_named() -> None:
     with pytest.raises(ValueError, match="names block 7 more than once"):
         check_device_ids([b"a", b"b", b"c"], [3, 7, 7])
     check_device_ids([b"a", b"b"], [7, 7], distinct=False)
+
+
+def test_a_time_from_now_on_is_finite() -> None:
+    assert [check_seconds(seconds, "in_seconds") for seconds in (None, 0, 0.5, 7)] == [0.0, 0.0, 0.5, 7.0]
+    for wrong in (float("inf"), float("nan"), -0.1):
+        with pytest.raises(ValueError, match=f"in_seconds = {wrong} must be"):
+            check_seconds(wrong, "in_seconds")
 
 
 def test_a_mirror_compares_the_first_keys() -> None:
