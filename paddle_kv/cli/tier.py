@@ -87,7 +87,7 @@ def bench(
     where: Annotated[str, typer.Argument(help="A folder on the disk to measure, or mooncake:HOST:PORT of a master.")],
     objects: Annotated[int, typer.Option(help="Objects, all at once.", min=1)] = 256,
     kib: Annotated[int, typer.Option(help="KiB of an object, in 32 layers.", min=1)] = 1024,
-    threads: Annotated[int, typer.Option(help="Calls at once.", min=1)] = 16,
+    threads: Annotated[int, typer.Option(help="Calls at once.", min=1)] = 8,
     repeats: Annotated[int, typer.Option(help="Runs of which the median is shown.", min=1)] = 5,
 ) -> None:
     """Store and load objects, beside bare calls of the system or the store, and fio where it is installed."""

@@ -68,6 +68,9 @@ class FilesEngine:
 
     def write(self, items: Sequence[Write]) -> None:
         self._check_process()
+        if len(self.roots) == 1:
+            self.roots[0].write(items)
+            return
         chosen: dict[Root, list[Write]] = {}
         added = dict.fromkeys(self.roots, 0)
         for item in items:

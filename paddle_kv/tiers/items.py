@@ -30,6 +30,22 @@ class Owner(Protocol):
 class Item:
     """What storing and loading share. ``ended`` counts once, whatever the engine calls."""
 
+    __slots__ = (
+        "_ending",
+        "_job",
+        "_lent",
+        "_open",
+        "_payload",
+        "_position",
+        "_tier",
+        "aligned",
+        "deadline",
+        "header",
+        "key",
+        "name",
+        "size_bytes",
+    )
+
     def __init__(self, tier: Owner, job: Job, position: int, header: memoryview) -> None:
         self.key = job.keys[position]
         self.name = tier.format.name_of(self.key)
@@ -76,6 +92,8 @@ class Item:
 class WriteItem(Item):
     """See :class:`~paddle_kv.tiers.protocol.Write`."""
 
+    __slots__ = ()
+
     def buffers(self) -> list[memoryview] | None:
         if not self._lend():
             return None
@@ -85,6 +103,8 @@ class WriteItem(Item):
 
 class ReadItem(Item):
     """See :class:`~paddle_kv.tiers.protocol.Read`."""
+
+    __slots__ = ("_num_arrived", "_stages", "_sums", "_wrong", "num_stages")
 
     def __init__(self, tier: Owner, job: Job, position: int, header: memoryview, stages: Sequence[range]) -> None:
         super().__init__(tier, job, position, header)

@@ -120,6 +120,8 @@ class Job:
 
     def settle(self) -> bool:
         """Whether that makes all known, for the first time."""
+        if self._num_unknown:
+            return False  # asked for with each block
         with self._lock:
             if self.settled or self._num_unknown:
                 return False

@@ -27,6 +27,8 @@ LEAST_PIECE_BYTES = 16 << 10  # with a checksum of its own: below that the call 
 
 # magic, version, header bytes, payload bytes, layers, group, rank, checksum's kind, spec, model, key bytes, pieces, key
 _FIXED = struct.Struct(f"<8sIIQIIII32s32sII{MOST_KEY_BYTES}s")
+_KEY = struct.Struct(f"<II{MOST_KEY_BYTES}s")  # its end
+_KEY_AT = _FIXED.size - _KEY.size
 _SUM = struct.Struct("<Q")
 _TABLE_AT = _FIXED.size + _SUM.size  # offsets, sizes and checksums of the pieces: three columns
 _MOST_LAYERS = 65536
@@ -84,13 +86,15 @@ class ObjectFormat:
         front = BlockKey(self._space, self._rank, b"").to_bytes()[:-4]  # without the length of the key
         self._names = blake2b(VERSION.to_bytes(4, "little") + front, digest_size=NAME_BYTES)
         sizes = (self.header_bytes, self.payload_bytes, self.num_layers)
-        self._front = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, self._space.spec, self._space.model)
+        known = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, self._space.spec, self._space.model)
+        self._front = _FIXED.pack(*known, 0, 0, b"")[:_KEY_AT]
         step = self.piece_layers * self.layer_bytes
         self._pieces = [slice(at, min(at + step, self.payload_bytes)) for at in range(0, self.payload_bytes, step)]
         sizes_of_pieces = [piece.stop - piece.start for piece in self._pieces]
         self._table = struct.pack(f"<{2 * self.num_pieces}Q", *(one.start for one in self._pieces), *sizes_of_pieces)
         self._sums_at = _TABLE_AT + len(self._table)
         self._sums = struct.Struct(f"<{self.num_pieces}Q")
+        self._rest = bytes(self.header_bytes - self._sums_at - self._sums.size)
 
     def name_of(self, key: bytes) -> bytes:
         """The name of the object: a hash that tells nothing of what is in it."""
@@ -100,12 +104,10 @@ class ObjectFormat:
 
     def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
         """Fills the header of an object with this payload."""
-        header[: _FIXED.size] = _FIXED.pack(*self._front, len(key), self.num_pieces, key)
-        header[_TABLE_AT : self._sums_at] = self._table
-        self._sums.pack_into(header, self._sums_at, *[checksum(payload[piece]) for piece in self._pieces])
-        end = self._sums_at + self._sums.size
-        header[end:] = bytes(len(header) - end)
-        _SUM.pack_into(header, _FIXED.size, _checksum_of_header(header))
+        sums = self._sums.pack(*[checksum(payload[piece]) for piece in self._pieces])
+        fixed = self._front + _KEY.pack(len(key), self.num_pieces, key)
+        behind = b"".join((self._table, sums, self._rest))
+        header[:] = b"".join((fixed, _SUM.pack(checksum_of(fixed, behind)), behind))
 
     def read_header(self, header: memoryview, key: bytes) -> tuple[int, ...] | Outcome:
         """The checksums of the pieces, or why this is not the object of the key."""
@@ -113,7 +115,7 @@ class ObjectFormat:
             # One of another version may keep its checksum elsewhere.
             other = header[:8] == MAGIC and header[8:12] != VERSION.to_bytes(4, "little")
             return Outcome.MISSING if other else Outcome.DAMAGED
-        if header[: _FIXED.size] != _FIXED.pack(*self._front, len(key), self.num_pieces, key):
+        if header[: _FIXED.size] != self._front + _KEY.pack(len(key), self.num_pieces, key):
             return Outcome.MISSING
         if header[_TABLE_AT : self._sums_at] != self._table:
             return Outcome.MISSING

@@ -24,7 +24,7 @@ from .recovery import recover
 from .slab import Slab
 from .space import Place, Spot
 
-BATCH_BYTES = 1 << 20  # of objects that one thread takes at once
+BATCH_BYTES = 4 << 20  # of objects that one thread takes at once
 MOST_BATCHED = 64
 RATE_WEIGHT = 0.1  # of the latest write in the measured rate
 FIRST_RATE = 1e9  # bytes/s, until one is measured
@@ -376,12 +376,12 @@ class Root:
 
 def _batch(items: deque[Any], most: int) -> list[Any]:
     """Objects of one size that a thread takes at once."""
-    batch = [items.popleft()] if items else []
-    while items and len(batch) < most:
-        first, following = batch[0], items[0]
-        like = (first.size_bytes, first.aligned) == (following.size_bytes, following.aligned)
-        if not like or (len(batch) + 1) * first.size_bytes > BATCH_BYTES:
-            break
+    if not items:
+        return []
+    batch = [items.popleft()]
+    size, aligned = batch[0].size_bytes, batch[0].aligned
+    most = min(most, BATCH_BYTES // size)
+    while items and len(batch) < most and (items[0].size_bytes, items[0].aligned) == (size, aligned):
         batch.append(items.popleft())
     return batch
 

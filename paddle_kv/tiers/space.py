@@ -14,6 +14,7 @@ from .slab import Slab, Table
 
 Spot = tuple[Slab, int]  # a slot
 TRIMMED_PER_STORE = 32  # objects beyond a capacity that has become smaller
+AGES = 16  # the folder's objects in so many parts: those of one part count as of one age
 _SLOT_BITS = 28
 
 
@@ -28,7 +29,7 @@ class Place:
         self.slab = slab
         self.slot = slot
         self.kept = False  # whether the object became visible
-        self.waiting: list[Write] = []  # other writes of the same name
+        self.waiting: tuple[Write, ...] = ()  # other writes of the same name
 
 
 class NoSlab(Exception):
@@ -129,7 +130,7 @@ class Space:
         if item.name in self.index:
             return Outcome.DONE
         if item.name in self.arriving:
-            self.arriving[item.name].waiting.append(item)
+            self.arriving[item.name].waiting += (item,)
             return None
         if size > self.capacity_bytes or item.size_bytes >= 1 << 32:
             return Outcome.DROPPED
@@ -254,14 +255,17 @@ class Space:
         self.used_bytes -= slab.slot_bytes
 
     def _find_oldest(self) -> None:
-        """A part of all objects at a time: what is used or stored meanwhile is younger than all of these."""
+        """A part of all objects at a time: what is used or stored meanwhile is younger than all of these. Neighbours of
+        about one age leave together, so that what comes in their place is written by one call of the system."""
         found = list(self.slabs.values())
         used = np.concatenate([slab.used for slab in found]) if found else np.zeros(0, np.int64)
         there = np.flatnonzero(used)
-        count = min(len(there), max(1024, len(there) // 64))
+        total = len(there)
+        count = min(total, max(1024, total // 64))
         if count < len(there):
             there = there[np.argpartition(used[there], count)[:count]]
         there = there[np.argsort(used[there])]
+        there = there[np.lexsort((there, np.arange(count) // max(1, total // AGES)))]
         ends = np.cumsum([slab.num_slots for slab in found])
         which = np.searchsorted(ends, there, side="right")
         for place, number, age in zip(there.tolist(), which.tolist(), used[there].tolist(), strict=True):

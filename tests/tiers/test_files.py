@@ -81,7 +81,7 @@ def test_what_is_in_the_folder(make_rig: MakeRig, tmp_path: Path) -> None:
 def test_small_objects_that_are_stored_together_are_written_and_read_together(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, calls = make_rig(), dict.fromkeys(("pwritev", "preadv"), 0)
+    rig, calls = make_rig(num_blocks=70), dict.fromkeys(("pwritev", "preadv"), 0)
     for name in calls:
         call = getattr(os, name)
 
@@ -90,9 +90,9 @@ def test_small_objects_that_are_stored_together_are_written_and_read_together(
             return call(fd, buffers, offset)
 
         monkeypatch.setattr(os, name, counted)
-    rig.store(keys(38))
-    assert calls == {"pwritev": 2, "preadv": 0}  # 19 of them are less than 1 MiB
-    job = rig.load(keys(38), layerwise=False)
+    rig.store(keys(70))
+    assert calls == {"pwritev": 2, "preadv": 0}  # at most 64 at once
+    job = rig.load(keys(70), layerwise=False)
     assert rig.wrong(job) == []
     assert calls == {"pwritev": 2, "preadv": 2}
 
@@ -227,6 +227,23 @@ def test_what_was_used_stays(make_rig: MakeRig) -> None:
     for name in keys(3, "new"):
         rig.store([name])
     assert rig.tier.exists(keys(6)) == [True] * 3 + [False] * 3
+
+
+def test_neighbours_of_about_one_age_make_room_together(tmp_path: Path) -> None:
+    """Threads that store and load side by side mix the ages of neighbours; pieces must not become ever smaller."""
+    folder = Folder(tmp_path, 256 * 4096)
+    names = [b"%016d" % number for number in range(256)]
+    places = stored_in(folder, *(Wanted(name, 4096) for name in names))
+    slots = [place.slot for place in places]
+    mixed = [start + number for start in range(240, -1, -16) for number in (*range(1, 16, 2), *range(0, 16, 2))]
+    for spot in folder.begin_read(names[number] for number in mixed):
+        assert spot is not None
+        folder.end_read(spot)
+    assert folder.names() == [names[number] for number in mixed]
+    later = stored_in(folder, *(Wanted(b"later%011d" % number, 4096) for number in range(32)))
+    assert [place.slot for place in later] == sorted(slots[240:]) + sorted(slots[224:240])
+    assert set(folder.names()) == {*names[:224], *(place.name for place in later)}
+    folder.close()
 
 
 def test_an_evicted_object_gives_its_slot(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -436,11 +453,11 @@ def test_writing_fails_for_a_while(
 
 def test_what_is_queued_behind_an_error_is_dropped(tmp_path: Path, broken: Broken) -> None:
     engine = FilesEngine({tmp_path: 1 << 30}, threads_per_root=1)
-    rig = Rig(engine)
+    rig = Rig(engine, num_blocks=80)
     rig.store(keys(1, "first"))
     broken.errors["pwritev"] = errno.ENOSPC
-    job = rig.store(keys(40))
-    assert job.outcomes == [Outcome.FAILED] * 19 + [Outcome.DROPPED] * 21  # those of one call, and all others
+    job = rig.store(keys(80))
+    assert job.outcomes == [Outcome.FAILED] * 64 + [Outcome.DROPPED] * 16  # those of one call, and all others
     assert rig.tier.stats()["engine_errors"] == 1
     rig.close()
     engine.close(WAIT_S)
