@@ -82,22 +82,17 @@ class Hanging(Generic[Key]):
     def link(self, path: Sequence[Key], at: int) -> list[int]:
         """From ``at`` on they were let in, as many as there is room for, or were there. Slots on which nothing hangs
         any more, of those on which something did."""
-        try:
-            return self._link(path, at)
-        except IndexError:  # a slot that was never used
-            size = max(self._capacity, 1 + max(self._slots.values())) - len(self._parents)
-            self._parents.extend(array("i", [NOTHING]) * size)
-            self._children.extend(array("i", [0]) * size)
-            return self._link(path, at)
-
-    def _link(self, path: Sequence[Key], at: int) -> list[int]:
         slots, parents, children = self._slots, self._parents, self._children
         bare: list[int] = []
         above = slots.get(path[at - 1], NOTHING) if at else NOTHING
+        if above >= len(parents):
+            self._grow(above)
         for key in path[at:]:
             slot = slots.get(key)
             if slot is None:
                 break
+            if slot >= len(parents):
+                self._grow(slot)
             parent = parents[slot]
             if parent != above:
                 parents[slot] = above
@@ -109,6 +104,13 @@ class Hanging(Generic[Key]):
                         bare.append(parent)
             above = slot
         return bare
+
+    def _grow(self, slot: int) -> None:
+        """Room for a slot that was never used before: a capacity may be more than there is memory."""
+        count = len(self._parents)
+        size = max(1 + slot, min(2 * count, self._capacity)) - count
+        self._parents.extend(array("i", [NOTHING]) * size)
+        self._children.extend(array("i", [0]) * size)
 
     def gone(self, slot: int) -> int:
         """The block that was there is not any more. The slot on which nothing hangs now, or ``NOTHING``."""

@@ -157,6 +157,21 @@ def test_blocks_that_were_left_behind_hang_on_the_next_one_until_they_go() -> No
     assert hanging.is_leaf(3)
 
 
+def test_what_hangs_on_what_needs_memory_for_the_blocks_that_are_there() -> None:
+    slots = {"a": 0, "b": 1, "c": 2}
+    hanging: Hanging[str] = Hanging(slots, 10**15)
+    assert hanging.link(["a", "b", "c"], 1) == []
+    assert [hanging.is_leaf(slot) for slot in range(4)] == [False, False, True, True]
+    slots |= {"d": 3, "far": 1000}
+    assert hanging.link(["d", "b", "far"], 1) == [0], (
+        "also where the first that it hangs on, or the last, is in a slot never used"
+    )
+    assert [hanging.is_leaf(slot) for slot in (0, 1, 2, 3, 1000)] == [True, False, True, False, True]
+    assert hanging.gone(1000) == NOTHING
+    assert hanging.gone(2) == 1
+    assert hanging.gone(1) == 3
+
+
 def test_what_never_comes_is_forgotten() -> None:
     hanging: Hanging[int] = Hanging({}, 8)
     for number in range(0, 10 * MIN_COMING, 64):
