@@ -89,12 +89,14 @@ class Outcome:
     """What became of a job on all ranks together.
 
     Attributes:
+        job_id: of the :class:`Job`, as ``keys`` and ``device_ids``.
         kind: the string "load" or "save", as that of the :class:`Job`.
         failed: positions that are to be computed (of a load), or that are not kept (of a save); empty: all is well. The
             device blocks of these positions of a load hold no usable data: see
             :meth:`DeviceCache.mark_rewritten <paddle_kv.DeviceCache.mark_rewritten>`, to be called on each rank.
         late: ranks that may still move bytes of it: its device blocks (of a save, too) must not be given to anybody
             else. Another outcome of the job, without them, comes when they are done.
+        reason: why it failed, for people.
     """
 
     job_id: int

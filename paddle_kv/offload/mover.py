@@ -240,6 +240,7 @@ class Mover:
         blocks = [self._blocks[slot] for slot in slots]
         transfer = self._moves.start("offload" if saves else "onload", ids, blocks, compute, layerwise=layerwise)
         transfer._movement.computed_from = ()  # the directory knows from what, and which ranks have failed
+        transfer._movement.told = True  # by the result: an engine waits for no save
         moving = Moving(transfer._movement, jobs)
         self._moves.moving.append(moving)
         if (timeout_s := jobs[0].timeout_s) is not None:

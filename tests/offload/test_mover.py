@@ -189,11 +189,15 @@ def test_blocks_of_a_load_that_failed_are_saved_for_another_request_when_all_ran
     server.save(KEYS[9:10], [1])
 
 
-def test_a_save_that_failed_here_is_not_held_here(server: Server, copies: Copies) -> None:
+def test_a_save_that_failed_here_is_not_held_here(
+    server: Server, copies: Copies, caplog: pytest.LogCaptureFixture
+) -> None:
     rank = server.ranks[0]
     copies.fail("offload", 2, OSError("lost"))
     rank.mover.submit([job_of(rank, "save", [0], [3])])
-    assert [result.failed for result in rank.results()] == [(0,)]
+    [result] = rank.results()
+    assert result.failed == (0,) and "lost" in result.reason
+    assert "nobody has waited" not in caplog.text  # the result tells
     copies.heal()
     rank.mover.submit([job_of(rank, "load", [0], [5])])
     assert [result.damaged for result in rank.mover.finished()] == [(0,)]
