@@ -24,6 +24,7 @@ from .health import Health
 from .mooncake_store import GIVES_UP_S, SIZE_CODES, MooncakeError, Move, connect, is_fault, outcome_of
 from .protocol import Outcome, Read, Write
 
+CALL_BYTES = 256 << 20  # that one call moves, or one object
 DELETE_S = 2.0  # what a deletion is waited for
 _METRICS = {
     "master_key_count": "objects",
@@ -55,7 +56,8 @@ class MooncakeEngine:
         prefix: of the names in the store.
         metrics: ``host:port`` of the master's metrics, for :meth:`stats`.
         threads: calls of the store at once.
-        objects_per_call: the most that one call moves.
+        objects_per_call: the most that one call moves; no more than 256 MiB, or one object. A larger call costs less of
+            the processor, but goes on when its objects are not wanted any more.
         answer_s: what :meth:`exists` and :meth:`stats` wait for the master; what is not known by then is not there.
 
     Attributes:
@@ -80,7 +82,7 @@ class MooncakeEngine:
         prefix: str = "paddle_kv/",
         metrics: str | None = None,
         threads: int = 4,
-        objects_per_call: int = 64,
+        objects_per_call: int = 1024,
         answer_s: float = 0.05,
     ) -> None:
         check_timeout(answer_s)
@@ -229,7 +231,8 @@ class MooncakeEngine:
 
     # ---- work ----
     def _queue(self, items: Sequence[Any], health: Health, work: deque[_Work]) -> None:
-        refused, step = list(items), self._objects_per_call
+        refused = list(items)
+        step = max(1, min(self._objects_per_call, CALL_BYTES // max((item.size_bytes for item in items), default=1)))
         with self._lock:
             if not (self._closed or health.resting):
                 for first in range(0, len(items), step):

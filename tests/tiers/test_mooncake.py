@@ -36,6 +36,7 @@ class FakeStore:
         self.registered: list[tuple[int, int]] = []
         self.touched: list[tuple[int, int]] = []
         self.calls: list[str] = []
+        self.counts: list[int] = []  # of objects, of each call
         self.sessions: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -91,6 +92,7 @@ class FakeStore:
 
     def _called(self, what: str, names: list[str], starts: Any, sizes: Any) -> None:
         self.calls.append(what)
+        self.counts.append(len(names))
         self.gate.wait()
         assert len(set(names)) == len(names), "the store mixes up what is twice in a call"
         self.touched += [pair for one in zip(starts, sizes, strict=True) for pair in zip(*one, strict=True)]
@@ -165,6 +167,16 @@ def test_a_positive_number_that_is_not_the_size_is_a_failure(fake: FakeStore, ri
     assert rig.load(keys(1)).outcomes == [Outcome.FAILED]
     assert len(fake.objects) == 1
     assert rig.store(keys(1, "new")).outcomes == [Outcome.FAILED]
+
+
+@pytest.mark.parametrize(("objects", "calls"), [(3, [3, 3, 2]), (0.5, [1] * 8), (100, [8])])
+def test_a_call_moves_so_many_objects_and_bytes_at_most(
+    fake: FakeStore, rig: Rig, monkeypatch: pytest.MonkeyPatch, objects: float, calls: list[int]
+) -> None:
+    monkeypatch.setattr(mooncake, "CALL_BYTES", int(objects * rig.tier.format.object_bytes))
+    assert rig.store(keys(8)).done
+    assert rig.load(keys(8), layerwise=False).done
+    assert sorted(fake.counts, reverse=True) == sorted([*calls, *calls], reverse=True)
 
 
 def test_what_rests_is_not_asked(fake: FakeStore, rig: Rig) -> None:
