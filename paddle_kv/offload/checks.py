@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
+from typing import Any
 
 from .jobs import HOST
 
 
-def checked_hashes(hashes: Sequence[bytes]) -> list[bytes]:
+def checked_hashes(hashes: Sequence[bytes], name: str = "hashes") -> list[bytes]:
     """As a list; TypeError unless all of it are bytes."""
     if isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence):
-        raise TypeError(f"hashes is {type(hashes).__name__}; a list of bytes is expected")
+        raise TypeError(f"{name} is {type(hashes).__name__}; a list of bytes is expected")
     if not set(map(type, hashes)) <= {bytes}:
         position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
-        raise TypeError(f"hashes[{position}] is {type(hashes[position]).__name__}; bytes are expected")
+        raise TypeError(f"{name}[{position}] is {type(hashes[position]).__name__}; bytes are expected")
     return list(hashes)
 
 
@@ -38,6 +39,13 @@ def checked_count(value: object, name: str, least: int = 0) -> int:
     return found
 
 
+def checked_list(values: Iterable[Any], name: str, of: str) -> list[Any]:
+    """What can be gone through, as a list; else TypeError. A string is no list of its letters."""
+    if isinstance(values, (bytes, bytearray, str)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} is {type(values).__name__}; a list of {of} is expected")
+    return list(values)
+
+
 def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
     """As many as keys; of loads, each once."""
     if len(ids) != len(keys):
@@ -46,13 +54,17 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
         raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
     if ids and min(ids) < 0:
         raise ValueError(f"device_block_ids names block {min(ids)}; it must not be negative")
+    if ids and max(ids) >= 2**63:
+        raise ValueError(f"device_block_ids names block {max(ids)}; it must be in [0, 2**63)")
     if distinct and len(set(ids)) != len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)
         raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")
 
 
 def check_tier(tier: str) -> None:
-    """ValueError for host memory: what is there the directory knows by its jobs."""
+    """TypeError unless it is a name; ValueError for host memory: what is there the directory knows by its jobs."""
+    if not isinstance(tier, str):
+        raise TypeError(f"tier is {tier!r}; the name of a tier is expected")
     if tier == HOST:
         raise ValueError(f"tier = {tier!r} must be one below host memory")
 

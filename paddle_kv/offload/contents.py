@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from .checks import check_seconds, check_tier, checked_hashes
+from .checks import check_seconds, check_tier, checked_count, checked_hashes
 from .events import EventLog
 from .found import BlockState, Found, Holds
 from .index import BlockIndex
@@ -46,7 +46,7 @@ class Contents:
     def lookup(self, hashes: Sequence[bytes], *, prompt: Sequence[bytes] | None = None) -> Found:
         """The longest prefix that is present, held against eviction. A use of these blocks: once per request.
         ``prompt``: all hashes of it, where some are left out that are known to be elsewhere."""
-        keys = checked_hashes(hashes)
+        keys, prompt = checked_hashes(hashes), None if prompt is None else checked_hashes(prompt, "prompt")
         self._holds.end_lost()
         count = self.index.lookup(keys, prompt)
         self.counters["lookups"] += 1
@@ -73,6 +73,7 @@ class Contents:
 
     def tiers_of(self, key: bytes) -> tuple[str, ...]:
         """The tiers below host memory that are believed to have the block."""
+        [key] = checked_hashes([key], "key")
         return self._tiers.get(key, ())
 
     def tier_stored(self, tier: str, hashes: Sequence[bytes]) -> None:
@@ -88,7 +89,12 @@ class Contents:
         self._events.add("stored", tier, added)
 
     def tier_removed(self, tier: str, hashes: Sequence[bytes]) -> None:
-        """It has them no more."""
+        """It has them no more.
+
+        Raises:
+            ValueError: ``tier`` is host memory itself.
+        """
+        check_tier(tier)
         gone = [key for key in dict.fromkeys(checked_hashes(hashes)) if tier in self._tiers.get(key, ())]
         for key in gone:
             left = tuple(one for one in self._tiers.pop(key) if one != tier)
@@ -122,7 +128,13 @@ class Contents:
 
     # ---- room ----
     def evict(self, num_blocks: int) -> int:
-        """Lets go of up to so many blocks that nothing holds, in the order of the policy; how many."""
+        """Lets go of up to so many blocks that nothing holds, in the order of the policy; how many.
+
+        Raises:
+            TypeError: not an integer.
+            ValueError: negative.
+        """
+        num_blocks = checked_count(num_blocks, "num_blocks")
         self._holds.end_lost()
         try:
             slots = self.index.evict(num_blocks)
@@ -191,4 +203,5 @@ class Contents:
         absent = sum(key not in index.slots for key in keys)
         held = {key for key in index.pins if key in index.slots}
         held.update(key for key in keys if key in index.slots)
+        held.update(key for key in index.hung_on(keys) if key in index.slots)
         return absent <= index.capacity_blocks - len(held)

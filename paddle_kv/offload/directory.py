@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 from ..errors import TransferError
 from ..timeouts import check_timeout
-from .checks import check_device_ids, check_integer, checked_hashes
+from .checks import check_device_ids, check_integer, check_tier, checked_count, checked_hashes, checked_list
 from .contents import Contents
-from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan
+from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan, check_version
 from .joining import Pending, Ranks
+from .messages import check_hello, check_positions
 from .policies import DEFAULT_POLICY, make_policy
 from .policy import Policy
 from .slot_lru import SlotLru
@@ -73,17 +74,24 @@ class Directory(Contents):
             check_integer(value, name)
             if value < 1:
                 raise ValueError(f"{name} = {value} must be at least 1")
+            if value >= 2**31:
+                raise ValueError(f"{name} = {value} must be below 2**31")
         if policy == "lru" and slots is None:
             policy = SlotLru(capacity_blocks)
         elif isinstance(policy, str):
             policy = make_policy(policy, capacity_blocks, clock)
         elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
+        checked_count(max_events, "max_events")
+        if not callable(clock):
+            raise TypeError(f"clock is {clock!r}; a function that gives seconds is expected")
+        if not isinstance(space, Namespace | None):
+            raise TypeError(f"space is {space!r}; a Namespace is expected")
         check_timeout(timeout_s, positive=True)
         self.space = space or Namespace()
         self.timeout_s = timeout_s
         super().__init__(policy, capacity_blocks, slots or NumberedSlots(capacity_blocks), max_events, clock)
-        self.ranks = Ranks(num_ranks, clock, self._settle)
+        self.ranks = Ranks(num_ranks, clock, self._settle, self._drop_damaged)
         self.following: set[bytes] = set()  # arriving blocks that a load may follow
         self._uses = UseCounts(capacity_blocks)
 
@@ -128,6 +136,7 @@ class Directory(Contents):
             ValueError: another version, rank, spec, fewer host blocks than the directory gives out, or a life of the
                 rank that was lost: what it had on its way may still move.
         """
+        check_hello(hello)
         self.ranks.check_hello(hello)
         if hello.capacity_blocks < self.index.capacity_blocks:
             raise ValueError(
@@ -164,7 +173,7 @@ class Directory(Contents):
         Raises:
             ValueError: another version, no such rank, a position that the job has not. Nothing is booked.
         """
-        results = list(results)
+        results = checked_list(results, "results", "Result")
         for result in results:
             self.ranks.check_result(result)
         outcomes = self.ranks.take(results)
@@ -199,10 +208,11 @@ class Directory(Contents):
             TransferError: a block was dropped, or a rank was lost, since the lookup that holds it.
             ValueError: as many ids as hashes are expected, each once; from a tier each hash once, too.
         """
-        keys, device_ids = checked_hashes(hashes), list(device_block_ids)
+        keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids)
         check_timeout(timeout_s, positive=True)
         if tier != HOST:
+            check_tier(tier)
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
         index = self.index
         slots = list(map(index.slots.get, keys))
@@ -252,9 +262,10 @@ class Directory(Contents):
             hashes: of blocks that are full, also from the middle of a prompt.
             device_block_ids: as many.
             layerwise: the layers will be marked one by one.
-            all_or_nothing: what would be left out in part is left out as a whole, and evicts nothing.
-            min_uses: a block is kept when it is offered for the so-manieth time: 2 leaves out what comes once. As many
-                blocks as the capacity and as many again are remembered.
+            all_or_nothing: what would be left out in part for want of room is left out as a whole, and evicts nothing.
+                Blocks that ``min_uses`` leaves out are not asked for, and do not count.
+            min_uses: a block is kept when it is offered for the so-manieth time: 2 leaves out what comes once. At least
+                as many blocks as the capacity are remembered, at most twice as many.
             computed_from: numbers of the loads that the model reads to compute these blocks: they become present when
                 these have ended well too, else never.
             timeout_s: None: that of the directory.
@@ -263,10 +274,11 @@ class Directory(Contents):
             ValueError: as many ids as hashes are expected; a number that is of no load of this very directory.
             What the policy raises; then nothing is planned.
         """
-        keys, device_ids = checked_hashes(hashes), list(device_block_ids)
+        keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids, distinct=False)
         check_timeout(timeout_s, positive=True)
-        computed_from = tuple(computed_from)
+        min_uses = checked_count(min_uses, "min_uses", least=1)
+        computed_from = checked_list(computed_from, "computed_from", "int")
         self.ranks.check_loads(computed_from)
         self._holds.end_lost()
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
@@ -303,7 +315,14 @@ class Directory(Contents):
 
         Returns:
             Of the saves that end with it; and of itself, if it had failed and ranks were named as late.
+
+        Raises:
+            TypeError: not a job, or a position that is no int.
+            ValueError: a position that the job has not.
         """
+        check_version(job, Job)
+        damaged = checked_list(damaged, "damaged", "int")
+        check_positions(damaged, len(job.keys), f"damaged of job {job.id}")
         pending = self.ranks.pending.get(job.id)
         if pending is not None and not pending.decided:
             self.index.unpin(job.keys)

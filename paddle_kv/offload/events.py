@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from .jobs import HOST, Event, Snapshot, check_version
+from .checks import checked_list
+from .jobs import HOST, Event, Snapshot
+from .messages import check_event, check_snapshot
 
 
 class EventLog:
@@ -56,10 +58,13 @@ class Mirror:
         snapshot holds already are passed over.
 
         Raises:
-            ValueError: an event of another version.
+            TypeError: not an event, or not of its form.
+            ValueError: an event of another version or kind. Then none was applied.
         """
+        events = checked_list(events, "events", "Event")
         for event in events:
-            check_version(event, Event)
+            check_event(event)
+        for event in events:
             if event.number <= self.number:
                 continue
             if event.number != self.number + 1:
@@ -77,9 +82,10 @@ class Mirror:
     def restore(self, snapshot: Snapshot) -> None:
         """
         Raises:
+            TypeError: not a snapshot, or not of its form.
             ValueError: a snapshot of another version.
         """
-        check_version(snapshot, Snapshot)
+        check_snapshot(snapshot)
         self.number = snapshot.number
         self.tiers = {HOST: set(), **{tier: set(keys) for tier, keys in snapshot.blocks.items()}}
 

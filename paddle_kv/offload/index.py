@@ -150,6 +150,14 @@ class BlockIndex(Generic[Key]):
         self._admitted_blocks += len(admitted)
         return dict(reversed(admitted.items()))
 
+    def hung_on(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """The blocks of the same prompt, before the first absent one, which :meth:`admit` would hold too."""
+        first = next((position for position, key in enumerate(keys) if key not in self.slots), len(keys))
+        if first == len(keys):
+            return ()
+        path, at, _ = self.ended.hanging.path(keys, first)
+        return path[:at]
+
     def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
         """Pins those that are there or arriving: a save must not evict what it relies on."""
         there = [key for key in keys if key in self.slots]

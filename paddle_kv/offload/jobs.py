@@ -151,5 +151,5 @@ def check_version(one: Any, kind: type[Any]) -> None:
     """TypeError unless it is such a message, ValueError unless it has the form of this release."""
     if not isinstance(one, kind):
         raise TypeError(f"{type(one).__name__} is no message that can stand here; {kind.__name__} is expected")
-    if one.version != FORMAT_VERSION:
+    if type(one.version) is not int or one.version != FORMAT_VERSION:
         raise ValueError(f"{type(one).__name__} has version {one.version}; {FORMAT_VERSION} is expected")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from .jobs import Hello, Job, Outcome, Result, check_version, new_life
+from .checks import check_integer
+from .jobs import Hello, Job, Outcome, Result, new_life
+from .messages import check_result
 
 REMEMBERED_FAILURES = 4096
 
@@ -45,15 +47,23 @@ class Pending:
 class Ranks:
     """Which ranks there are, in which of their lives, and the jobs that they have not ended.
 
-    ``settle`` is called once for each job, when it is decided how it ends.
+    ``settle`` is called once for each job, when it is decided how it ends; ``drop`` with a job and
+    positions that a rank has found damaged when that was decided already.
     """
 
-    def __init__(self, num_ranks: int, clock: Callable[[], float], settle: Callable[[Pending], None]) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        clock: Callable[[], float],
+        settle: Callable[[Pending], None],
+        drop: Callable[[Job, Sequence[int]], object],
+    ) -> None:
         self.epochs: list[int | None] = [None] * num_ranks
         self._lost: set[tuple[int, int | None]] = set()  # rank and life
         self.pending: dict[int, Pending] = {}
         self._clock = clock
         self._settle = settle
+        self._drop = drop
         self._due: list[tuple[float, int, bool]] = []  # when, whose, and whether its time is over for the second time
         self._first = self._next = new_life()  # so a job of another directory is never taken for one of this
         self._failed: dict[int, None] = {}  # loads, the oldest first
@@ -109,13 +119,13 @@ class Ranks:
                 )
 
     def check_rank(self, rank: int) -> None:
-        """ValueError unless there is such a rank."""
+        """TypeError or ValueError unless there is such a rank."""
+        check_integer(rank, "rank")
         if not 0 <= rank < len(self.epochs):
             raise ValueError(f"rank = {rank} must be in [0, {len(self.epochs)})")
 
     def check_hello(self, hello: Hello) -> None:
-        """ValueError: another version, no such rank, or one that was lost and may still move what it had."""
-        check_version(hello, Hello)
+        """ValueError: no such rank, or one that was lost and may still move what it had."""
         self.check_rank(hello.rank)
         if (hello.rank, hello.epoch) in self._lost:
             raise ValueError(
@@ -123,8 +133,9 @@ class Ranks:
             )
 
     def check_result(self, result: Result) -> None:
-        """ValueError: another version, no such rank, or positions that the job has not."""
-        check_version(result, Result)
+        """TypeError: not a result, or not of its form. ValueError: another version, no such rank, or positions that the
+        job has not."""
+        check_result(result)
         self.check_rank(result.rank)
         pending = self.pending.get(result.job_id)
         if pending is not None:
@@ -160,6 +171,8 @@ class Ranks:
                 continue
             pending.waiting.discard(result.rank)
             if pending.decided:
+                if result.damaged:
+                    self._drop(pending.job, result.damaged)
                 found += [] if pending.waiting else [self._end(pending)]
                 continue
             if result.failed or result.damaged:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,12 +127,15 @@ class Model:
                         self.order.remove(key)
         elif one.failed:
             self.failed_loads.add(one.job.id)
-        for position in one.damaged:
-            key = one.job.keys[position]
-            if key in self.order and self.slots[key] == one.job.host_slots[position]:
-                self.remove([key])
+        self.drop_damaged(one.job, one.damaged)
         self.report(one, outcomes)
         self.release(one, bool(one.failed), outcomes)
+
+    def drop_damaged(self, job: Job, positions: Iterable[int]) -> None:
+        for position in positions:
+            key = job.keys[position]
+            if key in self.order and self.slots[key] == job.host_slots[position]:
+                self.remove([key])
 
     def report(self, one: InFlight, outcomes: list[tuple[Any, ...]]) -> None:
         outcomes.append((one.job.id, tuple(sorted(one.failed)), tuple(sorted(one.waiting))))
@@ -182,6 +186,7 @@ class Model:
                 continue
             one.waiting.discard(result.rank)
             if one.decided:
+                self.drop_damaged(one.job, result.damaged)  # also what a late rank has seen
                 if not one.waiting:
                     self.report(one, outcomes)
                 continue

@@ -108,7 +108,7 @@ def test_a_job_keeps_the_first_reason_and_tells_in_order() -> None:
 def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "REMEMBERED_FAILURES", 2)
     clock_s = [0.0]
-    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None)
+    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
     assert not ranks.has_failed(1)
     ranks.epochs[0] = 5
     ranks.add(job(7, timeout_s=None))
@@ -124,7 +124,7 @@ def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytes
 
 def test_a_save_waits_for_loads_that_are_not_decided() -> None:
     clock_s = [0.0]
-    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None)
+    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
     ranks.epochs[0] = 5
     ranks.add(job(10))
     ranks.add(job(11, timeout_s=None))
