@@ -7,9 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from paddle_kv import CancelledError
+from paddle_kv.offload import chunks
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
@@ -49,6 +53,39 @@ def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies) -> None:
     assert chunks[0].start == 0
     assert len(chunks) <= 3
     rig.check_books()
+
+
+def test_a_block_in_host_memory_that_is_computed_all_the_same_is_not_saved(rig: ChunkRig) -> None:
+    rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
+    rig.scheduler.drain(WAIT_S)
+    know(rig.manager, 10.0, 1e-6)
+    with rig.manager.request(TOKENS, TABLE[::-1], chunk_tokens=CHUNK) as request:
+        assert request.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
+        assert request.saves == []
+        rig.cache.mark_rewritten(TABLE)
+
+
+def test_a_with_block_that_raises_cancels_what_has_not_begun(rig: ChunkRig) -> None:
+    with pytest.raises(ZeroDivisionError), rig.manager.request(TOKENS, TABLE, chunk_tokens=CHUNK) as request:
+        assert request.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
+        raise ZeroDivisionError
+    with pytest.raises(CancelledError):
+        request.saves[0].wait(WAIT_S)
+    rig.check_books()
+
+
+def test_a_load_that_several_chunks_read_is_waited_for_once(rig: ChunkRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rig.manager.request(TOKENS, TABLE, chunk_tokens=CHUNK) as request:
+        made: Any = request
+        for _ in range(2):
+            movement = SimpleNamespace(handle=lambda: "load", failed=False)
+            step = SimpleNamespace(piece="piece", loads=[movement], leaving=None)
+            made._meeting = SimpleNamespace(next=print)
+            monkeypatch.setattr(chunks, "change", lambda books, call, step=step: step)
+            assert made._next_piece(None) == "piece"
+        assert (made.loads, made._used) == (["load"], ["load"])
+        made._meeting, made._used, made.loads = None, [], []
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -58,3 +58,22 @@ def test_no_more_slots_are_asked_for_than_there_is_room(monkeypatch: pytest.Monk
         if job := directory.plan_save(KEYS[:count], list(range(count))).job:
             done(directory, job)
     assert asked == [1, 2, 1]  # and none where all are taken
+
+
+def test_nothing_is_kept_of_events_that_nobody_asks_for() -> None:
+    directory = made(4)
+    save(directory, KEYS[:2])
+    assert directory.take_events() == []
+
+
+def test_damage_of_a_block_that_lies_elsewhere_by_now_is_not_its_own() -> None:
+    directory = made(4)
+    save(directory, KEYS[:2])
+    load = directory.plan_load(KEYS[:1], [3])
+    assert directory.drop(KEYS[:2]) == 2
+    save(directory, KEYS[1:2])
+    save(directory, KEYS[:1])
+    assert directory.plan_load(KEYS[:1], [4]).host_slots != load.host_slots
+    done(directory, load, failed=(0,), damaged=(0,))
+    assert directory.peek(KEYS[:1]) == 1
+    assert directory.stats()["damaged_blocks"] == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from paddle_kv.offload import joining
-from paddle_kv.offload.below import RATE_WEIGHT, Rate
+from paddle_kv.offload import below, joining
+from paddle_kv.offload.below import Below, Rate
 from paddle_kv.offload.checks import check_device_ids, check_seconds
 from paddle_kv.offload.events import Mirror
 from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
@@ -27,10 +27,10 @@ def test_a_rate_is_that_of_the_first_load_and_follows_the_later_ones() -> None:
     assert rate.seconds(4) == pytest.approx(10 * 0.5)  # behind those under way
     assert rate.seconds(0) == 0.0
     rate.ended(6, 10, 15.0)
-    assert rate.seconds(1) == pytest.approx(0.5 + RATE_WEIGHT * (1.5 - 0.5))
+    assert rate.seconds(1) == pytest.approx(0.5 + 0.2 * (1.5 - 0.5))
     rate.began(3)
     rate.ended(3, 3, None)
-    assert rate.seconds(1) == pytest.approx(0.5 + RATE_WEIGHT * (1.5 - 0.5))
+    assert rate.seconds(1) == pytest.approx(0.5 + 0.2 * (1.5 - 0.5))
 
 
 def test_a_prefetch_is_read_in_parts_and_counts_over_them() -> None:
@@ -53,6 +53,36 @@ def test_who_waits_for_the_slots_of_a_prefetch_hears_of_its_end() -> None:
     fetching._domain = SimpleNamespace(group=group, end_lease=lambda slots, write: said.append((slots, write)))
     fetching._end()
     assert said == [([3, 5], True), "heard"]
+
+
+def below_of(said: list[Any], forgotten: set[bytes]) -> Below:
+    """The side of a tier whose books are gone."""
+    host = SimpleNamespace(call=lambda function: function())
+    group = SimpleNamespace(notify=lambda: None, host=host)
+    domain = SimpleNamespace(end_lease=lambda slots, write: said.append(("lease", slots)), group=group)
+    engine = SimpleNamespace(name="files", delete=lambda names: said.append(("delete", names)))
+    tier = SimpleNamespace(
+        engine=engine, pool=SimpleNamespace(domain=domain), format=SimpleNamespace(name_of=bytes.hex)
+    )
+    saver: Any = SimpleNamespace(told=None, tier=tier, when="write_through")
+    saver.saved = lambda keys, slots: said.append(("saved", keys, slots))
+    made: Any = Below(saver)
+    made._books, made.forgotten = lambda: None, forgotten
+    return cast(Below, made)
+
+
+def test_of_what_a_lost_manager_has_stored_what_was_forgotten_is_deleted() -> None:
+    said: list[Any] = []
+    job: Any = SimpleNamespace(keys=[b"a", b"b"])
+    below_of(said, {b"b"})._end_store(job)
+    assert said == [("delete", [b"b".hex()])]
+
+
+def test_what_was_forgotten_before_its_turn_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(below, "change", lambda books, function: function())
+    below_of(said, {b"b"})._offer("saved", {b"a": 3, b"b": 5, b"c": 7})
+    assert said == [("saved", [b"a", b"c"], [3, 7]), ("lease", [3, 5, 7])]
 
 
 def test_a_device_block_that_is_named_twice_is_named() -> None:

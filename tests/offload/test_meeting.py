@@ -175,9 +175,9 @@ def test_two_pieces_are_on_the_link_and_the_next_one_follows_each(bench: Bench) 
     bench.fill()
     assert bench.loaded == [[12, 15], [8, 11]]
     assert [piece.due_s for piece in meeting.moving] == pytest.approx([4.0, 8.0])  # one behind the other
-    bench.fill()
-    assert len(bench.copies) == 2
     bench.now_s = 1.0
+    bench.fill()
+    assert (len(bench.copies), bench.feed.free_s) == (2, pytest.approx(8.0))
     for copy in bench.copies:
         copy.end()
     for tell in bench.copies[0].callbacks:
@@ -187,6 +187,13 @@ def test_two_pieces_are_on_the_link_and_the_next_one_follows_each(bench: Bench) 
     assert [piece.due_s for piece in meeting.moving] == pytest.approx([5.0, 9.0])  # the link has nothing of before
     assert bench.told == []
     assert meeting.under_way == bench.copies[2:]
+
+
+def test_only_what_is_in_host_memory_is_loaded(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    meeting = bench.meeting([HERE] * 2 * BLOCKS + [BELOW] * 2 * BLOCKS)
+    assert [piece.start for piece in meeting._here] == [0, BLOCKS]
+    assert [piece.start for piece in meeting._below] == [2 * BLOCKS, 3 * BLOCKS]
 
 
 def test_a_load_that_is_over_at_once_is_looked_at_soon(bench: Bench) -> None:
