@@ -293,7 +293,7 @@ class Meeting:
         number = self._front
         while number < len(self.line.pieces):
             piece = self.line.pieces[number]
-            if piece.state in (PieceState.BELOW, PieceState.WAITING) and (stop := self._quicker_rest(piece, books)):
+            if stop := self._quicker_rest(piece, books):
                 self._load(books, self.line.join(number, self.line.at(stop)))
                 piece = self.line.pieces[number]
             if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece):

@@ -174,6 +174,7 @@ def test_two_pieces_are_on_the_link_and_the_next_one_follows_each(bench: Bench) 
     meeting = bench.meeting([HERE] * 4 * BLOCKS)
     bench.fill()
     assert bench.loaded == [[12, 15], [8, 11]]
+    assert Feed().free_s == 0.0
     assert [piece.due_s for piece in meeting.moving] == pytest.approx([4.0, 8.0])  # one behind the other
     bench.now_s = 1.0
     bench.fill()
@@ -214,6 +215,9 @@ def test_a_load_waits_for_what_stood_before_it_on_the_device_until_that_is_over(
     assert [copy.behind for copy in bench.copies] == [["event 0"], ["event 0"], []]
     bench.events.append("event 0")  # of somebody else by now
     assert meeting._events(bench) == []  # type: ignore[arg-type]
+    behind: Any = ["over", "event 0"]
+    meeting._behind = behind
+    assert meeting._events(bench) is behind  # type: ignore[arg-type]
 
 
 def test_the_prompt_whose_model_comes_to_a_load_first_is_loaded_first(bench: Bench) -> None:
@@ -473,6 +477,37 @@ def test_a_load_of_several_pieces_that_ends_when_it_is_given_up_is_computed_one_
     bench.copies[0].ends_when_cancelled = True
     assert bench.next(meeting) == Step(whole[0], ())
     assert states_of(meeting) == ["computed", "lost", "lost"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "host_first", "quicker"),
+    [("load", 8, True), ("compute", 8, False), ("meet", 9, True), ("meet", 10, False), ("compute", 0, False)],
+)
+def test_all_that_is_here_is_loaded_where_no_more_than_half_a_piece_were_computed_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, choice: str, host_first: int, quicker: bool
+) -> None:
+    bench.know(1.0, 1.0, 1.0)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS + [BELOW] * BLOCKS + [HERE] * BLOCKS, end_blocks=3)
+    for piece, state in zip(meeting.line.pieces[:2], (PieceState.COMPUTED, PieceState.LOADED), strict=True):
+        meeting.line.set(piece, state)
+    bench.feed.free_s, bench.now_s = 7.0, 5.0
+    asked: list[Any] = []
+
+    def weigh(*given: Any, **options: Any) -> Any:
+        asked.append((*given, options))
+        return SimpleNamespace(choice=choice, host_first=host_first)
+
+    monkeypatch.setattr(feeding, "weigh_ranges", weigh)
+    step = bench.next(meeting)
+    num_tokens = (16 + 8 + 3) * SIZE  # to its stop, what is to be computed behind it, the end
+    expected = {"num_tokens": num_tokens, "link_wait_s": 2.0, "chunk_tokens": BLOCKS * SIZE, "num_layers": 4}
+    assert asked[0] == (bench.rates, (8, 16), (16, 16), expected)
+    assert bench.loaded == ([[8, 15]] if quicker else [])
+    if not quicker:
+        assert (len(asked), step) == (1, Step(meeting.line.pieces[2], ()))
+    bench.now_s = 8.0
+    meeting._is_quicker(meeting.line.pieces[2], 16, bench)  # type: ignore[arg-type]
+    assert asked[-1][-1]["link_wait_s"] == (bench.feed.free_s - 8.0 if quicker else 0.0)
 
 
 # ---- again ----
