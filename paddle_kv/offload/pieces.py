@@ -48,7 +48,7 @@ class Piece:
         self.state = PieceState.WAITING
         self.parts: Sequence[Piece] = ()
         self.awaited = self.is_probe = False
-        self.started_s = 0.0
+        self.started_s: float  # by expect()
         self.due_s = self.late_s = math.inf
 
     @property
@@ -121,7 +121,6 @@ class Line:
         """Its parts stand for themselves again, in this state."""
         at = self.at(whole.start)
         self._leave(whole)
-        whole.state = state
         self.pieces[at : at + 1] = whole.parts
         for part in whole.parts:
             part.state, part.awaited = state, whole.awaited

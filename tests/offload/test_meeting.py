@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -199,8 +200,10 @@ def test_only_what_is_in_host_memory_is_loaded(bench: Bench) -> None:
 
 def test_a_load_that_is_over_at_once_is_looked_at_soon(bench: Bench) -> None:
     bench.over_at_once = True
-    bench.meeting([HERE] * BLOCKS)
+    meeting = bench.meeting([HERE] * BLOCKS)
     bench.fill()
+    [piece] = meeting.line.pieces
+    assert (piece.due_s, piece.late_s) == (0.0, math.inf)  # nothing is known
     assert len(bench.told) == 1
     assert bench.copies[0].callbacks == []
 
@@ -335,11 +338,12 @@ def test_what_the_tier_did_not_bring_is_computed(bench: Bench, monkeypatch: pyte
 
 def test_a_read_is_late_behind_its_time_and_then_it_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.now_s = 100.0
-    bench.know(1.0, 1.0, 1.0)
+    bench.know(0.25, 1.0, 1.0)
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
     meeting = bench.meeting([BELOW] * BLOCKS)
     bench.fill()
     bench.now_s = meeting.line.pieces[0].late_s
+    assert bench.now_s == pytest.approx(100.0 + bench.rates.late_s(BLOCKS, TIER))
     bench.fill()
     assert (bench.late, states_of(meeting)) == ([], ["reading"])
     bench.now_s += 1.0

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from paddle_kv import TransferError
+from paddle_kv import CancelledError, ClosedError, TransferError
+from paddle_kv.offload import chunks
 from paddle_kv.offload import request as module
+from paddle_kv.offload.chunks import ChunkedRequest
+from paddle_kv.offload.feeding import Step
 from paddle_kv.offload.found import BlockState
+from paddle_kv.offload.pieces import Piece
 from paddle_kv.offload.rates import LINK, TIER, Rates
 from paddle_kv.offload.request import Request
 
@@ -189,3 +193,235 @@ def test_a_time_that_is_none_is_refused_also_where_nothing_is_waited_for() -> No
             call(1e300)
         with pytest.raises(TypeError, match="timeout_s is '1'"):
             call("1")  # type: ignore[arg-type]
+
+
+# ---- in chunks ----
+class ChunkLoad(Load):
+    """A movement and its handle."""
+
+    def __init__(self, log: list[Any], name: str) -> None:
+        super().__init__()
+        self.log, self.name = log, name
+        self.failed = False
+
+    def handle(self) -> ChunkLoad:
+        return self
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def wait(self, timeout_s: float | None) -> None:
+        self.log.append(f"wait {self.name}")
+        if self.failed:
+            raise TransferError("lost")
+
+    def wait_over(self, timeout_s: float | None = None) -> None:
+        self.log.append(f"wait_over {self.name}")
+        if self.fails:
+            self.fails = False
+            raise TimeoutError
+
+    def cancel(self) -> None:
+        self.log.append(f"cancel {self.name}")
+
+
+class ChunkManager(Manager):
+    """Of which the steps of a prompt are given."""
+
+    def __init__(self, states: list[BlockState], steps: list[Step], log: list[Any]) -> None:
+        super().__init__(states)
+        self.log = log
+        self.takes = True
+        self.device_cache.mark_rewritten = lambda ids: log.append(("rewritten", ids))
+        self._scheduler = SimpleNamespace(compute_stream=lambda _: "stream")
+        self.meeting = SimpleNamespace(
+            next=lambda books: steps.pop(0),
+            lost_blocks=set(),
+            under_way=[],
+            compute_again=lambda: log.append("compute again"),
+        )
+        self._books = SimpleNamespace(
+            rates=self.rates,
+            begin_meeting=self._begin,
+            end_meeting=lambda meeting: log.append("end"),
+            takes_saves=self._takes,
+        )
+
+    def lookup(self, hashes: list[bytes], *, num_tokens: int | None = None) -> Any:  # type: ignore[override]
+        self.log.append(("lookup", len(hashes), num_tokens))
+        lease = SimpleNamespace(hashes=hashes[: len(self.states)], states=self.states, num_blocks=len(self.states))
+        lease.release = lambda: self.log.append("release")
+        return _Lease(lease)
+
+    def _begin(self, lease: Any, table: list[int], pieces: list[Piece], compute: Any, tokens: int, chunk: int) -> Any:
+        self.log.append((table, [(piece.start, piece.stop) for piece in pieces], compute, tokens, chunk))
+        return self.meeting
+
+    def _takes(self, num_blocks: int) -> bool:
+        self.log.append(("takes", num_blocks))
+        return self.takes
+
+    def onload(self, hashes: list[bytes], ids: list[int]) -> Any:
+        return ChunkLoad(self.log, "load")
+
+    def blocks_full(self, hashes: list[bytes], ids: list[int], **options: Any) -> Any:
+        self.log.append((hashes, ids, options["layerwise"], list(options["computed_from"])))
+        return ChunkLoad(self.log, f"save {ids}")
+
+    def observe_prefill(self, tokens: range, seconds: float) -> None:
+        self.log.append((tokens, seconds))
+
+
+class _Lease:
+    def __init__(self, lease: Any) -> None:
+        self._lease = lease
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
+
+    def __enter__(self) -> Any:
+        return self._lease
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+CHUNK = 2 * SIZE
+LONG_KEYS = [b"%d" % number for number in range(7)]
+LONG_TABLE = [9, 2, 11, 5, 30, 31, 7, 8]
+LONG_TOKENS = 7 * SIZE + 3
+
+
+def chunked(manager: ChunkManager, how: str = "sooner") -> ChunkedRequest:
+    return ChunkedRequest(manager, LONG_KEYS, LONG_TOKENS, LONG_TABLE, SIZE, how, CHUNK)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of what passes take."""
+    made = SimpleNamespace(monotonic=lambda: made.now_s, now_s=100.0)
+    monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(chunks, "change", lambda books, function: function())
+    return made
+
+
+def piece_of(start: int, stop: int) -> Piece:
+    return Piece(start, stop)
+
+
+def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:
+    log: list[Any] = []
+    load, slow = ChunkLoad(log, "load"), ChunkLoad(log, "slow")
+    steps = [Step(piece_of(0, 2)), Step(leaving=slow), *[Step(None, (load,))] * 3]  # type: ignore[arg-type]
+    manager = ChunkManager([HERE, BELOW, HERE, HERE], steps, log)
+    request = chunked(manager)
+    began = [("lookup", 7, LONG_TOKENS), (LONG_TABLE[:4], [(0, 2), (2, 4)], "stream", LONG_TOKENS, CHUNK)]
+    assert (log, request.start, request.loads, request.saves) == (began, 0, [], [])
+    log.clear()
+
+    assert request.next_chunk() == range(CHUNK)
+    assert log == [("rewritten", [9, 2]), ("takes", 1), ([b"1"], [2], True, [])]
+    assert (request.loads, repr(request.saves)) == ([], "[save [2]]")
+    log.clear()
+    clock.now_s += 0.5
+    slow.fails = True
+    for _ in range(2):  # what it took is learned once
+        with contextlib.suppress(TimeoutError):
+            steps.insert(0, Step(leaving=slow))  # type: ignore[arg-type]
+            steps.insert(0, Step(leaving=slow))  # type: ignore[arg-type]
+            request.next_chunk()
+    assert log[0] == (range(CHUNK), 0.5)
+    assert log.count((range(CHUNK), 0.5)) == 1
+    assert log[1] == "wait_over slow"
+    assert log[-2:] == [("takes", 2), ([b"4", b"5"], [30, 31], True, [load])]
+    assert (request.start, request.loads) == (4 * SIZE, [load])
+    log.clear()
+    clock.now_s += 0.5
+
+    manager.takes = False
+    assert request.next_chunk(10) == range(6 * SIZE, 6 * SIZE + 10)
+    assert (log, request.saves) == ([], [])
+    assert request.next_chunk(6) == range(6 * SIZE + 10, 7 * SIZE)
+    assert (log, request.saves) == ([("takes", 1)], [])
+    assert request.next_chunk() == range(7 * SIZE, LONG_TOKENS)
+    assert request.next_chunk() is None
+    assert log == [("takes", 1), "wait load", "end", "release"]
+    assert (request.loads, request.saves) == ([], [])
+    assert request.next_chunk() is None
+    assert log[4:] == []
+
+
+def test_what_a_failed_load_has_spoilt_is_handed_out_again(clock: Any) -> None:
+    log: list[Any] = []
+    load = ChunkLoad(log, "load")
+    steps = [Step(None, (load,)), Step(piece_of(0, 2)), Step(piece_of(2, 4))]  # type: ignore[arg-type]
+    manager = ChunkManager([HERE] * 4, steps, log)
+    request = chunked(manager)
+    assert request.next_chunk(5) == range(4 * SIZE, 4 * SIZE + 5)
+    assert request.next_chunk(SIZE) == range(4 * SIZE + 5, 5 * SIZE + 5)
+    [save] = request.saves
+    save.unmarked_layers = range(2)
+    load.failed = True
+    manager.meeting.lost_blocks = {3}
+    log.clear()
+    assert request.next_chunk() == range(CHUNK)
+    assert log == [
+        "wait load",
+        "wait_over load",
+        "cancel save [30]",
+        "wait_over save [30]",
+        "compute again",
+        ("rewritten", [9, 2]),
+    ]
+    log.clear()
+    assert request.next_chunk() == range(2 * SIZE, 4 * SIZE)  # and its blocks that were lost are saved
+    assert log == [("rewritten", [11, 5]), ("takes", 1), ([b"3"], [5], True, [])]
+
+
+@pytest.mark.parametrize(("lost", "start"), [([3, 2], 2), ([], 0)])
+def test_a_prefix_that_is_loaded_as_a_whole_is_computed_from_its_first_loss(
+    clock: Any, lost: list[int], start: int
+) -> None:
+    log: list[Any] = []
+    manager = ChunkManager([HERE] * 4, [], log)
+    request = chunked(manager, "load")
+    assert request.next_chunk() == range(4 * SIZE, 6 * SIZE)
+    assert [repr(load) for load in request.loads] == ["load"]
+    manager.lost = lost
+    made: Any = request.loads[0]
+    made.failed = True
+    assert request.wait() is False
+    assert ("rewritten", [LONG_TABLE[one] for one in lost]) in log
+    assert request.loads == []
+    assert request.next_chunk() == range(start * SIZE, start * SIZE + CHUNK)
+
+
+def test_a_request_that_is_cancelled_ends_what_it_has_begun(clock: Any) -> None:
+    log: list[Any] = []
+    load, other = ChunkLoad(log, "load"), ChunkLoad(log, "other")
+    manager = ChunkManager([HERE] * 4, [Step(None, (load,))], log)  # type: ignore[arg-type]
+    request = chunked(manager)
+    request.next_chunk()
+    manager.meeting.under_way = [other]
+    log.clear()
+    request.cancel()
+    assert log == ["end", "release", "cancel load", "cancel other", "cancel save [30, 31]"]
+    with pytest.raises(ClosedError):
+        request.next_chunk()
+    with request:
+        pass
+    assert log[5:] == ["release"]
+
+
+def test_a_load_that_was_cancelled_is_a_load_that_failed(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    load = ChunkLoad(log, "load")
+    request = chunked(ChunkManager([HERE] * 4, [Step(None, (load,))], log))  # type: ignore[arg-type]
+    request.next_chunk()
+
+    def refuse(timeout_s: float | None) -> None:
+        raise CancelledError("cancelled")
+
+    monkeypatch.setattr(load, "wait", refuse)
+    assert request.wait() is False
+    assert log[-1] == "compute again"
