@@ -4,7 +4,6 @@ how far those in host memory reach. Both are kept up to date, so that no answer 
 from __future__ import annotations
 
 import enum
-import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ class Piece:
         awaited: the model has computed with it, or is about to.
         parts: those that come together as this one.
         is_probe: its reading is to find out about the tier, also if the model does not need it any more.
-        started_s: when its reading, or its load, began.
+        started_s: when its reading, or its load, began: set by :meth:`expect`, as the next two.
         due_s, late_s: when it should be there; when it is late.
     """
 
@@ -48,8 +47,9 @@ class Piece:
         self.state = PieceState.WAITING
         self.parts: Sequence[Piece] = ()
         self.awaited = self.is_probe = False
-        self.started_s: float  # by expect()
-        self.due_s = self.late_s = math.inf
+        self.started_s: float
+        self.due_s: float
+        self.late_s: float
 
     @property
     def size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from paddle_kv.offload.checks import check_device_ids, check_seconds
 from paddle_kv.offload.events import Mirror
 from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
 from paddle_kv.offload.hashing import BlockHasher, cache_salt
-from paddle_kv.offload.jobs import HOST, Event, Job, Snapshot
+from paddle_kv.offload.jobs import HOST, Event, Job, Result, Snapshot
 from paddle_kv.offload.joining import Pending, Ranks
 from paddle_kv.offload.prefetch import Prefetch
 
@@ -150,6 +151,26 @@ def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytes
         expected = {9: number == 12, 10: True, number: True, 7: False}
         assert {asked: ranks.has_failed(asked) for asked in expected} == expected
     assert list(ranks._failed) == [11, 12]
+
+
+def test_a_load_that_is_not_remembered_may_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "REMEMBERED_FAILURES", 1)
+    ranks = Ranks(1, lambda: 0.0, lambda pending: None)
+    ranks.epochs[0] = 5
+    for number in (10, 11):
+        ranks.add(job(number))
+        ranks.take([Result(number, 0, 5, (0,))])
+    assert [ranks.has_failed(number) for number in (9, 10, 11, 12)] == [True, True, True, False]
+
+
+def test_a_load_of_nothing_has_lost_nothing() -> None:
+    clock_s = [0.0]
+    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None)
+    ranks.epochs[0] = 5
+    ranks.add(replace(job(10), keys=(), host_slots=(), device_ids=()))
+    clock_s[0] = 1.5
+    [[outcome], _] = ranks.expire()
+    assert (outcome.late, ranks.has_failed(10)) == ((0,), False)
 
 
 def test_a_save_waits_for_loads_that_are_not_decided() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paddle_kv.errors import ClosedError, ForkedError
 from paddle_kv.offload import feeding, pieces
 from paddle_kv.offload.feeding import Feed, Meeting, Step
 from paddle_kv.offload.found import BlockState
@@ -342,6 +343,7 @@ def test_a_read_is_late_behind_its_time_and_then_it_is_given_up(bench: Bench, mo
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
     meeting = bench.meeting([BELOW] * BLOCKS)
     bench.fill()
+    assert meeting.line.pieces[0].due_s == pytest.approx(100.0 + BLOCKS * 1.0)
     bench.now_s = meeting.line.pieces[0].late_s
     assert bench.now_s == pytest.approx(100.0 + bench.rates.late_s(BLOCKS, TIER))
     bench.fill()
@@ -485,15 +487,16 @@ def test_a_load_of_several_pieces_that_ends_when_it_is_given_up_is_computed_one_
 
 @pytest.mark.parametrize(
     ("choice", "host_first", "quicker"),
-    [("load", 8, True), ("compute", 8, False), ("meet", 9, True), ("meet", 10, False), ("compute", 0, False)],
+    [("load", 8, True), ("compute", 8, False), ("meet", 9.5, True), ("meet", 10, False), ("compute", 0, False)],
 )
 def test_all_that_is_here_is_loaded_where_no_more_than_half_a_piece_were_computed_first(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, choice: str, host_first: int, quicker: bool
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, choice: str, host_first: float, quicker: bool
 ) -> None:
     bench.know(1.0, 1.0, 1.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS + [BELOW] * BLOCKS + [HERE] * BLOCKS, end_blocks=3)
     for piece, state in zip(meeting.line.pieces[:2], (PieceState.COMPUTED, PieceState.LOADED), strict=True):
         meeting.line.set(piece, state)
+    meeting.line.set(meeting.line.pieces[5], PieceState.LOADED)
     bench.feed.free_s, bench.now_s = 7.0, 5.0
     asked: list[Any] = []
 
@@ -503,7 +506,7 @@ def test_all_that_is_here_is_loaded_where_no_more_than_half_a_piece_were_compute
 
     monkeypatch.setattr(feeding, "weigh_ranges", weigh)
     step = bench.next(meeting)
-    num_tokens = (16 + 8 + 3) * SIZE  # to its stop, what is to be computed behind it, the end
+    num_tokens = (16 + 4 + 3) * SIZE  # to its stop, what is to be computed behind it, the end
     expected = {"num_tokens": num_tokens, "link_wait_s": 2.0, "chunk_tokens": BLOCKS * SIZE, "num_layers": 4}
     assert asked[0] == (bench.rates, (8, 16), (16, 16), expected)
     assert bench.loaded == ([[8, 15]] if quicker else [])
@@ -517,14 +520,14 @@ def test_all_that_is_here_is_loaded_where_no_more_than_half_a_piece_were_compute
 # ---- again ----
 def test_behind_a_load_that_failed_all_from_there_on_is_computed_again(bench: Bench) -> None:
     bench.know(1.0, 1.0)
-    meeting = ready(bench, "computed", "loading", "computed", "loading", awaited=True)
-    bench.copies[0].end(State.FAILED)
-    bench.copies[1].end()
-    meeting._front = 4
+    meeting = ready(bench, "lost", "computed", "loading", "loading", "computed", "loading", awaited=True)
+    for copy, state in zip(bench.copies, (State.DONE, State.FAILED, State.DONE), strict=True):
+        copy.end(state)
+    meeting._front = 6
     meeting.compute_again()
-    assert states_of(meeting) == ["computed", "lost", "lost", "loaded"]
-    assert [piece.awaited for piece in meeting.line.pieces] == [False, False, False, True]
-    assert meeting._front == 1
+    assert states_of(meeting) == ["lost", "computed", "loaded", "lost", "lost", "loaded"]
+    assert [piece.awaited for piece in meeting.line.pieces] == [False, False, True, False, False, True]
+    assert meeting._front == 3
 
 
 def test_where_no_load_of_the_prefix_failed_all_is_computed_again(bench: Bench) -> None:
@@ -532,6 +535,23 @@ def test_where_no_load_of_the_prefix_failed_all_is_computed_again(bench: Bench) 
     meeting._front = 3
     meeting.compute_again()
     assert (states_of(meeting), meeting._front) == (["lost"] * 3, 0)
+
+
+@pytest.mark.parametrize("error", [ClosedError, ForkedError])
+def test_a_load_that_ends_behind_its_manager_is_nobodys(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    asked = []
+
+    def change(books: Any, function: Any) -> None:
+        asked.append(books)
+        raise error("gone")
+
+    monkeypatch.setattr(feeding, "change", change)
+    me: Any = bench
+    feeding._look(lambda: me)
+    feeding._look(lambda: None)
+    assert asked == [bench]
 
 
 def test_the_end_drops_what_is_on_its_way(bench: Bench) -> None:

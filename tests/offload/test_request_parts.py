@@ -12,7 +12,7 @@ import pytest
 from paddle_kv import CancelledError, ClosedError, TransferError
 from paddle_kv.offload import chunks
 from paddle_kv.offload import request as module
-from paddle_kv.offload.chunks import ChunkedRequest
+from paddle_kv.offload.chunks import ChunkedRequest, checked_targets, make_request
 from paddle_kv.offload.feeding import Step
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece
@@ -425,3 +425,44 @@ def test_a_load_that_was_cancelled_is_a_load_that_failed(clock: Any, monkeypatch
     monkeypatch.setattr(load, "wait", refuse)
     assert request.wait() is False
     assert log[-1] == "compute again"
+
+
+# ---- what is asked for ----
+def asked(block_size: int, chunk_tokens: int, how: Any = "compute", tokens: int = 5) -> tuple[Any, Any]:
+    log: list[Any] = []
+    manager: Any = ChunkManager([HERE], [], log)
+    manager.device_cache.spec.block_size, manager.device_cache.num_blocks = block_size, 64
+
+    def block_hashes(tokens: Any, *, request_salt: bytes) -> list[bytes]:
+        log.append((list(tokens), request_salt))
+        return LONG_KEYS[: len(tokens) // block_size]
+
+    manager.block_hashes = block_hashes
+    return make_request(manager, range(tokens), LONG_TABLE[:5], b"salt", chunk_tokens, how), log
+
+
+def test_chunks_are_of_whole_blocks_of_any_size() -> None:
+    request, log = asked(1, 1)
+    assert isinstance(request, ChunkedRequest)
+    assert log[0] == ([0, 1, 2, 3, 4], b"salt")
+    for block_size, wrong in ((4, 0), (4, -4), (4, 2), (4, 6), (1, 0)):
+        with pytest.raises(ValueError, match=f"chunk_tokens = {wrong} must be a positive multiple of the block size"):
+            asked(block_size, wrong)
+    with pytest.raises(ValueError, match="how = 'now' must be one of 'load', 'compute', 'sooner'"):
+        asked(4, 4, "now")
+
+
+def test_each_hash_needs_a_block() -> None:
+    assert checked_targets([3, 1], 2, 4) == [3, 1]
+    for ids in ([3], [3, 1, 2]):
+        with pytest.raises(ValueError, match=f"hashes has 2 blocks, device_block_ids has {len(ids)}"):
+            checked_targets(ids, 2, 4)
+    with pytest.raises(IndexError):
+        checked_targets([3, 4], 2, 4)
+
+
+def test_a_time_that_is_none_is_refused_where_chunks_wait_for_nothing(clock: Any) -> None:
+    request = chunked(ChunkManager([HERE] * 4, [], []))
+    for call in (request.wait, lambda timeout_s: request.next_chunk(timeout_s=timeout_s)):
+        with pytest.raises(ValueError, match="timeout_s = 1e\\+300 must be at most"):
+            call(1e300)
