@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from paddle_kv.offload import Directory, Hello, Lru
+from paddle_kv.offload import Directory, Hello, Lru, Namespace
+from paddle_kv.offload.found import BlockState
+from paddle_kv.offload.slot_lru import SlotLru
 from paddle_kv.offload.slots import NumberedSlots
 from tests.offload.test_directory import KEYS, done, made, save
 
@@ -77,3 +81,59 @@ def test_damage_of_a_block_that_lies_elsewhere_by_now_is_not_its_own() -> None:
     done(directory, load, failed=(0,), damaged=(0,))
     assert directory.peek(KEYS[:1]) == 1
     assert directory.stats()["damaged_blocks"] == 0
+
+
+def test_a_policy_fits_the_slots_and_the_clock_of_its_directory() -> None:
+    class Far(NumberedSlots):
+        def take(self, count: int) -> list[int]:
+            return [1000 + slot for slot in super().take(count)]
+
+        def give_back(self, slots: list[int]) -> None:
+            super().give_back([slot - 1000 for slot in slots])
+
+    assert type(made(2, policy="lru").index._policy) is SlotLru
+    far = made(2, policy="lru", slots=Far(2))
+    for key in KEYS[:4]:
+        save(far, [key])
+    assert far.plan_load(KEYS[2:4], [0, 1]).host_slots == (1000, 1001)
+    policy: Any = made(2, policy="survival", clock=lambda: 7.0).index._policy
+    assert policy.clock() == 7.0
+
+
+def test_a_rank_that_does_not_say_its_spec_joins() -> None:
+    directory = Directory(2, space=Namespace(b"model", b"spec"))
+    assert directory.plan_load([], []).epochs == (0,)  # nobody is there
+    directory.join(Hello(0, 5, 2))
+    assert directory.ready
+
+
+def test_the_first_job_of_a_directory_may_be_what_others_were_computed_from() -> None:
+    directory = made(2)
+    load = directory.plan_load([], [])
+    assert directory.plan_save(KEYS[:1], [0], computed_from=[load.id]).job is not None
+
+
+def test_what_a_tier_is_not_known_to_have_is_not_loaded_from_it() -> None:
+    directory = made(4)
+    directory.tier_stored("memory of others", KEYS[1:2])
+    for key in KEYS[:2]:
+        with pytest.raises(KeyError, match="is not in tier 'disk' alone"):
+            directory.plan_load([key], [0], tier="disk")
+
+
+def test_of_a_tier_what_comes_behind_a_block_without_room_is_left_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = made(4)
+    directory.tier_stored("disk", KEYS[:3])
+    admit = directory._admit
+    monkeypatch.setattr(directory, "_admit", lambda keys: admit([KEYS[0], KEYS[2]]))  # a policy has its own ideas
+    job = directory.plan_load(KEYS[:3], [0, 1, 2], tier="disk")
+    assert (job.keys, job.device_ids) == ((KEYS[0],), (0,))
+    assert directory.states(KEYS[:3]) == [BlockState.ARRIVING, BlockState.TIER, BlockState.TIER]
+    assert directory.stats()["loaded_blocks"] == 1
+
+
+def test_uses_are_counted_only_for_who_asks_for_more_than_one() -> None:
+    directory = made(1)
+    save(directory, KEYS[:2])
+    assert directory.plan_save(KEYS[:2], [0, 1]).left_out == (1,)
+    assert directory.plan_save(KEYS[1:2], [0], min_uses=2).job is None

@@ -160,7 +160,22 @@ def test_a_load_that_is_not_remembered_may_have_failed(monkeypatch: pytest.Monke
     for number in (10, 11):
         ranks.add(job(number))
         ranks.take([Result(number, 0, 5, (0,))])
+    ranks.add(job(12))
+    ranks.take([Result(12, 0, 5)])
     assert [ranks.has_failed(number) for number in (9, 10, 11, 12)] == [True, True, True, False]
+
+
+def test_the_ranks_that_let_their_time_pass_are_told_in_order() -> None:
+    clock_s = [0.0]
+    ranks = Ranks(9, lambda: clock_s[0], lambda pending: None)
+    ranks.epochs[:] = [5] * 9
+    ranks.add(job(10))
+    ranks.take([Result(10, rank, 5) for rank in range(9) if rank not in (1, 8)])
+    silent = []
+    for now_s in (1.5, 3.0):
+        clock_s[0] = now_s
+        silent.append(ranks.expire()[1])
+    assert silent == [[], [1, 8]]
 
 
 def test_a_load_of_nothing_has_lost_nothing() -> None:
