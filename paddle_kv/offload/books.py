@@ -80,7 +80,7 @@ class Books:
     """
 
     def __init__(
-        self, scheduler: LayerwiseScheduler, policy: str | Policy[bytes], capacity_blocks: int, max_events: int
+        self, scheduler: LayerwiseScheduler, policy: str | Policy[bytes], capacity_blocks: int, max_events: int = 0
     ) -> None:
         self.scheduler = scheduler
         self.slots = PoolSlots(scheduler.host_pool)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.schedule import starting
+from paddle_kv.schedule.movement import State
+from paddle_kv.tracking.group import change
 from tests.schedule.rig import WAIT_S, Copies, Rig, make_spec
 
 
@@ -134,3 +138,107 @@ def test_a_load_may_pass_others_and_a_save_never_does(
     copies.go_on()
     for transfer in loads + saves:
         transfer.wait(WAIT_S)
+
+
+# ---- books by themselves ----
+def moving_of(kind: str, *, over: bool = False, unmarked: int = 0, count: int = 3, **fields: Any) -> Any:
+    plan = SimpleNamespace(device_ids=range(count))
+    movement = SimpleNamespace(over=over, unmarked=unmarked, plan=plan, **fields)
+    return SimpleNamespace(jobs=[SimpleNamespace(kind=kind, tier=fields.get("tier"))], movement=movement)
+
+
+@pytest.mark.parametrize(("seconds", "takes"), [(None, True), (0.25, True), (0.2501, False)])
+def test_saves_are_taken_while_those_on_their_way_are_soon_through(
+    manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch, seconds: float | None, takes: bool
+) -> None:
+    books, asked = manager._books, []
+
+    def load_s(num_blocks: int, name: str = "onload") -> float | None:
+        asked.append((num_blocks, name))
+        return seconds
+
+    monkeypatch.setattr(books, "rates", SimpleNamespace(load_s=load_s))
+    moving = [moving_of("save"), moving_of("load", count=100), moving_of("save", over=True, count=50)]
+    moving += [moving_of("save", unmarked=2, count=20), moving_of("save", count=4)]
+    monkeypatch.setattr(books.moves, "moving", moving)
+    assert books.takes_saves(6) is takes
+    assert asked == [(7, "offload")]
+    assert books.counts["dropped_save_blocks"] == (0 if takes else 6)
+
+
+def test_what_a_transfer_took_is_learned_once_it_is_known(
+    manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    rates = SimpleNamespace(
+        observe_save=lambda *what: said.append(("save", *what)),
+        observe_load=lambda *what: said.append(("load", *what)),
+        observe_failed=lambda *what: said.append(("failed", *what)),
+    )
+    monkeypatch.setattr(manager._books, "rates", rates)
+    for kind, sample, state in (
+        ("save", (1000, 0.5), State.DONE),
+        ("load", (1000, 0.25), State.DONE),
+        ("load", (1000, 0.0), State.DONE),  # by a coarse clock
+        ("load", None, State.DONE),
+        ("load", None, State.FAILED),
+        ("save", None, State.FAILED),
+    ):
+        manager._books._measure(moving_of(kind, sample=sample, state=state))
+    manager._books._measure(moving_of("load", sample=None, state=State.FAILED, tier="disk"))
+    assert said == [("save", 1000, 0.0005), ("load", "onload", 1000, 0.00025), ("failed", "onload")]
+
+
+def test_each_call_sees_what_has_ended_by_then(manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    books, settled = manager._books, []
+    monkeypatch.setattr(books, "settle", lambda: settled.append(1))
+    calls: list[Callable[[], object]] = [
+        lambda: books.lookup([], frozenset()),
+        lambda: books.peek([], frozenset()),
+        lambda: books.states([], frozenset()),
+        lambda: books.evict(1),
+        lambda: books.drop([]),
+        books.clear,
+        lambda: books.expect([], None),
+        lambda: books.end_session([]),
+        books.take_events,
+        books.snapshot,
+        books.stats,
+    ]
+    for number, call in enumerate(calls, 1):
+        change(books, call)
+        assert len(settled) == number
+    books.closed = True
+    for call in (books.take_events, books.stats):
+        change(books, call)
+    assert len(settled) == len(calls)
+    books.closed = False
+
+
+def test_the_end_of_a_meeting_is_counted_once_and_makes_room(
+    manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books, filled = manager._books, []
+    monkeypatch.setattr(books.feed, "fill", filled.append)
+    meeting: Any = SimpleNamespace(ended=False, num_computed_blocks=3)
+    meeting.end = lambda: setattr(meeting, "ended", True)
+    for _ in range(2):
+        books.end_meeting(meeting)
+    assert (filled, books.counts["recomputed_blocks"]) == ([books], 3)
+
+
+def test_without_a_tier_nothing_comes_from_one(manager: KVOffloadManager, rig: Rig) -> None:
+    books = manager._books
+    assert (books.ask([b"a"]), books.load_s(3)) == (frozenset(), 0.0)
+    prefetch = books.read_soon([b"a"])
+    assert (prefetch.done, prefetch.num_blocks) == (True, 0)
+    assert books.directory.timeout_s is None  # what moves is the scheduler's to end
+    assert books.rates.block_bytes == rig.spec.block_bytes * rig.spec.num_layers
+    assert "jobs_in_flight" not in manager.stats()
+
+
+def test_behind_its_pool_a_manager_has_room_for_nothing(
+    manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager._books.slots, "pool", SimpleNamespace(closed=True))
+    assert manager.stats()["capacity_blocks"] == 0
