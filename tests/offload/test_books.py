@@ -185,7 +185,10 @@ def test_what_a_transfer_took_is_learned_once_it_is_known(
         ("save", None, State.FAILED),
     ):
         manager._books._measure(moving_of(kind, sample=sample, state=state))
-    manager._books._measure(moving_of("load", sample=None, state=State.FAILED, tier="disk"))
+    of_both = moving_of("load", sample=None, state=State.FAILED, tier="disk")
+    manager._books._measure(of_both)
+    of_both.jobs.append(SimpleNamespace(kind="load", tier=None))
+    manager._books._measure(of_both)
     assert said == [("save", 1000, 0.0005), ("load", "onload", 1000, 0.00025), ("failed", "onload")]
 
 
@@ -242,3 +245,25 @@ def test_behind_its_pool_a_manager_has_room_for_nothing(
 ) -> None:
     monkeypatch.setattr(manager._books.slots, "pool", SimpleNamespace(closed=True))
     assert manager.stats()["capacity_blocks"] == 0
+
+
+def test_what_has_ended_is_measured(manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+    monkeypatch.setattr(manager._books, "_measure", measured.append)
+    save = manager.save(hashes(2), [4, 1])
+    save.wait(WAIT_S)
+    manager.stats()
+    assert [moving.movement for moving in measured] == [save._movement]
+
+
+def test_a_manager_that_is_closed_knows_of_no_block_and_no_transfer(manager: KVOffloadManager) -> None:
+    manager.save(hashes(2), [4, 1]).wait(WAIT_S)
+    lease = manager.lookup(hashes(2))
+    books, load = manager._books, moving_of("load")
+    books.index.arriving[b"other"] = 7
+    books.moves.moving.append(load)
+    load.movement.over = True
+    manager.close()
+    index = books.index
+    assert (books.moves.moving, index.slots, index.arriving, index.pins) == ([], {}, {}, {})
+    lease.release()

@@ -86,6 +86,35 @@ def test_what_was_forgotten_before_its_turn_is_not_stored(monkeypatch: pytest.Mo
     assert said == [("saved", [b"a", b"c"], [3, 7]), ("lease", [3, 5, 7])]
 
 
+def test_a_tier_is_asked_in_growing_parts_up_to_its_first_gap() -> None:
+    made: Any = below_of([], set())
+    sizes: list[int] = []
+    gap = 1000
+
+    def exists(part: list[int]) -> list[bool]:
+        sizes.append(len(part))
+        return [key != gap for key in part]
+
+    made.tier.exists = exists
+    assert (made.having(range(400)), sizes) == (set(range(400)), [64, 256, 80])
+    sizes.clear()
+    gap = 63
+    assert (made.having(range(400)), sizes) == (set(range(63)), [64])
+
+
+def test_what_goes_to_a_tier_keeps_no_process_alive() -> None:
+    class Owner:
+        pass
+
+    made, owner = below_of([], set()), Owner()
+    made.begin(cast(Any, owner))
+    thread = made._thread
+    assert thread is not None
+    assert (thread.name, thread.daemon) == ("paddle_kv-below", True)
+    made.close()
+    assert not thread.is_alive()
+
+
 def test_a_device_block_that_is_named_twice_is_named() -> None:
     with pytest.raises(ValueError, match="names block 7 more than once"):
         check_device_ids([b"a", b"b", b"c"], [3, 7, 7])

@@ -17,7 +17,7 @@ from paddle_kv.offload.feeding import Step
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece
 from paddle_kv.offload.rates import LINK, TIER, Rates
-from paddle_kv.offload.request import Request
+from paddle_kv.offload.request import Request, full_table
 
 SIZE = 16
 HERE, BELOW = BlockState.PRESENT, BlockState.TIER
@@ -466,3 +466,9 @@ def test_a_time_that_is_none_is_refused_where_chunks_wait_for_nothing(clock: Any
     for call in (request.wait, lambda timeout_s: request.next_chunk(timeout_s=timeout_s)):
         with pytest.raises(ValueError, match="timeout_s = 1e\\+300 must be at most"):
             call(1e300)
+
+
+def test_each_token_needs_a_block() -> None:
+    assert full_table([3, 1], 2 * SIZE, SIZE) == [3, 1]
+    with pytest.raises(ValueError, match=f"device_block_ids has 2 blocks; {2 * SIZE + 1} tokens need 3"):
+        full_table([3, 1], 2 * SIZE + 1, SIZE)
