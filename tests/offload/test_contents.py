@@ -132,8 +132,19 @@ def test_of_a_tier_what_comes_behind_a_block_without_room_is_left_there(monkeypa
     assert directory.stats()["loaded_blocks"] == 1
 
 
-def test_uses_are_counted_only_for_who_asks_for_more_than_one() -> None:
+def test_an_offer_that_asks_for_no_uses_leaves_their_count_alone() -> None:
     directory = made(1)
-    save(directory, KEYS[:2])
-    assert directory.plan_save(KEYS[:2], [0, 1]).left_out == (1,)
     assert directory.plan_save(KEYS[1:2], [0], min_uses=2).job is None
+    save(directory, KEYS[:1])
+    with directory.lookup(KEYS[:1]):
+        assert directory.plan_save(KEYS[1:2], [0]).left_out == (0,)
+    assert directory.plan_save(KEYS[1:2], [0], min_uses=2).job is not None
+
+
+def test_what_a_tier_has_damaged_is_not_there_any_more() -> None:
+    directory = made(4)
+    directory.tier_stored("disk", KEYS[:2])
+    load = directory.plan_load(KEYS[:2], [0, 1], tier="disk")
+    done(directory, load, failed=(1,), damaged=(1,))
+    assert [directory.tiers_of(key) for key in KEYS[:2]] == [("disk",), ()]
+    assert directory.states(KEYS[:2]) == [BlockState.PRESENT, BlockState.ABSENT]

@@ -399,18 +399,29 @@ def test_a_prefix_that_is_loaded_as_a_whole_is_computed_from_its_first_loss(
 def test_a_request_that_is_cancelled_ends_what_it_has_begun(clock: Any) -> None:
     log: list[Any] = []
     load, other = ChunkLoad(log, "load"), ChunkLoad(log, "other")
-    manager = ChunkManager([HERE] * 4, [Step(None, (load,))], log)  # type: ignore[arg-type]
+    manager = ChunkManager([HERE] * 4, [Step(None, (load,))] * 2, log)  # type: ignore[arg-type]
     request = chunked(manager)
-    request.next_chunk()
+    for _ in range(2):
+        request.next_chunk()
     manager.meeting.under_way = [other]
     log.clear()
     request.cancel()
-    assert log == ["end", "release", "cancel load", "cancel other", "cancel save [30, 31]"]
+    assert log == ["end", "release", "cancel load", "cancel other", "cancel save [30, 31]", "cancel save [7]"]
     with pytest.raises(ClosedError):
         request.next_chunk()
     with request:
         pass
-    assert log[5:] == ["release"]
+    assert log[6:] == ["release"]
+
+
+def test_behind_a_failure_what_comes_behind_the_prefix_is_computed_again(clock: Any) -> None:
+    log: list[Any] = []
+    load = ChunkLoad(log, "load")
+    steps = [Step(None, (load,)), Step(piece_of(0, 2)), Step()]  # type: ignore[arg-type]
+    request = chunked(ChunkManager([HERE] * 4, steps, log))
+    assert request.next_chunk() == range(4 * SIZE, 6 * SIZE)
+    load.failed = True
+    assert [request.next_chunk() for _ in range(2)] == [range(CHUNK), range(4 * SIZE, 6 * SIZE)]
 
 
 def test_a_load_that_was_cancelled_is_a_load_that_failed(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
