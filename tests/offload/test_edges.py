@@ -184,7 +184,7 @@ def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytes
 
 def test_a_load_that_is_not_remembered_may_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "REMEMBERED_FAILURES", 1)
-    ranks = Ranks(1, lambda: 0.0, lambda pending: None)
+    ranks = Ranks(1, lambda: 0.0, lambda pending: None, lambda job, positions: None)
     ranks.epochs[0] = 5
     for number in (10, 11):
         ranks.add(job(number))
@@ -196,7 +196,7 @@ def test_a_load_that_is_not_remembered_may_have_failed(monkeypatch: pytest.Monke
 
 def test_the_ranks_that_let_their_time_pass_are_told_in_order() -> None:
     clock_s = [0.0]
-    ranks = Ranks(9, lambda: clock_s[0], lambda pending: None)
+    ranks = Ranks(9, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
     ranks.epochs[:] = [5] * 9
     ranks.add(job(10))
     ranks.take([Result(10, rank, 5) for rank in range(9) if rank not in (1, 8)])
@@ -209,7 +209,7 @@ def test_the_ranks_that_let_their_time_pass_are_told_in_order() -> None:
 
 def test_a_load_of_nothing_has_lost_nothing() -> None:
     clock_s = [0.0]
-    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None)
+    ranks = Ranks(1, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
     ranks.epochs[0] = 5
     ranks.add(replace(job(10), keys=(), host_slots=(), device_ids=()))
     clock_s[0] = 1.5
