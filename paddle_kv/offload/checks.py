@@ -26,6 +26,12 @@ def check_integer(value: object, name: str) -> None:
         raise TypeError(f"{name} = {value!r} is {type(value).__name__}; an int is expected")
 
 
+def check_bool(value: object, name: str) -> None:
+    """TypeError unless it is one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r} is {type(value).__name__}; a bool is expected")
+
+
 def checked_count(value: object, name: str, least: int = 0) -> int:
     """As an int; TypeError or ValueError unless it counts something, from ``least`` on."""
     if isinstance(value, bool):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from ..errors import TransferError
 from ..timeouts import check_timeout
-from .checks import check_device_ids, check_integer, check_tier, checked_count, checked_hashes, checked_list
+from .checks import check_bool, check_device_ids, check_integer, check_tier, checked_count, checked_hashes, checked_list
 from .contents import Contents
 from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan, check_version
 from .joining import Pending, Ranks
@@ -277,6 +277,8 @@ class Directory(Contents):
         keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids, distinct=False)
         check_timeout(timeout_s, positive=True)
+        check_bool(layerwise, "layerwise")
+        check_bool(all_or_nothing, "all_or_nothing")
         min_uses = checked_count(min_uses, "min_uses", least=1)
         computed_from = checked_list(computed_from, "computed_from", "int")
         self.ranks.check_loads(computed_from)

@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..timeouts import check_timeout
 from .checks import check_integer
-from .jobs import Event, Hello, Result, Snapshot, check_version
+from .jobs import Event, Hello, Job, Namespace, Result, Snapshot, check_version
+
+
+def check_job(job: Any) -> None:
+    """As :func:`check_result`; ValueError also for one that is no load or save of so many different blocks."""
+    check_version(job, Job)
+    check_integer(job.id, "id of a Job")
+    if job.kind not in ("load", "save"):
+        raise ValueError(f"kind of job {job.id} = {job.kind!r} must be 'load' or 'save'")
+    for name, of in (("keys", bytes), ("host_slots", int), ("device_ids", int), ("epochs", int)):
+        values = getattr(job, name)
+        if not isinstance(values, tuple) or not set(map(type, values)) <= {of}:
+            raise TypeError(f"{name} of job {job.id} must be a tuple of {of.__name__}")
+    if not isinstance(job.space, Namespace):
+        raise TypeError(f"space of job {job.id} = {job.space!r} must be a Namespace")
+    if not isinstance(job.layerwise, bool):
+        raise TypeError(f"layerwise of job {job.id} = {job.layerwise!r} must be a bool")
+    if not isinstance(job.tier, str | None):
+        raise TypeError(f"tier of job {job.id} = {job.tier!r} must be a string or None")
+    check_timeout(job.timeout_s)  # one that is over is cancelled at once
+    targets = job.device_ids if job.kind == "load" else job.host_slots
+    if len({len(job.keys), len(job.host_slots), len(job.device_ids), len(set(targets))}) > 1:
+        raise ValueError(f"job {job.id} must have as many host slots and device ids as keys, each target once")
 
 
 def check_result(result: Any) -> None:

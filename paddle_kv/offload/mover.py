@@ -19,8 +19,10 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
 from ..tracking.keeper import Deadline
+from .checks import checked_list
 from .hashing import spec_digest
-from .jobs import Hello, Job, Result, check_version, new_life
+from .jobs import Hello, Job, Result, new_life
+from .messages import check_job
 from .moving import Moves, Moving
 
 
@@ -142,15 +144,14 @@ class Mover:
         of the rank, a block that is not there) ends as failed, and :meth:`finished` tells.
 
         Raises:
-            TypeError: not a job.
+            TypeError: not a job, or not of its form.
             ValueError: a job of another version, or one that is no load or save of so many different blocks.
             IndexError: a job names a block that this rank has not.
             ClosedError: closed. Then nothing was started.
         """
-        jobs = list(jobs)
+        jobs = checked_list(jobs, "jobs", "Job")
         for job in jobs:
-            check_version(job, Job)
-            _check_form(job)
+            check_job(job)
             check_ids(job.device_ids, f"device_ids of job {job.id}", self._scheduler.device_cache.num_blocks)
             check_ids(job.host_slots, f"host_slots of job {job.id}", len(self._blocks))
         compute = self._scheduler.compute_stream(None)
@@ -295,12 +296,3 @@ class Mover:
             self._cancel_all()
             if not self._scheduler.host_pool.closed:
                 self._scheduler.host_pool.free_here(self._blocks)
-
-
-def _check_form(job: Job) -> None:
-    targets = {"load": job.device_ids, "save": job.host_slots}.get(job.kind)
-    if targets is None:
-        raise ValueError(f"kind of job {job.id} = {job.kind!r} must be 'load' or 'save'")
-    counts = {len(job.keys), len(job.host_slots), len(job.device_ids), len(set(targets))}
-    if len(counts) > 1:
-        raise ValueError(f"job {job.id} must have as many host slots and device ids as keys, each target once")

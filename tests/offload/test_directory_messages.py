@@ -202,3 +202,24 @@ def test_all_or_nothing_evicts_nothing_also_beside_the_head_of_the_same_prompt()
     plan = directory.plan_save(KEYS[2:4], [2, 3], all_or_nothing=True)  # for two there is
     assert plan.job is not None
     assert plan.left_out == ()
+
+
+def test_what_two_ranks_find_damaged_is_dropped_of_both() -> None:
+    directory = made(ranks=2)
+    save(directory, KEYS[:3])
+    load = directory.plan_load(KEYS[:3], [2, 3, 4])
+    directory.complete([Result(load.id, 0, 5, (0,), (0,)), Result(load.id, 1, 5, (2,), (2,))])
+    assert [state.value for state in directory.states(KEYS[:3])] == ["absent", "present", "absent"]
+
+
+def test_all_ranks_that_are_silent_are_lost_at_once_each_with_a_job_of_its_own() -> None:
+    clock = Clock()
+    directory = made(ranks=3, clock=clock)
+    jobs = [directory.plan_save(KEYS[one : one + 1], [one], timeout_s=1.0).job for one in range(2)]
+    for silent, job in enumerate(jobs):
+        assert job is not None
+        directory.complete([Result(job.id, rank, 5) for rank in range(3) if rank != silent])
+    for _ in range(2):
+        clock.now_s += 1.0
+        directory.complete()
+    assert directory.lost_ranks == {0, 1}
