@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from paddle_kv.offload import below, joining
-from paddle_kv.offload.below import Below, Rate
+from paddle_kv.offload.below import Below, Clearing, Rate
 from paddle_kv.offload.checks import check_device_ids, check_seconds
 from paddle_kv.offload.events import Mirror
 from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
@@ -17,6 +17,7 @@ from paddle_kv.offload.hashing import BlockHasher, cache_salt
 from paddle_kv.offload.jobs import HOST, Event, Job, Result, Snapshot
 from paddle_kv.offload.joining import Pending, Ranks
 from paddle_kv.offload.prefetch import Prefetch
+from paddle_kv.offload.run import Run
 
 
 def test_a_rate_is_that_of_the_first_load_and_follows_the_later_ones() -> None:
@@ -59,8 +60,8 @@ def test_who_waits_for_the_slots_of_a_prefetch_hears_of_its_end() -> None:
 def below_of(said: list[Any], forgotten: set[bytes]) -> Below:
     """The side of a tier whose books are gone."""
     host = SimpleNamespace(call=lambda function: function())
-    group = SimpleNamespace(notify=lambda: None, host=host)
-    domain = SimpleNamespace(end_lease=lambda slots, write: said.append(("lease", slots)), group=group)
+    group = SimpleNamespace(notify=lambda: said.append("heard"), host=host)
+    domain = SimpleNamespace(end_lease=lambda slots, write: said.append(("lease", slots, write)), group=group)
     engine = SimpleNamespace(name="files", delete=lambda names: said.append(("delete", names)))
     tier = SimpleNamespace(
         engine=engine, pool=SimpleNamespace(domain=domain), format=SimpleNamespace(name_of=bytes.hex)
@@ -83,7 +84,7 @@ def test_what_was_forgotten_before_its_turn_is_not_stored(monkeypatch: pytest.Mo
     said: list[Any] = []
     monkeypatch.setattr(below, "change", lambda books, function: function())
     below_of(said, {b"b"})._offer("saved", {b"a": 3, b"b": 5, b"c": 7})
-    assert said == [("saved", [b"a", b"c"], [3, 7]), ("lease", [3, 5, 7])]
+    assert said == [("saved", [b"a", b"c"], [3, 7]), ("lease", [3, 5, 7], False), "heard"]
 
 
 def test_a_tier_is_asked_in_growing_parts_up_to_its_first_gap() -> None:
@@ -100,6 +101,45 @@ def test_a_tier_is_asked_in_growing_parts_up_to_its_first_gap() -> None:
     sizes.clear()
     gap = 63
     assert (made.having(range(400)), sizes) == (set(range(63)), [64])
+
+
+def test_what_was_dropped_is_not_loaded_until_it_is_deleted() -> None:
+    made: Any = below_of([], {b"b"})
+    keys = {b"a", b"b", b"c"}
+    assert made.not_forgotten(keys) == {b"a", b"c"}
+    made.forget([b"c"])
+    assert made.not_forgotten(keys) == {b"a"}
+    made.deleted([b"c"])
+    made.storing.add(b"a")
+    call = Clearing()
+    made.forget_all(call)
+    assert (made.not_forgotten(keys), made.forgotten) == (set(), {b"a", b"b"})
+    made.cleared(call)
+    assert made.not_forgotten(keys) == {b"c"}
+
+
+def test_a_policy_takes_what_it_wants_and_a_forked_child_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = below_of([], set())
+    wanted = {}
+    for when in ("write_through", "nth_use", "write_back", "exclusive"):
+        made.when = when
+        wanted[when] = [made.wants(what) for what in ("saved", "used", "evicting", "else")]
+    assert wanted == {
+        "write_through": [True, False, False, False],
+        "nth_use": [True, True, False, False],
+        "write_back": [False, False, True, False],
+        "exclusive": [False, False, True, False],
+    }
+    joined: list[float] = []
+    made._end, made._thread = lambda: None, None
+    made.close()  # before it has begun
+    made._thread = SimpleNamespace(join=joined.append)
+    made.close()
+    monkeypatch.setattr(below.os, "getpid", lambda: -1)
+    made.close()
+    assert joined == [below.END_S]
+    made.when = "write_through"
+    assert (made.wants("saved"), made.drain(0.0)) == (False, True)
 
 
 def test_what_goes_to_a_tier_keeps_no_process_alive() -> None:
@@ -228,3 +268,9 @@ def test_a_save_waits_for_loads_that_are_not_decided() -> None:
     assert (late.job_id, late.late, stuck) == (10, (0,), [])  # decided, and still under way
     ranks.add(job(12, "save"), [10, 11, 99])
     assert ranks.pending[12].after == {11}
+
+
+def test_a_run_begins_young_and_with_nothing_there() -> None:
+    run = Run([b"a", b"b"], None, b"a", 3.0, 1, 5)
+    assert (run.length, run.live, run.end, run.part) == (2, 0, 2, 0)
+    assert (run.watched, run.leaf, run.head, run.facts) == (False, False, False, None)
