@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from paddle_kv.errors import ClosedError, ForkedError
 from paddle_kv.offload import below, joining
-from paddle_kv.offload.below import Below, Clearing, Rate
+from paddle_kv.offload.below import Below, Clearing, Rate, Timed
 from paddle_kv.offload.checks import check_device_ids, check_seconds
 from paddle_kv.offload.events import Mirror
 from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
@@ -18,6 +20,7 @@ from paddle_kv.offload.jobs import HOST, Event, Job, Result, Snapshot
 from paddle_kv.offload.joining import Pending, Ranks
 from paddle_kv.offload.prefetch import Prefetch
 from paddle_kv.offload.run import Run
+from paddle_kv.tiers import Outcome
 
 
 def test_a_rate_is_that_of_the_first_load_and_follows_the_later_ones() -> None:
@@ -274,3 +277,61 @@ def test_a_run_begins_young_and_with_nothing_there() -> None:
     run = Run([b"a", b"b"], None, b"a", 3.0, 1, 5)
     assert (run.length, run.live, run.end, run.part) == (2, 0, 2, 0)
     assert (run.watched, run.leaf, run.head, run.facts) == (False, False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "seconds", "expected"),
+    [
+        ([Outcome.DONE, Outcome.DONE], 0.5, [("load", "tier", 5000, 0.5)]),
+        ([Outcome.DONE, Outcome.DONE], 0.0, []),  # by a coarse clock
+        ([Outcome.DONE, Outcome.MISSING], 0.5, [("failed", "tier"), ("lost", [b"b"])]),
+        ([Outcome.DAMAGED, Outcome.LATE], 0.5, [("failed", "tier"), ("lost", [b"a"])]),
+        ([Outcome.FAILED, Outcome.DONE], 0.5, [("failed", "tier")]),
+        ([Outcome.DONE, Outcome.LATE], 0.5, [("late", "tier", 5000, 0.5)]),
+    ],
+)
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_a_load_of_the_tier_says_of_it(
+    outcomes: list[Outcome], seconds: float, expected: list[Any], lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+    monkeypatch.setattr(below, "time", clock)
+    monkeypatch.setattr(below, "change_soon", lambda books, function: function())
+    rates = SimpleNamespace(
+        block_bytes=1000,
+        observe_load=lambda *what: said.append(("load", *what)),
+        observe_failed=lambda *what: said.append(("failed", *what)),
+        observe_late=lambda *what: said.append(("late", *what)),
+    )
+    books: Any = SimpleNamespace(rates=rates, lost_below=lambda keys: said.append(("lost", keys)))
+    observer: Any = SimpleNamespace(settled=lambda job: said.append("settled"))
+    rate = Rate()
+    rate.began(3)
+    timed = Timed(observer, 2, rate, lambda: None if lost else books)
+    clock.now_s += seconds
+    done = outcomes == [Outcome.DONE] * 2
+    job: Any = SimpleNamespace(keys=[b"a", b"b"], outcomes=outcomes, done=done)
+    timed.settled(job)
+    assert said == (["settled"] if lost else [*expected, "settled"])
+    assert rate.seconds(2) == pytest.approx(seconds if done else 0.0)  # behind the three
+
+
+def test_the_thread_of_a_tier_outlives_its_tasks_and_keeps_none(caplog: pytest.LogCaptureFixture) -> None:
+    class Task:
+        def __init__(self, error: type[Exception] | None) -> None:
+            self.error = error
+
+        def __call__(self) -> None:
+            if self.error is not None:
+                raise self.error("gone")
+
+    tasks = [Task(error) for error in (ClosedError, ForkedError, ZeroDivisionError, None)]
+    last = weakref.ref(tasks[-1])
+
+    def get() -> Any:
+        assert (last() is None) == (not tasks)
+        return tasks.pop(0) if tasks else None
+
+    below._serve(cast(Any, SimpleNamespace(get=get)))
+    assert [record.message for record in caplog.records] == ["an error while blocks went to a tier"]
