@@ -223,3 +223,13 @@ def test_all_ranks_that_are_silent_are_lost_at_once_each_with_a_job_of_its_own()
         clock.now_s += 1.0
         directory.complete()
     assert directory.lost_ranks == {0, 1}
+
+
+def test_blocks_behind_an_arriving_one_are_there_when_it_is() -> None:
+    directory = made()
+    save(directory, KEYS[:1])
+    save(directory, KEYS[2:3])
+    directory.plan_save(KEYS[1:2], [5])
+    directory.plan_save(KEYS[4:5], [6])
+    with directory.lookup(KEYS[:6]) as found:
+        assert (found.keys, found.num_arriving) == (KEYS[:1], 2)  # KEYS[3] comes from nowhere
