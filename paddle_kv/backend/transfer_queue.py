@@ -52,6 +52,7 @@ def _functions(keeping_the_gil: bool = False) -> Any:
     library = kind(str(_library.LIBRARY))  # loaded already: the same one
     library.paddle_kv_queue_error.restype = ctypes.c_char_p
     arguments = {
+        "error": [ctypes.c_void_p, ctypes.c_void_p],
         "open": [ctypes.c_int, ctypes.c_int64, ctypes.c_int],
         "close": [ctypes.c_int64],
         "submit": [ctypes.c_void_p],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from paddle_kv.backend import calibration
 from paddle_kv.backend.calibration import NEVER, EngineSizes, WaySizes
 from paddle_kv.bench.calibrate import sizes_from
+
+HEADER = Path(__file__).resolve().parents[2] / "custom_ops/include/paddle_kv/transfer/engine_choice.h"
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +53,31 @@ def test_a_file_that_is_not_ours_is_as_none(content):
     calibration.store("gpu", EngineSizes())
     assert calibration.load("gpu") == EngineSizes()
     assert json.loads(path.read_text())["gpu"] == "gpu"
+
+
+def test_sizes_at_both_ends_of_what_is_allowed_are_loaded():
+    sizes = EngineSizes(WaySizes(0, 1), WaySizes(NEVER, NEVER), WaySizes(0, NEVER), WaySizes(1, 0), NEVER)
+    calibration.store("gpu", sizes)
+    assert calibration.load("gpu") == sizes
+    calibration.store("gpu", EngineSizes(staging_block=NEVER + 1))
+    assert calibration.load("gpu") is None
+    assert NEVER == 1 << 40
+
+
+@pytest.mark.parametrize("unset", [None, ""])
+def test_without_a_folder_for_caches_it_is_the_one_in_the_home(tmp_path, monkeypatch, unset):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME") if unset is None else monkeypatch.setenv("XDG_CACHE_HOME", unset)
+    stored = calibration.store("gpu", EngineSizes())
+    assert stored == tmp_path / "home/.cache/paddle_kv/engines-gpu.json"  # none of the folders was there
+    assert calibration.load("gpu") == EngineSizes()
+    assert stored.read_text().startswith('{\n  "gpu": "gpu",\n  "sizes_bytes"')  # people read it
+
+
+def test_what_is_built_in_is_what_the_library_has():
+    found = re.search(r"struct EngineThresholds \{(.*?)\n\};", HEADER.read_text(), re.DOTALL)
+    values = re.findall(r"\b\d+\b(?!\])", re.sub(r"//.*", "", found[1]))
+    assert EngineSizes().in_order() == [int(value) for value in values][:9]
 
 
 def rows(pattern: str, rates: dict[str, dict[int, float]], load: str, slowed: dict[str, float]):

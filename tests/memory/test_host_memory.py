@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import os
@@ -15,6 +16,7 @@ import pytest
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
 from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes
+from tests import c_header
 
 
 def mapped_bytes(first: int, end: int) -> int:
@@ -70,6 +72,13 @@ def test_what_is_available_is_not_what_is_there(monkeypatch):
     text = "MemTotal:  100 kB\nMemFree: 3 kB\nMemAvailable:  7 kB\nSwapFree: 50 kB\n"
     monkeypatch.setattr(host_memory, "open", lambda path: io.StringIO(text), raising=False)
     assert available_bytes() == 7 * 1024
+
+
+@pytest.mark.parametrize(("headroom", "expected"), [(None, 7168), (7167, 7167), (7169, 7168)])
+def test_what_is_available_is_not_more_than_the_container_may_have(monkeypatch, headroom, expected):
+    monkeypatch.setattr(host_memory, "open", lambda path: io.StringIO("MemAvailable: 7 kB\n"), raising=False)
+    monkeypatch.setattr(host_memory, "headroom_bytes", lambda: headroom)
+    assert available_bytes() == expected
 
 
 def test_memory_that_the_system_does_not_give(monkeypatch):
@@ -164,6 +173,24 @@ def test_page_locked_memory_that_there_is_not_is_not_given_back(monkeypatch):
         HostMemory(100, pinned=True)
     gc.collect()
     assert freed == []
+
+
+def test_functions_of_a_build_with_cuda_are_called_with_the_types_of_the_header(monkeypatch):
+    declared = c_header.functions("common/page_locked.h")
+    assert len(declared) == 4
+    library = SimpleNamespace(**{name: SimpleNamespace(restype=ctypes.c_int) for name in declared})
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda path: library)
+    names = [name.partition("paddle_kv_")[2] for name in declared]
+    assert names == ["page_locked_allocate", "page_locked_free", "page_lock_add", "page_lock_remove"]
+    for cached in (host_memory._page_locked_functions, host_memory._page_lock_functions):
+        cached.cache_clear()
+    try:
+        found = [*host_memory._page_locked_functions(), *host_memory._page_lock_functions()]
+    finally:
+        for cached in (host_memory._page_locked_functions, host_memory._page_lock_functions):
+            cached.cache_clear()
+    assert found == list(vars(library).values())
+    assert [(function.restype, function.argtypes) for function in found] == list(declared.values())
 
 
 def test_a_forked_child_writes_to_a_copy():

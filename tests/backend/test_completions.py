@@ -1,0 +1,132 @@
+"""The thread that hears which events were passed. The library's side is replaced by an eventfd and a list of tokens;
+with a GPU: tests/gpu/test_scheduler_on_gpu.py."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from paddle_kv.backend import completions, transfer_queue
+from paddle_kv.tracking.keeper import END_S, keeper
+from tests.schedule.rig import WAIT_S
+
+
+class Library:
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK)
+        self.opened = 0
+        self.watched: list[tuple[int, int, list[int]]] = []
+        self.tokens: list[int] = []
+
+    def open(self) -> int:
+        self.opened += 1
+        return self.descriptor
+
+    def watch(self, device_id: int, token: int, events: Sequence[int]) -> None:
+        self.watched.append((device_id, token, list(events)))
+
+    def take(self) -> list[int]:
+        os.eventfd_read(self.descriptor)
+        taken, self.tokens = self.tokens, []
+        return taken
+
+    def report(self, *tokens: int) -> None:
+        self.tokens = list(tokens)
+        os.eventfd_write(self.descriptor, 1)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    made = Library()
+    monkeypatch.setattr(transfer_queue, "completions_fd", made.open)
+    monkeypatch.setattr(transfer_queue, "watch", made.watch)
+    monkeypatch.setattr(transfer_queue, "take_completions", made.take)
+    monkeypatch.setattr(completions, "_thread", None)
+    monkeypatch.setattr(completions, "_reports", {})
+    monkeypatch.setattr(keeper, "at_end", [])
+    yield made
+    for end in keeper.at_end:
+        end()
+    os.close(made.descriptor)
+
+
+def test_each_report_comes_once_for_its_own_token_from_one_thread(library: Library) -> None:
+    heard: queue.Queue[tuple[str, threading.Thread]] = queue.Queue()
+    for name in ("first", "second", "third"):
+        completions.watch(7, [len(name), 2], lambda name=name: heard.put((name, threading.current_thread())))
+    first, second, third = (token for _, token, _ in library.watched)
+    assert library.watched == [(7, first, [5, 2]), (7, second, [6, 2]), (7, third, [5, 2])]
+    assert len({first, second, third}) == 3
+    assert library.opened == 1
+    library.report(third, first)
+    told = [heard.get(timeout=WAIT_S) for _ in range(2)]
+    library.report(second)
+    told.append(heard.get(timeout=WAIT_S))
+    assert [name for name, _ in told] == ["third", "first", "second"]
+    [thread] = {thread for _, thread in told}
+    assert thread.daemon
+    assert thread.name == "paddle_kv-completions"
+    assert completions._reports == {}
+
+
+def test_it_is_there_before_anybody_is_told_that_the_events_have_passed(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library may report before the call that asks for it has returned."""
+    heard: queue.Queue[str] = queue.Queue()
+
+    def watch(device_id: int, token: int, events: Sequence[int]) -> None:
+        library.report(token)
+        assert heard.get(timeout=WAIT_S) == "passed"
+
+    monkeypatch.setattr(transfer_queue, "watch", watch)
+    completions.watch(0, [1], lambda: heard.put("passed"))
+
+
+def test_what_the_library_does_not_watch_is_forgotten(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device_id: int, token: int, events: Sequence[int]) -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(transfer_queue, "watch", refuse)
+    with pytest.raises(MemoryError, match="no more"):
+        completions.watch(0, [1], lambda: None)
+    assert completions._reports == {}
+
+
+def test_at_exit_the_thread_ends_while_nothing_is_reported(library: Library) -> None:
+    completions.watch(0, [1], lambda: None)
+    thread = completions._thread
+    assert thread is not None
+    [end] = keeper.at_end
+    keeper.at_end = []
+    end()
+    assert not thread.is_alive()
+
+
+def test_an_exit_does_not_wait_for_a_report_that_hangs_and_no_other_one_comes(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, waited, heard = threading.Event(), [], []
+    began: queue.Queue[None] = queue.Queue()
+    completions.watch(0, [1], lambda: (began.put(None), hangs.wait(WAIT_S)))
+    completions.watch(0, [2], lambda: heard.append(2))
+    (_, first, _), (_, second, _) = library.watched
+    library.report(first)
+    began.get(timeout=WAIT_S)
+    library.report(second)
+    thread = completions._thread
+    assert thread is not None
+    join = thread.join
+    monkeypatch.setattr(thread, "join", waited.append)
+    [end] = keeper.at_end
+    keeper.at_end = []
+    end()
+    assert waited == [END_S]
+    hangs.set()
+    join(WAIT_S)
+    assert not thread.is_alive()
+    assert heard == []

@@ -1,0 +1,466 @@
+"""What the CuPy backend asks of CuPy and of the library's queue, in which order. Both are replaced by what notes the
+calls, so it runs without a GPU; what they do to memory: tests/gpu."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paddle_kv.backend
+from paddle_kv import CaptureError, CudaError, streams
+from paddle_kv.backend import binding, calibration, completions, create, transfer_queue
+from paddle_kv.backend.calibration import EngineSizes, WaySizes
+from paddle_kv.backend.work import LayerWork, TransferPlan
+
+NAME = "paddle_kv.backend.cupy_backend"
+DEVICE = 3
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def stand_in() -> types.ModuleType:
+    cupy, cuda, runtime = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.runtime"))
+    cupy.__dict__.update(cuda=cuda)
+    cuda.__dict__.update(runtime=runtime)
+    runtime.__dict__.update(CUDARuntimeError=CUDARuntimeError, eventDefault="flags")
+    return cupy
+
+
+def load() -> Any:
+    """The module over the stand-in; a true one that is loaded already stays what others get."""
+    cupy = stand_in()
+    replaced: dict[str, types.ModuleType] = {
+        "cupy": cupy, "cupy.cuda": cupy.cuda, "cupy.cuda.runtime": cupy.cuda.runtime,
+    }  # fmt: skip
+    before = {name: sys.modules.pop(name, None) for name in (*replaced, NAME)}
+    sys.modules.update(replaced)
+    try:
+        return importlib.import_module(NAME)
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+        if before[NAME] is None:
+            del paddle_kv.backend.cupy_backend
+        else:
+            paddle_kv.backend.cupy_backend = before[NAME]
+
+
+cupy_backend = load()
+
+
+class Gpu:
+    """``calls``: what CuPy and the queue were asked, but for the device that is current."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.answers: dict[str, Any] = {}
+        self.current = DEVICE
+
+    def answering(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append((name, *arguments, *([options] if options else [])))
+            answer = self.answers.get(name)
+            return answer(*arguments) if callable(answer) else answer
+
+        return call
+
+    def asked(self) -> list[tuple[Any, ...]]:
+        """Since this was asked the last time."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    numbers = iter(range(100, 200))
+    made.answers = {
+        "eventCreateWithFlags": lambda flags: next(numbers),
+        "getDeviceProperties": {"name": b"NVIDIA H200"},
+        "Stream": SimpleNamespace(ptr=71),
+        "wait_stream": True,
+        "query": True,
+        "streamIsCapturing": False,
+        "enqueued": 0,
+        "submitted": 0,
+        "current": 81,
+        "resolve_on": 82,
+    }
+    runtime, cuda = cupy_backend.runtime, cupy_backend.cupy.cuda
+    monkeypatch.setattr(runtime, "getDevice", lambda: made.current, raising=False)
+    asked = {
+        runtime: ("eventCreateWithFlags", "eventDestroy", "eventRecord", "eventElapsedTime", "streamIsCapturing",
+                  "streamDestroy", "getDeviceProperties"),
+        cuda: ("Stream", "Event"),
+        transfer_queue: ("set_thresholds", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
+                         "query", "forget", "enqueued", "submitted", "push_device", "pop_device"),
+        streams: ("current", "resolve_on"),
+        completions: ("watch",),
+        binding: ("register", "release"),
+        calibration: ("load",),
+    }  # fmt: skip
+    for module, names in asked.items():
+        for name in names:
+            monkeypatch.setattr(module, name, made.answering(name), raising=module not in (runtime, cuda))
+    monkeypatch.setattr(cupy_backend, "_left_over", [])
+    return made
+
+
+@pytest.fixture
+def backend(gpu: Gpu) -> Any:
+    made = cupy_backend.CupyBackend(DEVICE)
+    gpu.asked()
+    return made
+
+
+def test_a_cache_on_a_gpu_gets_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, NAME, cupy_backend)
+    for name in ("auto", "cupy"):
+        made = create(name, DEVICE)
+        assert type(made) is cupy_backend.CupyBackend
+        assert (made.name, made._device_id) == ("cupy", DEVICE)
+
+
+@pytest.mark.parametrize(
+    "measured", [None, EngineSizes(WaySizes(1, 2), WaySizes(3, 4), WaySizes(5, 6), WaySizes(7, 8), 9)]
+)
+def test_engine_auto_goes_by_what_was_measured_on_this_kind_of_gpu(gpu: Gpu, measured: EngineSizes | None) -> None:
+    gpu.answers["load"] = measured
+    cupy_backend.CupyBackend(DEVICE)
+    assert gpu.asked() == [
+        ("getDeviceProperties", DEVICE),
+        ("load", "NVIDIA H200"),
+        ("set_thresholds", DEVICE, (measured or EngineSizes()).in_order()),
+    ]
+
+
+# ---- the current device ----
+def test_calls_are_made_on_its_device_and_the_thread_gets_its_own_back(gpu: Gpu, backend: Any) -> None:
+    gpu.current = 0
+    backend.record(5, 6)
+    assert gpu.asked() == [("push_device", DEVICE), ("eventRecord", 5, 6), ("pop_device",)]
+    gpu.current = DEVICE
+    backend.record(5, 6)
+    assert gpu.asked() == [("eventRecord", 5, 6)]
+
+
+def test_such_a_call_takes_and_gives_back_what_the_method_does(backend: Any) -> None:
+    def method(self: Any, *arguments: Any, **options: Any) -> Any:
+        """Says what it is given."""
+        return self, arguments, options
+
+    wrapped = cupy_backend._on_device(method)
+    assert wrapped(backend, 1, 2, urgent=True) == (backend, (1, 2), {"urgent": True})
+    assert (wrapped.__name__, wrapped.__doc__) == ("method", "Says what it is given.")
+
+
+@pytest.mark.parametrize("current", [0, DEVICE])
+def test_what_cuda_reports_is_typed(gpu: Gpu, backend: Any, current: int) -> None:
+    def fail(*_: Any) -> None:
+        raise CUDARuntimeError(700, "cudaErrorIllegalAddress: an illegal memory access: was encountered")
+
+    gpu.current, gpu.answers["eventRecord"] = current, fail
+    with pytest.raises(CudaError) as raised:
+        backend.record(5, 6)
+    error = raised.value
+    assert (error.name, error.code) == ("cudaErrorIllegalAddress", 700)
+    assert str(error) == "cudaErrorIllegalAddress: an illegal memory access: was encountered"
+    assert isinstance(error.__cause__, CUDARuntimeError)
+    assert gpu.asked()[-1] == (("pop_device",) if current == 0 else ("eventRecord", 5, 6))
+
+
+def test_a_device_that_could_not_be_made_current_is_not_taken_away(gpu: Gpu, backend: Any) -> None:
+    def fail(device: int) -> None:
+        raise CudaError("cudaErrorInvalidDevice", 101, "no such device")
+
+    gpu.current, gpu.answers["push_device"] = 0, fail
+    with pytest.raises(CudaError, match="no such device"):
+        backend.record(5, 6)
+    assert gpu.asked() == [("push_device", DEVICE)]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda backend: backend.create_stream(),
+        lambda backend: backend.destroy_stream(SimpleNamespace(ptr=71)),
+        lambda backend: backend.create_event(),
+        lambda backend: backend.close(),
+        lambda backend: backend.compute_stream(None),
+        lambda backend: backend.record(5, 6),
+        lambda backend: backend.elapsed_ms(5, 6),
+        lambda backend: backend.user_event(SimpleNamespace(ptr=71)),
+    ],
+)
+def test_whatever_calls_cuda_does_it_on_the_device(gpu: Gpu, backend: Any, call: Callable[[Any], Any]) -> None:
+    gpu.answers.update(eventElapsedTime=1.0, Event=SimpleNamespace(record=lambda stream: None))
+    gpu.current = 0
+    call(backend)
+    cuda = {"eventCreateWithFlags", "streamDestroy", "eventRecord", "eventElapsedTime", "Stream", "Event"}
+    names = [name for name, *_ in gpu.asked()]
+    assert not cuda.intersection(names) or names.index("push_device") < min(names.index(n) for n in cuda & {*names})
+    assert names.count("push_device") == names.count("pop_device") == 1
+    assert names[-1] == "pop_device"
+
+
+# ---- pools ----
+@pytest.mark.parametrize(("device_id", "where"), [(None, "the CPU"), (1, "GPU 1")])
+def test_a_cache_elsewhere_is_refused(gpu: Gpu, backend: Any, device_id: int | None, where: str) -> None:
+    with pytest.raises(ValueError, match=f"the device cache is on {where}; this scheduler works on GPU {DEVICE}"):
+        backend.bind(SimpleNamespace(device_id=device_id), "pool")
+    assert gpu.asked() == []
+
+
+def test_a_pair_of_pools_is_registered_and_released(gpu: Gpu, backend: Any) -> None:
+    gpu.answers["register"] = 31
+    cache = SimpleNamespace(device_id=DEVICE)
+    assert backend.bind(cache, "pool") == 31
+    backend.unbind(31)
+    assert gpu.asked() == [("register", cache, "pool", DEVICE), ("release", 31)]
+
+
+# ---- streams ----
+@pytest.mark.parametrize(("options", "urgent"), [({}, False), ({"urgent": True}, True), ({"urgent": False}, False)])
+def test_a_stream_waits_for_no_other_and_goes_before_compute(
+    gpu: Gpu, backend: Any, options: dict[str, bool], urgent: bool
+) -> None:
+    stream = backend.create_stream(**options)
+    assert stream is gpu.answers["Stream"]
+    assert gpu.asked() == [
+        ("Stream", {"non_blocking": True, "priority": cupy_backend.HIGHEST_PRIORITY}),
+        ("open_stream", DEVICE, 71, {"urgent": urgent}),
+    ]
+
+
+def test_no_gpu_has_a_higher_priority() -> None:
+    """CUDA has six, 0 to -5, and takes the nearest that the GPU has."""
+    assert cupy_backend.HIGHEST_PRIORITY == -5
+
+
+def test_a_stream_is_destroyed_behind_its_transfers_and_by_nobody_else(gpu: Gpu, backend: Any) -> None:
+    stream = SimpleNamespace(ptr=71)
+    gpu.answers["streamDestroy"] = lambda handle: gpu.calls.append(("left to CuPy", stream.ptr))
+    backend.destroy_stream(stream)
+    assert gpu.asked() == [("close_stream", 71), ("streamDestroy", 71), ("left to CuPy", 0)]
+
+
+def test_the_compute_stream_is_the_one_that_is_named(gpu: Gpu, backend: Any) -> None:
+    assert backend.compute_stream(77) == 82
+    assert gpu.asked() == [("streamIsCapturing", 77), ("resolve_on", 77, DEVICE)]
+    assert backend.compute_stream(None) == 82
+    assert gpu.asked() == [("current", DEVICE), ("streamIsCapturing", 81), ("resolve_on", None, DEVICE)]
+
+
+@pytest.mark.parametrize("stream", [77, None])
+def test_a_stream_that_is_captured_is_only_asked_whether_it_is(gpu: Gpu, backend: Any, stream: int | None) -> None:
+    gpu.answers["streamIsCapturing"] = True
+    with pytest.raises(CaptureError, match="being captured into a CUDA graph"):
+        backend.compute_stream(stream)
+    assert gpu.asked()[-1] == ("streamIsCapturing", 77 if stream else 81)
+
+
+# ---- events ----
+def test_an_event_is_used_anew_once_no_transfer_can_wait_for_it(gpu: Gpu, backend: Any) -> None:
+    first, second = backend.create_event(), backend.create_event()
+    assert (first, second) == (100, 101)
+    assert gpu.asked() == [("submitted",), ("eventCreateWithFlags", "flags")] * 2
+    backend.destroy_event(first)
+    backend.destroy_event(second)
+    assert gpu.asked() == []
+    gpu.answers.update(enqueued=5, submitted=4)
+    third = backend.create_event()
+    assert third == 102  # the fifth transfer may wait for one of them
+    assert gpu.asked() == [("enqueued",), ("submitted",), ("eventCreateWithFlags", "flags")]
+    backend.destroy_event(third)
+    gpu.answers.update(enqueued=9, submitted=5)
+    assert sorted([backend.create_event(), backend.create_event()]) == [first, second]
+    assert gpu.asked() == [("enqueued",), ("submitted",)]
+    gpu.answers.update(submitted=8)
+    assert backend.create_event() == 103
+    gpu.answers.update(submitted=9)
+    assert backend.create_event() == third
+
+
+def test_the_failure_of_an_event_is_forgotten_when_it_is_given_back(gpu: Gpu, backend: Any) -> None:
+    backend.destroy_event(100)
+    assert gpu.asked() == []  # there was none: nothing is asked
+
+    for number, error in enumerate((CudaError("name", 1, "text"), MemoryError(), transfer_queue.Cancelled())):
+        found = cupy_backend.CupyBackend(DEVICE)
+
+        def fail(*_: Any, error: Exception = error) -> None:
+            raise error
+
+        gpu.answers["query"] = fail
+        with pytest.raises(type(error)):
+            found.is_complete(1, 2)
+        gpu.asked()
+        found.destroy_event(number)
+        assert gpu.asked() == [("forget", number)]
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_whether_events_were_passed(gpu: Gpu, backend: Any, passed: bool) -> None:
+    gpu.answers["query"] = passed
+    assert backend.is_complete(1, 2, 3) is passed
+    backend.destroy_event(1)
+    assert gpu.asked() == [("query", DEVICE, 1, 2, 3)]
+
+
+def test_closed_it_destroys_all_events_but_those_that_another_one_may_wait_for(gpu: Gpu) -> None:
+    def closed(events: list[int], *, enqueued: int, submitted: int) -> list[int]:
+        backend = cupy_backend.CupyBackend(DEVICE)
+        for event in events:
+            backend.destroy_event(event)
+        gpu.answers.update(enqueued=enqueued, submitted=submitted)
+        gpu.asked()
+        backend.close()
+        backend.close()  # there is nothing left
+        return [call[1] for call in gpu.asked() if call[0] == "eventDestroy"]
+
+    assert closed([1, 2], enqueued=5, submitted=4) == []
+    assert closed([3], enqueued=8, submitted=4) == []
+    assert cupy_backend._left_over == [(5, [1, 2]), (8, [3])]
+    assert sorted(closed([4], enqueued=9, submitted=5)) == [1, 2]
+    assert cupy_backend._left_over == [(8, [3]), (9, [4])]
+    assert sorted(closed([5], enqueued=9, submitted=9)) == [3, 4, 5]
+    assert cupy_backend._left_over == []
+
+
+# ---- waiting ----
+@pytest.mark.parametrize("timeout_s", [None, 2.5])
+def test_a_wait_on_a_stream_is_the_queues(gpu: Gpu, backend: Any, timeout_s: float | None) -> None:
+    backend.wait_on_stream(77, 5, timeout_s)
+    backend.wait_on_stream(SimpleNamespace(ptr=78), 5, timeout_s)  # behind what is enqueued there
+    assert gpu.asked() == [
+        ("wait_stream", DEVICE, 77, 5, timeout_s),
+        ("flush", 78),
+        ("wait_stream", DEVICE, 78, 5, timeout_s),
+    ]
+    gpu.answers["wait_stream"] = False
+    with pytest.raises(TimeoutError, match=f"not submitted within timeout_s = {timeout_s}"):
+        backend.wait_on_stream(77, 5, timeout_s)
+
+
+def test_a_mark_on_a_stream_of_transfers_is_behind_what_is_enqueued_there(gpu: Gpu, backend: Any) -> None:
+    backend.record(5, SimpleNamespace(ptr=78))
+    assert gpu.asked() == [("flush", 78), ("eventRecord", 5, 78)]
+
+
+class Clock:
+    """Each look takes a microsecond; ``passed_s``: when the event passes."""
+
+    def __init__(self) -> None:
+        self.now_s = 50.0
+        self.slept_s: list[float] = []
+
+    def perf_counter(self) -> float:
+        self.now_s += 1e-6
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.slept_s.append(duration_s)
+        self.now_s += duration_s
+
+
+@pytest.mark.parametrize("timeout_s", [None, 1.0])
+def test_the_host_first_asks_again_at_once_and_then_sleeps_in_between(
+    gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch, timeout_s: float | None
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cupy_backend, "time", clock)
+    gpu.answers["query"] = lambda *_: clock.now_s >= 50.0 + 400e-6
+    assert backend.wait(5, timeout_s) is True
+    spins = clock.slept_s.count(0)
+    assert clock.slept_s == [0] * spins + [50e-6] * 4
+    assert 195 <= spins <= 200
+    assert set(gpu.asked()) == {("query", DEVICE, 5)}
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 2e-3])
+def test_a_wait_ends_with_its_time(gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+    clock = Clock()
+    monkeypatch.setattr(cupy_backend, "time", clock)
+    gpu.answers["query"] = False
+    assert backend.wait(5, timeout_s) is False
+    assert timeout_s <= clock.now_s - 50.0 < timeout_s + 55e-6
+    gpu.answers["query"] = True
+    clock.slept_s = []
+    assert backend.wait(5, timeout_s) is True
+    assert clock.slept_s == []
+
+
+def test_a_wait_ends_in_the_moment_in_which_its_time_is_over(
+    gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, slept_s = iter([0.0, cupy_backend.SPIN_S, 0.5]), []
+    monkeypatch.setattr(cupy_backend, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept_s.append))
+    gpu.answers["query"] = False
+    assert backend.wait(5, 0.5) is False
+    assert slept_s == [cupy_backend.SLEEP_S]
+
+
+# ---- copies ----
+def test_what_is_handed_to_the_queue(gpu: Gpu, backend: Any) -> None:
+    for direction, code in (("offload", 0), ("onload", 1)):
+        plan = TransferPlan(direction, np.array([4, 2]), np.array([7, 9]), num_layers=7, layers_per_event=2)
+        work = LayerWork(plan, 1, 3, [[11], [12, 13]], 14, [15, 16], "kernel", 18)
+        backend.copy_layers(31, work, SimpleNamespace(ptr=71))
+        [(name, given)] = gpu.asked()
+        assert name == "submit"
+        assert {**given, "device_ids": given["device_ids"].tolist(), "host_ids": given["host_ids"].tolist()} == {
+            "plan": 31,
+            "direction": code,
+            "engine": 2,
+            "device_ids": [4, 2],
+            "host_ids": [7, 9],
+            "layers": range(2, 6),
+            "layers_per_event": 2,
+            "waits": [[11], [12, 13]],
+            "start_event": 14,
+            "record_events": [15, 16],
+            "stream": 71,
+            "token": 18,
+        }
+
+
+@pytest.mark.parametrize("first_dropped", [None, 0, 3])
+def test_what_is_cancelled_and_watched(gpu: Gpu, backend: Any, first_dropped: int | None) -> None:
+    gpu.answers["cancel"] = first_dropped
+    assert backend.cancel(SimpleNamespace(ptr=71), 18) == first_dropped
+    backend.watch([5, 6], print)
+    assert gpu.asked() == [("cancel", 71, 18), ("watch", DEVICE, [5, 6], print)]
+
+
+def test_the_time_between_two_events(gpu: Gpu, backend: Any) -> None:
+    gpu.answers["eventElapsedTime"] = np.float32(1.5)
+    found = backend.elapsed_ms(5, 6)
+    assert (found, type(found)) == (1.5, float)
+    assert gpu.asked() == [("eventElapsedTime", 5, 6)]
+
+
+def test_an_event_for_the_user_is_behind_what_is_enqueued(gpu: Gpu, backend: Any) -> None:
+    event = gpu.answers["Event"] = SimpleNamespace(record=gpu.answering("record"))
+    stream = SimpleNamespace(ptr=71)
+    assert backend.user_event(stream) is event
+    assert gpu.asked() == [("flush", 71), ("Event",), ("record", stream)]
+
+
+@pytest.fixture(autouse=True)
+def _the_stand_in_stays_here() -> Iterator[None]:
+    yield
+    assert sys.modules.get(NAME) is not cupy_backend
+    assert getattr(sys.modules.get("cupy"), "cuda", None) is not cupy_backend.cupy.cuda

@@ -1,0 +1,289 @@
+"""How Python calls the library's queue. The library is replaced: its functions, which a build without CUDA does not
+have, note what they are given. With the true ones: tests/gpu/test_transfer_queue.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_kv import CudaError
+from paddle_kv.backend import transfer_queue
+from paddle_kv.ops import _library
+from tests import c_header
+
+HEADER = "transfer/queue_api.h"
+
+
+class Function:
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        self.name, self._call = name, call
+        self.argtypes: list[Any] = []
+        self.restype: Any = ctypes.c_int
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(self.name, arguments)
+
+
+class Library:
+    """``calls``: (whether the GIL was given up, function, arguments); ``answers``: what a function does, else 0."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bool, str, tuple[Any, ...]]] = []
+        self.answers: dict[str, Callable[..., Any]] = {}
+        self.functions: dict[str, Function] = {}
+
+    def load(self, path: str, gives_up_the_gil: bool) -> Any:
+        assert path == str(_library.LIBRARY)
+        library = self
+
+        class Loaded:
+            def __getattr__(self, name: str) -> Function:
+                found = library.functions[name] = Function(name, call)
+                setattr(self, name, found)
+                return found
+
+        def call(name: str, arguments: tuple[Any, ...]) -> Any:
+            short = name.removeprefix("paddle_kv_").removeprefix("queue_")
+            given = tuple(value_of(one) for one in arguments)
+            library.calls.append((gives_up_the_gil, short, given))
+            answer = library.answers.get(short, lambda *_: 0)
+            return answer(*arguments) if callable(answer) else answer
+
+        return Loaded()
+
+
+def value_of(argument: Any) -> Any:
+    if isinstance(argument, ctypes.Array):
+        return list(argument)
+    return "pointer" if type(argument).__name__ == "CArgObject" else argument
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    made = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: made.load(path, True))
+    monkeypatch.setattr(ctypes, "PyDLL", lambda path: made.load(path, False))
+    cached = (transfer_queue._functions, transfer_queue._completions_counter)
+    for function in cached:
+        function.cache_clear()
+    yield made
+    for function in cached:
+        function.cache_clear()
+
+
+def test_functions_and_structure_are_those_of_the_header(library: Library) -> None:
+    transfer_queue._functions()
+    declared = c_header.functions(HEADER)
+    assert len(declared) == 18
+    typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
+    untyped = set(declared) - set(typed)
+    assert typed | dict.fromkeys(untyped, (ctypes.c_int, [])) == declared  # ctypes takes an int for granted
+    assert c_header.members(HEADER, "PaddleKvTransfer") == list(transfer_queue._Transfer._fields_)
+
+
+def test_what_a_submission_hands_over(library: Library) -> None:
+    seen: list[Any] = []
+
+    def array(address: int, count: int) -> list[int]:
+        return (ctypes.c_int64 * count).from_address(address)[:]
+
+    def submit(pointer: Any) -> int:
+        given = pointer._obj
+        pointers = {"device_ids": 3, "host_ids": 3, "wait_events": 3, "waits_per_group": 2, "record_events": 2}
+        fields = {name: getattr(given, name) for name, _ in given._fields_}
+        seen.append({**fields, **{name: array(fields[name], count) for name, count in pointers.items()}})
+        return 0
+
+    library.answers["submit"] = submit
+    asked: Any = {"plan": 1, "direction": 2, "engine": 3, "layers_per_event": 4, "start_event": 5, "stream": 6}
+    ids = {"device_ids": np.array([7, 8, 9]), "host_ids": np.array([10, 11, 12])}
+    transfer_queue.submit(**asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22])
+    transfer_queue.submit(
+        **asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22], token=23
+    )
+    expected = {
+        **asked,
+        "device_ids": [7, 8, 9],
+        "host_ids": [10, 11, 12],
+        "block_count": 3,
+        "first_layer": 13,
+        "end_layer": 17,
+        "wait_events": [18, 19, 20],
+        "waits_per_group": [2, 1],
+        "record_events": [21, 22],
+    }
+    assert seen == [{**expected, "token": 0}, {**expected, "token": 23}]
+
+
+@pytest.mark.parametrize(("more", "gives_up_the_gil"), [(0, False), (1, True)])
+def test_a_submission_of_many_blocks_gives_up_the_gil(library: Library, more: int, gives_up_the_gil: bool) -> None:
+    ids = np.arange(transfer_queue.FEW_BLOCKS + more)
+    transfer_queue.submit(
+        plan=1, direction=0, engine=0, device_ids=ids, host_ids=ids, layers=range(1), layers_per_event=1,
+        waits=[[]], start_event=2, record_events=[3], stream=4,
+    )  # fmt: skip
+    assert library.calls == [(gives_up_the_gil, "submit", ("pointer",))]
+
+
+def test_arguments_and_which_calls_give_up_the_gil(library: Library) -> None:
+    """Those that may wait for CUDA or for another thread have to: that one may want the GIL."""
+    seen: list[list[int]] = []
+    library.answers["set_thresholds"] = lambda device, nine: (
+        seen.append((ctypes.c_int64 * 9).from_address(nine)[:]) or 0
+    )
+    transfer_queue.open_stream(1, 2, urgent=True)
+    transfer_queue.close_stream(2)
+    transfer_queue.watch(1, 3, [4, 5])
+    transfer_queue.push_device(1)
+    transfer_queue.pop_device()
+    transfer_queue.set_thresholds(1, list(range(9)))
+    *calls, (gave_up, name, (device, _)) = library.calls
+    assert calls == [
+        (True, "open", (1, 2, True)),
+        (True, "close", (2,)),
+        (False, "watch", (1, 3, [4, 5], 2)),
+        (True, "push_device", (1,)),
+        (True, "pop_device", ()),
+    ]
+    assert (gave_up, name, device, seen) == (True, "set_thresholds", 1, [list(range(9))])
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "answer", "expected", "called"),
+    [
+        (lambda: transfer_queue.completions_fd(), "completions_open", 17, 17, (True, ())),
+        (lambda: transfer_queue.completions_fd(), "completions_open", 0, 0, (True, ())),
+        (lambda: transfer_queue.enqueued(), "enqueued", 18, 18, (False, ())),
+        (lambda: transfer_queue.submitted(), "submitted", 19, 19, (False, ())),
+        (lambda: transfer_queue.flush(1), "flush", 0, True, (True, (1, -1))),
+        (lambda: transfer_queue.flush(1, 2.25), "flush", 1, False, (True, (1, 2_250_000))),
+        (lambda: transfer_queue.flush(1, -3.0), "flush", 1, False, (True, (1, 0))),
+        (lambda: transfer_queue.wait_stream(1, 2, 3, None), "wait_stream", 0, True, (True, (1, 2, 3, -1))),
+        (lambda: transfer_queue.wait_stream(1, 2, 3, 2e-6), "wait_stream", 1, False, (True, (1, 2, 3, 2))),
+        (lambda: transfer_queue.query(1, 2, 3), "query", 0, True, (True, (1, [2, 3], 2))),
+        (lambda: transfer_queue.query(1, 2), "query", 1, False, (True, (1, [2], 1))),
+        (lambda: transfer_queue.forget(1), "forget", 1, True, (False, (1,))),
+        (lambda: transfer_queue.forget(1), "forget", 0, False, (False, (1,))),
+    ],
+)
+def test_what_is_asked_and_what_is_answered(
+    library: Library, call: Callable[[], Any], name: str, answer: int, expected: Any, called: tuple[bool, Any]
+) -> None:
+    library.answers[name] = lambda *_: answer
+    found = call()
+    assert (found, type(found)) == (expected, type(expected))
+    gave_up, arguments = called
+    assert library.calls == [(gave_up, name, arguments)]
+
+
+@pytest.mark.parametrize(("first_dropped", "expected"), [(-1, None), (0, 0), (5, 5)])
+def test_which_layer_is_the_first_that_is_dropped(library: Library, first_dropped: int, expected: int | None) -> None:
+    def cancel(stream: int, token: int, layer: Any) -> int:
+        layer._obj.value = first_dropped
+        return 0
+
+    library.answers["cancel"] = cancel
+    assert transfer_queue.cancel(1, 2) == expected
+    assert library.calls == [(False, "cancel", (1, 2, "pointer"))]
+
+
+def test_all_reports_are_taken_in_their_order(library: Library) -> None:
+    reported = list(range(1000, 2000))
+
+    def take(tokens: Any, capacity: int) -> int:
+        some = reported[:capacity]
+        del reported[:capacity]
+        tokens[: len(some)] = some
+        return len(some)
+
+    library.answers["completions_take"] = take
+    assert transfer_queue.take_completions() == list(range(1000, 2000))
+    assert transfer_queue.take_completions() == []
+    assert {gave_up for gave_up, *_ in library.calls} == {False}
+
+
+def test_the_count_of_reports_is_read_where_the_library_keeps_it(library: Library) -> None:
+    counter = ctypes.c_int64(3)
+    library.answers["completions_counter"] = lambda: ctypes.addressof(counter)
+    assert transfer_queue.completions_count() == 3
+    counter.value = 1 << 40
+    assert transfer_queue.completions_count() == 1 << 40
+    assert library.calls == [(True, "completions_counter", ())]
+
+
+def test_without_a_thread_that_submits_there_is_no_count(library: Library) -> None:
+    library.answers["completions_counter"] = lambda: None
+    with pytest.raises(RuntimeError, match="the thread that submits transfers could not be started"):
+        transfer_queue.completions_count()
+
+
+@pytest.mark.parametrize("sizes", [[], [1] * 8, [1] * 10, [[1] * 3] * 3])
+def test_sizes_that_are_not_nine(library: Library, sizes: list[Any]) -> None:
+    with pytest.raises(ValueError, match=rf"sizes has {np.size(sizes)} entries; 9 are expected"):
+        transfer_queue.set_thresholds(0, sizes)
+    assert library.calls == []
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "kind"),
+    [
+        (700, b"cudaErrorIllegalAddress", CudaError),
+        (700, None, CudaError),
+        (0, b"cancelled", transfer_queue.Cancelled),
+        (0, b"out of host memory", MemoryError),
+        (0, b"", RuntimeError),
+        (0, None, RuntimeError),
+    ],
+)
+def test_what_went_wrong_is_raised_with_the_words_of_the_library(
+    library: Library, code: int, name: bytes | None, kind: type[Exception]
+) -> None:
+    def tell(told_code: Any, told_name: Any) -> bytes:
+        told_code._obj.value, told_name._obj.value = code, name
+        return b"the words"
+
+    library.answers.update(close=lambda *_: -1, error=tell)
+    with pytest.raises(kind) as raised:
+        transfer_queue.close_stream(1)
+    assert type(raised.value) is kind
+    assert str(raised.value) == "the words"
+    if isinstance(raised.value, CudaError):
+        assert (raised.value.code, raised.value.name) == (700, (name or b"").decode())
+    assert library.calls == [(True, "close", (1,)), (True, "error", ("pointer", "pointer"))]
+
+
+def test_every_call_reports_what_went_wrong(library: Library) -> None:
+    """One that swallowed it would be taken for a success."""
+    ids = np.arange(1)
+    calls: list[Callable[[], Any]] = [
+        lambda: transfer_queue.open_stream(0, 1, urgent=False),
+        lambda: transfer_queue.close_stream(1),
+        lambda: transfer_queue.submit(
+            plan=1, direction=0, engine=0, device_ids=ids, host_ids=ids, layers=range(1), layers_per_event=1,
+            waits=[[]], start_event=2, record_events=[3], stream=4,
+        ),
+        lambda: transfer_queue.cancel(1, 2),
+        lambda: transfer_queue.watch(0, 1, [2]),
+        lambda: transfer_queue.completions_fd(),
+        lambda: transfer_queue.flush(1),
+        lambda: transfer_queue.wait_stream(0, 1, 2, None),
+        lambda: transfer_queue.query(0, 1),
+        lambda: transfer_queue.push_device(0),
+        lambda: transfer_queue.forget(1),
+        lambda: transfer_queue.set_thresholds(0, [1] * 9),
+    ]  # fmt: skip
+    names = [
+        name.removeprefix("paddle_kv_").removeprefix("queue_")
+        for name, (result, _) in c_header.functions(HEADER).items()
+        if result is ctypes.c_int
+    ]
+    assert len(names) == len(calls)
+    library.answers.update(dict.fromkeys(names, lambda *_: -1), error=lambda *_: b"wrong")
+    for call in calls:
+        with pytest.raises(RuntimeError, match="wrong"):
+            call()
+    assert {name for _, name, _ in library.calls} == {*names, "error"}
