@@ -123,11 +123,16 @@ def test_who_sends_what_is_too_long_is_heard_no_more(decode: Decode, size_bytes:
     assert decode.receiver.stats()["refused_messages"] == before
 
 
-def test_who_does_not_read_is_given_up(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_read_is_given_up(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(connection, "MOST_UNSENT_BYTES", 1000)
     with raw(decode) as line:
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         line.sendall(framed(encode("begin", "0" * 32, digest="x")) * 5000)
+        end_s = time.monotonic() + WAIT_S
+        while "it does not read" not in caplog.text:  # it reads only then: else it may be as quick as what is written
+            assert time.monotonic() < end_s
+            time.sleep(0.001)
         heard_bytes = 0
         while found := line.recv(1 << 20):
             heard_bytes += len(found)  # what was under way; then it ends

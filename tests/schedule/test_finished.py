@@ -22,6 +22,7 @@ def readable(descriptor: int, timeout_s: float = 0.0) -> bool:
 def saved(scheduler: Any, block: int = 1) -> Any:
     save = scheduler.offload([block], [block])
     save.wait(WAIT_S)
+    scheduler.stats()  # a section behind the one that told of it: the wait may be over in the middle of that
     return save
 
 
