@@ -55,7 +55,7 @@ class BlockIndex(Generic[Key]):
             if prompt is None:
                 self._saw(keys, count)
             else:
-                self._saw(prompt, next((i for i, key in enumerate(prompt) if key not in self.slots), len(prompt)))
+                self._saw(prompt, self._first_absent(prompt))
             for key in reversed(keys[:count]):
                 on_access(key)
         except BaseException:
@@ -126,7 +126,7 @@ class BlockIndex(Generic[Key]):
         if self._on_save is not None:
             self._on_save(keys)
         slots = self.slots
-        first = next((position for position, key in enumerate(keys) if key not in slots), len(keys))
+        first = self._first_absent(keys)
         path, at = keys, first
         others: list[Coming[Key]] = []
         if first < len(keys):
@@ -152,11 +152,15 @@ class BlockIndex(Generic[Key]):
 
     def hung_on(self, keys: Sequence[Key]) -> Sequence[Key]:
         """The blocks of the same prompt, before the first absent one, which :meth:`admit` would hold too."""
-        first = next((position for position, key in enumerate(keys) if key not in self.slots), len(keys))
+        first = self._first_absent(keys)
         if first == len(keys):
             return ()
         path, at, _ = self.ended.hanging.path(keys, first)
         return path[:at]
+
+    def _first_absent(self, keys: Sequence[Key]) -> int:
+        """Where the first block without a slot stands: other than for :meth:`peek`, one that is arriving has one."""
+        return next((position for position, key in enumerate(keys) if key not in self.slots), len(keys))
 
     def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
         """Pins those that are there or arriving: a save must not evict what it relies on."""

@@ -139,9 +139,7 @@ class Survival(Generic[Key]):
         coming = self._coming
         if len(coming) > self._max_coming:
             coming.clear()
-        if (
-            found < len(prompt) and prompt[found] in coming
-        ):  # another prompt that has not been saved begins like this one
+        if found < len(prompt) and prompt[found] in coming:  # another one, not saved yet, begins like this one
             for other, shared in groupby(prompt[found:], coming.get):
                 if other is not None and other is not run:
                     self._hang_on(other, list(shared)[-1])

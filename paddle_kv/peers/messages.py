@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from ..tracking.keeper import log
 from .grant import is_grant_id
 
 MOST_BYTES = 4096  # of a message
@@ -43,6 +44,15 @@ def encode(kind: str, grant_id: str, **values: Any) -> bytes:
 
 def _sealed(text: bytes) -> bytes:
     return b"%08x" % zlib.crc32(text) + text
+
+
+def heard(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any] | None:
+    """As :func:`decode`; None for what is none of these messages, which is logged."""
+    try:
+        return decode(data, kinds)
+    except ValueError as error:
+        log.debug("a message was refused: %s", error)
+        return None
 
 
 def decode(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from ..tracking.keeper import log
 from .alarms import Alarms
 from .at_exit import endpoints
 from .grant import VERSION, Grant, check_grant, make_grant_id
-from .messages import TO_RECEIVER, decode, encode
+from .messages import TO_RECEIVER, encode, heard
 
 REVOKE_EVERY_S = 1.0  # until it is answered: a channel may lose messages
 
@@ -155,12 +155,7 @@ class Receiver:
         Returns:
             whether it was one to act upon.
         """
-        try:
-            message = decode(data, TO_RECEIVER)
-        except ValueError as error:
-            log.debug("a message was refused: %s", error)
-            message = None
-        taken, reply = change(self.scheduler, functools.partial(self._take, peer, message))
+        taken, reply = change(self.scheduler, functools.partial(self._take, peer, heard(data, TO_RECEIVER)))
         if reply is not None:
             _send(peer, reply)
         return bool(taken)

@@ -21,7 +21,7 @@ from ..tracking.group import change, wait_until
 from ..tracking.keeper import Waiter, log
 from .at_exit import endpoints
 from .grant import Grant, check_grant
-from .messages import TO_SENDER, decode, encode
+from .messages import TO_SENDER, encode, heard
 from .receiver import receivers
 
 
@@ -134,10 +134,8 @@ class Sender:
         Returns:
             whether it was one to act upon.
         """
-        try:
-            message = decode(data, TO_SENDER)
-        except ValueError as error:
-            log.debug("a message was refused: %s", error)
+        message = heard(data, TO_SENDER)
+        if message is None:
             return False
         taken, reply, unwanted = change(self.scheduler, functools.partial(self._take, message))
         if reply is not None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,6 +11,13 @@ from paddle_kv.peers import Listener, Receiver
 from tests.peers.prefill import Prefill
 from tests.schedule.conftest import copies, nothing_left  # noqa: F401
 from tests.schedule.rig import WAIT_S, Rig, assert_same, cache_memory
+
+
+def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.002)
 
 
 class Decode:

@@ -9,18 +9,11 @@ import pytest
 
 from paddle_kv import CancelledError, TransferError
 from paddle_kv.peers import Grant
-from tests.peers.conftest import Decode
+from tests.peers.conftest import Decode, until
 from tests.peers.prefill import Prefill, bits
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, assert_same, cache_memory, moved, pool_memory
 
 LAYERS = range(5)
-
-
-def until(condition: object, timeout_s: float = WAIT_S) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end_s
-        time.sleep(0.002)
 
 
 def is_free(decode: Decode) -> bool:

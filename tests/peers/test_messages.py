@@ -17,6 +17,7 @@ from paddle_kv.peers import receiver as receiver_module
 from paddle_kv.peers.messages import MOST_BYTES, TO_RECEIVER, decode, encode
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import keeper
+from tests.peers.conftest import until
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, assert_same, cache_memory, pool_memory
 
 
@@ -200,8 +201,7 @@ def test_blocks_are_held_until_the_sender_has_answered(ground: Ground, monkeypat
     ground.say(grant, "begin")
     with pytest.raises(TransferError, match="the time was over"):
         load.wait_layer(0, timeout_s=WAIT_S)
-    while ground.peer.kinds.count("revoke") < 3:  # as often as it takes: a channel may lose it
-        time.sleep(0.005)
+    until(lambda: ground.peer.kinds.count("revoke") >= 3)  # as often as it takes: a channel may lose it
     assert ground.num_free == free - 1
     assert not load.done()
     assert not ground.say(grant, "layers", first=0, end=5)  # late
@@ -306,8 +306,7 @@ def test_bad_arguments(ground: Ground) -> None:
     with pytest.raises(TypeError):
         receiver.revoke("grant")  # type: ignore[arg-type]
     receiver.close(WAIT_S)
-    while ground.num_free < free:
-        time.sleep(0.005)
+    until(lambda: ground.num_free >= free)
     with pytest.raises(TypeError):
         Receiver("scheduler")  # type: ignore[arg-type]
     rig = Rig()

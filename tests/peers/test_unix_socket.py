@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from paddle_kv import LayerwiseScheduler, PeerError, TransferError
 from paddle_kv.peers import Listener, Receiver, connect, connection
 from paddle_kv.peers.messages import encode
-from tests.peers.conftest import Decode
+from tests.peers.conftest import Decode, until
 from tests.peers.prefill import Prefill
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
 
@@ -27,6 +28,15 @@ def raw(decode: Decode) -> socket.socket:
     made.settimeout(WAIT_S)
     made.connect(decode.listener.path)
     return made
+
+
+def held_copy(decode: Decode, prefill: Prefill, *, held: int, marked: Sequence[int]) -> Any:
+    """The load of a hand-over whose copy of one layer is under way until it may go on."""
+    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
+    prefill.ask("hold", held)
+    prefill.ask("send", "a", grant.to_json(), [4])
+    prefill.ask("mark", "a", marked)
+    return load
 
 
 def framed(data: bytes) -> bytes:
@@ -129,10 +139,7 @@ def test_who_does_not_read_is_given_up(
     monkeypatch.setattr(connection, "MOST_UNSENT_BYTES", 1000)
     with raw(decode) as line:
         line.sendall(framed(encode("begin", "0" * 32, digest="x")) * 5000)
-        end_s = time.monotonic() + WAIT_S
-        while "it does not read" not in caplog.text:  # it reads only then: else it may be as quick as what is written
-            assert time.monotonic() < end_s
-            time.sleep(0.001)
+        until(lambda: "it does not read" in caplog.text)  # it reads only then: else it may be as quick as the writer
         heard_bytes = 0
         while found := line.recv(1 << 20):
             heard_bytes += len(found)  # what was under way; then it ends
@@ -142,10 +149,7 @@ def test_who_does_not_read_is_given_up(
 def test_a_process_that_ends_its_connection_and_lives_still_holds_its_blocks(decode: Decode) -> None:
     prefill = Prefill(decode.exported, decode.listener.path)
     free = decode.pool.num_free_blocks
-    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
-    prefill.ask("hold", 0)
-    prefill.ask("send", "a", grant.to_json(), [4])
-    prefill.ask("mark", "a", [0])
+    load = held_copy(decode, prefill, held=0, marked=[0])
     prefill.ask("shut")  # without a word; its copy goes on
     time.sleep(SHORT_S)
     assert decode.pool.num_free_blocks == free - 1
@@ -161,17 +165,13 @@ def test_a_process_that_ends_its_connection_and_lives_still_holds_its_blocks(dec
 def test_a_sender_out_of_step_stops_writing_and_the_blocks_are_back_with_its_process(decode: Decode) -> None:
     prefill = Prefill(decode.exported, decode.listener.path)
     free = decode.pool.num_free_blocks
-    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
-    prefill.ask("hold", 1)
-    prefill.ask("send", "a", grant.to_json(), [4])
-    prefill.ask("mark", "a", range(5))
+    load = held_copy(decode, prefill, held=1, marked=range(5))
     prefill.ask("raw", b"\xff" * 8)
     time.sleep(SHORT_S)
     assert decode.pool.num_free_blocks == free - 1  # its copy goes on
     prefill.ask("go_on")
     assert prefill.ask("wait", "a") == "cancelled"
-    while not load.failed:  # it has hung up, and nothing that it said was heard
-        time.sleep(0.005)
+    until(lambda: load.failed)  # it has hung up, and nothing that it said was heard
     assert decode.pool.num_free_blocks == free - 1
     prefill.end()
     with pytest.raises(TransferError, match="the sender is gone"):
