@@ -28,6 +28,7 @@ from .swap import (
     swap_cache_per_layer_async,
     transfer_blocks,
 )
+from .topk import gather_topk_rows
 
 __all__ = [
     "block_from_operational",
@@ -40,6 +41,7 @@ __all__ = [
     "copy_blocks",
     "copy_single_block",
     "gather_cache",
+    "gather_topk_rows",
     "has_memcpy_batch_async",
     "is_stub_build",
     "memcpy_batch",

@@ -38,6 +38,10 @@ class Given:
             self.tensors[name] = self.tensor(np.ones(cache, np.int8))
         for name, ids in (("slots", [1]), ("table", [[1]]), ("lengths", [0, 1]), ("pairs", [[0, 1]]), ("ids", [1])):
             self.tensors[name] = self.tensor(np.array(ids))
+        for name, size in (("picked", 1), ("topk_table", 1), ("absent", 4), ("tokens", 2), ("order", 2), ("lists", 7)):
+            self.tensors[name] = self.tensor(np.full((1, size), -1, np.int32))
+        self.tensors["fresh"] = self.tensor(np.zeros(1, np.int32))
+        self.tensors["resident"], self.tensors["rows"] = (self.tensor(np.ones((1, n, 2), np.float32)) for n in (2, 1))
 
     def tensor(self, array: np.ndarray) -> paddle.Tensor:
         return paddle.to_tensor(array, place=self.machine.place)
@@ -134,6 +138,12 @@ CALLS: list[tuple[str, str, str, Callable[[Given], Any]]] = [
         ("block_from_operational", lambda g: ops.block_from_operational(g["operational"], [g["chunk"]]),
          {"operational": "operational", r"chunks\[0\]": "chunk"}),
         ("reshard_universal", lambda g: ops.reshard_universal([g["universal"]], 1), {r"parts\[0\]": "universal"}),
+        ("gather_topk_rows",
+         lambda g: ops.gather_topk_rows(g["picked"], g["topk_table"], g.host.ctypes.data, HOST_BLOCKS, 16, 2,
+                                        g["resident"], g["absent"], g["tokens"], g["order"], g["fresh"], g["lists"],
+                                        out=g["rows"]),
+         {"token_ids": "picked", "block_table": "topk_table", "resident": "resident", "slot_of_token": "absent",
+          "token_of_slot": "tokens", "lru_order": "order", "fresh": "fresh", "scratch": "lists", "out": "rows"}),
     ]
     for argument, name in named.items()
 ]  # fmt: skip
@@ -198,7 +208,7 @@ def misaligned(given: Given, name: str) -> paddle.Tensor:
     return memory.as_strided(tensor.shape, [stride // 8 for stride in strides], 1)
 
 
-WITH_ELEMENTS = ("reshape_and_cache", "concat_and_cache_mla", "gather_cache", "scatter_cache", "convert")
+WITH_ELEMENTS = ("reshape_and_cache", "concat_and_cache_mla", "gather", "scatter_cache", "convert")
 
 
 @pytest.mark.parametrize(
