@@ -172,6 +172,7 @@ def run_chunk(
     recorder: Recorder,
     wait_layer: LayerCall = nothing,
     layer_written: LayerCall = nothing,
+    layer_read: LayerCall = nothing,
 ) -> int:
     """Runs ``tokens`` through the model behind ``position`` cached tokens and returns the most likely next token.
 
@@ -180,6 +181,7 @@ def run_chunk(
         wait_layer: called before a layer's cache is touched, be it to write the tokens or to read the prefix: the block
             in which the prefix ends belongs to both.
         layer_written: called when the tokens are in that layer's cache.
+        layer_read: called when that layer's cache is not needed any more.
     """
     block_size = cache.spec.block_size
     with recorder.span("compute", 0):
@@ -201,6 +203,7 @@ def run_chunk(
                 read_pages(values, table, chunk.length),
             )
             hidden = model.attend(layer, hidden, query, *prefix, chunk)
+            layer_read(layer)
     return model.next_token(hidden)
 
 

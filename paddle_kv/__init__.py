@@ -27,7 +27,8 @@ if _TYPE_CHECKING:
         TransferError,
     )
     from .layout import KVCacheSpec
-    from .memory import DeviceCache, HostPool
+    from .memory import DeviceCache, HostPool, ResidentRows
+    from .schedule.gates import Gates
     from .schedule.movement import State
     from .schedule.scheduler import LayerwiseScheduler
     from .schedule.trace import Span, write_trace
@@ -43,6 +44,7 @@ __all__ = [
     "CudaError",
     "DeviceCache",
     "ForkedError",
+    "Gates",
     "HostPool",
     "KVCacheSpec",
     "LayerwiseScheduler",
@@ -50,6 +52,7 @@ __all__ = [
     "PaddleKVError",
     "PeerError",
     "ReentryError",
+    "ResidentRows",
     "Span",
     "State",
     "Transfer",
@@ -62,7 +65,9 @@ _MODULE_OF = {
     "KVCacheSpec": "layout",
     "DeviceCache": "memory",
     "HostPool": "memory",
+    "ResidentRows": "memory",
     "State": "schedule.movement",
+    "Gates": "schedule.gates",
     "LayerwiseScheduler": "schedule.scheduler",
     "Span": "schedule.trace",
     "write_trace": "schedule.trace",

@@ -33,7 +33,13 @@ def spec_salt(spec: KVCacheSpec) -> bytes:
 
 
 def spec_digest(spec: KVCacheSpec) -> bytes:
-    """:func:`spec_salt` in 32 bytes, by which a directory and its movers know that they mean the same blocks."""
+    """:func:`spec_salt` in 32 bytes, by which a directory and its movers know that they mean the same blocks.
+
+    Raises:
+        TypeError: not a spec.
+    """
+    if not hasattr(spec, "tensor_names"):
+        raise TypeError(f"spec is {type(spec).__name__}; a KVCacheSpec is expected")
     return digest_of(spec_salt(spec))
 
 
@@ -45,11 +51,24 @@ class Namespace:
         model: what :func:`~paddle_kv.offload.cache_salt` made: the model with its revision, adapters, ranks.
         spec: digest of the cache's spec (:func:`~paddle_kv.offload.spec_digest`); empty: movers do not compare it.
         group: of layers with one kind of cache. There is one now, 0.
+
+    Raises:
+        TypeError: ``model`` or ``spec`` is not bytes, ``group`` no int.
+        ValueError: a group that has no number.
     """
 
     model: bytes = b""
     spec: bytes = b""
     group: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("model", self.model), ("spec", self.spec)):
+            if not isinstance(value, bytes):
+                raise TypeError(f"{name} is {type(value).__name__}; bytes are expected")
+        if type(self.group) is not int:
+            raise TypeError(f"group = {self.group!r} is {type(self.group).__name__}; an int is expected")
+        if not 0 <= self.group < 2**32:
+            raise ValueError(f"group = {self.group} must be in [0, 2**32)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,13 @@ def check_process(process_id: int, what: str) -> None:
 def check_ids(ids: Sequence[int] | Ids, name: str, num_blocks: int) -> None:
     """IndexError unless each id lies in [0, num_blocks)."""
     found = np.asarray(ids)
-    if found.size and (found.min() < 0 or found.max() >= num_blocks):
+    if not found.size:
+        return
+    if found.dtype == np.int64:  # a negative number is a very large one to those that have no sign
+        wrong = np.maximum.reduce(found.view(np.uint64)) >= num_blocks
+    else:
+        wrong = found.min() < 0 or found.max() >= num_blocks
+    if wrong:
         position = next(i for i, block_id in enumerate(ids) if not 0 <= block_id < num_blocks)
         raise IndexError(f"{name}[{position}] = {ids[position]} must be in [0, {num_blocks})")
 
@@ -33,7 +39,7 @@ def check_distinct(name: str, ids: Sequence[int] | Ids) -> None:
     found = np.asarray(ids, np.int64)
     if found.size < 2:
         return
-    seen = np.zeros(found.max() + 1, bool)
+    seen = np.zeros(np.maximum.reduce(found) + 1, bool)
     seen[found] = True
     if np.count_nonzero(seen) != found.size:
         [(block_id, _)] = Counter(found.tolist()).most_common(1)

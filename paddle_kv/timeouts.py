@@ -6,22 +6,22 @@ from numbers import Real
 from threading import TIMEOUT_MAX
 
 
-def check_time(timeout_s: float) -> float:
+def check_time(timeout_s: float, name: str = "timeout_s") -> float:
     """A time-out that ends: TypeError or ValueError unless it is a number of seconds."""
     if timeout_s is None:
-        raise TypeError("timeout_s is None; a number of seconds is expected: nothing waits for storage for ever")
-    check_timeout(timeout_s)
+        raise TypeError(f"{name} is None; a number of seconds is expected: nothing waits for storage for ever")
+    check_timeout(timeout_s, name=name)
     return float(timeout_s)  # NumPy's lose digits when they are added to the clock
 
 
-def check_timeout(timeout_s: float | None, *, positive: bool = False) -> None:
+def check_timeout(timeout_s: float | None, *, positive: bool = False, name: str = "timeout_s") -> None:
     """TypeError or ValueError unless it is a number of seconds or None. One that is not positive is over at once, where
     that makes sense."""
     if timeout_s is None:
         return
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
-        raise TypeError(f"timeout_s is {timeout_s!r}; a number of seconds or None is expected")
+        raise TypeError(f"{name} is {timeout_s!r}; a number of seconds or None is expected")
     if not timeout_s <= TIMEOUT_MAX:
-        raise ValueError(f"timeout_s = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")
+        raise ValueError(f"{name} = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")
     if positive and not timeout_s > 0:
-        raise ValueError(f"timeout_s = {timeout_s} must be positive")
+        raise ValueError(f"{name} = {timeout_s} must be positive")

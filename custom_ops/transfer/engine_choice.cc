@@ -5,7 +5,8 @@
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kShareOfSmall = 32;  // one of so many bytes may lie in smaller pieces
+constexpr std::int64_t kCopyEngineInsideDevice = 128 << 10;  // bytes of a piece
+constexpr std::int64_t kShareOfSmall = 32;                   // one of so many bytes may lie in smaller pieces
 
 }  // namespace
 
@@ -88,6 +89,10 @@ EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool besid
   // Not as fast, but the model hardly notices.
   if (beside_compute && sizes.both.AreLarge(std::max(copy_engine[true], smallest))) return EngineKind::kCopyEngine;
   return EngineKind::kKernel;
+}
+
+EngineKind ChooseEngineInsideDevice(const PieceSizes& sizes) {
+  return sizes.both.AreLarge(kCopyEngineInsideDevice) ? EngineKind::kCopyEngine : EngineKind::kKernel;
 }
 
 }  // namespace paddle_kv

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..layout import differences
 from ..ops._library import call
+from . import transfer_queue
 from .work import Direction, TransferPlan
 
 DIRECTION_CODES: dict[Direction, int] = {"offload": 0, "onload": 1}
@@ -26,18 +27,21 @@ def register(device_cache: Any, host_pool: Any, device: int) -> int:
         raise ValueError(f"host_pool has {of_pool}, device_cache has {of_cache}; both must have the same spec")
     number = next(_numbers)
     names, layers = spec.tensor_names, range(spec.num_layers)
-    call(
-        "register_transfer_plan",
+    plan = (
         number,
         device,
         device_cache.num_blocks,
         host_pool.num_blocks,
-        [device_cache.tensor(name, layer).data_ptr() for layer in layers for name in names],
+        [device_cache.pointer(name, layer) for layer in layers for name in names],
         [host_pool.pointer(name, layer) for layer in layers for name in names],
         [spec.tensor_block_bytes(name) for name in names],
         [host_pool.stride_bytes(name) for name in names],
-        [spec.tensor_block_bytes(name) for name in names],
+        [host_pool.moved_block_bytes(name) for name in names],
     )
+    if device < 0 or host_pool.in_host_memory or not any(plan[-1]):
+        call("register_transfer_plan", *plan)
+    else:
+        transfer_queue.register_device_plan(*plan)
     return number
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import BackendError
 from ..tracking.keeper import Waiter
 from . import binding as bindings
+from .cpu_gates import CpuGates
 from .work import LayerWork
 
 
@@ -139,6 +140,9 @@ class CpuBackend:
 
     def close(self) -> None:
         pass
+
+    def create_gates(self, num_layers: int, timeout_s: float) -> CpuGates:
+        return CpuGates(num_layers, timeout_s, self.create_stream)
 
     def compute_stream(self, stream: Any) -> None:
         return None

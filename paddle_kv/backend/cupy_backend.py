@@ -16,6 +16,7 @@ from .. import streams
 from ..errors import CaptureError, CudaError
 from . import binding as bindings
 from . import calibration, completions, transfer_queue
+from .cuda_gates import CudaGates
 from .work import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
@@ -88,20 +89,43 @@ class CupyBackend:
         handle, stream.ptr = stream.ptr, 0
         runtime.streamDestroy(handle)
 
+    def create_gates(self, num_layers: int, timeout_s: float) -> CudaGates:
+        return CudaGates(self._device_id, num_layers, timeout_s)
+
     def create_event(self) -> int:
+        [event] = self.create_events(1)
+        return event
+
+    def create_events(self, count: int) -> list[int]:
+        """As many at once; all or none."""
         # Creating an event costs more than recording it.
-        if not self._idle_events:
+        idle = self._idle_events
+        if len(idle) < count:
             self._wake_events()
-        return self._idle_events.pop() if self._idle_events else self._new_event()
+        first = max(0, len(idle) - count)
+        taken = idle[first:]
+        del idle[first:]
+        try:
+            while len(taken) < count:
+                taken.append(self._new_event())
+        except BaseException:
+            idle += taken
+            raise
+        return taken
 
     @_on_device
     def _new_event(self) -> int:
         return int(runtime.eventCreateWithFlags(runtime.eventDefault))
 
     def destroy_event(self, event: int) -> None:
+        self.destroy_events([event])
+
+    def destroy_events(self, events: Sequence[int]) -> None:
+        """Of a transfer at once."""
         if self._saw_failure:
-            transfer_queue.forget(event)
-        self._given_back.append(event)
+            for event in events:
+                transfer_queue.forget(event)
+        self._given_back += events
 
     def _wake_events(self) -> None:
         # A transfer that is enqueued, not submitted, may still have to wait for an event that was given back: recorded
@@ -131,7 +155,9 @@ class CupyBackend:
             raise CaptureError(
                 "the stream is being captured into a CUDA graph; a transfer cannot become part of a graph"
             )
-        return streams.resolve_on(stream, self._device_id)
+        if stream is not None or streams.cupy_stream() is None:
+            return named
+        return streams.resolve_on(None, self._device_id)
 
     @_on_device
     def record(self, event: int, stream: Any) -> None:

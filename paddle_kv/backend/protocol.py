@@ -13,6 +13,39 @@ from typing import Any, Protocol
 from .work import Event, LayerWork, Stream
 
 
+class Gates(Protocol):
+    """What stands in front of layers and behind them in graphs that are launched again and again. Turns are numbers
+    that grow; all gates begin open, with turn 0."""
+
+    def wait(self, layer: int, stream: Any) -> None:
+        """A launch: holds the stream until the layer has come to the turn that it was armed for last; gives up after
+        the time-out of the gates. ``stream``: as the user named it; None: whatever is current."""
+
+    def mark(self, layer: int, stream: Any) -> None:
+        """A launch: the layer was marked in the turn that the stream was armed for last."""
+
+    def mark_and_wait(self, layer: int, stream: Any) -> None:
+        """:meth:`mark` of the layer, and :meth:`wait` in front of the one behind it, which there is, by one launch."""
+
+    def arm(self, stream: Stream, load_turn: int, save_turn: int) -> None:
+        """For what is launched on the compute stream from now on."""
+
+    def let_through(self, first_layer: int, turn: int, waits: Sequence[Sequence[Event]]) -> None:
+        """One layer after the other comes to the turn behind its events; in the order of the calls."""
+
+    def record_marks(self, turn: int, events: Sequence[Sequence[Event]]) -> None:
+        """Records the events of each layer behind its mark of the turn; each call behind the one before."""
+
+    def pass_marks(self, turn: int) -> None:
+        """As if all layers had been marked in the turn."""
+
+    def given_up(self, turn: int) -> int | None:
+        """The layer whose gate has given up the turn."""
+
+    def close(self) -> None:
+        """Frees them, once what was let through and marked is done."""
+
+
 class Backend(Protocol):
     """One device and the host memory beside it."""
 
@@ -31,10 +64,15 @@ class Backend(Protocol):
     def destroy_stream(self, stream: Stream) -> None: ...
 
     def create_event(self) -> Event:
-        """An event that is not recorded; may be one that was given back."""
+        """An event that is not recorded; may be one that was given back. A backend may also have ``create_events``,
+        which takes their number and returns a list of them; if it raises, none was made."""
 
     def destroy_event(self, event: Event) -> None:
-        """Gives an event back: nobody asks or waits for it again. It need not have been passed."""
+        """Gives an event back: nobody asks or waits for it again. It need not have been passed. A backend may also have
+        ``destroy_events``, which takes a list of them."""
+
+    def create_gates(self, num_layers: int, timeout_s: float) -> Gates:
+        """Open ones. May wait for the device."""
 
     def close(self) -> None:
         """Frees what the backend keeps for re-use."""

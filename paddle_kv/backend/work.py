@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -27,15 +26,29 @@ class TransferPlan:
     num_layers: int
     layers_per_event: int
     left_out: frozenset[int] = frozenset()  # groups of which nothing is moved
+    num_groups: int = field(init=False, repr=False)
+    groups: Sequence[int] = field(init=False, repr=False)  # those that are moved
+    num_moved_layers: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("device_ids", "host_ids"):
-            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
+        num_groups = -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
+        every = range(num_groups)
+        self.__dict__.update(  # it is frozen
+            device_ids=np.ascontiguousarray(self.device_ids, np.int64),
+            host_ids=np.ascontiguousarray(self.host_ids, np.int64),
+            num_groups=num_groups,
+            groups=[group for group in every if group not in self.left_out] if self.left_out else every,
+            num_moved_layers=self.num_layers - sum(len(self.layers_of(group)) for group in self.left_out),
+        )
 
-    @functools.cached_property
+    @property
     def id_lists(self) -> tuple[list[int], list[int]]:
         """Those of the device and of the host, as operators take them."""
-        return self.device_ids.tolist(), self.host_ids.tolist()
+        # Not by ``functools.cached_property``: before Python 3.12 that has a lock, which a fork may leave locked.
+        found: tuple[list[int], list[int]] | None = self.__dict__.get("_id_lists")
+        if found is None:
+            found = self.__dict__["_id_lists"] = self.device_ids.tolist(), self.host_ids.tolist()
+        return found
 
     @property
     def source_ids(self) -> Ids:
@@ -45,19 +58,6 @@ class TransferPlan:
     def target_ids(self) -> Ids:
         return self.host_ids if self.direction == "offload" else self.device_ids
 
-    @property
-    def num_groups(self) -> int:
-        return -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
-
-    @property
-    def groups(self) -> list[int]:
-        """Those that are moved."""
-        return [group for group in range(self.num_groups) if group not in self.left_out]
-
-    @property
-    def num_moved_layers(self) -> int:
-        return self.num_layers - sum(len(self.layers_of(group)) for group in self.left_out)
-
     def group_of(self, layer: int) -> int:
         return layer // self.layers_per_event
 
@@ -66,7 +66,7 @@ class TransferPlan:
         return range(first, min(first + self.layers_per_event, self.num_layers))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LayerWork:
     """Consecutive groups of layers of one transfer, to be enqueued by one call."""
 

@@ -53,7 +53,7 @@ class CacheTransferManager:
 
     Raises:
         TypeError: not a scheduler, or not a tier.
-        ValueError: the tier has another host pool.
+        ValueError: the tier has another host pool, or layers of the device cache share buffers.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -72,6 +72,12 @@ class CacheTransferManager:
 
     def __init__(self, scheduler: LayerwiseScheduler, *, tier: Tier | None = None) -> None:
         check_scheduler(scheduler)
+        cache = scheduler.device_cache
+        if cache.is_ring:  # FastDeploy says of no layer that it was read: the next one would never come
+            raise ValueError(
+                f"the device cache has layer_buffers = {cache.layer_buffers} for {cache.spec.num_layers} layers; "
+                "a cache in which each layer has its own memory is expected"
+            )
         self._scheduler = scheduler
         self._storage = None if tier is None else TierStorage(tier)
         if tier is not None and tier.pool is not scheduler.host_pool:

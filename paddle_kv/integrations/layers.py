@@ -27,12 +27,13 @@ class ForwardPass:
     Raises:
         TypeError: ``loads`` or ``saves`` is not a list of transfers.
         ValueError: the pass would wait for marks that it makes later: among the loads a layerwise offload whose layers
-            are not marked, or a load that stands behind one of the saves, which was started before it. Or among the
-            saves something else. The layerwise saves are cancelled.
+            are not marked, a load that stands behind one of the saves, which was started before it, or two loads into
+            one block of a cache with ``layer_buffers``. Or among the saves something else. The layerwise saves are
+            cancelled.
 
     As a context manager it ends the saves: those that lack a layer, because the pass was left early or raised, are
-    cancelled, or they would wait for that layer forever. The loads are the caller's: what was computed is valid only
-    after ``wait()`` of each has returned.
+    cancelled, or they would wait for that layer forever; so are loads into a ring of layer buffers that wait for one to
+    be read. The loads are the caller's: what was computed is valid only after ``wait()`` of each has returned.
 
     A pass serves several requests, and keeps them apart. A load that fails takes with it the saves that were computed
     from it: those that :meth:`KVOffloadManager.save` was told so of, and such as nothing is known of. The others go on,
@@ -78,9 +79,14 @@ class ForwardPass:
 
     def _check_kinds(self) -> None:
         for number, load in self._loads.items():
-            if load.unmarked_layers:
+            if load.layerwise and load.unmarked_layers:
                 raise ValueError(
                     f"loads[{number}] is a layerwise offload whose layers are not marked: {load}; name it in saves"
+                )
+            for other in load.stands_behind_last_of(list(self._loads.values())):
+                raise ValueError(
+                    f"loads[{number}] waits for all layers of loads[{other}], which was started before it and loads "
+                    "into the same block of the layer buffers; load each block once"
                 )
         for number, save in self._saves.items():
             if not save.layerwise:
@@ -104,8 +110,17 @@ class ForwardPass:
                 load.wait_layer(layer, stream=self._stream, timeout_s=self._timeout_s)
             except (TransferError, CancelledError) as error:
                 self._fail(number, error)
+        for number, save in list(self._saves.items()):
+            if layer >= save.layer_buffers:  # the model is about to write where it reads an earlier layer
+                self._wait_for_buffer(number, save, layer - save.layer_buffers)
         if self.failed_loads and not self._loads and not self._saves:
             self._raise()
+
+    def _wait_for_buffer(self, number: int, save: Transfer, layer: int) -> None:
+        try:
+            save.wait_layer(layer, stream=self._stream, timeout_s=self._timeout_s)
+        except (TransferError, CancelledError):  # it tells its owner
+            del self._saves[number]
 
     def _fail(self, number: int, error: TransferError | CancelledError) -> None:
         load = self._loads.pop(number)._movement
@@ -125,8 +140,9 @@ class ForwardPass:
                 save.cancel()
 
     def after(self, layer: int) -> None:
-        """The work submitted to the stream so far has written this layer: it may be saved. A save that has failed or
-        was cancelled is passed over.
+        """The work submitted to the stream so far has written this layer, and is through with it: it may be saved, and
+        where the layers share buffers the next one may take its place. A save that has failed or was cancelled is
+        passed over.
 
         Raises:
             IndexError, ValueError: as :meth:`Transfer.mark_layer_written`.
@@ -136,6 +152,12 @@ class ForwardPass:
                 save.mark_layer_written(layer, stream=self._stream)
             except (TransferError, CancelledError):  # it tells its owner
                 del self._saves[number]
+        for number, load in list(self._loads.items()):
+            if load.layer_buffers < load.num_layers and not load.layerwise:
+                try:
+                    load.mark_layer_read(layer, stream=self._stream)
+                except (TransferError, CancelledError) as failure:
+                    self._fail(number, failure)
         self._marked.add(layer)
 
     @contextmanager
@@ -152,6 +174,9 @@ class ForwardPass:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cancel(list(self._saves))
+        for load in self._loads.values():
+            if load.unmarked_layers:
+                load.cancel()
         if error is None and self.failed_loads:
             self._raise()
 

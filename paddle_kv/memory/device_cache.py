@@ -16,8 +16,9 @@ from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
 from ..ops._arguments import Tensor
 from ..tracking.group import change
-from ..tracking.memories import Extent, attach
-from .exported import Exported, describe, refuse_overlap, resolve
+from ..tracking.memories import Extent, attach, buffer_as_layer
+from .device_memory import DeviceMemory, allocations_around
+from .exported import Exported, check_description, describe, refuse_overlap, resolve, resolve_on_gpu
 from .host_memory import HostMemory, allocate
 from .shared_memory import SharedMemory
 
@@ -32,18 +33,24 @@ class DeviceCache:
         num_blocks: blocks per tensor.
         device: a Paddle device ("gpu:0", "cpu", also a plugin's "cuda_like:0"); None is the current GPU, or the CPU
             where there is none.
-        shared: in memory that other processes can :meth:`attach`; on the CPU only.
+        shared: in memory that other processes can :meth:`attach`. Needed on the CPU; memory of a GPU can be shared as
+            Paddle gives it, or not at all.
+        layer_buffers: a ring: so many tensors of each name instead of one a layer. Layer i lies in buffer
+            ``i % layer_buffers`` while the model is at it, and everything else in host memory (docs/ordering.md,
+            "Rings of layer buffers"). None: each layer has its own.
 
     Raises:
         MemoryError: the device has not so much memory.
-        NotImplementedError: shared memory on a GPU.
         TypeError: not a spec, or a device that is not a string.
-        ValueError: fewer than one block, or a device that is not here.
+        ValueError: fewer than one block, a device that is not here, shared memory of a GPU whose allocator gives
+            memory that CUDA does not share, ``layer_buffers`` that are not in [2, spec.num_layers], or a ring that is
+            to be shared.
 
     Attributes:
         spec: the spec.
         num_blocks: blocks per tensor.
         device_id: CUDA ordinal, None on the CPU.
+        layer_buffers: tensors of each name; ``spec.num_layers`` unless it is a ring.
 
     Example:
         >>> from paddle_kv import DeviceCache, KVCacheSpec
@@ -52,26 +59,37 @@ class DeviceCache:
         True
     """
 
-    _memory: Sequence[SharedMemory] = ()  # of a cache that is shared
+    _memory: Sequence[SharedMemory] | Sequence[DeviceMemory] = ()  # of a cache that is shared, on the CPU, or attached
+    _exported: Exported | None = None
+    is_attached_on_gpu = False  # it lies in device memory of another process: there are addresses, and no tensors
 
-    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: str | None = None, *, shared: bool = False) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        device: str | None = None,
+        *,
+        shared: bool = False,
+        layer_buffers: int | None = None,
+    ) -> None:
         check_spec(spec)
         num_blocks = check_positive(num_blocks, "num_blocks")
+        layer_buffers = _check_buffers(spec, layer_buffers)
+        if shared and layer_buffers < spec.num_layers:
+            raise ValueError(f"layer_buffers = {layer_buffers} of {spec.num_layers} layers cannot be shared")
         place = _place(device)
-        if not shared:
+        if not shared or not isinstance(place, paddle.CPUPlace):  # 2.6 has no is_cpu_place() of it
             tensors = {
                 name: [
                     _zeros((num_blocks, *spec.block_shape(name)), spec.tensor_dtype(name), place)
-                    for _ in range(spec.num_layers)
+                    for _ in range(layer_buffers)
                 ]
                 for name in spec.tensor_names
             }
-            self._take(spec, tensors)
+            self._take(spec, tensors, layer_buffers)
+            if shared:
+                self.export()
             return
-        if not isinstance(place, paddle.CPUPlace):  # 2.6 has no is_cpu_place() of it
-            raise NotImplementedError(
-                f"shared = True, but memory on {place} cannot be shared; device='cpu' is expected"
-            )
         firsts, size_bytes = {}, 0
         for name in spec.tensor_names:
             tensor_bytes = num_blocks * spec.tensor_block_bytes(name)
@@ -84,7 +102,12 @@ class DeviceCache:
 
     @classmethod
     def adopt(
-        cls, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]], *, num_blocks: int | None = None
+        cls,
+        spec: KVCacheSpec,
+        tensors: Mapping[str, Sequence[Tensor]],
+        *,
+        num_blocks: int | None = None,
+        layer_buffers: int | None = None,
     ) -> DeviceCache:
         """A cache over the user's own tensors: name -> one tensor per layer. They are used in place and kept alive.
 
@@ -94,6 +117,7 @@ class DeviceCache:
             tensors: ``{"key": [one per layer], "value": [...]}``, or ``"latent"``, and what ``extra`` names.
             num_blocks: only the first so many blocks of each tensor, of which some may have more (the layers of a draft
                 model). None: all, and all tensors have as many.
+            layer_buffers: a ring, as of the class: there are so many tensors of each name.
 
         Raises:
             TypeError: not Paddle tensors, or no mapping of lists of them.
@@ -110,25 +134,31 @@ class DeviceCache:
             (5, True)
         """
         made = cls.__new__(cls)
-        made._take(spec, tensors, None if num_blocks is None else check_positive(num_blocks, "num_blocks"))
+        num_blocks = None if num_blocks is None else check_positive(num_blocks, "num_blocks")
+        made._take(spec, tensors, layer_buffers, num_blocks)
         return made
 
     @classmethod
-    def attach(cls, spec: KVCacheSpec, exported: Exported) -> DeviceCache:
+    def attach(cls, spec: KVCacheSpec, exported: Exported, device: str | None = None) -> DeviceCache:
         """A cache over the memory of a cache of another process, which has called :meth:`export`.
 
         Uses of a block are tracked in each process for itself, so the processes have to agree who touches which block
-        when (docs/peers.md). The memory lives until the last of them has given it back: this one with the last
-        reference to the cache and its tensors.
+        when (docs/peers.md). In host memory the bytes live until the last process has given them back. Device memory
+        belongs to the process that made it, which must keep it until the others have given it back. This process gives
+        it back with the last reference to the cache and its tensors; transfers in flight have one.
+
+        Device memory of another process has addresses here (:meth:`pointer`) and no Paddle tensors.
 
         Args:
             spec: which is expected.
             exported: what :meth:`export` returned in the other process.
+            device: for device memory, the GPU of this process that reaches it; None is the current one.
 
         Raises:
             AttachError: the cache is on another host or in another container, has another spec, its process is gone or
-                has given it back, or this process may not open its memory.
+                has given it back, or this process may not open its memory; device memory in the process that made it.
             TypeError: not a spec, or not a description.
+            ValueError: ``device`` is not here, or was named for memory of the CPU.
 
         Example:
             >>> from paddle_kv import DeviceCache, KVCacheSpec
@@ -139,29 +169,61 @@ class DeviceCache:
             >>> same.tensor("key", 1)[2].numpy().max()
             np.float32(1.5)
         """
-        memory, pointers = resolve(exported, "device_cache", spec, pinned=False)
-        for name, stride in exported.strides_bytes.items():
-            if stride != spec.tensor_block_bytes(name):
-                raise AttachError(f"strides_bytes[{name!r}] = {stride}; blocks of a device cache are dense")
+        check_description(exported)
         made = cls.__new__(cls)
+        if not exported.on_gpu:
+            if device is not None:
+                raise ValueError(f"device = {device!r}, but the cache is in memory of the CPU")
+            memory, pointers = resolve(exported, "device_cache", spec, pinned=False)
+            _check_dense(exported)
+            with refuse_overlap():
+                made._take_shared(spec, exported.num_blocks, memory, pointers)
+            return made
+        device_id = _gpu_number(device)
+        mapped, pointers = resolve_on_gpu(exported, "device_cache", spec, device_id)
+        _check_dense(exported)
+        made.is_attached_on_gpu = True
+        made._memory = mapped
         with refuse_overlap():
-            made._take_shared(spec, exported.num_blocks, memory, pointers)
+            made._settle(spec, exported.num_blocks, device_id, pointers)
         return made
 
     def export(self) -> Exported:
         """What another process of the same user on this host needs to :meth:`attach` the cache. It can be pickled.
 
-        It holds nothing: the cache and this process have to be there when it is used.
+        It holds nothing: the cache and this process have to be there when it is used. Whoever attaches device memory
+        can reach the whole allocations in which the tensors lie, and Paddle puts other tensors there too: describe it
+        to processes that are trusted.
 
         Raises:
-            ValueError: the cache was made without ``shared=True``.
+            ValueError: the cache is on the CPU and was made without ``shared=True``; on a GPU, in memory that CUDA does
+                not share; or it is device memory of another process.
         """
-        if not self._memory:
-            raise ValueError("the device cache is not in shared memory; make it with shared=True")
+        if self.is_attached_on_gpu:
+            raise ValueError("the device cache lies in memory of another process, which can export it")
+        if self.is_ring:
+            raise ValueError(f"layer_buffers = {self.layer_buffers}: a ring cannot be shared")
+        if self._exported is None:
+            self._exported = self._describe()
+        return self._exported
+
+    def _describe(self) -> Exported:
         spec = self.spec
-        pointers = {name: [tensor.data_ptr() for tensor in self._tensors[name]] for name in spec.tensor_names}
+        memory: Sequence[Any] = self._memory
+        where = "cpu"
+        if self.device_id is not None:
+            addresses = [address for name in spec.tensor_names for address in self._pointers[name]]
+            memory = allocations_around(self.device_id, addresses)
+            where = memory[0].handle().device
+        elif not memory:
+            raise ValueError("the device cache is not in shared memory; make it with shared=True")
         strides = {name: spec.tensor_block_bytes(name) for name in spec.tensor_names}
-        return describe("device_cache", spec, self.num_blocks, self._memory, pointers, strides)
+        return describe("device_cache", spec, self.num_blocks, memory, self._pointers, strides, where)
+
+    @property
+    def memory_id(self) -> str:
+        """Names the memory, the same in each process that has it. Raises as :meth:`export`."""
+        return self._memory[0].handle().token if self._memory else self.export().memory_id
 
     def _take_shared(
         self, spec: KVCacheSpec, num_blocks: int, memory: Sequence[HostMemory], pointers: Mapping[str, Sequence[int]]
@@ -173,8 +235,15 @@ class DeviceCache:
         self._take(spec, tensors)
         self._memory = [piece for piece in memory if isinstance(piece, SharedMemory)]
 
-    def _take(self, spec: KVCacheSpec, tensors: Mapping[str, Sequence[Tensor]], num_blocks: int | None = None) -> None:
+    def _take(
+        self,
+        spec: KVCacheSpec,
+        tensors: Mapping[str, Sequence[Tensor]],
+        layer_buffers: int | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
         check_spec(spec)
+        layer_buffers = _check_buffers(spec, layer_buffers)
         if not isinstance(tensors, Mapping):
             raise TypeError(f"tensors is {type(tensors).__name__}; a mapping name -> one tensor per layer is expected")
         if set(tensors) != set(spec.tensor_names):
@@ -182,42 +251,73 @@ class DeviceCache:
         first = None
         for name in spec.tensor_names:
             layers = arguments.caches(tensors[name], f"tensors[{name!r}]")
-            if len(layers) != spec.num_layers:
-                raise ValueError(f"tensors[{name!r}] has {len(layers)} layers; {spec.num_layers} are expected")
+            if len(layers) != layer_buffers:
+                raise ValueError(f"tensors[{name!r}] has {len(layers)} layers; {layer_buffers} are expected")
             for layer, tensor in enumerate(layers):
                 label = f"tensors[{name!r}][{layer}]"
                 first = tensor if first is None else first
                 _check_tensor(spec, name, tensor, first, label, num_blocks)
         assert first is not None
-        self.spec = spec
-        self.num_blocks = int(first.shape[0]) if num_blocks is None else num_blocks
-        self.device_id = _device_id(first)
         self._tensors = {name: tuple(tensors[name]) for name in spec.tensor_names}
-        extents = []
-        for name in spec.tensor_names:
-            stride_bytes = spec.tensor_block_bytes(name)
-            for layer, tensor in enumerate(self._tensors[name]):
-                start = tensor.data_ptr()
-                extents.append(Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer))
-        self.domain, _ = attach(self, extents)
+        pointers = {name: [tensor.data_ptr() for tensor in layers] for name, layers in self._tensors.items()}
+        self._settle(spec, int(first.shape[0]) if num_blocks is None else num_blocks, _device_id(first), pointers)
+
+    def _settle(
+        self, spec: KVCacheSpec, num_blocks: int, device_id: int | None, pointers: Mapping[str, Sequence[int]]
+    ) -> None:
+        self.spec = spec
+        self.num_blocks = num_blocks
+        self.device_id = device_id
+        self._pointers = {name: list(pointers[name]) for name in spec.tensor_names}
+        self.layer_buffers = len(self._pointers[spec.tensor_names[0]])
+        self.domain, _ = attach(self, self.extents())
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether layers share their tensors in turn."""
+        return self.layer_buffers < self.spec.num_layers
+
+    def extents(self) -> list[Extent]:
+        """Where the blocks of each tensor lie."""
+        layers = [buffer_as_layer(i) if self.is_ring else i for i in range(self.layer_buffers)]
+        return [
+            Extent(start, start + self.num_blocks * stride_bytes, stride_bytes, layer)
+            for name in self.spec.tensor_names
+            for stride_bytes in [self.spec.tensor_block_bytes(name)]
+            for layer, start in zip(layers, self._pointers[name], strict=True)
+        ]
 
     def __reduce__(self) -> NoReturn:
         # A copy would have tensors of its own, of which the tracking of blocks knows nothing.
         raise TypeError("a DeviceCache cannot be pickled or copied; send its spec, and make or adopt one there")
 
     def tensor(self, name: str, layer: int) -> Tensor:
-        """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``.
+        """The tensor of a layer, ``[num_blocks, *spec.block_shape(name)]``; of a ring, that of the buffer in which it
+        comes to lie.
 
         Raises:
             ValueError: ``name`` is not of ``spec.tensor_names``.
             IndexError: no such layer.
+            NotImplementedError: the cache lies in device memory of another process.
         """
-        if name not in self._tensors:
+        layer = self._check_layer(name, layer)
+        if self.is_attached_on_gpu:
+            raise NotImplementedError("device memory of another process is not a Paddle tensor here; pointer() has it")
+        return self._tensors[name][layer % self.layer_buffers]
+
+    def pointer(self, name: str, layer: int) -> int:
+        """Address of block 0 of a tensor of a layer; the blocks are dense. Raises ValueError and IndexError as
+        :meth:`tensor`."""
+        layer = self._check_layer(name, layer)
+        return self._pointers[name][layer % self.layer_buffers]
+
+    def _check_layer(self, name: str, layer: int) -> int:
+        if name not in self._pointers:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
         layer = arguments.integer(layer, "layer")
         if not 0 <= layer < self.spec.num_layers:
             raise IndexError(f"layer = {layer} must be in [0, {self.spec.num_layers})")
-        return self._tensors[name][layer]
+        return layer
 
     def mark_rewritten(self, block_ids: Any) -> None:
         """Compute has rewritten these blocks: they may be read again although an onload into them failed.
@@ -255,6 +355,18 @@ class DeviceCache:
         change(self.domain, functools.partial(self.domain.mark_rewritten, ids))
 
 
+def _check_buffers(spec: KVCacheSpec, layer_buffers: int | None) -> int:
+    if layer_buffers is None:
+        return spec.num_layers
+    layer_buffers = arguments.integer(layer_buffers, "layer_buffers")
+    fewest = min(2, spec.num_layers)
+    if not fewest <= layer_buffers <= spec.num_layers:
+        raise ValueError(
+            f"layer_buffers = {layer_buffers} must be in [{fewest}, {spec.num_layers}], the number of layers"
+        )
+    return layer_buffers
+
+
 def _device_id(tensor: Tensor) -> int | None:
     # Places of Paddle 2.6 do not compare equal to each other, so their numbers are compared.
     device = devices.device_of(tensor)
@@ -281,14 +393,25 @@ def _check_tensor(
         raise ValueError(f"{label} has dtype {dtype}; {spec.tensor_dtype(name)} is expected")
 
 
+def _check_dense(exported: Exported) -> None:
+    for name, stride in exported.strides_bytes.items():
+        if stride != exported.spec.tensor_block_bytes(name):
+            raise AttachError(f"strides_bytes[{name!r}] = {stride}; blocks of a device cache are dense")
+
+
 def _place(device: str | None) -> Any:
     if device is None:
         device = "gpu" if devices.has_gpu() else "cpu"
     if not isinstance(device, str):
         raise TypeError(f"device is {device!r}; 'cpu', 'gpu', 'gpu:N' or None is expected")
-    kind, _, index = device.partition(":")
-    if kind == "cpu" and not index:
-        return paddle.CPUPlace()
+    return paddle.CPUPlace() if device == "cpu" else devices.place_of(_gpu_number(device))
+
+
+def _gpu_number(device: str | None) -> int:
+    """Of a GPU that is here."""
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device is {device!r}; 'gpu', 'gpu:N' or None is expected")
+    kind, _, index = ("gpu" if device is None else device).partition(":")
     if kind not in ("gpu", devices.plugin()) or (index and not index.isdigit()):
         raise ValueError(f"device = {device!r} must be 'cpu', 'gpu' or 'gpu:N'")
     count = devices.gpu_count()
@@ -297,7 +420,7 @@ def _place(device: str | None) -> Any:
     number = int(index) if index else int(paddle.device.get_device().partition(":")[2] or 0)
     if number >= count:
         raise ValueError(f"device = {device!r} must name one of the {count} GPUs")
-    return devices.place_of(number)
+    return number
 
 
 def _over(memory: Sequence[HostMemory], address: int, num_blocks: int, spec: KVCacheSpec, name: str) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from ..errors import AttachError
 from ..layout import KVCacheSpec, check_spec, differences
+from .device_memory import DeviceHandle, DeviceMemory, is_device_handle, map_device
 from .shared_memory import SharedHandle, SharedMemory, host_identity, map_shared
 
 VERSION = 1
@@ -21,12 +23,13 @@ class Exported:
         version: of this description.
         kind: ``"host_pool"`` or ``"device_cache"``.
         host: the running kernel and space of process numbers in which the handles mean something.
-        device: where the memory is; ``"cpu"``.
+        device: where the memory is: ``"cpu"``, or ``"cuda:"`` and the UUID of a GPU.
         spec: of the pool.
         num_blocks: of the pool.
         allocations: the memory, one handle for each piece of it.
         tensors: name -> of each layer the number of the allocation, and the first byte of block 0 in it.
         strides_bytes: name -> bytes from a block to the next one.
+        memory_id: names the memory.
     """
 
     version: int
@@ -35,20 +38,42 @@ class Exported:
     device: str
     spec: KVCacheSpec
     num_blocks: int
-    allocations: tuple[SharedHandle, ...]
+    allocations: tuple[SharedHandle, ...] | tuple[DeviceHandle, ...]
     tensors: Mapping[str, tuple[tuple[int, int], ...]]
     strides_bytes: Mapping[str, int]
+
+    @property
+    def memory_id(self) -> str:
+        return self.allocations[0].token
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it is device memory."""
+        return isinstance(self.device, str) and self.device.startswith(_CUDA)
+
+
+_CUDA = "cuda:"
+
+
+class Piece(Protocol):
+    """Memory that others can be told of."""
+
+    address: int
+    size_bytes: int
+
+    def handle(self) -> Any: ...
 
 
 def describe(
     kind: str,
     spec: KVCacheSpec,
     num_blocks: int,
-    memory: Sequence[SharedMemory],
+    memory: Sequence[Piece],
     pointers: Mapping[str, Sequence[int]],
     strides_bytes: Mapping[str, int],
+    device: str = "cpu",
 ) -> Exported:
-    """Of tensors at these addresses, which lie in ``memory``."""
+    """Of tensors at these addresses, which lie in ``memory``; ``device``: "cpu", or the UUID of a GPU."""
 
     def place(address: int) -> tuple[int, int]:
         for number, piece in enumerate(memory):
@@ -59,7 +84,8 @@ def describe(
     tensors = {name: tuple(place(address) for address in pointers[name]) for name in spec.tensor_names}
     handles = tuple(piece.handle() for piece in memory)
     strides = dict(strides_bytes)
-    return Exported(VERSION, kind, host_identity(), "cpu", spec, num_blocks, handles, tensors, strides)
+    where = device if device == "cpu" else _CUDA + device
+    return Exported(VERSION, kind, host_identity(), where, spec, num_blocks, handles, tensors, strides)
 
 
 def resolve(
@@ -74,9 +100,40 @@ def resolve(
             fit each other, or the memory is gone.
         MemoryError: it cannot be page-locked.
     """
-    check_spec(spec)
+    _check(exported, kind, spec)
+    if exported.device != "cpu":
+        raise AttachError(f"the memory is on device {exported.device!r}; 'cpu' is expected")
+    _check_places(exported, _is_handle)
+    memory = [map_shared(handle, pinned=pinned) for handle in exported.allocations if isinstance(handle, SharedHandle)]
+    return memory, _addresses(exported, memory)
+
+
+def resolve_on_gpu(
+    exported: Exported, kind: str, spec: KVCacheSpec, device: int
+) -> tuple[list[DeviceMemory], dict[str, list[int]]]:
+    """The same for device memory, mapped for a GPU of this process. Raises as :func:`resolve`."""
+    _check(exported, kind, spec)
+    _check_places(exported, is_device_handle)
+    memory = [map_device(handle, device) for handle in exported.allocations if isinstance(handle, DeviceHandle)]
+    return memory, _addresses(exported, memory)
+
+
+def check_description(exported: Any) -> None:
+    """TypeError unless it is one."""
     if not isinstance(exported, Exported):
         raise TypeError(f"exported is {type(exported).__name__}; what export() returned is expected")
+
+
+def _addresses(exported: Exported, memory: Sequence[Piece]) -> dict[str, list[int]]:
+    return {
+        name: [memory[number].address + offset for number, offset in exported.tensors[name]]
+        for name in exported.spec.tensor_names
+    }
+
+
+def _check(exported: Exported, kind: str, spec: KVCacheSpec) -> None:
+    check_spec(spec)
+    check_description(exported)
     if exported.version != VERSION:
         raise AttachError(f"the description has version {exported.version}; this process knows version {VERSION}")
     if exported.kind != kind:
@@ -85,20 +142,11 @@ def resolve(
         raise AttachError(
             f"the memory is on another host, or in another container: {exported.host!r}, and here {host_identity()!r}"
         )
-    if exported.device != "cpu":
-        raise AttachError(f"the memory is on device {exported.device!r}; only 'cpu' can be attached")
     if not isinstance(exported.spec, KVCacheSpec):
         raise AttachError(f"the description has the spec {exported.spec!r}; a KVCacheSpec is expected")
     if exported.spec != spec:
         theirs, ours = differences(exported.spec, spec)
         raise AttachError(f"the description has the spec {theirs}; {ours} is expected")
-    _check_places(exported)
-    memory = [map_shared(handle, pinned=pinned) for handle in exported.allocations]
-    pointers = {
-        name: [memory[number].address + offset for number, offset in exported.tensors[name]]
-        for name in spec.tensor_names
-    }
-    return memory, pointers
 
 
 @contextlib.contextmanager
@@ -111,13 +159,13 @@ def refuse_overlap() -> Iterator[None]:
         raise AttachError(f"the description does not fit: {error}") from None
 
 
-def _check_places(exported: Exported) -> None:
+def _check_places(exported: Exported, is_handle: Callable[[object], bool]) -> None:
     """Each block has to lie in its allocation: nothing else would keep an access within the memory."""
     spec = exported.spec
     if not (_is_count(exported.num_blocks) and exported.num_blocks):
         raise AttachError(f"num_blocks = {exported.num_blocks!r} must be an integer of at least 1")
     last = exported.num_blocks - 1
-    if not isinstance(exported.allocations, tuple) or not all(_is_handle(one) for one in exported.allocations):
+    if not isinstance(exported.allocations, tuple) or not all(map(is_handle, exported.allocations)):
         raise AttachError(f"allocations = {exported.allocations!r} must be a tuple of handles")
     if not isinstance(exported.tensors, Mapping) or not isinstance(exported.strides_bytes, Mapping):
         raise AttachError("tensors and strides_bytes must be mappings of the names of tensors")

@@ -220,6 +220,17 @@ class HostPool:
 
     # ---- memory ----
     @property
+    def memory_id(self) -> str:
+        """Names the memory, the same in each process that has it. Raises as :meth:`export`."""
+        return self.export().memory_id
+
+    in_host_memory = True  # as a pool is; see :class:`~paddle_kv.memory.peer_blocks.PeerBlocks`
+
+    def moved_block_bytes(self, name: str) -> int:
+        """What a transfer moves of a block of a tensor."""
+        return self.spec.tensor_block_bytes(name)
+
+    @property
     def pinned_bytes(self) -> int:
         """Bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`."""
         return 0 if self._attached else sum(memory.size_bytes for memory in self._memory)

@@ -26,12 +26,6 @@ def check_integer(value: object, name: str) -> None:
         raise TypeError(f"{name} = {value!r} is {type(value).__name__}; an int is expected")
 
 
-def check_bool(value: object, name: str) -> None:
-    """TypeError unless it is one."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} = {value!r} is {type(value).__name__}; a bool is expected")
-
-
 def checked_count(value: object, name: str, least: int = 0) -> int:
     """As an int; TypeError or ValueError unless it counts something, from ``least`` on."""
     if isinstance(value, bool):
@@ -68,10 +62,11 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
 
 
 def check_tier(tier: str) -> None:
-    """TypeError unless it is a name; ValueError for host memory: what is there the directory knows by its jobs."""
+    """TypeError unless it is a name; ValueError for none, and for host memory: what is there the directory knows by its
+    jobs."""
     if not isinstance(tier, str):
         raise TypeError(f"tier is {tier!r}; the name of a tier is expected")
-    if tier == HOST:
+    if tier in ("", HOST):
         raise ValueError(f"tier = {tier!r} must be one below host memory")
 
 

@@ -80,7 +80,7 @@ class Contents:
         """A tier below host memory says that it has these blocks, of all ranks.
 
         Raises:
-            ValueError: ``tier`` is host memory itself.
+            ValueError: ``tier`` is host memory itself, or no name at all.
         """
         check_tier(tier)
         added = [key for key in dict.fromkeys(checked_hashes(hashes)) if tier not in self._tiers.get(key, ())]
@@ -146,7 +146,7 @@ class Contents:
     def drop(self, keys: Sequence[bytes]) -> int:
         """Forgets those of the blocks that are there or arriving, whoever holds them; how many there were. Jobs in
         flight go on."""
-        found = [key for key in dict.fromkeys(checked_hashes(keys)) if key in self.index.slots]
+        found = [key for key in dict.fromkeys(checked_hashes(keys, "keys")) if key in self.index.slots]
         present = [key for key in found if key not in self.index.arriving]
         self._forget(found)
         self._events.add("removed", HOST, present)

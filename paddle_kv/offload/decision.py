@@ -100,9 +100,7 @@ def decide(
     link_s = rates.link_s
     in_host = (host[0], host[1], link_s, link_wait_s, 0.0)
     in_tier = (tier[0], tier[1], max(rates.tier_s, link_s), tier_wait_s, link_s)
-    first, second = (in_host, in_tier) if host[0] <= tier[0] or tier[0] == tier[1] else (in_tier, in_host)
-    if first[0] == first[1]:
-        first, second = second, first
+    first, second = (in_host, in_tier) if host[0] <= tier[0] else (in_tier, in_host)
     a_start, a_stop, a_s, a_wait, a_more = first
     b_start, b_stop, b_s, b_wait, b_more = second
     a_size, b_size, tokens = a_stop - a_start, b_stop - b_start, rates.block_tokens
@@ -117,26 +115,23 @@ def decide(
         return (stop - start) * tokens * (base_s + half_slope * (start + stop) * tokens)
 
     compute_s = wait_s + computed_s(a_start, a_stop) + computed_s(b_start, b_stop) + end_s
-    if not a_size + b_size or min(a_s if a_size else math.inf, b_s if b_size else math.inf) == math.inf:
+    if min(a_s if a_size else math.inf, b_s if b_size else math.inf) == math.inf:
         return Decision("compute", host[1], tier[1], compute_s, math.inf, math.inf, compute_s - end_s)
 
     def possible(seconds: float) -> tuple[int, int, float]:
         """How much of each part can be loaded, and how long the model computes then."""
         until_s = seconds - tail_s
         room = max(0, int((until_s - link_wait_s) / link_s))
-        b_load = max(0, min(b_size, room, int((until_s - b_wait - b_more) / b_s) if b_s < math.inf else 0))
+        b_load = max(0, min(b_size, room, int((until_s - b_wait - b_more) / b_s)))
         b_compute_s = computed_s(b_start, b_stop - b_load)
         if b_load < b_size:
             until_s = seconds - end_s - b_compute_s
-        a_load = min(a_size, room - b_load, int((until_s - link_wait_s) / link_s))
-        a_load = max(0, min(a_load, int((until_s - a_wait - a_more) / a_s) if a_s < math.inf else 0))
+        a_load = max(0, min(a_size, room - b_load, int((until_s - a_wait - a_more) / a_s)))
         return a_load, b_load, wait_s + computed_s(a_start, a_stop - a_load) + b_compute_s + end_s
 
     load_s = _all_s(first, second, link_s, link_wait_s, tail_s, wait_s + end_s, end_s, num_layers)
     low, high = wait_s + end_s, min(compute_s, load_s)
-    loaded = (a_size, b_size) if load_s < compute_s else (0, 0)
-    busy_s = wait_s + end_s if load_s < compute_s else compute_s
-    meet_s = high
+    meet_s, loaded, busy_s = high, (0, 0), compute_s  # if it stays so, all is loaded or computed
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         a_load, b_load, needed_s = possible(middle)

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 from ..errors import TransferError
 from ..timeouts import check_timeout
-from .checks import check_bool, check_device_ids, check_integer, check_tier, checked_count, checked_hashes, checked_list
+from ..values import check_bool, check_callable, check_methods
+from .checks import check_device_ids, check_integer, check_tier, checked_count, checked_hashes, checked_list
 from .contents import Contents
 from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan, check_version
 from .joining import Pending, Ranks
@@ -34,11 +35,11 @@ class Directory(Contents):
         timeout_s: of a job that names no other; None: no bound, which a rank that dies unnoticed makes for ever.
         max_events: events kept until they are taken; 0: none are collected.
         clock: seconds, never going back.
-        slots: who gives out host blocks; None: they are numbered from 0.
+        slots: who gives out host blocks, by its methods ``take`` and ``give_back``; None: they are numbered from 0.
 
     Raises:
         ValueError: an unknown policy, less than one block or rank.
-        TypeError: not a policy, or a number that is no int.
+        TypeError: not a policy, or a number that is no int, or what does not give out host blocks.
 
     Of one thread: the caller serialises. Messages to a rank arrive in the order in which they were planned. It belongs
     to one process and cannot be pickled or copied: two of them would give out the same host blocks.
@@ -83,8 +84,9 @@ class Directory(Contents):
         elif isinstance(policy, type) or not callable(getattr(policy, "victim", None)):
             raise TypeError(f"policy is {policy!r}; a name or an object with the methods of Policy is expected")
         checked_count(max_events, "max_events")
-        if not callable(clock):
-            raise TypeError(f"clock is {clock!r}; a function that gives seconds is expected")
+        check_callable(clock, "clock", "a function that gives seconds")
+        if slots is not None:
+            check_methods(slots, "slots", ("take", "give_back"), "an object")
         if not isinstance(space, Namespace | None):
             raise TypeError(f"space is {space!r}; a Namespace is expected")
         check_timeout(timeout_s, positive=True)
@@ -201,7 +203,7 @@ class Directory(Contents):
             device_block_ids: as many.
             timeout_s: None: that of the directory.
             tier: below host memory: loads those of the first blocks for which host memory has room, and keeps them
-                there too.
+                there too. None before all ranks are there; if none is, the next :meth:`complete` ends the job.
 
         Raises:
             KeyError: a block is not there. Nothing is planned.
@@ -282,6 +284,8 @@ class Directory(Contents):
         min_uses = checked_count(min_uses, "min_uses", least=1)
         computed_from = checked_list(computed_from, "computed_from", "int")
         self.ranks.check_loads(computed_from)
+        if not keys:  # all was found
+            return SavePlan(None)
         self._holds.end_lost()
         index, source = self.index, dict(zip(keys, device_ids, strict=True))
         wanted = list(source)

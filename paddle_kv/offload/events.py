@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from .checks import checked_list
+from .checks import checked_hashes, checked_list
 from .jobs import HOST, Event, Snapshot
 from .messages import check_event, check_snapshot
 
@@ -59,7 +59,7 @@ class Mirror:
 
         Raises:
             TypeError: not an event, or not of its form.
-            ValueError: an event of another version or kind. Then none was applied.
+            ValueError: an event of another version or kind, or a number below 1. Then none was applied.
         """
         events = checked_list(events, "events", "Event")
         for event in events:
@@ -83,13 +83,19 @@ class Mirror:
         """
         Raises:
             TypeError: not a snapshot, or not of its form.
-            ValueError: a snapshot of another version.
+            ValueError: a snapshot of another version, or behind an event with a negative number.
         """
         check_snapshot(snapshot)
         self.number = snapshot.number
         self.tiers = {HOST: set(), **{tier: set(keys) for tier, keys in snapshot.blocks.items()}}
 
     def longest_prefix(self, keys: Sequence[bytes], tier: str = HOST) -> int:
-        """How many of the first keys are there: what a router compares."""
-        there = self.tiers.get(tier, set())
+        """How many of the first keys are there: what a router compares. Of a tier that was never named none are.
+
+        Raises:
+            TypeError: not a list of bytes, or not the name of a tier.
+        """
+        if not isinstance(tier, str):
+            raise TypeError(f"tier is {tier!r}; the name of a tier is expected")
+        keys, there = checked_hashes(keys, "keys"), self.tiers.get(tier, set())
         return next((position for position, key in enumerate(keys) if key not in there), len(keys))

@@ -14,6 +14,7 @@ import numpy as np
 from ..block_keys import digest_of, joined
 from ..block_keys import spec_digest as spec_digest
 from ..block_keys import spec_salt as spec_salt
+from .checks import checked_count
 
 TOKEN_BYTES = 8
 
@@ -29,7 +30,8 @@ def cache_salt(model: str, *, lora: str = "", tp_rank: int = 0, tp_size: int = 1
         tp_size: tensor-parallel ranks.
 
     Raises:
-        TypeError: ``model`` or ``lora`` is not a string.
+        TypeError: ``model`` or ``lora`` is not a string, or a number no integer.
+        ValueError: a negative rank, or none at all.
 
     Example:
         >>> cache_salt("llama@r1", tp_rank=0, tp_size=2) == cache_salt("llama@r1", tp_rank=1, tp_size=2)
@@ -38,6 +40,7 @@ def cache_salt(model: str, *, lora: str = "", tp_rank: int = 0, tp_size: int = 1
     for name, value in (("model", model), ("lora", lora)):
         if not isinstance(value, str):
             raise TypeError(f"{name} is {type(value).__name__}; a string is expected")
+    tp_rank, tp_size = checked_count(tp_rank, "tp_rank"), checked_count(tp_size, "tp_size", least=1)
     return joined([model.encode(), lora.encode(), str(tp_rank).encode(), str(tp_size).encode()])
 
 
@@ -49,7 +52,8 @@ class BlockHasher:
         salt: whatever else the content of a block depends on.
 
     Raises:
-        TypeError: the salt is not bytes.
+        TypeError: the salt is not bytes, or the size no integer.
+        ValueError: less than one token.
 
     Example:
         >>> hasher = BlockHasher(2, b"model")
@@ -61,7 +65,7 @@ class BlockHasher:
     def __init__(self, block_size: int, salt: bytes = b"") -> None:
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
-        self._block_size = block_size
+        self._block_size = checked_count(block_size, "block_size", least=1)
         self._salt = bytes(salt)
 
     def __call__(self, token_ids: Any, request_salt: bytes = b"") -> list[bytes]:

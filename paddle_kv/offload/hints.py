@@ -17,13 +17,13 @@ LAPSE_TURNOVERS = 4  # an expectation is given up when so many times the capacit
 class Expectation(Generic[Key]):
     """One prompt that will come."""
 
-    __slots__ = ("admitted", "keys", "over", "when")
+    __slots__ = ("admitted", "due_s", "keys", "over")
 
-    def __init__(self, keys: Sequence[Key], when: tuple[float, int], admitted: int) -> None:
-        self.keys, self.when, self.admitted, self.over = tuple(keys), when, admitted, False
+    def __init__(self, keys: Sequence[Key], due_s: float, admitted: int) -> None:
+        self.keys, self.due_s, self.admitted, self.over = tuple(keys), due_s, admitted, False
 
     def __lt__(self, other: Expectation[Key]) -> bool:
-        return self.when < other.when
+        return self.due_s < other.due_s
 
 
 class Expected(Generic[Key]):
@@ -41,13 +41,11 @@ class Expected(Generic[Key]):
         self._nearest: list[Expectation[Key]] = []  # first
         self._told: deque[Expectation[Key]] = deque()  # in the order of the calls
         self._by_end: dict[Key, list[Expectation[Key]]] = {}
-        self._number = 0
 
     def add(self, keys: Sequence[Key], due_s: float, admitted_blocks: int) -> None:
         """Of those that are due at the same time, the one that was told first comes first."""
-        self._number += 1
-        one = Expectation(keys, (due_s, self._number), admitted_blocks)
-        insort(self._nearest, one)
+        one = Expectation(keys, due_s, admitted_blocks)
+        insort(self._nearest, one)  # behind its equals
         self._told.append(one)
         self._by_end.setdefault(one.keys[-1], []).append(one)
         blocks = self.blocks
@@ -152,7 +150,7 @@ class Ended(Generic[Key]):
 
     def add(self, prompt: Iterable[Key]) -> None:
         """The session of this prompt is over."""
-        there = [key for key in prompt if key in self._slots and key not in self.blocks]
+        there = [key for key in prompt if key in self._slots]
         self.blocks.update(there)
         self._order.update(dict.fromkeys(reversed(there)))
         if len(self._order) > 2 * len(self._slots):  # the others were taken out by their owner

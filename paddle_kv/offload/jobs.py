@@ -150,6 +150,7 @@ def new_life() -> int:
 def check_version(one: Any, kind: type[Any]) -> None:
     """TypeError unless it is such a message, ValueError unless it has the form of this release."""
     if not isinstance(one, kind):
-        raise TypeError(f"{type(one).__name__} is no message that can stand here; {kind.__name__} is expected")
+        name = kind.__name__
+        raise TypeError(f"{name.lower()} is {type(one).__name__}, no message that can stand here; {name} is expected")
     if type(one.version) is not int or one.version != FORMAT_VERSION:
         raise ValueError(f"{type(one).__name__} has version {one.version}; {FORMAT_VERSION} is expected")

@@ -64,7 +64,7 @@ class Ranks:
         self._clock = clock
         self._settle = settle
         self._drop = drop
-        self._due: list[tuple[float, int, bool]] = []  # when, whose, and whether its time is over for the second time
+        self._due: list[tuple[float, int, bool]] = []  # when, whose, and whether it is the second time
         self._first = self._next = new_life()  # so a job of another directory is never taken for one of this
         self._failed: dict[int, None] = {}  # loads, the oldest first
         self._forgotten = 0  # the largest number of a failed load that is not remembered any more
@@ -94,7 +94,9 @@ class Ranks:
             if load is not None and not load.decided:
                 pending.after.add(number)
                 load.dependents.append(pending)
-        if job.timeout_s is not None:
+        if not there:  # nobody will say anything of it, whatever its time
+            heapq.heappush(self._due, (pending.planned_s, job.id, False))
+        elif job.timeout_s is not None:
             heapq.heappush(self._due, (pending.planned_s + job.timeout_s, job.id, False))
 
     def has_failed(self, load_id: int) -> bool:
@@ -191,16 +193,19 @@ class Ranks:
         while self._due and self._due[0][0] <= now_s:
             _, number, again = heapq.heappop(self._due)
             pending = self.pending.get(number)
-            if pending is None or pending.job.timeout_s is None:
+            if pending is None:
                 continue
             if again:
                 stuck |= pending.waiting
                 continue
+            timeout_s = pending.job.timeout_s
             if not pending.decided:
-                pending.fail(f"ranks {sorted(pending.waiting)} were not done after timeout_s = {pending.job.timeout_s}")
+                late = f"ranks {sorted(pending.waiting)} were not done after timeout_s = {timeout_s}"
+                pending.fail(late if pending.waiting else "no rank was there when it was planned")
                 found += self._decide(pending)
-            # From now on: or a pause of this process would lose ranks whose answers are waiting to be read.
-            heapq.heappush(self._due, (now_s + pending.job.timeout_s, number, True))
+            if timeout_s is not None and pending.waiting:
+                # From now on: or a pause of this process would lose ranks whose answers are waiting to be read.
+                heapq.heappush(self._due, (now_s + timeout_s, number, True))
         return found, sorted(stuck)
 
     def _decide(self, pending: Pending) -> list[Outcome]:

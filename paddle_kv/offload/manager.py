@@ -13,6 +13,7 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer, transfer_list
 from ..timeouts import check_time
 from ..tracking.group import change
+from ..values import check_bool
 from .books import Books
 from .checks import checked_hashes
 from .chunks import How, checked_targets, make_request
@@ -50,7 +51,7 @@ class KVOffloadManager(Keeping, LookAhead):
         max_events: events kept for :meth:`take_events`; 0: none are collected.
 
     Raises:
-        TypeError: not a scheduler, a policy, a tier or a salt.
+        TypeError: not a scheduler, a policy, a tier, a salt, a bool or a time.
         ValueError: an unknown policy, ``capacity_bytes`` below one block (all layers), a tier over another pool.
 
     Any thread may call; calls are serialised, and whole whatever a signal handler raises. What is promised is in
@@ -96,6 +97,8 @@ class KVOffloadManager(Keeping, LookAhead):
             raise ValueError(f"capacity_bytes = {capacity_bytes} must be at least one block, {self._block_bytes}")
         if not isinstance(salt, (bytes, bytearray)):
             raise TypeError(f"salt is {type(salt).__name__}; bytes are expected")
+        check_bool(write_through, "write_through")
+        tier_timeout_s = check_time(tier_timeout_s, "tier_timeout_s")
         self.write_through = write_through
         self._block_size = spec.block_size
         self._hasher = BlockHasher(spec.block_size, spec_salt(spec) + salt)
@@ -299,7 +302,7 @@ class KVOffloadManager(Keeping, LookAhead):
 
         Raises:
             ValueError: as many ids as hashes are expected.
-            TypeError: not a list of bytes, or of transfers.
+            TypeError: not a list of bytes, or of transfers, or not a bool.
             ClosedError: closed.
             As :meth:`LayerwiseScheduler.offload`, and what the policy raises. Then none of the blocks becomes visible.
 
@@ -324,6 +327,7 @@ class KVOffloadManager(Keeping, LookAhead):
         """
         keys = checked_hashes(hashes)
         device_ids = checked_targets(device_block_ids, len(keys), self.device_cache.num_blocks)
+        check_bool(layerwise, "layerwise")
         loads = transfer_list(computed_from, "computed_from")
         compute = self._scheduler.compute_stream(None)  # of this thread
         start = functools.partial(self._books.save, keys, device_ids, loads, layerwise, compute)

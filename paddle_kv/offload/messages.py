@@ -66,6 +66,8 @@ def check_event(event: Any) -> None:
     """As :func:`check_result`."""
     check_version(event, Event)
     check_integer(event.number, "number of an Event")
+    if event.number < 1:
+        raise ValueError(f"number of an Event = {event.number} must be at least 1")
     if event.kind not in ("stored", "removed", "cleared"):
         raise ValueError(f"kind of event {event.number} = {event.kind!r} must be 'stored', 'removed' or 'cleared'")
     _check_keys(event.tier, event.keys, f"event {event.number}")
@@ -75,6 +77,8 @@ def check_snapshot(snapshot: Any) -> None:
     """As :func:`check_result`."""
     check_version(snapshot, Snapshot)
     check_integer(snapshot.number, "number of a Snapshot")
+    if snapshot.number < 0:
+        raise ValueError(f"number of a Snapshot = {snapshot.number} must be at least 0")
     if not isinstance(snapshot.blocks, dict):
         raise TypeError(f"blocks of a Snapshot is {type(snapshot.blocks).__name__}; a dict is expected")
     for tier, keys in snapshot.blocks.items():

@@ -17,9 +17,10 @@ from ..schedule import settling, submission
 from ..schedule.movement import Movement
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
+from ..timeouts import check_timeout
 from ..tracking.group import MemoryGroup, change
 from ..tracking.keeper import Deadline
-from .checks import checked_list
+from .checks import checked_count, checked_list
 from .hashing import spec_digest
 from .jobs import Hello, Job, Result, new_life
 from .messages import check_job
@@ -90,8 +91,8 @@ class Mover:
         epoch: a number of this life of the rank.
 
     Raises:
-        TypeError: not a scheduler.
-        ValueError: a negative rank.
+        TypeError: not a scheduler, or a number that is no integer.
+        ValueError: a negative rank, less than one block.
         MemoryError: the pool has not so many free blocks.
 
     Any thread may call, but jobs are moved in the order in which they are submitted.
@@ -118,6 +119,8 @@ class Mover:
         if self.rank < 0:
             raise ValueError(f"rank = {rank} must not be negative")
         pool = scheduler.host_pool
+        if capacity_blocks is not None:
+            capacity_blocks = checked_count(capacity_blocks, "capacity_blocks", least=1)
         count = pool.num_free_blocks if capacity_blocks is None else capacity_blocks
         self._scheduler = scheduler
         self._spec = spec_digest(scheduler.device_cache.spec)
@@ -175,8 +178,10 @@ class Mover:
 
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the old life goes on.
+            TypeError, ValueError: a time that is none.
             ClosedError: closed.
         """
+        check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         while moving := change(self, self._begin_anew):  # again: another thread may have submitted meanwhile
             for movement in moving:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ..timeouts import check_timeout
 from ..tracking.group import Grouped, wait_until
 
 
@@ -51,5 +52,10 @@ class Prefetch:
             one.cancel()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Blocks until :attr:`done`; False if that takes longer than ``timeout_s``."""
+        """Blocks until :attr:`done`; False if that takes longer than ``timeout_s``.
+
+        Raises:
+            TypeError, ValueError: a time that is none.
+        """
+        check_timeout(timeout_s)
         return bool(wait_until(self._books, lambda: self.done, timeout_s))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..values import check_callable
 from .lease import Lease
 from .manager import KVOffloadManager
 
@@ -31,7 +32,7 @@ def lookup_common(
         num_tokens: as for :meth:`KVOffloadManager.lookup`.
 
     Raises:
-        TypeError: ``all_reduce_min`` cannot be called, or gave no integer.
+        TypeError: not a manager; ``all_reduce_min`` cannot be called, or gave no integer.
         ValueError: it gave a number that is larger than the own one, or negative.
 
     Example:
@@ -47,8 +48,9 @@ def lookup_common(
         2
         >>> manager.close(); scheduler.close()
     """
-    if not callable(all_reduce_min):
-        raise TypeError(f"all_reduce_min is {type(all_reduce_min).__name__}; a function of a number is expected")
+    if not isinstance(manager, KVOffloadManager):
+        raise TypeError(f"manager is {type(manager).__name__}; a KVOffloadManager is expected")
+    check_callable(all_reduce_min, "all_reduce_min", "a function of a number")
     lease = manager.lookup(hashes, num_tokens=num_tokens)
     try:
         lease.keep_first(all_reduce_min(lease.num_blocks))
@@ -63,7 +65,13 @@ def paddle_all_reduce_min(group: Any = None) -> Callable[[int], int]:
 
     ``paddle.distributed.init_parallel_env()`` comes first. The host waits for the result; with NCCL the number travels
     in a GPU tensor on Paddle's current stream, so prefer a gloo group beside a busy model.
+
+    Raises:
+        TypeError: not a group.
     """
+
+    if group is not None and not hasattr(group, "ranks"):
+        raise TypeError(f"group is {group!r}; a group of paddle.distributed, or None, is expected")
 
     def reduce(number: int) -> int:
         import paddle

@@ -52,7 +52,6 @@ class Source:
     def __init__(self) -> None:
         self.pace = Pace()
         self.standing = Standing.NEW
-        self.faults = 0
         self.late_loads = self.failed_loads = self.probes = 0
         self._needed = FIRST_PROBATION  # loads in time until it is trusted
         self._probation = FIRST_PROBATION
@@ -88,7 +87,6 @@ class Source:
             self._probing, self._until_s = False, -math.inf
 
     def fault(self, now_s: float) -> None:
-        self.faults += 1
         if self.standing is Standing.RESTING and not self._probing and now_s < self._until_s:
             return  # was under way when the rest began
         self.standing, self._probing = Standing.RESTING, False

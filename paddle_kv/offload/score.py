@@ -79,7 +79,7 @@ class Score:
         import numpy as np
 
         facts = np.array([one[0] for one in known])
-        back = np.array([one[2] for one in known], float)
+        back = np.array([one[2] for one in known])
         spread = facts.std(0)
         scale = np.where(spread > SAME * np.abs(facts).max(0), spread, 1.0)
         scaled = facts / scale

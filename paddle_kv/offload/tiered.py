@@ -15,7 +15,6 @@ from ..schedule.transfer import Transfer
 from ..tiers import Job as TierJob
 from ..tiers import Outcome, Saver, Tier, loading
 from ..tiers.job import check_keys
-from ..timeouts import check_time
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
 from .below import Below, Clearing, Timed
@@ -44,7 +43,7 @@ def make_books(
         raise TypeError(f"tier is {type(tier).__name__}; a Tier or a Saver is expected")
     if saver.tier.pool is not scheduler.host_pool:
         raise ValueError("tier is over another host pool than that of the scheduler")
-    return TieredBooks(scheduler, policy, capacity_blocks, max_events, Below(saver), check_time(timeout_s))
+    return TieredBooks(scheduler, policy, capacity_blocks, max_events, Below(saver), timeout_s)
 
 
 class TieredBooks(Books):

@@ -53,7 +53,7 @@ def weigh_ranges(
 def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, num_layers: int) -> bool:
     """Whether a model that computes the prompt in one pass should wait for these blocks of host memory."""
     worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=num_tokens, num_layers=num_layers)
-    if worth.load_s < (1 - LEAST_GAIN) * worth.compute_s < math.inf:
+    if worth.load_s < (1 - LEAST_GAIN) * worth.compute_s:
         return True
     # Nothing else would find out that a link which has failed works again.
     pace_s, compute_s = rates.load_s(len(states)), rates.compute_s(0, len(states))

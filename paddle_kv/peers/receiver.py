@@ -10,20 +10,23 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..backend.work import TransferPlan
 from ..checks import check_process
-from ..errors import ClosedError
+from ..errors import ClosedError, LeasedError
 from ..ops import _arguments as arguments
 from ..schedule import arriving
 from ..schedule.at_exit import EXIT_TIMEOUT_S
-from ..schedule.movement import Movement
+from ..schedule.movement import Movement, State
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..timeouts import check_time, check_timeout
+from ..tracking.alarms import Alarms
 from ..tracking.group import change, wait_until
 from ..tracking.keeper import log
-from .alarms import Alarms
+from ..values import check_bool, check_choice, check_methods
 from .at_exit import endpoints
 from .grant import VERSION, Grant, check_grant, make_grant_id
+from .landing import landing_scheduler
 from .messages import TO_RECEIVER, encode, heard
 
 REVOKE_EVERY_S = 1.0  # until it is answered: a channel may lose messages
@@ -37,19 +40,23 @@ class Peer(Protocol):
 
 
 class Receiver:
-    """Gives blocks of its host pool to senders in other processes, and loads each layer when it is there.
+    """Gives blocks of its host pool to senders in other processes, and loads each layer when it is there. Or, with
+    ``direct``, gives blocks of its device cache, into which they write by themselves.
 
     Any thread may call. Close it before the scheduler.
 
     Args:
-        scheduler: its host pool is made with ``shared=True`` by this process.
+        scheduler: its host pool is made with ``shared=True`` by this process; with ``direct`` its device cache is, or
+            lies on a GPU.
+        direct: senders write into the device cache, nothing goes through the host pool.
 
     Attributes:
-        pool_id: names the memory of the pool, in grants.
+        direct: as it was given.
+        pool_id: names the memory of the pool or of the cache, in grants.
 
     Raises:
-        TypeError: not a scheduler.
-        ValueError: the pool is not in shared memory.
+        TypeError: not a scheduler, or not a bool.
+        ValueError: the pool, or the cache, is not in memory that can be shared.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -64,10 +71,13 @@ class Receiver:
         (2, 'cancelled', 4)
     """
 
-    def __init__(self, scheduler: LayerwiseScheduler) -> None:
+    def __init__(self, scheduler: LayerwiseScheduler, *, direct: bool = False) -> None:
         check_scheduler(scheduler)
+        check_bool(direct, "direct")
+        self.direct = direct
+        self.pool_id = scheduler.device_cache.export().memory_id if direct else scheduler.host_pool.memory_id
         self.scheduler = scheduler
-        self.pool_id = scheduler.host_pool.export().allocations[0].token
+        self._loads = landing_scheduler(scheduler) if direct else scheduler
         self._granted: dict[str, _Granted] = {}
         self._alarms = Alarms("paddle_kv-peers-deadlines")
         self._process_id = os.getpid()
@@ -89,26 +99,33 @@ class Receiver:
         Args:
             device_block_ids: targets, at least one, each once.
             host_block_ids: as many, each once, that nobody uses, of ``pool.allocate``: they stay the caller's, and hold
-                the data afterwards. None: the receiver takes free ones, and gives them back at the end.
+                the data afterwards. None: the receiver takes free ones, and gives them back at the end; with ``direct``
+                there are none.
             timeout_s: until all has to be there.
-            urgent: as for ``scheduler.onload``.
+            urgent: as for ``scheduler.onload``; with ``direct`` there is nothing to be urgent with.
 
         Returns:
             the load, and what the sender needs. Give it to one sender, by any way that others do not read.
 
         Raises:
             MemoryError: there are not so many free host blocks.
-            LeasedError: a host block is in use.
+            LeasedError: a host block is in use; with ``direct``, a device block is granted already.
             ClosedError, ForkedError: closed, or made before a fork.
             As ``scheduler.onload``.
         """
         timeout_s = check_time(timeout_s)
+        check_choice(urgent, "urgent")
         ids = arguments.block_id_array(device_block_ids, "device_block_ids")
         if not len(ids):
             raise ValueError("device_block_ids is empty; at least one block is expected")
         given = None if host_block_ids is None else arguments.block_id_array(host_block_ids, "host_block_ids")
+        if self.direct and given is not None:
+            raise ValueError("host_block_ids was given, but this receiver takes blocks straight into its device cache")
         compute = self.scheduler.compute_stream(None)
-        section = functools.partial(self._grant_here, ids, given, timeout_s, compute, urgent)
+        if self.direct:
+            section = functools.partial(self._grant_direct_here, ids, timeout_s, compute)
+        else:
+            section = functools.partial(self._grant_here, ids, given, timeout_s, compute, urgent)
         transfer, grant = change(self.scheduler, section)
         return transfer, grant
 
@@ -141,6 +158,9 @@ class Receiver:
         if not wait_until(self.scheduler, lambda: not self._granted, timeout_s):
             raise TimeoutError(f"senders still have {len(self._granted)} grants after timeout_s = {timeout_s}")
         self._alarms.close()
+        if self.direct:
+            self._loads.close(timeout_s)
+            self._loads.host_pool.close()
 
     def __enter__(self) -> Receiver:
         return self
@@ -154,43 +174,78 @@ class Receiver:
 
         Returns:
             whether it was one to act upon.
+
+        Raises:
+            TypeError: not a peer.
         """
+        check_peer(peer)
         taken, reply = change(self.scheduler, functools.partial(self._take, peer, heard(data, TO_RECEIVER)))
         if reply is not None:
             _send(peer, reply)
         return bool(taken)
 
     def holds(self, peer: Peer) -> bool:
-        """Whether the peer may write to blocks now."""
+        """Whether the peer may write to blocks now. TypeError: not a peer."""
+        check_peer(peer)
         return any(granted.peer == peer for granted in list(self._granted.values()))
 
     def lost(self, peer: Peer) -> None:
-        """Nothing more is heard of the peer, which may still be writing: its loads fail, its blocks are held."""
+        """Nothing more is heard of the peer, which may still be writing: its loads fail, its blocks are held.
+        TypeError: not a peer."""
+        check_peer(peer)
         change(self.scheduler, functools.partial(self._lost_here, peer))
 
     def gone(self, peer: Peer) -> None:
-        """The peer is known to write no more, and says nothing any more: its process has ended."""
+        """The peer is known to write no more, and says nothing any more: its process has ended. TypeError: not a
+        peer."""
+        check_peer(peer)
         change(self.scheduler, functools.partial(self._gone_here, peer))
 
     # ---- sections ----
     def _grant_here(
         self, device_ids: np.ndarray, host_ids: Any, timeout_s: float, compute: Any, urgent: bool | None
     ) -> tuple[Transfer, Grant]:
-        check_process(self._process_id, "receiver")
-        if self._closed:
-            raise ClosedError("the receiver is closed")
+        self._check_open()
         pool = self.scheduler.host_pool
         own = None if host_ids is not None else pool.allocate_here(len(device_ids)).take()
         try:
             plan = self.scheduler.plan("onload", device_ids, host_ids if own is None else own)
-            deadline_s = time.monotonic() + timeout_s
-            ids = tuple(plan.host_ids.tolist())
-            grant = Grant(VERSION, make_grant_id(), self.pool_id, ids, plan.num_layers, deadline_s)
-            granted = _Granted(self, grant)
-            transfer = arriving.start(self.scheduler, plan, compute, urgent, granted)
+            return self._start(plan, timeout_s, compute, urgent)
         finally:
             if own is not None:
                 pool.free_here(own)  # it gives them out again when the transfer is over
+
+    def _grant_direct_here(self, device_ids: np.ndarray, timeout_s: float, compute: Any) -> tuple[Transfer, Grant]:
+        """The sender may write when a load of nothing into the same blocks is over: what used them before is then."""
+        self._check_open()
+        landing = self._loads.host_pool
+        plan = self._loads.plan("onload", device_ids, device_ids)
+        busy = landing.domain.busy(device_ids)
+        if busy:
+            raise LeasedError(f"block {busy[0]} of the device cache is granted already", busy)
+        waiting_ids = device_ids + self._loads.device_cache.num_blocks
+        wait = self._loads.start_here(self._loads.plan("onload", device_ids, waiting_ids), compute, False, False)
+        # On the other stream, which never waits for compute: or a layer that is there would, behind a later grant.
+        transfer, grant = self._start(plan, timeout_s, compute, True)
+        granted = self._granted[grant.grant_id]
+        granted.wait = wait._movement
+        if granted.wait.over:  # the start of the load has looked at it
+            self._may_write(granted)
+        else:
+            granted.wait.callbacks.append(functools.partial(self._may_write, granted))
+        return transfer, grant
+
+    def _check_open(self) -> None:
+        check_process(self._process_id, "receiver")
+        if self._closed:
+            raise ClosedError("the receiver is closed")
+
+    def _start(self, plan: TransferPlan, timeout_s: float, compute: Any, urgent: bool | None) -> tuple[Transfer, Grant]:
+        deadline_s = time.monotonic() + timeout_s
+        ids = tuple(plan.host_ids.tolist())
+        grant = Grant(VERSION, make_grant_id(), self.pool_id, ids, plan.num_layers, deadline_s)
+        granted = _Granted(self, grant)
+        transfer = arriving.start(self._loads, plan, compute, urgent, granted)
         granted.movement = transfer._movement
         self._granted[grant.grant_id] = granted
         self._counts["granted"] += 1
@@ -235,6 +290,8 @@ class Receiver:
         if granted is None or why is not None:
             return self._refuse(encode("refused", message["grant_id"], reason=why))
         granted.peer = peer
+        if granted.wait is not None and granted.wait.state is not State.DONE:
+            return True, None  # answered when whatever used the blocks is through
         return True, encode("accepted", message["grant_id"])
 
     def _refuse(self, reply: bytes | None = None) -> tuple[bool, bytes | None]:
@@ -270,7 +327,26 @@ class Receiver:
         arriving.end(movement)
         self.scheduler.group.notify()
 
+    def _may_write_here(self, granted: _Granted) -> tuple[Peer | None, bytes]:
+        """Who asked before the blocks were free, and the answer."""
+        assert granted.wait is not None
+        if granted.wait.state is not State.DONE:
+            self._fail(granted, "what used the blocks before failed")  # and the sender is told to stop
+        if granted.movement is None or granted.movement.failed:
+            return None, b""
+        return granted.peer, encode("accepted", granted.grant.grant_id)
+
     # ---- in threads of the library, in no section ----
+    def _may_write(self, granted: _Granted) -> None:
+        granted.wait.group.host.post(functools.partial(self._answer, granted))  # type: ignore[union-attr]
+
+    def _answer(self, granted: _Granted) -> None:
+        if self._process_id != os.getpid():
+            return  # a forked child
+        peer, reply = change(self.scheduler, functools.partial(self._may_write_here, granted))
+        if peer is not None:
+            _send(peer, reply)
+
     def _late(self, granted: _Granted) -> None:
         change(self.scheduler, functools.partial(self._fail, granted, "the time was over"))
 
@@ -298,6 +374,7 @@ class _Granted:
         peer: who has begun to write; None: nobody.
         next_layer: the first one that was not told.
         movement: the load; None once nobody writes any more.
+        wait: with ``direct``: it is over when the blocks may be written.
     """
 
     def __init__(self, receiver: Receiver, grant: Grant) -> None:
@@ -306,10 +383,22 @@ class _Granted:
         self.peer: Peer | None = None
         self.next_layer = 0
         self.movement: Movement | None = None
+        self.wait: Movement | None = None
         self._receiver = receiver
 
     def cancel(self) -> None:
         self._receiver.scheduler.group.host.post(functools.partial(self._receiver._stop, self))
+
+
+def check_peer(peer: Any) -> None:
+    """TypeError unless messages can be left for it. None would be the peer of all grants that nobody has begun."""
+    check_methods(peer, "peer", ("send",), "the way to a sender")
+
+
+def check_receiver(receiver: Any) -> None:
+    """TypeError unless it is one."""
+    if not isinstance(receiver, Receiver):
+        raise TypeError(f"receiver is {receiver!r}; a Receiver is expected")
 
 
 receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()

@@ -19,6 +19,7 @@ from ..schedule.transfer import Transfer
 from ..timeouts import check_time, check_timeout
 from ..tracking.group import change, wait_until
 from ..tracking.keeper import Waiter, log
+from ..values import check_callable
 from .at_exit import endpoints
 from .grant import Grant, check_grant
 from .messages import TO_SENDER, encode, heard
@@ -37,7 +38,7 @@ class Sender:
             the end of the channel says that this process writes no more.
 
     Raises:
-        TypeError: not a scheduler.
+        TypeError: not a scheduler, or what cannot be called.
         ValueError: the pool is not in shared memory.
     """
 
@@ -49,8 +50,10 @@ class Sender:
         hang_up: Callable[[], object] = lambda: None,
     ) -> None:
         check_scheduler(scheduler)
+        check_callable(send, "send", "a function of a message")
+        check_callable(hang_up, "hang_up", "a function without arguments")
         self.scheduler = scheduler
-        self._pool_id = scheduler.host_pool.export().allocations[0].token
+        self._pool_id = scheduler.host_pool.memory_id
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}

@@ -12,11 +12,12 @@ import stat
 import tempfile
 
 from ..errors import PeerError
-from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
+from ..timeouts import check_timeout
 from ..tracking.keeper import log
 from .at_exit import threads
 from .connection import Line, Loop
-from .receiver import Receiver
+from .receiver import Receiver, check_receiver
 from .sender import Sender
 
 
@@ -35,14 +36,19 @@ class Listener:
         path: for :func:`connect`.
 
     Raises:
+        TypeError: not a receiver, or not a path.
+        ValueError: an empty path.
         PermissionError: the folder is not the user's, or others may enter it.
         OSError: the socket cannot be made, for example because a process listens there.
     """
 
     def __init__(self, receiver: Receiver, path: str | os.PathLike[str] | None = None) -> None:
+        check_receiver(receiver)
+        if path is not None:
+            path = _checked_path(path)
         self._receiver = receiver
         self._folder = tempfile.mkdtemp(prefix="paddle_kv-") if path is None else None
-        self.path = os.path.join(self._folder, "receiver") if self._folder else os.fspath(path or "")
+        self.path = os.path.join(self._folder or "", "receiver") if path is None else path
         self._lines: set[Line] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -61,7 +67,12 @@ class Listener:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends all connections. Close the receiver before: it waits until its senders are through. Again: does
-        nothing."""
+        nothing.
+
+        Raises:
+            TypeError, ValueError: a time that is none.
+        """
+        check_timeout(timeout_s)
         if self._process_id != os.getpid():
             return
         self._loop.post(self._close_here)
@@ -118,19 +129,23 @@ def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Send
         path: ``listener.path``.
 
     Raises:
+        TypeError: not a path.
+        ValueError: an empty one.
         PeerError: nobody listens there, or a process of another user.
         As :class:`Sender`.
     """
+    check_scheduler(scheduler)
+    path = _checked_path(path)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
-            connected.connect(os.fspath(path))
+            connected.connect(path)
         except OSError as error:
-            raise PeerError(f"no receiver listens at {os.fspath(path)!r}: {error.strerror}") from None
+            raise PeerError(f"no receiver listens at {path!r}: {error.strerror}") from None
         line = _SenderLine(connected)
         try:
             if line.user_id != os.geteuid():
-                raise PeerError(f"a process of user {line.user_id} listens at {os.fspath(path)!r}; it is not trusted")
+                raise PeerError(f"a process of user {line.user_id} listens at {path!r}; it is not trusted")
             sender = Sender(scheduler, line.send, hang_up=line.hang_up)
         except BaseException:
             line.hang_up()
@@ -160,6 +175,16 @@ class _SenderLine(Line):
 
 def _nobody(*_: object) -> None:
     pass
+
+
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    """As a string; TypeError or ValueError unless it can name a socket."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path is {path!r}; a string or a path is expected")
+    found = os.fspath(path)
+    if not found:
+        raise ValueError(f"path = {path!r} must not be empty")
+    return found
 
 
 def _check_private(folder: str) -> None:

@@ -53,7 +53,7 @@ def mark(movement: Movement, layers: Iterable[int]) -> None:
     found = movement.unread.intersection(layers)
     movement.unread -= found
     for group in sorted({plan.group_of(layer) for layer in found}):
-        if movement.unread.isdisjoint(plan.layers_of(group)):
+        if not movement.is_held_back(group):
             bisect.insort(movement.ready, group)
     settling.progress([movement])
 

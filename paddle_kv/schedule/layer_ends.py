@@ -8,7 +8,7 @@ from typing import Any
 
 from ..backend.work import Stream, TransferPlan
 from ..tracking.group import change
-from .movement import Movement
+from .movement import Follower, Movement
 from .resources import Events
 from .transfer import Transfer
 
@@ -27,17 +27,20 @@ def start(
     """
     transfer: Transfer = scheduler.start_here(plan, compute, True, False)
     movement = transfer._movement
-    movement.on_submitted = functools.partial(_watch, ended)
+    movement.followers.append(_LayerEnds(ended))
     movement.callbacks.append(functools.partial(over, movement))
     return transfer
 
 
-def _watch(ended: Callable[[range], object], movement: Movement, groups: range) -> None:
-    """In a section: these groups were handed to the backend."""
-    for group in groups:
-        passed = functools.partial(_passed, ended, movement, movement.held, group)
-        post = functools.partial(movement.group.host.post, passed)  # out of any thread
-        movement.scheduler.backend.watch([movement.events[group]], post)
+class _LayerEnds(Follower):
+    def __init__(self, ended: Callable[[range], object]) -> None:
+        self._ended = ended
+
+    def submitted(self, movement: Movement, groups: range) -> None:
+        for group in groups:
+            passed = functools.partial(_passed, self._ended, movement, movement.held, group)
+            post = functools.partial(movement.group.host.post, passed)  # out of any thread
+            movement.scheduler.backend.watch([movement.events[group]], post)
 
 
 def _passed(ended: Callable[[range], object], movement: Movement, held: tuple[Events, ...], group: int) -> None:

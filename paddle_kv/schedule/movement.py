@@ -1,8 +1,8 @@
 """What the scheduler knows of one load or save, and the one place in which its state changes.
 
 A transfer moves its layers in groups. A group is *submitted* (handed to the backend, with an event behind it) as soon
-as its layers are marked (layerwise offload) and the same layers of all transfers that it depends on are submitted. What
-is not submitted can still be *dropped*: by ``cancel`` or by a failure.
+as its layers are marked (layerwise offload; load into a ring of layer buffers) and the same layers of all transfers
+that it depends on are submitted. What is not submitted can still be *dropped*: by ``cancel`` or by a failure.
 
 Two ends have to be told apart. A transfer is *over* for its user when its own submitted work is done; its events are
 given back then. It is *retired*, and its blocks are given back, when in addition (if groups were dropped) the transfers
@@ -43,7 +43,9 @@ class State(enum.Enum):
     @property
     def is_end(self) -> bool:
         """Whether the transfer is over."""
-        return self in (State.DONE, State.FAILED, State.CANCELLED)
+        return self in _ENDS
+
+    __hash__ = object.__hash__  # that of an enumeration is Python code, and each change of a state asks for it
 
 
 _ENDS = {State.DONE, State.FAILED, State.CANCELLED}
@@ -102,6 +104,22 @@ class Reading(Protocol):
         """Nobody wants the rest. Takes no lock and waits for nothing."""
 
 
+class Follower:
+    """Who hears of a transfer, in sections."""
+
+    def submitted(self, movement: Movement, groups: range) -> None:
+        """These groups were handed to the backend."""
+
+    def failed(self, movement: Movement) -> None:
+        """Nothing more of it will be."""
+
+    def loss_of(self, movement: Movement) -> Failure | None:
+        """Asked when all of it was moved: whether it is worth nothing all the same."""
+
+    def ended(self, movement: Movement) -> None:
+        """It is over, whatever its end."""
+
+
 class Owner(Protocol):
     """The scheduler, as its transfers see it."""
 
@@ -152,11 +170,20 @@ class Movement:
         self.queued = stream is scheduler.resources.streams["onload"]  # behind other loads: counted by the scheduler
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
-        self.marks: list[Event | None] = [None] * plan.num_layers if layerwise else []
+        is_load = plan.direction == "onload"
+        ring = scheduler.device_cache.layer_buffers
+        self.ring = ring if ring < plan.num_layers else 0  # layer buffers that the layers share in turn; 0: none do
+        unmarked = 0 if layerwise else self.ring if is_load and self.ring else plan.num_layers
+        self.to_mark = range(unmarked, plan.num_layers)
+        self.marks: list[Event | None] = [None] * plan.num_layers if self.to_mark else []
+        self.savers: dict[Movement, None] = {}  # see :mod:`.rings`
+        self.sharing: dict[Movement, bool] = {}  # the same
         self.reading = reading  # what still writes some of its source blocks; None once nobody touches them
         self.unread = set(range(plan.num_layers)) if reading else set()  # layers that are not there yet
-        held_back = layerwise or reading is not None
-        self.ready: list[int] = [] if held_back else plan.groups  # marked, not submitted; ascending
+        waits_for_layers = self.to_mark or self.unread
+        self.ready = [  # marked, not submitted; ascending
+            group for group in plan.groups if not (waits_for_layers and self.is_held_back(group))
+        ]
         self.after: list[Event] = []  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
@@ -169,7 +196,7 @@ class Movement:
         self.starts: list[tuple[Event, range]] = []  # one a submission
         self.last_event: Event | None = None
         self.fence_event: Event | None = None  # behind a submission that failed half way
-        self.on_submitted: Callable[[Movement, range], object] | None = None  # hears of groups; see :mod:`.layer_ends`
+        self.followers: list[Follower] = []
         self.held: tuple[Events, ...] = ()  # all of the above and the marks
         # The end
         self.state = State.PENDING
@@ -229,7 +256,7 @@ class Movement:
 
     @property
     def over(self) -> bool:
-        return self.state.is_end
+        return self.state in _ENDS
 
     @property
     def over_after(self) -> set[Movement]:
@@ -259,12 +286,17 @@ class Movement:
         self.held = (*self.held, events)
         return list(events)
 
+    def is_held_back(self, group: int) -> bool:
+        """Whether a layer of the group is not marked, or is being read into host memory."""
+        layers = self.plan.layers_of(group)
+        return any(layer in self.unread or (layer in self.to_mark and self.marks[layer] is None) for layer in layers)
+
     def enter(self, state: State) -> None:
         """The one place in which the state changes; whoever waits looks again."""
         if state not in _NEXT.get(self.state, ()):
             raise AssertionError(f"a transfer cannot be {state.value} behind {self.state.value}")
         self.state = state
-        if state.is_end:
+        if state in _ENDS:
             self.scheduler.note_end(self)
         self.notify()
 
@@ -286,6 +318,9 @@ class Movement:
         groups = set(self.plan.groups)
         if layer >= 0:
             groups &= {self.plan.group_of(layer)}
+        if layer < -1:  # a buffer: what was marked last of the layers in it comes behind the others
+            occupants = range(-2 - layer, self.plan.num_layers, self.ring)
+            groups = set([one for one in occupants if one not in self.unmarked][-1:])
         return self.over or self.ordered.get(stream, set()).issuperset(groups)
 
 

@@ -8,10 +8,11 @@ flight keeps its scheduler, so nothing of it is in use any more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..backend.protocol import Backend
@@ -48,14 +49,17 @@ class _Tie(weakref.ref):  # type: ignore[type-arg]
 
 
 class DeviceResources:
-    """The registered pointers of a pair of pools, a stream for each direction, events. Holds none of the pools."""
+    """The registered pointers of a pair of pools, streams, events and gates. Holds none of the pools."""
 
     def __init__(
         self, backend: Backend, device_cache: Any, host_pool: Any, notify: Callable[[], object] = lambda: None
     ) -> None:
         self.backend = backend
         self._notify = notify  # events were given back
+        self._create_events: Callable[[int], list[Event]] | None = getattr(backend, "create_events", None)
+        self._destroy_events = getattr(backend, "destroy_events", functools.partial(_one_by_one, backend.destroy_event))
         self.streams: dict[str, Stream] = {}
+        self.closers: list[Callable[[], object]] = []  # of what else lives on the device as long
         self._num_events = 0
         self._ties: set[_Tie] = set()
         self._given_back: deque[_Tie] = deque()
@@ -88,13 +92,17 @@ class DeviceResources:
         taken: list[Event] = []
         events = Events(taken, self._ties, self._given_back)  # has those that could be made if one cannot
         try:
-            for _ in range(count):
-                taken.append(self.backend.create_event())
-                self._num_events += 1
+            if self._create_events is None:
+                for _ in range(count):
+                    taken.append(self.backend.create_event())
+            else:
+                taken += self._create_events(count)
         except BaseException:
+            self._num_events += len(taken)
             Events(taken.copy(), self._ties, self._given_back)  # gone at once
             taken.clear()  # the exception keeps this frame
             raise
+        self._num_events += count
         return events
 
     def guard_events(self, member: Grouped) -> None:
@@ -104,13 +112,11 @@ class DeviceResources:
                 Guard(events, member, self._notify)
 
     def _collect_events(self) -> None:
-        destroy = self.backend.destroy_event
         while self._given_back:
             tie = self._given_back.popleft()
             self._ties.discard(tie)
             self._num_events -= len(tie.events)
-            for event in tie.events:
-                destroy(event)
+            self._destroy_events(tie.events)
 
     def release(self, in_section: Callable[[Callable[[], None]], object] = lambda function: function()) -> None:
         """Gives everything back, once. Not under a lock: a stream that ends may wait for a thread that wants it. But
@@ -122,8 +128,15 @@ class DeviceResources:
             steps.callback(self.backend.unbind, self.binding)
             self._own_events = None
             steps.callback(in_section, self._collect_events)
+            while self.closers:
+                steps.callback(self.closers.pop())
             while self.streams:
                 steps.callback(self.backend.destroy_stream, self.streams.popitem()[1])
+
+
+def _one_by_one(destroy: Callable[[Event], None], events: Iterable[Event]) -> None:
+    for event in events:
+        destroy(event)
 
 
 def release_abandoned() -> None:

@@ -5,38 +5,35 @@ from __future__ import annotations
 import functools
 import os
 import time
-import weakref
 from collections.abc import Iterable
 from typing import Any, Literal
 
 from .. import backend as backends
 from ..backend.protocol import Backend
 from ..backend.work import ENGINES, Direction, Event, Stream, TransferPlan
-from ..checks import check_process
 from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from ..timeouts import check_timeout
-from ..tracking.group import MemoryGroup, change, unite, wait_until
-from ..tracking.keeper import Deadline
+from ..tracking.group import change, unite
 from ..tracking.memories import check_access
-from . import checksum, settling, submission
-from .at_exit import EXIT_TIMEOUT_S, schedulers
-from .finished import Finished
+from ..values import check_bool, check_choice
+from . import checksum, settling
+from .gates import Gates
+from .lifetime import Lifetime
 from .movement import Movement, Reading
 from .plan import make_plan
-from .resources import DeviceResources, Events, abandoned, release_abandoned
+from .resources import Events
 from .starting import hold, start
 from .statistics import Statistics
 from .transfer import Transfer
-from .uses import Use, notify
+from .uses import Use
 
 _check.access_checks.append(check_access)
 
 
-class LayerwiseScheduler:
+class LayerwiseScheduler(Lifetime):
     """Moves blocks between a device cache and a host pool on streams of its own, one per direction and one for
     urgent loads.
 
@@ -50,6 +47,9 @@ class LayerwiseScheduler:
             transfer (docs/design.md).
         layers_per_event: layers that share an event. More make a submission of a deep model cheaper and waits coarser.
         record_layer_times: keep the times of each layer's copy (:attr:`Transfer.layer_times_ms`).
+
+    Attributes:
+        default_stream: ``compute_stream`` as it was given.
 
     Raises:
         TypeError: not a cache and a pool.
@@ -96,50 +96,28 @@ class LayerwiseScheduler:
         if engine not in ENGINES:
             raise ValueError(f"engine = {engine!r} must be one of {', '.join(map(repr, ENGINES))}")
         layers_per_event = check_positive(layers_per_event, "layers_per_event")
+        if device_cache.is_ring and layers_per_event > 1:
+            raise ValueError(
+                f"layers_per_event = {layers_per_event} must be 1: layers of the device cache share buffers"
+            )
         if device_cache.domain is host_pool.domain:
             raise ValueError("host_pool lies in the memory of device_cache; it needs memory of its own")
-        self.device_cache = device_cache
-        self.host_pool = host_pool
+        created = backends.create(backend, device_cache.device_id)
+        super().__init__(device_cache, host_pool, created)
         self.bytes_per_block = device_cache.spec.block_bytes * device_cache.spec.num_layers
         self.engine = engine
         self.record_layer_times = record_layer_times
-        self._default_stream = compute_stream
+        self.default_stream = compute_stream
         self._layers_per_event = min(layers_per_event, device_cache.spec.num_layers)  # it has to fit in 64 bits
-        self.backend = backends.create(backend, device_cache.device_id)
-        self._process_id = os.getpid()
         self._statistics = Statistics()
-        self._in_flight: dict[Movement, None] = {}
-        self._finished = Finished()
-        self._closed = False
-        self._closers: weakref.WeakSet[Use] = weakref.WeakSet()
-        self._users: weakref.WeakSet[Use] = weakref.WeakSet()
         host = getattr(self.backend, "host", None)
         if host is not None:
             device_cache.domain.group.host = host
         unite(device_cache.domain, host_pool.domain)
-        self.observer = checksum.ChecksumObserver(host_pool) if checksum.enabled() else None
+        self.observer = (
+            checksum.ChecksumObserver(host_pool) if checksum.enabled() and host_pool.in_host_memory else None
+        )
         self.group.host.call(self._open)
-
-    def _open(self) -> None:
-        release_abandoned()
-        given_back = functools.partial(notify, self.host_pool.domain)
-        self.resources = DeviceResources(self.backend, self.device_cache, self.host_pool, given_back)
-        self.origin_event = self.resources.origin_event
-        self._origin_s = time.perf_counter()  # before: no copy may seem to end in the future
-        try:
-            self.backend.record(self.origin_event, self.resources.streams["onload"])
-            self.backend.wait(self.origin_event, None)
-        except BaseException:
-            self.resources.release()
-            raise
-        self._abandon = weakref.finalize(self, abandoned.append, self.resources)
-        self._abandon.atexit = False
-        schedulers.add(self)
-
-    @property
-    def group(self) -> MemoryGroup:
-        """The lock under which all of this changes."""
-        return self.host_pool.domain.group
 
     # ---- transfers ----
     def offload(self, device_block_ids: Any, host_block_ids: Any, *, layerwise: bool = False) -> Transfer:
@@ -182,6 +160,7 @@ class LayerwiseScheduler:
             >>> [pool.view("key", layer, 0).max().item() for layer in range(2)]
             [1.0, 2.0]
         """
+        check_bool(layerwise, "layerwise")
         return self._start(self.plan("offload", device_block_ids, host_block_ids), layerwise=layerwise)
 
     def onload(
@@ -214,6 +193,7 @@ class LayerwiseScheduler:
             ...     load.bytes == 2 * spec.num_layers * spec.block_bytes
             True
         """
+        check_choice(urgent, "urgent")
         return self._start(self.plan("onload", device_block_ids, host_block_ids, layers), urgent=urgent)
 
     def _start(self, plan: TransferPlan, *, layerwise: bool = False, urgent: bool | None = False) -> Transfer:
@@ -231,7 +211,7 @@ class LayerwiseScheduler:
 
     def plan(self, direction: Direction, device_ids: Any, host_ids: Any, layers: Any = None) -> TransferPlan:
         """Checked."""
-        self._check_open()
+        self.check_open()
         return make_plan(
             direction,
             arguments.block_id_array(device_ids, "device_block_ids"),
@@ -253,9 +233,29 @@ class LayerwiseScheduler:
         reading: Reading | None = None,
     ) -> Transfer:
         """In a section: starts it behind what its blocks, and ``behind``, ask for."""
-        self._check_open()
+        self.check_open()
+        if self.device_cache.is_ring and plan.direction == "offload" and not layerwise:
+            raise ValueError("layerwise = False must be True: the layers of the device cache share buffers")
+        if self.device_cache.is_ring and plan.left_out:
+            raise ValueError("layers must be None: the layers of the device cache share buffers")
         own = self._statistics
         return start(self, plan, compute, own, layerwise=layerwise, urgent=urgent, behind=behind, reading=reading)
+
+    def gates(self, *, timeout_s: float) -> Gates:
+        """Waits and marks for layers inside captured CUDA graphs.
+
+        Args:
+            timeout_s: how long one gate holds a replay, and how long after :meth:`Gates.arm` a save may be unmarked.
+                Choose it far above the time of a load: it ends what would never end.
+
+        Raises:
+            TypeError, ValueError: ``timeout_s`` is not a positive number of seconds; ValueError: layers of the device
+                cache share buffers.
+            ClosedError: closed.
+        """
+        if self.device_cache.is_ring:
+            raise ValueError("gates need a device cache in which each layer has its own memory")
+        return Gates(self, timeout_s)
 
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
         """An event behind everything submitted so far in that direction, on its streams.
@@ -292,7 +292,7 @@ class LayerwiseScheduler:
             self.group.notify()
 
     def _use_streams(self, direction: str, use: Use) -> tuple[dict[str, Stream], Events | list[Event]]:
-        self._check_open()
+        self.check_open()
         self._users.add(use)  # close waits for it
         streams = dict(self.resources.streams)
         return streams, self.resources.take_events(1) if direction == "onload" and "urgent" in streams else []
@@ -307,7 +307,7 @@ class LayerwiseScheduler:
         return int(change(self, self._open_descriptor))
 
     def _open_descriptor(self) -> int:
-        self._check_open()
+        self.check_open()
         return self._finished.open_descriptor()
 
     def finished(self) -> list[Transfer]:
@@ -332,87 +332,6 @@ class LayerwiseScheduler:
         """The transfers that are not over, in order of submission, also those whose handle was lost."""
         found = change(self, lambda: list(self._in_flight))
         return [movement.handle() or Transfer(movement) for movement in found]
-
-    def drain(self, timeout_s: float | None = None) -> None:
-        """Blocks until all transfers of this scheduler are over, failed ones too (their errors stay with them).
-
-        Raises:
-            TimeoutError: not after ``timeout_s``, for example because a layer was never marked as written.
-        """
-        check_timeout(timeout_s)
-        change(self, self._look_at_all)
-        if not wait_until(self, self._is_idle, timeout_s):
-            left = self.in_flight()
-            if left:
-                raise TimeoutError(
-                    f"{len(left)} transfers were not over after timeout_s = {timeout_s}; the first: {left[0]!r}"
-                )
-
-    def _look_at_all(self) -> None:
-        for movement in list(self._in_flight):
-            settling.look(movement)
-
-    def _is_idle(self) -> bool:
-        return not self._in_flight
-
-    def _is_unused(self) -> bool:
-        return not self._users and self.resources.num_events <= 1  # the own one
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Drops what the device has not been given, waits for the rest, and gives streams and events back, once.
-
-        The pools stay: they are the user's to close.
-
-        Raises:
-            TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
-        """
-        self.end(timeout_s)
-
-    def end(self, timeout_s: float | None, *, at_exit: bool = False) -> None:
-        """:meth:`close`; at exit what is submitted arrives, and nothing is taken from then on."""
-        if self._process_id != os.getpid():
-            return
-        check_timeout(timeout_s)
-        closer = Use(self.group)  # or threads that go on submitting would keep it open
-        try:
-            if not self._closed:
-                deadline = Deadline(timeout_s)
-                change(self, functools.partial(self._begin_close, closer, at_exit))
-                self.drain(timeout_s)
-                change(self, functools.partial(self.resources.guard_events, self.host_pool.domain))
-                if not wait_until(self, self._is_unused, deadline.left_s()):
-                    raise TimeoutError(f"other threads were still about to wait after timeout_s = {timeout_s}")
-                self.group.host.call(self._finish_close)
-            wait_until(self, lambda: self._released, None)  # another thread may be at it
-        finally:
-            self._closers.discard(closer)
-
-    _released = _ending = False
-
-    def _begin_close(self, closer: Use, at_exit: bool) -> None:
-        self._closers.add(closer)
-        self._ending |= at_exit
-        for movement in list(self._in_flight):
-            settling.progress(submission.cancel(movement, also_submitted=not at_exit))
-
-    def _finish_close(self) -> None:
-        """By one hand-over: an exception of a signal handler between its two halves would leave it closed for ever."""
-        if change(self, self._end_close):
-            self._release()
-
-    def _end_close(self) -> bool:
-        was_open, self._closed = not self._closed, True
-        return was_open
-
-    def _release(self) -> None:
-        try:
-            self._abandon.detach()
-            self._finished.close()
-            self.resources.release(functools.partial(change, self))
-            release_abandoned()
-        finally:
-            self._released = True
-            self.group.notify()
 
     def stats(self) -> dict[str, int]:
         """Counts since the scheduler was made, and what it holds now. Asks events of the device; works after
@@ -452,16 +371,10 @@ class LayerwiseScheduler:
         """Host time since the scheduler was made: the axis of ``layer_times_ms`` on the CPU backend."""
         return (time.perf_counter() - self._origin_s) * 1e3
 
-    def __enter__(self) -> LayerwiseScheduler:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close(EXIT_TIMEOUT_S)
-
     # ---- for the transfers ----
     def compute_stream(self, stream: Any) -> Stream:
         """The stream that the caller means; None stands for that of the scheduler."""
-        return self.backend.compute_stream(self._default_stream if stream is None else stream)
+        return self.backend.compute_stream(self.default_stream if stream is None else stream)
 
     def note_start(self, movement: Movement) -> None:
         """In a section: the transfer is about to be submitted."""
@@ -485,13 +398,6 @@ class LayerwiseScheduler:
     def abandon(self, movement: Movement) -> None:
         """In a forked child: nothing moves here any more."""
         settling.abandon(movement)
-
-    def _check_open(self) -> None:
-        check_process(self._process_id, "scheduler")
-        if self._closed or self._closers or self._ending:
-            raise ClosedError("the scheduler is closed")
-        if self.host_pool.closed:
-            raise ClosedError("the host pool is closed")
 
 
 def check_scheduler(scheduler: Any) -> None:

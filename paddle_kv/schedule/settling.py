@@ -77,7 +77,7 @@ def _ask_device(movement: Movement) -> list[Movement] | None:
     except Exception as error:  # noqa: BLE001
         failed = _fail_by_device(movement, error)
     movement.through = True
-    return _progress(failed)
+    return _progress(failed) if failed else []
 
 
 def look_for_failure(movement: Movement) -> None:
@@ -107,7 +107,7 @@ def _look(movement: Movement) -> list[Movement]:
         return found
     dependents = list(movement.dependents)
     _retire(movement)
-    return [*found, *_progress(dependents), *dependents]
+    return [*found, *_progress(dependents), *dependents] if dependents else found
 
 
 def _look_at_device(movement: Movement) -> list[Movement]:
@@ -121,6 +121,9 @@ def _look_at_device(movement: Movement) -> list[Movement]:
         mismatch = scheduler.observer.over(movement, movement.failure or movement.loss)
         if mismatch is not None:
             found += _progress(fail(movement, mismatch))
+    losses = [] if movement.failed else [follower.loss_of(movement) for follower in movement.followers]
+    for loss in [loss for loss in losses if loss is not None][:1]:
+        found += _progress(fail(movement, loss))
     if movement.failure is None:
         with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown
             _measure(movement)
@@ -134,7 +137,8 @@ def _asked(movement: Movement) -> list[Event]:
     # than the last one and pass a moment later; until then a GPU tells no times.
     ends = [movement.events[groups[-1]] for _, groups in movement.starts]
     asked = movement.events if movement.scheduler.record_layer_times else ends
-    return [movement.last_event, *(event for event in asked if event is not None)]
+    last = movement.last_event
+    return [last, *(event for event in asked if event is not None and event is not last)]
 
 
 def _end(movement: Movement) -> None:
@@ -142,9 +146,13 @@ def _end(movement: Movement) -> None:
     movement.held, movement.after, movement.starts = (), [], []
     movement.unmarked = dict.fromkeys(movement.unmarked)
     movement.marks = [None] * len(movement.marks)
+    movement.savers, movement.sharing = {}, {}
     movement.stream = None
     movement.failure = movement.failure or movement.loss
     movement.enter(State.DONE if movement.failure is None else movement.failure.state)
+    for follower in movement.followers:
+        follower.ended(movement)
+    movement.followers = []
     host = movement.group.host
     for callback in movement.callbacks:
         host.tell(callback)
@@ -166,8 +174,9 @@ def _retire(movement: Movement) -> None:
     """Gives back its blocks: nothing is left to wait for."""
     movements.pop(movement.number, None)
     written, plan, lost = movement.failure is movement.loss, movement.plan, movement.lost
-    movement.source.release(movement, written=written, lost=plan.source_ids[lost])  # written if they were being read
-    movement.target.release(movement, written=written, lost=plan.target_ids[lost])
+    lost_ids = (plan.source_ids[lost], plan.target_ids[lost]) if movement.loss is not None else ((), ())
+    movement.source.release(movement, written=written, lost=lost_ids[0])  # written if they were being read
+    movement.target.release(movement, written=written, lost=lost_ids[1])
     movement.group.transfers.pop(movement.number, None)
     for before in movement.depends_on:
         before.dependents.pop(movement, None)
@@ -217,7 +226,7 @@ def _measure(movement: Movement) -> None:
     elapsed = scheduler.backend.elapsed_ms
     movement.elapsed_ms = elapsed(movement.starts[0][0], movement.last_event)
     start, last = movement.starts[-1]
-    layers = sum(len(movement.plan.layers_of(group)) for group in last)
+    layers = movement.plan.layers_of(last[-1]).stop - movement.plan.layers_of(last[0]).start
     last_ms = elapsed(start, movement.last_event) if len(movement.starts) > 1 else movement.elapsed_ms
     movement.sample = (movement.bytes * layers // movement.plan.num_moved_layers, last_ms)
     if not scheduler.record_layer_times:

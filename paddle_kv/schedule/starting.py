@@ -45,13 +45,14 @@ def start(
     read_into = [] if reading is None else reading.block_ids
     read_ids = _but_for(read_into, plan.source_ids)
     holders = [
-        *source.domain.holders(read_into),
+        *(source.domain.holders(read_into) if read_into else ()),
         *source.domain.holders(read_ids, writing=False),
         *target.domain.holders(plan.target_ids),
     ]
     for holder in dict.fromkeys(holders):  # in an order that repeats
         holder.look()  # one that has failed must be known of
-    source.domain.check(read_into, names[0], writing=True)
+    if read_into:
+        source.domain.check(read_into, names[0], writing=True)
     source.domain.check(read_ids, names[0], writing=False)
     target.domain.check(plan.target_ids, names[1], writing=True)
     if plan.left_out:  # the block is usable afterwards if it was before
@@ -66,17 +67,15 @@ def start(
     movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
     if isinstance(compute, Events):
         movement.held, movement.after = (compute,), list(compute)
-    elif plan.num_groups:
-        events = movement.hold_events(plan.num_layers if layerwise else 1)
-        if layerwise:
-            movement.unmarked = dict(enumerate(events))
-        else:
-            try:
-                scheduler.backend.record(events[0], compute)
-            except BaseException:
-                movement.held = ()  # the exception keeps this frame
-                raise
-            movement.after = events
+    elif plan.num_groups and not layerwise:
+        movement.after = movement.hold_events(1)
+        try:
+            scheduler.backend.record(movement.after[0], compute)
+        except BaseException:
+            movement.held = ()  # the exception keeps this frame
+            raise
+    if plan.num_groups and movement.to_mark:
+        movement.unmarked = dict(zip(movement.to_mark, movement.hold_events(len(movement.to_mark)), strict=True))
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
     movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))
@@ -92,7 +91,8 @@ def start(
 def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     read_into = [] if movement.reading is None else movement.reading.block_ids
     reads_from: set[Any] = movement.source.read(_but_for(read_into, movement.plan.source_ids), movement)
-    movement.source.write(read_into, movement)  # nobody uses them: see :mod:`.arriving`
+    if read_into:
+        movement.source.write(read_into, movement)  # nobody uses them: see :mod:`.arriving`
     if movement.plan.left_out:
         reads_from = {*reads_from, *movement.target.holders(movement.plan.target_ids, writing=False)}
     others: set[Any] = movement.target.write(movement.plan.target_ids, movement)

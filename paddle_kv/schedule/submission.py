@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 from ..backend.work import Event, LayerWork
+from . import rings
 from .movement import Failure, Movement, State
+
+Waits = Sequence[Event]  # of one group
 
 
 class InOrder:
@@ -80,6 +84,10 @@ def fail(movement: Movement, failure: Failure) -> list[Movement]:
         _pass_over(one)
     for one in behind:
         inherit(one)
+    for one in failed:
+        for follower in one.followers:
+            with contextlib.suppress(Exception):
+                follower.failed(one)
     return [*failed, *behind]
 
 
@@ -157,24 +165,24 @@ def _submit_ready(movement: Movement) -> tuple[bool, list[Movement]]:
     return submitted, []
 
 
-def _ready_runs(movement: Movement) -> list[tuple[int, list[list[Event]]]]:
+def _ready_runs(movement: Movement) -> list[tuple[int, list[Waits]]]:
     """Runs of groups that can be submitted: the first one, and what each has to wait for on the device."""
     others = _others(movement) if movement.depends_on else []
-    simple = not (movement.layerwise or others or movement.plan.left_out or movement.unread)
+    simple = not (movement.to_mark or others or movement.plan.left_out or movement.unread)
     if movement.ready and simple and movement.last_event is None:
-        return [(0, [movement.after.copy(), *([] for _ in movement.ready[1:])])]  # the rule: all at once
-    runs: list[tuple[int, list[list[Event]]]] = []
-    next_group = -1
+        return [(0, [movement.after.copy(), *itertools.repeat((), len(movement.ready) - 1)])]  # the rule: all at once
+    runs: list[tuple[int, list[Waits]]] = []
+    taken: list[int] = []
     for group in movement.ready:
-        waits = _waits_of(movement, group, others) if others or movement.layerwise else []
-        if waits is None:
+        waits = _waits_of(movement, group, others) if others or movement.to_mark else []
+        if waits is None or not rings.is_behind_own(movement, group, taken):
             continue
-        if group != next_group:
+        if not taken or group != taken[-1] + 1:
             runs.append((group, []))
         runs[-1][1].append(waits)
-        next_group = group + 1
+        taken.append(group)
     if runs and movement.last_event is None:  # the stream keeps the order behind the first
-        runs[0][1][0].extend(movement.after)
+        runs[0][1][0] = [*runs[0][1][0], *movement.after]
     return runs
 
 
@@ -191,11 +199,19 @@ def _others(movement: Movement) -> list[Movement]:
 def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Event] | None:
     """What the group has to wait for on the device; None while something of it is not recorded yet."""
     layers = movement.plan.layers_of(group)
-    waits: list[Event] = movement.marks[layers.start : layers.stop] if movement.layerwise else []
+    waits: list[Event] = [event for event in movement.marks[layers.start : layers.stop] if event is not None]
+    if movement.savers:
+        saved = rings.saved_before(movement, layers.start)
+        if saved is None:
+            return None
+        waits += saved
     for before in others:
-        per_event = before.plan.layers_per_event
-        groups = range(layers.start // per_event, (layers.stop - 1) // per_event + 1)
-        events = [before.events[one] for one in groups if one not in before.plan.left_out]
+        if rings.shares_buffers(movement, before):
+            events = rings.events_in_buffer(movement, before, layers.start)
+        else:
+            per_event = before.plan.layers_per_event
+            groups = range(layers.start // per_event, (layers.stop - 1) // per_event + 1)
+            events = [before.events[one] for one in groups if one not in before.plan.left_out]
         if None in events:
             if not before.failed or before.reading is not None:
                 return None
@@ -205,7 +221,7 @@ def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Ev
     return waits
 
 
-def _submit(movement: Movement, first: int, waits: list[list[Event]]) -> list[Movement]:
+def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement]:
     """One call of the backend. Returns what failed by it."""
     scheduler, plan = movement.scheduler, movement.plan
     groups = range(first, first + len(waits))
@@ -223,7 +239,7 @@ def _submit(movement: Movement, first: int, waits: list[list[Event]]) -> list[Mo
     at = movement.ready.index(first)
     del movement.ready[at : at + len(groups)]
     movement.last_event = records[-1]
-    if movement.on_submitted is not None:
+    for follower in movement.followers:
         with contextlib.suppress(Exception):  # whoever wants to hear of layers hears of the end all the same
-            movement.on_submitted(movement, groups)
+            follower.submitted(movement, groups)
     return []

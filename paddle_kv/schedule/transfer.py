@@ -7,19 +7,18 @@ sections (:mod:`paddle_kv.tracking.group`) and waits outside of every lock.
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from numbers import Integral
 from typing import Any
 
 from ..backend.work import Event, Stream, TransferPlan
 from ..errors import CancelledError, TransferError
 from ..timeouts import check_timeout
-from ..tracking.group import change, change_soon, note
+from ..tracking.group import change, note
 from ..tracking.keeper import Deadline, Waiter, log
-from . import settling, submission
+from . import marking, rings, settling, submission
 from .movement import Movement, State
 from .resources import Events
 
@@ -89,22 +88,38 @@ class Transfer:
 
         Raises:
             IndexError: no such layer.
+            ValueError: the layer was marked as read: another one takes its place in the layer buffer.
             TimeoutError: ``timeout_s`` is over.
             TransferError, CancelledError: the transfer failed or was cancelled.
         """
         layer = self._layer_index(layer)
         check_timeout(timeout_s)
-        queue = self._scheduler.compute_stream(stream)
-        if not self._movement.plan.num_groups:
-            self._wait_behind_others(
-                lambda other, left_s: other.wait_layer(layer, stream=queue, timeout_s=left_s), timeout_s
+        self._check_lies_there(layer)
+        self._wait_layer(layer, self._scheduler.compute_stream(stream), timeout_s)
+
+    def _check_lies_there(self, layer: int) -> None:
+        movement = self._movement
+        following = layer + movement.ring
+        if not movement.ring or movement.layerwise or not movement.plan.num_groups:
+            return
+        if following in movement.to_mark and following not in movement.unmarked:
+            movement.raise_if_failed()
+            raise ValueError(
+                f"layer = {layer} was marked as read: layer {following} takes its place in the layer buffer"
             )
+
+    def _wait_layer(self, layer: int, queue: Stream, timeout_s: float | None) -> None:
+        if not self._movement.plan.num_groups:
+            self._wait_behind_others(lambda other, left_s: other._wait_layer(layer, queue, left_s), timeout_s)
             return
-        group = self._movement.plan.group_of(layer)
-        if group in self._movement.plan.left_out:
-            self._movement.raise_if_failed()
+        movement = self._movement
+        if movement.state is State.DONE:
             return
-        self._wait_behind(queue, lambda: self._movement.events[group], {group}, timeout_s, layer)
+        group = movement.plan.group_of(layer)
+        if group in movement.plan.left_out:
+            movement.raise_if_failed()
+            return
+        self._wait_behind(queue, lambda: movement.events[group], {group}, timeout_s, layer)
 
     def wait_on(self, stream: Any = None, *, timeout_s: float | None = None) -> None:
         """Work submitted to ``stream`` from now on runs after the whole transfer: :meth:`wait_layer` for all layers.
@@ -136,41 +151,50 @@ class Transfer:
             TransferError, CancelledError: the transfer failed or was cancelled.
         """
         layer = self._layer_index(layer)
-        movement = self._movement
-        if not movement.layerwise:
+        if not self._movement.layerwise:
             raise ValueError("mark_layer_written is for offload(..., layerwise=True); this transfer is not layerwise")
-        queue = self._scheduler.compute_stream(stream)
-        movement.raise_if_failed()
-        held = movement.held  # keeps the event, whatever becomes of the transfer meanwhile
-        try:
-            self._mark(layer, queue, held)
-        finally:
-            del held  # an exception would keep it with this frame
-        movement.raise_if_failed()
+        text = f"layer = {layer} is marked as written already; each layer is marked once"
+        marking.mark(self._movement, layer, self._scheduler.compute_stream(stream), text)
 
-    def _mark(self, layer: int, queue: Stream, held: tuple[Events, ...]) -> None:
+    def mark_layer_read(self, layer: int, *, stream: Any = None) -> None:
+        """The work submitted to ``stream`` so far is the last that uses layer ``layer`` where this load has put it: the
+        next layer may come to lie there.
+
+        For loads into a device cache with ``layer_buffers``; each layer once, in any order, and behind
+        :meth:`mark_layer_written` of it, if what the model has written to blocks of this load is to be saved. Of the
+        last layers, behind which none comes, it does nothing.
+
+        Raises:
+            IndexError: no such layer.
+            ValueError: the transfer is no load into such a cache, or the layer is marked already.
+            TransferError, CancelledError: the transfer failed or was cancelled.
+
+        Example:
+            >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+            >>> spec = KVCacheSpec(num_layers=5, num_kv_heads=1, head_dim=4, block_size=3, dtype="float32")
+            >>> cache = DeviceCache(spec, 3, "cpu", layer_buffers=2)
+            >>> with LayerwiseScheduler(cache, HostPool(spec, 8)) as scheduler:
+            ...     save = scheduler.offload([1], [0], layerwise=True)
+            ...     for layer in range(5):
+            ...         if layer >= 2:
+            ...             save.wait_layer(layer - 2)  # which lay in the same buffer
+            ...         cache.tensor("key", layer)[1] = layer + 1.0
+            ...         save.mark_layer_written(layer)
+            ...     load = scheduler.onload([0], [2])
+            ...     for layer in range(5):
+            ...         load.wait_layer(layer, timeout_s=10)
+            ...         assert cache.tensor("key", layer)[2].max().item() == layer + 1.0
+            ...         load.mark_layer_read(layer)
+        """
+        layer = self._layer_index(layer)
         movement = self._movement
-        event = None
-        try:
-            # Not ``pop``: behind a call a signal handler may raise, and the event would be lost.
-            if layer in movement.unmarked:
-                event = movement.unmarked[layer]
-                del movement.unmarked[layer]  # of several threads one succeeds
-            if event is not None:
-                self._scheduler.backend.record(event, queue)
-                change_soon(movement, functools.partial(_mark, movement, layer, event, held))
-                return
-        except KeyError:
-            pass
-        except BaseException:  # waiting for an event that is not recorded would be no wait: it is no mark
-            if event is not None and movement.marks[layer] is None:
-                movement.unmarked[layer] = event
-            raise
-        finally:
-            del held
-        movement.raise_if_failed()
-        if movement.plan.num_groups:
-            raise ValueError(f"layer = {layer} is marked as written already; each layer is marked once")
+        if not movement.ring or movement.direction != "onload":
+            raise ValueError("mark_layer_read is for onloads into a device cache with layer_buffers; this is none")
+        if layer + movement.ring < movement.plan.num_layers:
+            text = f"layer = {layer} is marked as read already; each layer is marked once"
+            marking.mark(movement, layer + movement.ring, self._scheduler.compute_stream(stream), text)
+        else:
+            movement.raise_if_failed()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Blocks the host until the transfer is over; then all of its data is in place.
@@ -268,8 +292,15 @@ class Transfer:
 
     @property
     def unmarked_layers(self) -> list[int]:
-        """Those of a layerwise offload that still have to be marked."""
-        return sorted(self._movement.unmarked.copy())
+        """Those that still have to be marked: of a layerwise offload as written, of a load into a cache with
+        ``layer_buffers`` as read."""
+        unmarked = sorted(self._movement.unmarked.copy())
+        return unmarked if self._movement.layerwise else [layer - self._movement.ring for layer in unmarked]
+
+    @property
+    def layer_buffers(self) -> int:
+        """As of its device cache; :attr:`num_layers` if each layer has memory of its own there."""
+        return self._movement.ring or self.num_layers
 
     @property
     def plan(self) -> TransferPlan:
@@ -282,6 +313,16 @@ class Transfer:
         movement = self._movement
         behind = functools.partial(_stands_behind, movement, other._movement)
         return bool(movement.depends_on and change(movement, behind))  # it never comes to stand behind more
+
+    def stands_behind_last_of(self, others: Sequence[Transfer]) -> list[int]:
+        """Numbers of those of which layers are not marked yet, and the last ones have to be submitted before the first
+        ones of this one, because both use the same blocks of layer buffers."""
+        movement = self._movement
+        unmarked = [number for number, other in enumerate(others) if other is not self and other._movement.unmarked]
+        if not unmarked or not movement.ring or not movement.depends_on:
+            return []
+        found = change(movement, functools.partial(_stands_behind_in_buffers, movement))
+        return [number for number in unmarked if others[number]._movement in found]
 
     @property
     def failed(self) -> bool:
@@ -380,13 +421,22 @@ class Transfer:
         plan = self._movement.plan
         asked = range(plan.num_layers) if layer is None else plan.layers_of(plan.group_of(layer))
         unmarked = [one for one in asked if one in self._movement.unmarked]
-        if unmarked:
+        if unmarked and self._movement.layerwise:
             return f"mark_layer_written was not called for {_text_of(unmarked)}"
+        if unmarked:
+            layers = [one - self._movement.ring for one in unmarked]
+            return f"mark_layer_read was not called for {_text_of(layers)}"
         if self._movement.unread:
             return "it is still being read into host memory"
-        return "it waits for a layerwise offload of the same blocks, of which layers are not marked"
+        return f"it waits for {self._what_is_not_marked()} of the same blocks, of which layers are not marked"
+
+    def _what_is_not_marked(self) -> str:
+        loads = [one for one in list(self._movement.depends_on) if one.unmarked and one.direction == "onload"]
+        return "a load into the same layer buffers" if loads else "a layerwise offload"
 
     def _layer_index(self, layer: Any) -> int:
+        if type(layer) is int and 0 <= layer < self._movement.plan.num_layers:  # the rule
+            return layer
         if isinstance(layer, bool) or not isinstance(layer, Integral):  # tensors have an index, floats of theirs too
             raise TypeError(f"layer is {layer!r}; an integer is expected")
         found = int(layer)
@@ -396,18 +446,6 @@ class Transfer:
 
 
 # ---- sections ----
-def _mark(movement: Movement, layer: int, event: Event, held: object) -> None:
-    movement.unmarked.pop(layer, None)  # there again if an exception came to the caller behind the hand-over
-    if movement.over or movement.failed or movement.marks[layer] is not None:
-        return
-    movement.marks[layer] = event
-    group = movement.plan.group_of(layer)
-    layers = movement.plan.layers_of(group)
-    if None not in movement.marks[layers.start : layers.stop]:
-        bisect.insort(movement.ready, group)
-        settling.progress([movement])
-
-
 def _stands_behind(movement: Movement, other: Movement) -> bool:
     found = {movement: None}
     left = [movement]
@@ -416,6 +454,16 @@ def _stands_behind(movement: Movement, other: Movement) -> bool:
             left += [before for before in one.depends_on if before not in found]
             found.update(dict.fromkeys(one.depends_on))
     return other in found
+
+
+def _stands_behind_in_buffers(movement: Movement) -> dict[Movement, None]:
+    found: dict[Movement, None] = {}
+    left = [movement]
+    for one in left:  # grows meanwhile
+        new = [before for before in one.depends_on if before not in found and rings.shares_buffers(one, before)]
+        left += new
+        found.update(dict.fromkeys(new))
+    return found
 
 
 def let_go(movement: Movement) -> None:
@@ -451,7 +499,7 @@ def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None
 
 def transfer_list(given: Any, name: str) -> list[Transfer]:
     """An argument as a list, whatever iterates; TypeError unless all of it are transfers."""
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [None]
+    found: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [None]
     if not all(isinstance(one, Transfer) for one in found):
         raise TypeError(f"{name} is {given!r}; a list of Transfer is expected")
     return found

@@ -30,7 +30,7 @@ class FilesEngine:
 
     Raises:
         TierError: a folder is in use, or cannot be used.
-        ValueError: no folder, or a capacity below 1.
+        ValueError: no folder, a capacity below 1, or threads that no machine has.
 
     What evicts, what survives a crash and what an error does is in docs/tiers.md.
     """
@@ -44,6 +44,8 @@ class FilesEngine:
             raise ValueError("roots is empty; at least one folder is needed")
         capacities = {path: check_positive(capacity, f"roots[{path!r}]") for path, capacity in roots.items()}
         threads_per_root = check_positive(threads_per_root, "threads_per_root")
+        if threads_per_root > MOST_THREADS:
+            raise ValueError(f"threads_per_root = {threads_per_root} must be in [1, {MOST_THREADS}]")
         folders: list[Folder] = []
         self.roots: list[Root] = []
         try:
@@ -155,6 +157,7 @@ class FilesEngine:
 
 
 _engines: weakref.WeakSet[FilesEngine] = weakref.WeakSet()
+MOST_THREADS = 1024  # of one folder
 
 
 def _after_fork_in_child() -> None:

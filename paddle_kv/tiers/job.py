@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from ..ops import _arguments as arguments
 from ..timeouts import check_time
 from ..tracking.keeper import Deadline, log
+from ..values import check_bool, check_methods
 from .object_format import MOST_KEY_BYTES
 from .protocol import Outcome
 
@@ -56,6 +57,9 @@ class Job:
         self.number = next(_numbers)
         self.keys, self.block_ids = check_blocks(keys, block_ids)
         self.timeout_s = check_time(timeout_s)
+        check_bool(layerwise, "layerwise")
+        if observer is not None:
+            check_methods(observer, "observer", ("layers_arrived", "settled", "over"), "an object")
         self.layerwise = layerwise
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.settled = False
@@ -160,7 +164,9 @@ def check_blocks(keys: Any, block_ids: Any) -> tuple[list[bytes], list[int]]:
 
 def check_keys(keys: Any, name: str = "keys") -> list[bytes]:
     """The keys as a list of bytes; TypeError or ValueError that names the argument unless they are that."""
-    found: list[Any] = list(keys) if not isinstance(keys, (bytes, str)) else [None]
+    if isinstance(keys, (bytes, str)) or not isinstance(keys, Iterable):
+        raise TypeError(f"{name} is {type(keys).__name__}; a list of bytes is expected")
+    found: list[Any] = list(keys)
     for position, key in enumerate(found):
         if not isinstance(key, bytes):
             raise TypeError(f"{name}[{position}] is {type(key).__name__}; bytes are expected")

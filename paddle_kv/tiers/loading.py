@@ -12,6 +12,7 @@ from ..schedule.movement import Movement
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import change, change_soon
+from ..values import check_choice
 from .job import Job
 from .protocol import Outcome
 from .tier import Tier
@@ -66,6 +67,9 @@ def load(
         np.float32(2.5)
     """
     check_scheduler(scheduler)
+    check_choice(urgent, "urgent")
+    if not isinstance(tier, Tier):
+        raise TypeError(f"tier is {type(tier).__name__}; a Tier is expected")
     if scheduler.host_pool is not tier.pool:
         raise ValueError("the scheduler and the tier have different host pools")
     plan = scheduler.plan("onload", device_block_ids, host_block_ids)

@@ -50,6 +50,8 @@ class Saver:
     def __init__(
         self, tier: Tier, when: When, *, uses: int = 2, timeout_s: float = 30.0, most_counted: int = 1 << 20
     ) -> None:
+        if not isinstance(tier, Tier):
+            raise TypeError(f"tier is {tier!r}; a Tier is expected")
         if when not in get_args(When):
             raise ValueError(f"when = {when!r} must be one of {', '.join(get_args(When))}")
         self.tier = tier

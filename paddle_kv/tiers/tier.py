@@ -19,9 +19,11 @@ from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import HostPool
 from ..memory.host_rows import block_rows
+from ..ops import _arguments as arguments
 from ..timeouts import check_timeout
 from ..tracking.group import wake
 from ..tracking.keeper import Deadline, Waiter, log
+from ..values import check_methods
 from .counters import Counters
 from .deadlines import Deadlines
 from .items import Item, ReadItem, WriteItem, stages_of
@@ -30,6 +32,7 @@ from .object_format import ALIGN_BYTES, ObjectFormat
 from .protocol import Engine, Outcome
 
 _Answer = TypeVar("_Answer")
+MOST_OBJECTS = 1 << 24  # on their way at once: 64 GiB of headers
 
 
 class Tier:
@@ -49,8 +52,8 @@ class Tier:
         max_objects: objects on their way in all, each with a header of 4 KiB or more; more are dropped.
 
     Raises:
-        TypeError: no pool.
-        ValueError: a pool that is not block-first.
+        TypeError: no engine, no pool.
+        ValueError: a pool that is not block-first, a number that is not positive or far too large.
 
     Example:
         >>> import tempfile
@@ -82,6 +85,7 @@ class Tier:
         max_store_bytes: int = 1 << 30,
         max_objects: int = 8192,
     ) -> None:
+        check_methods(engine, "engine", ("register", "write", "read", "exists", "delete"), "an object")
         if not isinstance(pool, HostPool):
             raise TypeError(f"pool is {type(pool).__name__}; a HostPool is expected")
         if not isinstance(model, bytes):
@@ -93,7 +97,9 @@ class Tier:
         self._max_store_bytes = check_positive(max_store_bytes, "max_store_bytes")
         # Anonymous memory: only the pages of headers that were ever used at once are there.
         size = self.format.header_bytes
-        self._header_memory = mmap.mmap(-1, check_positive(max_objects, "max_objects") * size, mmap.MAP_PRIVATE)
+        if check_positive(max_objects, "max_objects") > MOST_OBJECTS:
+            raise ValueError(f"max_objects = {max_objects} must be in [1, {MOST_OBJECTS}]")
+        self._header_memory = mmap.mmap(-1, max_objects * size, mmap.MAP_PRIVATE)
         memory = memoryview(self._header_memory)
         self._headers = deque(memory[start : start + size] for start in range(0, len(memory), size))
         engine.register(np.frombuffer(memory, np.uint8))
@@ -111,7 +117,14 @@ class Tier:
         self._closed = False
 
     def payload(self, block_id: int) -> memoryview:
-        """The bytes of a block: all layers, as they lie in the pool."""
+        """The bytes of a block: all layers, as they lie in the pool.
+
+        Raises:
+            TypeError, IndexError: not a block of the pool.
+        """
+        block_id, end = arguments.integer(block_id, "block_id"), self.pool.num_blocks
+        if not 0 <= block_id < end:
+            raise IndexError(f"block_id = {block_id} must be in [0, {end})")
         return memoryview(self._rows[block_id])
 
     # ---- calls ----
@@ -255,6 +268,8 @@ class Tier:
         submit: Callable[[list[Any]], None],
     ) -> None:
         self._check_open()
+        if not isinstance(jobs, (list, tuple)) or not all(isinstance(job, Job) for job in jobs):
+            raise TypeError(f"jobs is {jobs!r}; a list of Job is expected")
         for job in jobs:
             check_ids(job.block_ids, "block_ids", self.pool.num_blocks)
             if kind == "load":

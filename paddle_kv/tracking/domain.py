@@ -83,6 +83,8 @@ class BlockDomain:
     def holders(self, block_ids: Sequence[int] | Ids, *, writing: bool = True) -> list[Tracked]:
         """The transfers that an access to the blocks has to do with, in order of submission: those that write them,
         and where it writes, those that read them."""
+        if not self._transfers:
+            return []
         ids = _array(block_ids)
         numbers = {*_numbers(self._writer[ids]), *(self._readers_of(ids) if writing else ())}
         return [self._transfers[number] for number in sorted(numbers)]
@@ -95,14 +97,17 @@ class BlockDomain:
 
     def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
         """Raises where a lease forbids the access, or a poisoned block would be read."""
-        ids = _array(block_ids)
-        leased = ids[(self._leases if writing else self._write_leases)[ids] > 0] if self._num_leases else ids[:0]
-        if leased.size:
-            raise LeasedError(
-                f"block {leased[0]} of the {pool} is leased; release the lease before moving the block", leased.tolist()
-            )
+        if self._num_leases:
+            ids = _array(block_ids)
+            leased = ids[(self._leases if writing else self._write_leases)[ids] > 0]
+            if leased.size:
+                raise LeasedError(
+                    f"block {leased[0]} of the {pool} is leased; release the lease before moving the block",
+                    leased.tolist(),
+                )
         if writing or not self._why_poisoned:
             return
+        ids = _array(block_ids)
         found = ids[self._poisoned[ids]]
         # A transfer that writes the block anew gives it its content back, if it does not fail.
         rewritten = [number for number in _numbers(self._writer[found]) if not self._transfers[number].spoiled]
@@ -129,7 +134,13 @@ class BlockDomain:
         ids = _array(block_ids)  # one may occur several times: one source may have many targets
         if not ids.size:
             return set()
+        is_alone = not self._transfers
         number = self._hold(transfer)
+        if is_alone:  # nobody reads or writes any block
+            self._num_readers[ids] = 1
+            self._reader[ids] = number
+            self._reads[number] = ids
+            return set()
         shared = ids[self._num_readers[ids] > 0]
         if shared.size:
             self._sharing.update(dict.fromkeys([number, *_numbers(self._reader[shared])]))
@@ -144,9 +155,10 @@ class BlockDomain:
         ids = _array(block_ids)
         if not ids.size:
             return set()
+        is_alone = not self._transfers
         number = self._hold(transfer)
-        readers = self._readers_of(ids)
-        before = {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
+        readers = [] if is_alone else self._readers_of(ids)
+        before = set() if is_alone else {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
         if readers:
             asked = self._mask(ids)
             for reader in readers:
@@ -171,8 +183,12 @@ class BlockDomain:
         number = transfer.number
         reads = self._reads.pop(number, None)
         if reads is not None:
-            self._num_readers[reads] -= 1
-            self._reader[reads[self._num_readers[reads] == 0]] = NOBODY
+            if len(self._transfers) == 1:
+                self._num_readers[reads] = 0
+                self._reader[reads] = NOBODY
+            else:
+                self._num_readers[reads] -= 1
+                self._reader[reads[self._num_readers[reads] == 0]] = NOBODY
             self._sharing.pop(number, None)
         writes = self._writes.pop(number, None)
         if writes is not None:
@@ -219,8 +235,9 @@ class BlockDomain:
 
     def _readers_of(self, ids: Ids) -> list[int]:
         """Numbers of all that read one of the blocks."""
-        found = dict.fromkeys(_numbers(self._reader[ids]))
-        several = ids[self._reader[ids] == SEVERAL]
+        reader = self._reader[ids]
+        found = dict.fromkeys(_numbers(reader))
+        several = ids[reader == SEVERAL]
         if several.size:
             asked = self._mask(several)
             found.update((number, None) for number in self._sharing if asked[self._reads[number]].any())
@@ -238,5 +255,12 @@ def _array(block_ids: Sequence[int] | Ids) -> Ids:
 
 def _numbers(of_blocks: Ids) -> list[int]:
     """The transfers among the entries, each once."""
+    if not of_blocks.size:
+        return []
+    largest = int(of_blocks.max())
+    if largest < 0:
+        return []  # the rule: nobody
     found = of_blocks[of_blocks >= 0]
-    return np.unique(found).tolist() if found.size else []  # the rule: nobody
+    if int(found.min()) == largest:
+        return [largest]  # nearly always where there is somebody
+    return np.unique(found).tolist()  # type: ignore[no-any-return]

@@ -25,11 +25,16 @@ class Extent:
     start: int
     end: int
     stride_bytes: int
-    layer: int = -1  # -1: all layers of a block lie together
+    layer: int = -1  # -1: all layers of a block lie together; below: see buffer_as_layer
 
     @property
     def num_blocks(self) -> int:
         return -(-(self.end - self.start) // self.stride_bytes)
+
+
+def buffer_as_layer(buffer: int) -> int:
+    """How an extent names a buffer that several layers use in turn."""
+    return -2 - buffer
 
 
 def interleaved(extents: Sequence[Extent]) -> list[Extent]:
@@ -130,7 +135,8 @@ def _check(domain: BlockDomain, extent: Extent, asked: Sequence[int], writing: b
         transfer.look()
         if not transfer.is_ordered_before(stream, extent.layer):
             verb = "writing" if is_writer else "reading"
+            where = f"layer {extent.layer}" if extent.layer >= -1 else f"layer buffer {-2 - extent.layer}"
             raise RuntimeError(
-                f"block {block_id} of layer {extent.layer} is used while a transfer is {verb} it; "
+                f"block {block_id} of {where} is used while a transfer is {verb} it; "
                 "call wait_layer, wait_on or wait of that transfer first"
             )

@@ -107,7 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         cuda: ("Stream", "Event"),
         transfer_queue: ("set_thresholds", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
                          "query", "forget", "enqueued", "submitted", "push_device", "pop_device"),
-        streams: ("current", "resolve_on"),
+        streams: ("current", "cupy_stream", "resolve_on"),
         completions: ("watch",),
         binding: ("register", "release"),
         calibration: ("load",),
@@ -258,10 +258,14 @@ def test_a_stream_is_destroyed_behind_its_transfers_and_by_nobody_else(gpu: Gpu,
 
 
 def test_the_compute_stream_is_the_one_that_is_named(gpu: Gpu, backend: Any) -> None:
-    assert backend.compute_stream(77) == 82
-    assert gpu.asked() == [("streamIsCapturing", 77), ("resolve_on", 77, DEVICE)]
+    assert backend.compute_stream(77) == 77
+    assert gpu.asked() == [("streamIsCapturing", 77)]
+    assert backend.compute_stream(None) == 81
+    asked = [("current", DEVICE), ("streamIsCapturing", 81), ("cupy_stream",)]
+    assert gpu.asked() == asked
+    gpu.answers["cupy_stream"] = "of a with block"  # it is made to wait for Paddle's
     assert backend.compute_stream(None) == 82
-    assert gpu.asked() == [("current", DEVICE), ("streamIsCapturing", 81), ("resolve_on", None, DEVICE)]
+    assert gpu.asked() == [*asked, ("resolve_on", None, DEVICE)]
 
 
 @pytest.mark.parametrize("stream", [77, None])
@@ -464,3 +468,18 @@ def _the_stand_in_stays_here() -> Iterator[None]:
     yield
     assert sys.modules.get(NAME) is not cupy_backend
     assert getattr(sys.modules.get("cupy"), "cuda", None) is not cupy_backend.cupy.cuda
+
+
+def test_events_are_made_at_once_or_not_at_all(gpu: Gpu, backend: Any) -> None:
+    backend.destroy_events([1, 2, 3])
+    assert sorted(backend.create_events(2)) == [2, 3]
+    assert backend.create_events(3) == [1, 100, 101]
+    backend.destroy_event(1)
+
+    def runs_out(flags: int) -> int:
+        raise cupy_backend.runtime.CUDARuntimeError(2, "cudaErrorMemoryAllocation: out of memory")
+
+    gpu.answers["eventCreateWithFlags"] = runs_out
+    with pytest.raises(CudaError, match="out of memory"):
+        backend.create_events(2)
+    assert backend.create_events(1) == [1]

@@ -78,11 +78,12 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 def test_functions_and_structure_are_those_of_the_header(library: Library) -> None:
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
-    assert len(declared) == 18
+    assert len(declared) == 19
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
     untyped = set(declared) - set(typed)
     assert typed | dict.fromkeys(untyped, (ctypes.c_int, [])) == declared  # ctypes takes an int for granted
     assert c_header.members(HEADER, "PaddleKvTransfer") == list(transfer_queue._Transfer._fields_)
+    assert c_header.members(HEADER, "PaddleKvDevicePlan") == list(transfer_queue._DevicePlan._fields_)
 
 
 def test_what_a_submission_hands_over(library: Library) -> None:
@@ -275,6 +276,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
         lambda: transfer_queue.push_device(0),
         lambda: transfer_queue.forget(1),
         lambda: transfer_queue.set_thresholds(0, [1] * 9),
+        lambda: transfer_queue.register_device_plan(1, 0, 1, 1, [2], [3], [4], [4], [4]),
     ]  # fmt: skip
     names = [
         name.removeprefix("paddle_kv_").removeprefix("queue_")
@@ -284,6 +286,6 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
     assert len(names) == len(calls)
     library.answers.update(dict.fromkeys(names, lambda *_: -1), error=lambda *_: b"wrong")
     for call in calls:
-        with pytest.raises(RuntimeError, match="wrong"):
+        with pytest.raises((RuntimeError, ValueError), match="wrong"):
             call()
     assert {name for _, name, _ in library.calls} == {*names, "error"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, DeviceCache, LayerwiseScheduler, TransferError
 from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.integrations.fastdeploy import LayerEvent
 from paddle_kv.schedule.transfer import Transfer
@@ -173,6 +173,13 @@ def test_events_belong_to_the_thread_that_loads(scheduler: LayerwiseScheduler) -
 def test_it_names_what_is_no_scheduler(rig: Rig) -> None:
     with pytest.raises(TypeError, match="scheduler is DeviceCache; a LayerwiseScheduler is expected"):
         CacheTransferManager(rig.cache)  # type: ignore[arg-type]
+
+
+def test_it_takes_no_ring_of_layer_buffers(rig: Rig) -> None:
+    ring = DeviceCache(rig.spec, 3, "cpu", layer_buffers=2)
+    refused = pytest.raises(ValueError, match="has layer_buffers = 2 for 5 layers")
+    with LayerwiseScheduler(ring, rig.pool) as scheduler, refused:
+        CacheTransferManager(scheduler)
 
 
 def test_some_layers_in_their_order(rig: Rig, scheduler: LayerwiseScheduler, copies: Copies) -> None:

@@ -20,15 +20,17 @@ CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu
 QUEUE = [
     FAKE / "fake_cuda.cc",
     TRANSFER / "engine_choice.cc",
-    COMMON / "missing_architecture.cc",
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("check_transfer", "completions", "event_states", "queue_api")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("queued_transfer", "stream_feeder", "transfer_queue")),
+    *(COMMON / f"{name}.cc" for name in ("missing_architecture", "pointer_facts", "cuda_device")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("c_call", "check_transfer", "completions", "device_plan")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("event_states", "gate_work", "queue_api", "queued_transfer")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "transfer_queue")),
 ]
 SOURCES = {
     "host_threads_test": CPU_COPIES,
     "transfer_queue_test": [*CPU_COPIES, *QUEUE],
     "queue_calls_test": [*CPU_COPIES, *QUEUE],
     "queue_stress_test": [*CPU_COPIES, *QUEUE],
+    "device_plan_test": [*CPU_COPIES, *QUEUE],
     "engines_test": [
         PLAN,
         *QUEUE,

@@ -21,15 +21,24 @@ def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
 
 
 class Decode:
-    """The receiver of the tests, in this process, with all that it has."""
+    """The receiver of the tests, in this process, with all that it has. ``direct``: senders write into its cache."""
 
-    def __init__(self) -> None:
-        self.rig = Rig(shared=True)
+    def __init__(self, direct: bool = False) -> None:
+        self.direct = direct
+        self.rig = Rig(shared_cache=True) if direct else Rig(shared=True)
         self.pool = self.rig.pool
-        self.exported = self.pool.export()
+        self.exported = self.rig.cache.export() if direct else self.pool.export()
         self.scheduler = LayerwiseScheduler(self.rig.cache, self.pool)
-        self.receiver = Receiver(self.scheduler)
+        self.receiver = Receiver(self.scheduler, direct=direct)
         self.listener = Listener(self.receiver)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that a sender may be writing: of the pool, or of the cache."""
+        if not self.direct:
+            return self.pool.num_blocks - self.pool.num_free_blocks
+        landing = self.receiver._loads.host_pool
+        return len(landing.domain.busy(range(self.rig.cache.num_blocks)))
 
     def forget(self, blocks: list[int]) -> None:
         """What is in these blocks of the cache does not matter; all others are as they were."""

@@ -13,10 +13,11 @@ import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
-from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, PaddleKVError
+from paddle_kv import DeviceCache, LayerwiseScheduler, PaddleKVError
 from paddle_kv.peers import Listener, Receiver, connect
-from tests.peers.prefill import BLOCKS, SEED, Points, Prefill, bits, context
+from tests.peers.prefill import BLOCKS, SEED, Points, Prefill, attach, bits, context
 from tests.schedule.rig import (
     WAIT_S,
     Rig,
@@ -35,15 +36,23 @@ LAYERS = range(5)
 SOURCE, TARGET = [8, 0, 5, 3], [2, 12, 0, 7]
 
 
-def kill_a_sender(at: int, *, steps_s: float = 0.0) -> str:
+def make_rig(direct: bool) -> Rig:
+    return Rig(shared_cache=True) if direct else Rig(shared=True)
+
+
+def described(rig: Rig, direct: bool) -> Any:
+    return rig.cache.export() if direct else rig.pool.export()
+
+
+def kill_a_sender(at: int, *, steps_s: float = 0.0, direct: bool = False) -> str:
     """The state in which the load ended."""
-    rig = Rig(shared=True)
+    rig = make_rig(direct)
     with contextlib.ExitStack() as stack:
         scheduler = stack.enter_context(LayerwiseScheduler(rig.cache, rig.pool))
-        receiver = Receiver(scheduler)
+        receiver = Receiver(scheduler, direct=direct)
         stack.callback(receiver.close, WAIT_S)
         listener = stack.enter_context(Listener(receiver))
-        prefill = Prefill(rig.pool.export(), listener.path, at)
+        prefill = Prefill(described(rig, direct), listener.path, at)
         stack.callback(prefill.kill)
         transfer, grant = receiver.grant(TARGET, timeout_s=WAIT_S)
         began_s = time.monotonic()
@@ -74,32 +83,36 @@ def kill_a_sender(at: int, *, steps_s: float = 0.0) -> str:
     return transfer.state.value
 
 
-def serve_receiver(pipe: Connection, kill_at: int, path: str) -> None:
-    rig = Rig(shared=True)
+def serve_receiver(pipe: Connection, kill_at: int, path: str, direct: bool) -> None:
+    rig = make_rig(direct)
     Points(kill_at)
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
-    receiver = Receiver(scheduler)
+    receiver = Receiver(scheduler, direct=direct)
     with Listener(receiver, path):
         transfer, grant = receiver.grant(TARGET, timeout_s=WAIT_S)
-        pipe.send((rig.pool.export(), grant))
+        pipe.send((described(rig, direct), grant))
         transfer.wait(WAIT_S)
         pipe.recv()
 
 
-def kill_a_receiver(at: int) -> str:
+def kill_a_receiver(at: int, *, direct: bool = False) -> str:
     """How it ended for the sender."""
     with tempfile.TemporaryDirectory() as folder:
-        return _kill_a_receiver(at, os.path.join(folder, "receiver"))
+        return _kill_a_receiver(at, os.path.join(folder, "receiver"), direct)
 
 
-def _kill_a_receiver(at: int, path: str) -> str:
+def _kill_a_receiver(at: int, path: str, direct: bool) -> str:
     spec = make_spec()
     pipe, there = multiprocessing.Pipe()
-    process = context.Process(target=serve_receiver, args=(there, at, path), daemon=True)
+    process = context.Process(target=serve_receiver, args=(there, at, path, direct), daemon=True)
     process.start()
     there.close()
-    exported, grant = pipe.recv()
-    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), HostPool.attach(spec, exported)
+    try:
+        exported, grant = pipe.recv()
+    except EOFError:  # it died before it had anything to give
+        process.join(WAIT_S)
+        return "refused"
+    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), attach(spec, exported)
     set_cache(cache, bits())
     began_s = time.monotonic()
     ended = "refused"
@@ -130,10 +143,12 @@ def _kill_a_receiver(at: int, path: str) -> str:
 def main(count: int) -> None:
     rng, found = random.Random(), dict[str, int]()
     for number in range(count):
+        direct = bool(number // 2 % 2)
         if number % 2:
-            end = "sender: " + kill_a_sender(rng.randrange(SENDER_POINTS), steps_s=rng.choice([0.0, 0.001, 0.01]))
+            steps_s = rng.choice([0.0, 0.001, 0.01])
+            end = "sender: " + kill_a_sender(rng.randrange(SENDER_POINTS), steps_s=steps_s, direct=direct)
         else:
-            end = "receiver: " + kill_a_receiver(rng.randrange(RECEIVER_POINTS))
+            end = "receiver: " + kill_a_receiver(rng.randrange(RECEIVER_POINTS), direct=direct)
         found[end] = found.get(end, 0) + 1
         print(f"\r{number + 1} of {count} kills; {found}", end="", flush=True)
     print()

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.backend import binding
 from paddle_kv.backend.work import TransferPlan
-from paddle_kv.peers import Grant, connect
+from paddle_kv.peers import Grant, PeerBlocks, connect
 from paddle_kv.peers.connection import Line
 from tests.schedule.rig import Copies, make_spec, random_bits, set_cache
 
@@ -60,9 +60,16 @@ class Points:
         self.pass_one()
 
 
+def attach(spec: KVCacheSpec, exported: Any) -> HostPool:
+    """What a receiver has described: its pool, or its cache."""
+    if exported.kind == "host_pool":
+        return HostPool.attach(spec, exported)
+    return PeerBlocks(DeviceCache.attach(spec, exported))
+
+
 def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> None:
     spec = make_spec()
-    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), HostPool.attach(spec, exported)
+    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), attach(spec, exported)
     set_cache(cache, bits())
     copies = Copies(binding.copy)
     binding.copy = copies
@@ -76,6 +83,7 @@ def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> No
         "send": lambda name, text, ids: saves.update({name: sender.send(Grant.from_json(text), ids)}),
         "mark": lambda name, layers: [saves[name].mark_layer_written(layer) for layer in layers] and None,
         "wait": lambda name: saves[name].wait_over(20.0) or saves[name].state.value,
+        "failed": lambda name: saves[name].failed,
         "cancel": lambda name: saves[name].cancel(),
         "drop": lambda name: saves.pop(name) and None,
         "hold": lambda *layers: copies.hold("offload", *layers),

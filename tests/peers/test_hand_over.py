@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,18 +18,31 @@ from tests.schedule.rig import SHORT_S, WAIT_S, Copies, assert_same, cache_memor
 LAYERS = range(5)
 
 
+@pytest.fixture(scope="module", params=["through_the_pool", "direct"])
+def decode(request: pytest.FixtureRequest) -> Iterator[Decode]:
+    with contextlib.closing(Decode(request.param == "direct")) as made:
+        yield made
+
+
+@pytest.fixture
+def through_the_pool(decode: Decode) -> None:
+    if decode.direct:
+        pytest.skip("there are host blocks on the other way only")
+
+
 def is_free(decode: Decode) -> bool:
-    return decode.pool.num_free_blocks == decode.pool.num_blocks
+    return decode.num_held == 0
 
 
 def test_every_byte_with_permuted_ids(decode: Decode, prefill: Prefill) -> None:
     rig, source, target = decode.rig, [8, 0, 5, 3], [2, 12, 0, 7]
-    transfer, grant = decode.receiver.grant(target, host_block_ids=[16, 3, 9, 0], timeout_s=WAIT_S)
+    host = None if decode.direct else [16, 3, 9, 0]
+    transfer, grant = decode.receiver.grant(target, host_block_ids=host, timeout_s=WAIT_S)
     prefill.ask("send", "a", grant.to_json(), source)
     prefill.ask("mark", "a", LAYERS)
     transfer.wait(WAIT_S)
     assert prefill.ask("wait", "a") == "done"
-    rig.host = moved(bits(), rig.host, source, [16, 3, 9, 0])
+    rig.host = moved(bits(), rig.host, source, host) if host else rig.host
     rig.device = moved(bits(), rig.device, source, target)
     rig.check()  # also what must not be touched
     assert transfer.bytes == 4 * rig.spec.num_layers * rig.spec.block_bytes
@@ -108,12 +123,13 @@ def test_a_revoked_grant_is_not_written_any_more(decode: Decode, prefill: Prefil
     time.sleep(SHORT_S)
     # The copy of layer 1 is still under way in the other process.
     assert not transfer.done()
-    assert decode.pool.num_free_blocks == decode.pool.num_blocks - 2
+    assert decode.num_held == 2
     prefill.ask("go_on")
     assert prefill.ask("wait", "a") == "cancelled"
     transfer.wait_over(WAIT_S)
     until(lambda: is_free(decode))
-    decode.rig.device = moved(bits(), decode.rig.device, [4, 2], [3, 5], [0])
+    there = [0, 1] if decode.direct else [0]  # what was under way did arrive
+    decode.rig.device = moved(bits(), decode.rig.device, [4, 2], [3, 5], there)
     assert_same(cache_memory(decode.rig.cache), decode.rig.device)
     decode.forget([3, 5])
     decode.receiver.revoke(grant)  # again: nothing
@@ -134,7 +150,7 @@ def test_a_deadline_fails_the_load_and_holds_the_blocks_until_the_sender_is_thro
     assert transfer.error.block_ids == [3, 5]
     with pytest.raises(TransferError):  # poisoned on the device
         decode.scheduler.offload([3], [0])
-    assert decode.pool.num_free_blocks == decode.pool.num_blocks - 2
+    assert decode.num_held == 2
     prefill.ask("go_on")
     until(lambda: is_free(decode))
     assert transfer.state.value == "failed"
@@ -163,6 +179,7 @@ def test_a_sender_that_gives_up(decode: Decode, prefill: Prefill, how: str) -> N
     decode.forget([3, 5])
 
 
+@pytest.mark.usefixtures("through_the_pool")
 def test_a_load_that_fails_here_stops_the_sender(decode: Decode, prefill: Prefill, copies: Copies) -> None:
     copies.fail("onload", 1, OSError("lost"))
     transfer, grant = decode.receiver.grant([3, 5], timeout_s=WAIT_S)
@@ -195,12 +212,13 @@ def test_one_grant_is_used_once_and_by_one(decode: Decode, prefill: Prefill, ano
 
 
 def test_a_grant_that_was_changed_is_refused(decode: Decode, prefill: Prefill) -> None:
-    transfer, grant = decode.receiver.grant([3], host_block_ids=[5], timeout_s=WAIT_S)
-    before = pool_memory(decode.pool)
+    host = None if decode.direct else [5]
+    transfer, grant = decode.receiver.grant([3], host_block_ids=host, timeout_s=WAIT_S)
+    before = pool_memory(decode.pool), cache_memory(decode.rig.cache)
     fields = vars(grant)
     changes = [
         {"host_block_ids": (6,)},
-        {"host_block_ids": (5, 6)},
+        {"host_block_ids": (*grant.host_block_ids, 6)},
         {"deadline_s": grant.deadline_s + 1},
         {"grant_id": "0" * 32},
     ]
@@ -212,7 +230,8 @@ def test_a_grant_that_was_changed_is_refused(decode: Decode, prefill: Prefill) -
     assert prefill.refused("send", "b", Grant(**{**fields, "host_block_ids": (99,)}).to_json(), [4])[0] == "IndexError"
     assert prefill.refused("send", "b", grant.to_json(), [4, 5])[0] == "ValueError"
     assert prefill.ask("sendings") == 0
-    assert_same(pool_memory(decode.pool), before)
+    assert_same(pool_memory(decode.pool), before[0])
+    assert_same(cache_memory(decode.rig.cache), before[1])
     prefill.ask("send", "a", grant.to_json(), [4])  # it is there all the same
     prefill.ask("mark", "a", LAYERS)
     transfer.wait(WAIT_S)
@@ -244,6 +263,7 @@ def test_figures_add_up(decode: Decode) -> None:
     assert stats["done"] >= 7
 
 
+@pytest.mark.usefixtures("through_the_pool")
 def test_what_the_caller_gives_stays_the_callers(decode: Decode, prefill: Prefill) -> None:
     host = decode.pool.allocate(2)
     transfer, grant = decode.receiver.grant([0, 1], host_block_ids=host, timeout_s=WAIT_S)

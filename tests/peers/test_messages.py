@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 import zlib
@@ -262,6 +263,20 @@ def test_a_grant_nobody_has_begun_with_ends_at_once(ground: Ground) -> None:
     assert not ground.say(grant, "begin")
 
 
+def test_a_closed_receiver_of_direct_writes_has_closed_what_it_made() -> None:
+    rig = Rig(shared_cache=True)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        receiver = Receiver(scheduler, direct=True)
+        load, _ = receiver.grant([1])
+        receiver.close(WAIT_S)
+        assert load.failed
+        assert receiver._loads.host_pool.closed
+        with pytest.raises(ClosedError, match="the scheduler is closed"):
+            receiver._loads.check_open()
+        scheduler.offload([2], rig.pool.allocate(1)).wait(WAIT_S)  # its own scheduler goes on
+    rig.pool.close()
+
+
 def test_a_receiver_that_is_closed_waits_for_its_senders(ground: Ground) -> None:
     load, grant = ground.receiver.grant([3], timeout_s=WAIT_S)
     ground.say(grant, "begin")
@@ -274,6 +289,24 @@ def test_a_receiver_that_is_closed_waits_for_its_senders(ground: Ground) -> None
     assert ground.peer.kinds == ["accepted", "revoke"]
     assert ground.say(grant, "failed")
     ground.receiver.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_grants_of_its_parent_alone(ground: Ground) -> None:
+    load, grant = ground.receiver.grant([1], timeout_s=WAIT_S)
+    assert ground.say(grant, "begin")
+    child = os.fork()
+    if child == 0:
+        try:
+            ground.receiver.close(0.0)  # nothing of it is the child's
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ground.say(grant, "layers", first=0, end=5)
+    assert ground.say(grant, "done")
+    load.wait(WAIT_S)
+    assert ground.peer.kinds == ["accepted"]
 
 
 def test_a_channel_that_raises_is_one_that_loses_messages(ground: Ground) -> None:
@@ -332,7 +365,7 @@ def test_a_grant_is_checked_in_all_its_parts(ground: Ground) -> None:
     fields = json.loads(grant.to_json())
     assert Grant.from_json(grant.to_json()) == grant
     for name in fields:
-        for wrong in (None, True, [], [1.5], [-1], ["a"], {}, -1, "é", float("nan"), float("inf")):
+        for wrong in (None, True, 0, [], [1.5], [-1], ["a"], {}, -1, "é", float("nan"), float("inf")):
             with pytest.raises(ValueError, match=r"."):
                 made = Grant.from_json(json.dumps({**fields, name: wrong}))
                 if name in ("pool_id",) and isinstance(wrong, str):
@@ -340,6 +373,12 @@ def test_a_grant_is_checked_in_all_its_parts(ground: Ground) -> None:
                 if name == "deadline_s" and isinstance(wrong, float):
                     raise AssertionError
     load.cancel()
+
+
+@pytest.mark.parametrize("values", [{"first": False, "end": 1}, {"first": 0, "end": True}, {"first": 0.0, "end": 1}])
+def test_a_layer_is_numbered_by_an_int_and_nothing_that_equals_one(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a field of the wrong type"):
+        decode(encode("layers", "0" * 32, **values), TO_RECEIVER)
 
 
 def test_messages_are_what_they_were() -> None:

@@ -117,7 +117,7 @@ def test_who_does_not_hear_of_the_layers_tells_them_at_the_end(ground: Ground, m
     def deaf(*_: object) -> None:
         raise RuntimeError("no events")
 
-    monkeypatch.setattr(layer_ends, "_watch", deaf)
+    monkeypatch.setattr(layer_ends._LayerEnds, "submitted", deaf)
     save = ground.sender.send(ground.grant(), [1])
     for layer in range(5):
         save.mark_layer_written(layer)
@@ -153,6 +153,24 @@ def test_refused_or_not_answered_nothing_is_written(ground: Ground) -> None:
         ground.sender.send(ground.grant(deadline_s=time.monotonic() - 1), [1])
     assert ground.said == []
     assert_same(pool_memory(ground.pool), ground.host)
+
+
+def test_an_answer_is_waited_for_as_long_as_the_caller_says(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float | None] = []
+    host = ground.scheduler.group.host
+    park = host.park
+
+    def noted(waiter: Any, timeout_s: float | None = None) -> bool:
+        waited.append(timeout_s)
+        return park(waiter, timeout_s)
+
+    ground.answer = ""
+    grant = ground.grant(deadline_s=time.monotonic() + 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "park", noted)
+        with pytest.raises(TimeoutError):
+            ground.sender.send(grant, [1], timeout_s=0.0625)
+    assert 0.0625 in waited
 
 
 def test_no_answer_is_waited_for_beyond_the_deadline(ground: Ground) -> None:
@@ -226,6 +244,20 @@ def test_close_waits_for_what_is_being_written(ground: Ground, copies: Copies) -
     assert ground.kinds[-1] == "failed"
     with pytest.raises(ClosedError):
         ground.sender.send(ground.grant(), [1])
+
+
+def test_close_waits_until_the_channel_has_ended(ground: Ground) -> None:
+    """By another thread, which has the end of it in hand."""
+    ending, go_on = threading.Event(), threading.Event()
+    ground.sender._hang_up = lambda: (ground.hang_up(), ending.set(), go_on.wait(WAIT_S))
+    other = threading.Thread(target=ground.sender.close, args=(WAIT_S,))
+    other.start()
+    assert ending.wait(WAIT_S)
+    with pytest.raises(TimeoutError):
+        ground.sender.close(0.01)
+    go_on.set()
+    ground.sender.close(WAIT_S)
+    other.join(WAIT_S)
 
 
 def test_who_waits_for_an_answer_hears_of_the_end(ground: Ground) -> None:

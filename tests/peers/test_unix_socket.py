@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import stat
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +19,7 @@ from typing import Any
 import pytest
 
 from paddle_kv import LayerwiseScheduler, PeerError, TransferError
-from paddle_kv.peers import Listener, Receiver, connect, connection
+from paddle_kv.peers import Listener, Receiver, connect, connection, unix_socket
 from paddle_kv.peers.messages import encode
 from tests.peers.conftest import Decode, until
 from tests.peers.prefill import Prefill
@@ -57,6 +60,23 @@ def test_folder_and_socket_are_private(decode: Decode, tmp_path: Path) -> None:
         with pytest.raises(OSError, match="in use"):
             Listener(decode.receiver, tmp_path / "socket")
     assert not (tmp_path / "socket").exists()
+
+
+def test_a_listener_that_cannot_be_made_leaves_nothing(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(listening: socket.socket, path: str) -> None:
+        assert os.path.isdir(os.path.dirname(path))
+        made.append(listening)
+        raise OSError("no space left")
+
+    made: list[socket.socket] = []
+    monkeypatch.setattr(unix_socket, "_bind", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(OSError, match="no space left"):
+        Listener(decode.receiver)
+    assert list(tmp_path.iterdir()) == []
+    assert made[0].fileno() == -1
 
 
 def test_a_socket_that_nobody_serves_is_replaced_and_nothing_else(decode: Decode, tmp_path: Path) -> None:
@@ -169,6 +189,7 @@ def test_a_sender_out_of_step_stops_writing_and_the_blocks_are_back_with_its_pro
     prefill.ask("raw", b"\xff" * 8)
     time.sleep(SHORT_S)
     assert decode.pool.num_free_blocks == free - 1  # its copy goes on
+    until(lambda: prefill.ask("failed", "a"))  # it has heard of the end
     prefill.ask("go_on")
     assert prefill.ask("wait", "a") == "cancelled"
     until(lambda: load.failed)  # it has hung up, and nothing that it said was heard
@@ -193,9 +214,31 @@ def test_a_forked_child_of_a_sender_does_not_keep_the_connection(decode: Decode)
     decode.forget([3])
 
 
-def test_threads_and_descriptors_are_given_back() -> None:
-    import threading
+def test_a_connection_that_has_ended_is_forgotten_though_its_process_lives(decode: Decode) -> None:
+    with Listener(decode.receiver) as listener:
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(listener.path)
+                line.sendall(framed(encode("begin", "0" * 32, digest="x")))
+                line.settimeout(WAIT_S)
+                assert line.recv(1)
+                assert listener._lines
+        until(lambda: not listener._lines)
 
+
+def test_a_sender_whose_receiver_is_gone_ends_without_a_complaint(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(threading.enumerate())
+    with Listener(decode.receiver) as listener:
+        sender = connect(decode.scheduler, listener.path)
+    until(lambda: not [one for one in threads_since(before) if "peers" in one.name])
+    sender.close(0.0)
+    assert caplog.records == []
+
+
+def test_threads_and_descriptors_are_given_back() -> None:
+    gc.collect()  # what the tests before have left is not given back by this one
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         rig = Rig(shared=True)
@@ -214,7 +257,5 @@ def test_threads_and_descriptors_are_given_back() -> None:
     del rig, scheduler, receiver, listener, sender, load, _
     left: Any = {one for one in threads_since(threads) if "peers" in one.name}
     assert not left
-    import gc
-
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors

@@ -110,9 +110,17 @@ def assert_same(actual: Bits, expected: Bits) -> None:
 class Rig:
     """A cache and a pool with known, different content. ``device`` and ``host`` are what they should hold."""
 
-    def __init__(self, spec: KVCacheSpec | None = None, *, device_blocks: int = 13, host_blocks: int = 17, **pool: Any):
+    def __init__(
+        self,
+        spec: KVCacheSpec | None = None,
+        *,
+        device_blocks: int = 13,
+        host_blocks: int = 17,
+        shared_cache: bool = False,
+        **pool: Any,
+    ):
         self.spec = spec or make_spec()
-        self.cache = DeviceCache(self.spec, device_blocks, "cpu")
+        self.cache = DeviceCache(self.spec, device_blocks, "cpu", shared=shared_cache)
         self.pool = HostPool(self.spec, host_blocks, **pool)
         self.device = random_bits(self.spec, device_blocks, 1)
         self.host = random_bits(self.spec, host_blocks, 2)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 
+import numpy as np
 import pytest
 
 from paddle_kv import LayerwiseScheduler
+from paddle_kv.backend.work import TransferPlan
 from paddle_kv.errors import TransferError
 from paddle_kv.schedule import resources
 from paddle_kv.tracking import group
@@ -94,3 +97,30 @@ def test_what_is_the_parents_is_not_told_by_the_child_and_holds_no_block_there(r
         gc.collect()
         scheduler.offload([], []).wait(WAIT_S)
     assert caplog.records == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_reads_a_plan_while_a_thread_of_the_parent_was_at_one() -> None:
+    """As the thread of a stream is: what it holds there stays held in the child."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def tolist(self) -> list[int]:
+            reached.set()
+            go_on.wait(WAIT_S)
+            return [1]
+
+    plans = [TransferPlan("offload", np.array([1]), np.array([2]), num_layers=3, layers_per_event=1) for _ in range(2)]
+    vars(plans[0])["device_ids"] = Slow()
+    thread = threading.Thread(target=lambda: plans[0].id_lists)
+    thread.start()
+    assert reached.wait(WAIT_S)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)
+        os._exit(0 if plans[1].id_lists == ([1], [2]) else 1)
+    status = os.waitpid(child, 0)[1]
+    go_on.set()
+    thread.join()
+    assert status == 0
+    assert plans[0].id_lists == ([1], [2])

@@ -9,6 +9,7 @@ import pytest
 from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.offload import KVOffloadManager
+from paddle_kv.schedule import marking
 from paddle_kv.schedule import transfer as transfers
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Deadline
@@ -185,7 +186,7 @@ def test_a_transfer_tells_what_may_be_marked(rig: Rig, monkeypatch: pytest.Monke
             save.mark_layer_written(0)
         assert save.unmarked_layers == [0, 1, 2, 3, 4]
         with pytest.raises(CancelledError):  # it was cancelled behind the first look
-            save._mark(5, None, ())
+            marking._record(save._movement, 5, None, (), "")
 
 
 def test_a_cancel_out_of_a_section_is_done_behind_it(rig: Rig) -> None:
@@ -223,7 +224,7 @@ def test_a_layer_is_marked_once_whoever_is_at_it(rig: Rig) -> None:
         save.mark_layer_written(0)
         save.wait_layer(0, timeout_s=WAIT_S)
         movement.unmarked[0] = event  # an exception came behind the hand-over
-        change(scheduler, lambda: transfers._mark(movement, 0, event, ()))
+        change(scheduler, lambda: marking._note(movement, 0, event, ()))
         assert (save.unmarked_layers, movement.num_unsubmitted) == ([1, 2, 3, 4], 4)
         save.cancel()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 
 from paddle_kv import LayerwiseScheduler
-from paddle_kv.schedule import transfer as transfer_module
+from paddle_kv.schedule import marking
+from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import WAIT_S, Rig
 
@@ -89,7 +91,7 @@ def test_an_exception_behind_each_hand_over():
 
 def test_a_mark_whose_caller_was_interrupted_counts_once(rig, monkeypatch):
     """The caller does not know; that he marks again must not submit the layer twice, in place of another one."""
-    hand_over = transfer_module.change_soon
+    hand_over = marking.change_soon
 
     def interrupted(*arguments: Any) -> None:
         hand_over(*arguments)
@@ -98,7 +100,7 @@ def test_a_mark_whose_caller_was_interrupted_counts_once(rig, monkeypatch):
 
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         save = scheduler.offload([1], [4], layerwise=True)
-        monkeypatch.setattr(transfer_module, "change_soon", interrupted)
+        monkeypatch.setattr(marking, "change_soon", interrupted)
         with pytest.raises(Interrupted):
             save.mark_layer_written(2)
         monkeypatch.undo()
@@ -109,6 +111,70 @@ def test_a_mark_whose_caller_was_interrupted_counts_once(rig, monkeypatch):
             save.mark_layer_written(layer)
         assert not save.done()
         save.mark_layer_written(3)
+        save.wait(WAIT_S)
+        rig.expect_offload([1], [4])
+        rig.check()
+
+
+class _Meanwhile(list):
+    """Marks of which the hand-over is done right behind the first look at them."""
+
+    def __init__(self, marks: list[Any], hand_overs: list[Callable[[], object]]) -> None:
+        super().__init__(marks)
+        self._hand_overs = hand_overs
+
+    def __getitem__(self, layer: Any) -> Any:
+        found = super().__getitem__(layer)
+        while self._hand_overs:
+            self._hand_overs.pop()()
+        return found
+
+
+def test_a_mark_that_is_handed_over_while_its_caller_is_interrupted_counts(rig, monkeypatch):
+    """It would stay among those that are not marked, and the save would be cancelled with its last handle."""
+    hand_overs: list[Callable[[], object]] = []
+
+    def interrupted(*arguments: Any) -> None:
+        hand_overs.append(functools.partial(change, *arguments))
+        raise Interrupted
+
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [4], layerwise=True)
+        save._movement.marks = _Meanwhile(save._movement.marks, hand_overs)
+        monkeypatch.setattr(marking, "change_soon", interrupted)
+        with pytest.raises(Interrupted):
+            save.mark_layer_written(2)
+        monkeypatch.undo()
+        assert save.unmarked_layers == [0, 1, 3, 4]
+        for layer in (0, 1, 3, 4):
+            save.mark_layer_written(layer)
+        save.wait(WAIT_S)
+        rig.expect_offload([1], [4])
+        rig.check()
+
+
+def test_a_mark_that_is_handed_over_twice_counts_once(rig, monkeypatch):
+    """Its caller was interrupted before the keeper came to it, and has marked again."""
+    hand_overs: list[Callable[[], object]] = []
+
+    def interrupted(*arguments: Any) -> None:
+        hand_overs.append(functools.partial(change, *arguments))
+        raise Interrupted
+
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [4], layerwise=True)
+        monkeypatch.setattr(marking, "change_soon", interrupted)
+        with pytest.raises(Interrupted):
+            save.mark_layer_written(2)
+        monkeypatch.undo()
+        assert save.unmarked_layers == [0, 1, 2, 3, 4]
+        save.mark_layer_written(2)
+        hand_overs.pop()()
+        assert save._movement.num_unsubmitted == 4
+        for layer in (0, 1, 3):
+            save.mark_layer_written(layer)
+        assert not save.done()
+        save.mark_layer_written(4)
         save.wait(WAIT_S)
         rig.expect_offload([1], [4])
         rig.check()

@@ -12,7 +12,12 @@ import pytest
 
 from paddle_kv.testing.simulator import REMOVALS, OrderingError, explore
 
+from .gate_scenarios import GATE_SCENARIOS
+from .ring_scenarios import RING_SCENARIOS
 from .scenarios import SCENARIOS, play
+
+SCENARIOS.update(GATE_SCENARIOS)
+SCENARIOS.update(RING_SCENARIOS)
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -24,12 +29,17 @@ MUTATIONS = [
     (1, "wait-compute-before-offload", "layerwise_offload_with_layers_sharing_an_event", RACE),
     (1, "record-compute", "offload_after_compute", RACE),
     (1, "record-compute", "layerwise_offload_after_marks", RACE),
+    (1, "wait-compute-before-offload", "ring_is_written_behind_its_save", "read after write"),
     (2, "wait-compute-before-onload", "onload_after_readers", RACE),
     (2, "record-compute", "onload_after_readers", RACE),
+    (2, "wait-compute-before-onload", "ring_is_loaded_behind_its_readers", "write after read"),
+    (2, "record-compute", "ring_is_loaded_behind_its_readers", "write after read"),
     (3, "wait-layer", "wait_layer_before_attention", RACE),
     (3, "wait-layer", "wait_layer_on_another_stream", RACE),
     (3, "record-layer", "wait_layer_before_attention", RACE),
     (3, "record-before-copy", "wait_layer_before_attention", RACE),
+    (3, "wait-layer", "ring_is_loaded_behind_its_readers", "read after write"),
+    (3, "record-layer", "ring_is_loaded_behind_its_readers", "read after write"),
     (4, "wait-offload-before-onload", "onload_of_a_block_being_saved", "write after write|read after write"),
     (4, "wait-offload-before-onload", "onload_of_a_block_whose_save_is_not_marked", "read after write"),
     (4, "wait-offload-before-onload", "onload_over_a_block_being_saved", "write after read"),
@@ -40,11 +50,16 @@ MUTATIONS = [
     (4, "wait-offload-before-offload", "order_behind_the_writer_before_a_cancelled_one", "write after write"),
     (4, "wait-onload-before-offload", "order_behind_the_reader_before_a_cancelled_one", "write after read"),
     (4, "record-before-copy", "onload_over_a_block_being_saved", "write after read"),
+    (4, "wait-offload-before-onload", "ring_is_loaded_behind_the_save_of_its_pass", "write after read"),
+    (4, "wait-offload-before-onload", "ring_is_loaded_behind_the_save_of_the_last_pass", "write after read"),
+    (4, "wait-offload-before-onload", "ring_is_loaded_behind_a_save_that_is_marked_from_its_end", "write after read"),
+    (4, "wait-onload-before-onload", "ring_is_loaded_by_two_schedulers", "write after write"),
     (5, "wait-layer", "compute_overwrites_a_saved_block_behind_wait_on", "write after read"),
     (5, "wait-layer", "compute_overwrites_a_saved_block_behind_wait_layer", "write after read"),
     (5, "wait-layer", "compute_overwrites_a_block_that_another_save_brings", "write after read"),
     (5, "completion", "compute_overwrites_a_saved_block_behind_wait", RACE),
     (5, "completion", "compute_overwrites_a_saved_block_behind_done", "write after read"),
+    (5, "wait-layer", "ring_is_written_behind_its_save", "write after read"),
     (6, "completion", "freed_host_block_stays_in_quarantine", "write after read"),
     (6, "completion", "freed_block_of_a_cancelled_save_stays_in_quarantine", "write after write"),
     (6, "completion", "pools_outlive_their_transfers", "memory of .* given back"),
@@ -57,12 +72,24 @@ MUTATIONS = [
     (7, "record-fence", "block_of_a_broken_submission_is_overwritten", "write after read"),
     (7, "record-fence", "freed_block_of_a_broken_submission_stays_in_quarantine", "write after write"),
     (7, "record-fence", "another_scheduler_behind_a_broken_submission", "write after read"),
+    (7, "record-fence", "ring_is_loaded_behind_a_save_that_breaks", "write after read"),
     (7, "wait-layer", "compute_behind_a_broken_submission", "write after write"),
     (7, "cancel-told", "cancel_of_what_is_submitted", "holds|saw"),
     (8, "watch-report", "each_transfer_ends", "does not end"),
     (8, "completion-report", "each_transfer_ends", "does not end"),
     (9, "capture-check", "calls_on_a_captured_stream_are_refused", "was not refused"),
     (9, "wait-layer", "calls_on_a_captured_stream_are_refused", "read after write"),
+    (9, "gate-wait", "replay_waits_for_its_load", "read after write"),
+    (9, "gate-arm", "replay_waits_for_its_load", "read after write"),
+    (9, "gate-arm", "replay_marks_the_layers_of_its_saves", "never ends"),
+    (9, "gate-turn", "replays_in_flight_wait_each_for_its_load", "read after write"),
+    (9, "let-through", "replay_waits_for_its_load", "never ends"),
+    (9, "let-through-wait", "replay_waits_for_its_load", "read after write"),
+    (9, "let-through-wait", "replay_is_launched_before_its_load_is_submitted", "read after write"),
+    (9, "gate-mark", "replay_marks_the_layers_of_its_saves", "never ends"),
+    (9, "gate-mark-wait", "replay_marks_the_layers_of_its_saves", "read after write|write after read"),
+    (9, "pass-marks", "gates_open_when_the_scheduler_is_closed", "never ends"),
+    (9, "given-up", "gate_that_gives_up_fails_its_load", "was not refused"),
     (10, "give-back-events", "nothing_is_left_after_close", "not given back"),
     (10, "give-back-streams", "nothing_is_left_after_close", "not given back"),
     (10, "give-back-binding", "nothing_is_left_after_close", "not given back"),

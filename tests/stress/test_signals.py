@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,6 +33,30 @@ def alarms() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+Calls = Callable[[LayerwiseScheduler, Rig, list[list[int]]], None]
+
+
+def replays(scheduler: LayerwiseScheduler, rig: Rig, owned: list[list[int]]) -> None:
+    """The same by gates; what nobody marks is let go when the time of the gates is over."""
+    gates = scheduler.gates(timeout_s=0.05)
+    blocks = rig.pool.allocate(2)
+    owned.append(blocks)
+    save = scheduler.offload([1, 2], blocks, layerwise=True)
+    gates.arm(saves=[save])
+    for layer in range(5):
+        gates.mark(layer)
+    load = scheduler.onload(blocks, [3, 4])
+    gates.arm(loads=[load])
+    gates.wait(0)
+    for layer in range(5):
+        gates.mark_and_wait(layer)
+    load.wait(WAIT_S)
+    gates.arm(loads=[scheduler.onload(blocks, [3, 4])], saves=[scheduler.offload([3], blocks[:1], layerwise=True)])
+    scheduler.drain(WAIT_S)
+    rig.pool.free(blocks)
+    owned.remove(blocks)
+
+
 def calls(scheduler: LayerwiseScheduler, rig: Rig, owned: list[list[int]]) -> None:
     """Device blocks 1 and 2 are saved and come back to 1 and 2; what the blocks hold does not change."""
     blocks = rig.pool.allocate(2)
@@ -54,14 +78,15 @@ def calls(scheduler: LayerwiseScheduler, rig: Rig, owned: list[list[int]]) -> No
     owned.remove(blocks)  # behind it: an alarm may come in between
 
 
-def test_interrupts(alarms: None) -> None:
+@pytest.mark.parametrize(("made", "share"), [(calls, 1), (replays, 10)])
+def test_interrupts(alarms: None, made: Calls, share: int) -> None:
     rig, choose, number = Rig(), random.Random(0), 0
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
-    while number < INTERRUPTS:
+    while number < INTERRUPTS // share:
         owned: list[list[int]] = []
         try:
             signal.setitimer(signal.ITIMER_REAL, choose.uniform(1e-5, 6e-3))
-            calls(scheduler, rig, owned)
+            made(scheduler, rig, owned)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupted:
             number += 1

@@ -114,7 +114,7 @@ def test_headers_come_back(rig: Rig) -> None:
 
 def test_wrong_arguments_are_named(rig: Rig) -> None:
     for given, error, text in (
-        (lambda: Job(b"key", [1]), TypeError, r"keys\[0\] is NoneType"),
+        (lambda: Job(b"key", [1]), TypeError, "keys is bytes; a list of bytes is expected"),
         (lambda: Job(["key"], [1]), TypeError, r"keys\[0\] is str; bytes are expected"),  # type: ignore[list-item]
         (lambda: Job([b"k" * 65], [1]), ValueError, r"keys\[0\] has 65 bytes; 1 to 64"),
         (lambda: Job(keys(2), [1]), ValueError, "keys has 2 entries, block_ids has 1"),

@@ -136,6 +136,15 @@ struct InsideDevice {
   static constexpr int kStoreStages = 1;
   static constexpr bool kUntilWritten = false;
 };
+// Whole transfers inside the device, or to another one: half of the multiprocessors take all of the memory's bandwidth.
+struct CacheToCache {
+  static constexpr int kCtas = 64;
+  static constexpr int kWarps = 4;
+  static constexpr int kStages = 4;
+  static constexpr int kStageBytes = 8 << 10;
+  static constexpr int kStoreStages = 2;
+  static constexpr bool kUntilWritten = false;
+};
 constexpr int kMostBulkThreads = 4 * kWarpLanes;
 
 // Calls `function` with an object of the shape for the direction.
@@ -146,6 +155,8 @@ auto WithShape(Direction direction, Function function) {
       return function(ToHost{});
     case Direction::kHostToDevice:
       return function(ToDevice{});
+    case Direction::kCacheToCache:
+      return function(CacheToCache{});
     default:
       return function(InsideDevice{});
   }
@@ -376,7 +387,8 @@ __global__ void __launch_bounds__(kMostBulkThreads, 16)  // 32 registers a threa
 
 Status HasBulkCopies(int device, bool* has) {
   // GPUs of a desktop have less shared memory than those of a server.
-  constexpr int needed_bytes = std::max({kSharedBytes<ToDevice>, kSharedBytes<ToHost>, kSharedBytes<InsideDevice>});
+  constexpr int needed_bytes =
+      std::max({kSharedBytes<ToDevice>, kSharedBytes<ToHost>, kSharedBytes<InsideDevice>, kSharedBytes<CacheToCache>});
   const auto kernel = CopySegmentsByBulk<ToDevice>;  // the others are compiled with it
   return RunsWithBulkCopies(reinterpret_cast<const void*>(kernel), needed_bytes, device, has);
 }

@@ -43,6 +43,7 @@ class KernelEngine : public Engine {
       const std::vector<BlockRows> of_layer = RowsOfLayer(*work.plan, layer, work.direction);
       rows.insert(rows.end(), of_layer.begin(), of_layer.end());
     }
+    const Direction direction = work.plan->inside_device ? Direction::kCacheToCache : work.direction;
     const bool bulk = has_bulk_copies_ && std::all_of(rows.begin(), rows.end(), BulkCopyable);
 
     std::int64_t pairs = 0;
@@ -60,7 +61,7 @@ class KernelEngine : public Engine {
       }
     }
     auto* segments = reinterpret_cast<Segment*>(targets);
-    for (std::size_t i = 0; i < rows.size(); ++i) segments[i] = CutSegment(rows[i], 0, pairs, bulk, work.direction);
+    for (std::size_t i = 0; i < rows.size(); ++i) segments[i] = CutSegment(rows[i], 0, pairs, bulk, direction);
 
     SegmentCopy copy{};
     copy.source_ids = reinterpret_cast<const std::int64_t*>(table->device());
@@ -71,8 +72,8 @@ class KernelEngine : public Engine {
     const cudaStream_t stream = StreamOf(where);
     Status status = table->Upload(table_bytes, stream);
     if (status.ok()) {
-      status = can_wait_ ? LaunchOnce(copy, groups, bulk, work.direction, work.record_events, where)
-                         : LaunchGroups(copy, groups, bulk, work.direction, work.record_events, where);
+      status = can_wait_ ? LaunchOnce(copy, groups, bulk, direction, work.record_events, where)
+                         : LaunchGroups(copy, groups, bulk, direction, work.record_events, where);
     }
     const Status released = table->ReleaseBehind(stream);
     return status.ok() ? released : status;

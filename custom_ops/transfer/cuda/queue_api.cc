@@ -1,7 +1,6 @@
 // The C interface of the queue: checks what it is given, and keeps exceptions from the caller's C.
 #include "paddle_kv/transfer/queue_api.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -10,47 +9,19 @@
 
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
-#include "paddle_kv/common/missing_architecture.h"
 #include "paddle_kv/common/nvtx_range.h"
+#include "paddle_kv/transfer/c_call.h"
 #include "paddle_kv/transfer/check_transfer.h"
+#include "paddle_kv/transfer/device_plan.h"
 #include "paddle_kv/transfer/transfer_plan.h"
 #include "paddle_kv/transfer/transfer_queue.h"
 
 namespace paddle_kv {
 namespace {
 
-thread_local Status last_error;
-thread_local std::string last_error_text;
-
-int Fail(const Status& status, int device = -1) {
-  last_error = status;
-  last_error_text = MissingArchitecture(status, device);
-  if (!last_error_text.empty()) return -1;
-  last_error_text = status.code < 0 ? status.text
-                                    : std::string("CUDA error ") + status.name + " (" + std::to_string(status.code) +
-                                          ") in " + status.call + ": " + status.text;
-  return -1;
-}
-
-int Fail(const std::string& text) {
-  last_error = {};
-  last_error_text = text;
-  return -1;
-}
-
 cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
-// A C++ exception must not reach the caller's C.
-template <class Function>
-int Guarded(Function function) {
-  try {
-    return function();
-  } catch (const std::exception& error) {
-    return Fail(error.what());
-  }
-}
-
-// The same for a number. A queue whose thread could not be started is none, and nothing is in it.
+// As Guarded, for a number. A queue whose thread could not be started is none, and nothing is in it.
 template <class Function>
 std::int64_t Counted(Function function) {
   try {
@@ -65,10 +36,15 @@ std::int64_t Counted(Function function) {
 
 using namespace paddle_kv;
 
-const char* paddle_kv_queue_error(int* code, const char** name) {
-  *code = std::max(0, last_error.code);
-  *name = last_error.ok() ? "" : last_error.name;
-  return last_error_text.c_str();
+int paddle_kv_queue_register_device_plan(const PaddleKvDevicePlan* given) {
+  return Guarded([&] {
+    if (given == nullptr) return Fail("plan is null");
+    std::shared_ptr<TransferPlan> plan;
+    const std::string wrong = MakeDevicePlan(*given, &plan);
+    if (!wrong.empty()) return Fail(wrong);
+    if (AddTransferPlan(given->number, std::move(plan))) return 0;
+    return Fail("plan = " + std::to_string(given->number) + " is already registered");
+  });
 }
 
 int paddle_kv_queue_open(int device, std::int64_t stream, int urgent) {

@@ -68,7 +68,9 @@ std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) {
 EngineKind QueuedTransfer::NextEngine(bool beside_compute, const EngineThresholds& thresholds) const {
   if (more_follows_) return last_engine_;
   if (next_group < end_without_memory) return EngineKind::kCopyEngine;
-  return engine == EngineKind::kAuto ? ChooseEngine(sizes_, direction, beside_compute, thresholds) : engine;
+  if (engine != EngineKind::kAuto) return engine;
+  return plan->inside_device ? ChooseEngineInsideDevice(sizes_)
+                             : ChooseEngine(sizes_, direction, beside_compute, thresholds);
 }
 
 Step QueuedTransfer::NextStep(EngineKind by) const {

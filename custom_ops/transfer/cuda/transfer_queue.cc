@@ -86,6 +86,7 @@ std::int64_t TransferQueue::Submitted() {
     const auto& transfers = entry.second->transfers;
     if (!transfers.empty()) submitted = std::min(submitted, transfers.front().number);
   }
+  for (const auto& entry : gates_) submitted = std::min(submitted, entry.second->OldestNumber(submitted));
   return submitted;
 }
 
@@ -131,6 +132,35 @@ void TransferQueue::ComputeIsBusy(int device) {
   devices_[device].compute_seen = Clock::now();
 }
 
+void TransferQueue::OpenGates(GateWords* words) {
+  auto work = std::make_shared<GateWork>(words);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  gates_[words] = std::move(work);
+}
+
+void TransferQueue::CloseGates(GateWords* words) {
+  Lock lock(mutex_);
+  const std::shared_ptr<GateWork> work = gates_.at(words);
+  changed_.wait(lock, [&] { return !work->HasWork() && !work->is_at_work(); });
+  gates_.erase(words);
+}
+
+void TransferQueue::AddToGates(GateWords* words, LetThrough work) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  work.number = enqueued_;
+  gates_.at(words)->Add(std::move(work));
+  ++enqueued_;
+  work_.notify_one();
+}
+
+void TransferQueue::AddToGates(GateWords* words, MarkWait work) {
+  EventStates::Entries entries = EventStates::EntriesOf(work.events);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  gates_.at(words)->Add(std::move(work));
+  events_.Add(std::move(entries));
+  work_.notify_one();
+}
+
 void TransferQueue::AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count) {
   std::list<Watch> watch;
   watch.push_back({device, token, {events, events + event_count}});
@@ -167,10 +197,10 @@ void TransferQueue::SubmitForever() {
   Lock lock(mutex_);
   Clock::time_point next_poll{};
   for (;;) {
-    if (completions_.HasPolled() && Clock::now() >= next_poll) {
-      AskForWatched(lock);
-      next_poll = Clock::now() + kPoll;
-    }
+    const bool asks = Clock::now() >= next_poll;
+    if (asks && completions_.HasPolled()) AskForWatched(lock);
+    const bool has_advanced = AdvanceGates(lock, asks);
+    if (asks) next_poll = Clock::now() + kPoll;
     ++pass_;
     bool is_held_back = false;  // by what is in flight: nobody tells when that ends
     Fed fed = Fed::kNothing;
@@ -180,8 +210,8 @@ void TransferQueue::SubmitForever() {
       if (fed == Fed::kStep) break;  // an urgent one may have come meanwhile
       is_held_back |= fed == Fed::kHeldBack;
     }
-    if (fed == Fed::kStep) continue;
-    if (is_held_back || completions_.HasPolled()) {
+    if (fed == Fed::kStep || has_advanced) continue;
+    if (is_held_back || completions_.HasPolled() || GatesHaveWork()) {
       work_.wait_for(lock, kPoll);
     } else {
       work_.wait(lock);
@@ -253,6 +283,27 @@ void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
   transfer.Advance(step);
   if (transfer.next_group == transfer.group_count()) stream.transfers.pop_front();
   changed_.notify_all();
+}
+
+bool TransferQueue::GatesHaveWork() const {
+  return std::any_of(gates_.begin(), gates_.end(), [](const auto& entry) { return entry.second->HasWork(); });
+}
+
+bool TransferQueue::AdvanceGates(Lock& lock, bool asks) {
+  const auto make_current = [this](int device) { return MakeCurrent(device); };
+  const auto recorded = [this](std::int64_t event, const Status& status) {
+    events_.Record(event, status);
+    completions_.OnRecorded(event);
+  };
+  bool any = false;
+  for (auto entry = gates_.begin(); entry != gates_.end();) {
+    GateWords* const words = entry->first;
+    const std::shared_ptr<GateWork> work = entry->second;
+    if (work->HasWork()) any |= work->Advance(lock, events_, asks, make_current, recorded);
+    entry = gates_.upper_bound(words);  // others may have come and gone while the lock was given up
+  }
+  if (any) changed_.notify_all();
+  return any;
 }
 
 void TransferQueue::AskForWatched(Lock& lock) {

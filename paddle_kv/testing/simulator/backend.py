@@ -10,6 +10,7 @@ from typing import Any
 from ...backend.work import LayerWork
 from ...errors import CaptureError
 from .device import Device, Job, Mark, SimulatedStream
+from .gates import SimulatedGates
 from .host import SimulatedHost
 from .log import Log, call_site
 from .memory import Cell, PoolMemory
@@ -60,6 +61,7 @@ class SimulatedBackend:
         self._bindings: list[Binding] = []
         self._layers: weakref.WeakKeyDictionary[Mark, int] = weakref.WeakKeyDictionary()
         self._streams: list[SimulatedStream] = []
+        self.gates: list[SimulatedGates] = []
         self._events: list[SimulatedEvent] = []  # handed out
         self._idle_events: list[SimulatedEvent] = []
 
@@ -108,6 +110,11 @@ class SimulatedBackend:
             return
         self._events.remove(event)
         self._idle_events.append(event)
+
+    def create_gates(self, num_layers: int, timeout_s: float) -> SimulatedGates:
+        made = SimulatedGates(self._device, num_layers, self.compute_stream, self.create_stream, self.destroy_stream)
+        self.gates.append(made)
+        return made
 
     def close(self) -> None:
         self._idle_events.clear()
@@ -200,7 +207,7 @@ def _cells(binding: Binding, work: LayerWork, layer: int) -> list[tuple[Cell, Ce
     plan = work.plan
     source, target = (binding.device, binding.host) if plan.direction == "offload" else (binding.host, binding.device)
     return [
-        (Cell(source.key, name, layer, source_id), Cell(target.key, name, layer, target_id))
+        (source.cell(name, layer, source_id), target.cell(name, layer, target_id))
         for source_id, target_id in zip(plan.source_ids.tolist(), plan.target_ids.tolist(), strict=True)
         for name in source.spec.tensor_names
     ]

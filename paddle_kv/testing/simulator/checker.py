@@ -6,12 +6,16 @@ stream, joined with what the host knows; ``wait`` joins the clock at the recordi
 An access is ordered behind an earlier one if its clock has reached the earlier one's count. So the verdict is about the
 edges alone, not about the order in which things happened to run.
 
+A replay of a graph may wait for what is submitted after its launch: such a wait, and what its stream has behind it, is
+looked at when the mark is recorded.
+
 The host is one party: calls from several threads count as ordered by the order of their entries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .log import HOST, Entry, Location
@@ -67,14 +71,15 @@ def check(entries: Sequence[Entry]) -> list[Finding]:
     histories: dict[Location, _History] = {}
     findings: list[Finding] = []
     reported: set[tuple[int, int]] = set()
+    recorded = {entry.mark for entry in entries if entry.kind == "record"}
 
-    for entry in entries:
+    for entry, host_clock in _in_order(entries, recorded, marks, clocks[HOST]):
         if entry.kind == "misuse":
             findings.append(Finding("forbidden call", entry))
             continue
         clock = clocks.setdefault(entry.stream, {})
         if entry.stream != HOST:
-            _join(clock, clocks[HOST])
+            _join(clock, host_clock)
         if entry.kind == "record":
             marks[entry.mark] = dict(clock)
         elif entry.kind in ("wait", "observe"):
@@ -91,6 +96,31 @@ def check(entries: Sequence[Entry]) -> list[Finding]:
                         findings.append(_race(before.entry, entry, location))
                 _remember(history, access, clock, writing)
     return findings
+
+
+def _in_order(
+    entries: Sequence[Entry], recorded: Collection[int], marks: Mapping[int, Clock], host: Clock
+) -> Iterator[tuple[Entry, Clock]]:
+    """Each entry with the clock that the host had when it was submitted; what stands behind a wait for a mark that is
+    recorded later comes behind that. ``marks`` and ``host`` change meanwhile."""
+    held: dict[str, deque[tuple[Entry, Clock]]] = {}  # by stream; the first of each is such a wait
+
+    def is_early(entry: Entry) -> bool:
+        return entry.kind == "wait" and entry.mark in recorded and entry.mark not in marks
+
+    for entry in entries:
+        if entry.stream in held or (entry.stream != HOST and is_early(entry)):
+            held.setdefault(entry.stream, deque()).append((entry, dict(host)))
+            continue
+        yield entry, host
+        free = [stream for stream, queue in held.items() if not is_early(queue[0][0])]
+        while free:
+            queue = held[free[-1]]
+            while queue and not is_early(queue[0][0]):
+                yield queue.popleft()
+            if not queue:
+                del held[free[-1]]
+            free = [stream for stream, queue in held.items() if not is_early(queue[0][0])]
 
 
 def _locations(entry: Entry) -> list[tuple[Location, bool]]:

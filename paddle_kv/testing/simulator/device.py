@@ -107,9 +107,13 @@ class Device:
         self.streams.append(stream)
         return stream
 
-    def record(self, stream: SimulatedStream, job: Job | None = None) -> Mark:
+    def new_mark(self) -> Mark:
+        """One that is still to be recorded."""
         self._num_marks += 1
-        mark = Mark(self._num_marks)
+        return Mark(self._num_marks)
+
+    def record(self, stream: SimulatedStream, job: Job | None = None, mark: Mark | None = None) -> Mark:
+        mark = mark or self.new_mark()
         self._submit(stream, _Record(mark, job))
         return mark
 

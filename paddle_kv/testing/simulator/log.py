@@ -23,7 +23,7 @@ _RUNNERS = ("/_pytest/", "/pluggy/", "/hypothesis/", "/runpy.py", "<frozen")
 
 
 class Location(NamedTuple):
-    """What may not be touched by two parties at once."""
+    """What may not be touched by two parties at once. ``layer``: of a ring of layer buffers, the buffer."""
 
     pool: str
     slot: int
@@ -87,6 +87,10 @@ class Log:
         self.entries.append(Entry("misuse", stream, label, call_site()))
 
     # ---- pools ----
+    def location(self, pool: Any, slot: int, layer: int) -> Location:
+        """Where a layer of a block lies."""
+        return Location(self.pool_name(pool), slot, place_of(pool, layer))
+
     def pool_name(self, pool: Any) -> str:
         """The name of the memory that a DeviceCache or HostPool lies in; two pools over one memory have one name.
 
@@ -111,6 +115,11 @@ class Log:
         if self._names.get(address) == name:
             del self._names[address]
         self.work(HOST, f"memory of {name} given back", writes=locations)
+
+
+def place_of(pool: Any, layer: int) -> int:
+    """The layer, or of a ring of layer buffers the buffer in which it lies."""
+    return layer % int(pool.layer_buffers) if hasattr(pool, "layer_buffers") else layer
 
 
 def call_site() -> str:

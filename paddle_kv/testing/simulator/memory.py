@@ -17,7 +17,7 @@ POISON_BYTE = 0xDE
 
 
 class Cell(NamedTuple):
-    """One block of one tensor of one layer."""
+    """One block of one tensor of one layer, or of one layer buffer of a ring."""
 
     pool: str
     name: str
@@ -33,6 +33,7 @@ class PoolMemory:
         self.key = key
         self.spec = spec
         self.is_device = hasattr(pool, "tensor")
+        self.layer_buffers = int(pool.layer_buffers) if self.is_device else int(spec.num_layers)
         self._memory = [weakref.ref(m) for m in self._owners(pool)]
         self._addresses: dict[tuple[str, int], int] = {}
         self._strides: dict[str, int] = {}
@@ -59,6 +60,10 @@ class PoolMemory:
     def block_bytes(self, cell: Cell) -> int:
         return int(self.spec.tensor_block_bytes(cell.name))
 
+    def cell(self, name: str, layer: int, slot: int) -> Cell:
+        """Where a layer of a block lies."""
+        return Cell(self.key, name, layer % self.layer_buffers, slot)
+
 
 class Memory:
     """All pools of one device."""
@@ -75,7 +80,7 @@ class Memory:
         return pool in self._pools
 
     def cells(self, pool: str, slot: int, layer: int) -> list[Cell]:
-        return [Cell(pool, name, layer, slot) for name in self._pools[pool].spec.tensor_names]
+        return [self._pools[pool].cell(name, layer, slot) for name in self._pools[pool].spec.tensor_names]
 
     def versions(self, cell: Cell) -> list[Hashable]:
         return self._versions.get(cell, [INITIAL] * self.pieces)

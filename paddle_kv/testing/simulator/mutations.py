@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ...backend.protocol import Backend
+from ...backend.protocol import Backend, Gates
 from ...backend.work import Event, LayerWork, Stream
 from ...errors import CaptureError
 
@@ -29,6 +29,15 @@ REMOVALS = {
     "copy-error": "the error of a copy is not reported",
     "submission-error": "the error of a submission is not reported",
     "capture-check": "a stream that is being captured is used like any other",
+    "gate-wait": "a replay does not wait at its gates",
+    "gate-arm": "a replay is not armed: it waits for the loads of the one before",
+    "gate-turn": "all replays have one turn: what was let through once stays open",
+    "let-through": "nobody says that a layer is there",
+    "let-through-wait": "a layer is let through before its loads have brought it",
+    "gate-mark": "a replay does not mark its layers",
+    "gate-mark-wait": "saves do not wait for the marks of their replay",
+    "pass-marks": "saves whose replay never comes go on waiting for it",
+    "given-up": "a gate that gives up does not tell",
     "give-back-events": "events are not given back",
     "give-back-streams": "streams are not given back",
     "give-back-binding": "the pointers of the pools stay registered",
@@ -88,6 +97,9 @@ class MutatedBackend:
     def destroy_event(self, event: Event) -> None:
         if "give-back-events" not in self._drop:
             self.inner.destroy_event(event)
+
+    def create_gates(self, num_layers: int, timeout_s: float) -> MutatedGates:
+        return MutatedGates(self.inner.create_gates(num_layers, timeout_s), lambda: self._drop)
 
     def close(self) -> None:
         for event in self._spare_events:
@@ -174,3 +186,50 @@ class MutatedBackend:
             if "copy-error" in self._drop or ("cancel-told" in self._drop and "cancelled" in str(error)):
                 return True
             raise
+
+
+class MutatedGates:
+    """Of :class:`MutatedBackend`."""
+
+    def __init__(self, inner: Gates, drop: Callable[[], Collection[str]]) -> None:
+        self.inner = inner
+        self._drop = drop
+
+    def wait(self, layer: int, stream: Any) -> None:
+        if "gate-wait" not in self._drop():
+            self.inner.wait(layer, stream)
+
+    def mark(self, layer: int, stream: Any) -> None:
+        if "gate-mark" not in self._drop():
+            self.inner.mark(layer, stream)
+
+    def mark_and_wait(self, layer: int, stream: Any) -> None:
+        self.mark(layer, stream)
+        self.wait(layer + 1, stream)
+
+    def arm(self, stream: Stream, load_turn: int, save_turn: int) -> None:
+        if "gate-turn" in self._drop():
+            load_turn = min(load_turn, 1)
+        if "gate-arm" not in self._drop():
+            self.inner.arm(stream, load_turn, save_turn)
+
+    def let_through(self, first_layer: int, turn: int, waits: Sequence[Sequence[Event]]) -> None:
+        if "let-through-wait" in self._drop():
+            waits = [[] for _ in waits]
+        if "let-through" not in self._drop():
+            self.inner.let_through(first_layer, turn, waits)
+
+    def record_marks(self, turn: int, events: Sequence[Sequence[Event]]) -> None:
+        self.inner.record_marks(turn, events)
+        if "gate-mark-wait" in self._drop():
+            self.inner.pass_marks(turn)
+
+    def pass_marks(self, turn: int) -> None:
+        if "pass-marks" not in self._drop():
+            self.inner.pass_marks(turn)
+
+    def given_up(self, turn: int) -> int | None:
+        return None if "given-up" in self._drop() else self.inner.given_up(turn)
+
+    def close(self) -> None:
+        self.inner.close()

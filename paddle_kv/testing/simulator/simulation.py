@@ -82,9 +82,18 @@ class Simulation:
         return self._mutated[-1]
 
     def restore(self) -> None:
-        """From now on the backends leave nothing out."""
+        """From now on the backends leave nothing out, and no replay waits at its gates."""
         for mutated in self._mutated:
             mutated.restore()
+        for backend in self._backends:
+            for gates in backend.gates:
+                gates.open_all()
+
+    def give_up(self, *, turn: int, layer: int) -> None:
+        """The time of a gate is over: of this layer, in the replay that was armed as that many."""
+        for backend in self._backends:
+            for gates in backend.gates:
+                gates.give_up(turn, layer)
 
     def stream(self, name: str) -> SimulatedStream:
         """One more compute stream."""
@@ -135,7 +144,7 @@ class Simulation:
 
     # ---- what came of it ----
     def location(self, pool: Any, slot: int, layer: int) -> Location:
-        return Location(self.log.pool_name(pool), slot, layer)
+        return self.log.location(pool, slot, layer)
 
     def contents(self, pool: Any, slot: int, layer: int) -> Hashable:
         """The version that a block of a layer holds now; poison if half written."""
@@ -174,10 +183,10 @@ class Simulation:
     def _locations(self, blocks: Iterable[Block]) -> list[Location]:
         locations = []
         for pool, slot, layer in blocks:
-            name = self.log.pool_name(pool)
-            if not self.device.memory.knows(name):
-                self.device.memory.add(PoolMemory(name, pool))
-            locations.append(Location(name, slot, layer))
+            location = self.log.location(pool, slot, layer)
+            if not self.device.memory.knows(location.pool):
+                self.device.memory.add(PoolMemory(location.pool, pool))
+            locations.append(location)
         return locations
 
     def _cells(self, location: Location) -> list[Cell]:

@@ -8,11 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define PADDLE_KV_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define PADDLE_KV_HOST_DEVICE inline
-#endif
+#include "paddle_kv/common/host_device.h"
 
 namespace paddle_kv {
 

@@ -14,6 +14,6 @@ struct BlockRows {
   std::int64_t block_bytes;
 };
 
-enum class Direction { kDeviceToHost = 0, kHostToDevice = 1, kDeviceToDevice = 2 };
+enum class Direction { kDeviceToHost = 0, kHostToDevice = 1, kDeviceToDevice = 2, kCacheToCache = 3 };
 
 }  // namespace paddle_kv

@@ -52,4 +52,7 @@ PieceSizes SizesOfPieces(const TransferPlan& plan, Direction direction, const st
 EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool beside_compute,
                         const EngineThresholds& thresholds);
 
+// The same where both sides lie on GPUs.
+EngineKind ChooseEngineInsideDevice(const PieceSizes& sizes);
+
 }  // namespace paddle_kv

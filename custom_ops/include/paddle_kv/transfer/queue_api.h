@@ -28,11 +28,30 @@ struct PaddleKvTransfer {
   std::int64_t token;  // the transfer's, chosen by the caller; several parts of one have the same
 };
 
+// The pointers of a pair of caches that both lie on GPUs: one in this process, one of another process that was opened
+// here. In order [layer][tensor]; strides and block bytes in bytes, one for each tensor of a layer.
+struct PaddleKvDevicePlan {
+  std::int64_t number;  // chosen by the caller; released by the operator release_transfer_plan
+  std::int64_t device;  // on which the copies run
+  std::int64_t device_blocks;
+  std::int64_t other_blocks;
+  std::int64_t layer_count;
+  std::int64_t tensors_per_layer;
+  const std::int64_t* device_pointers;
+  const std::int64_t* other_pointers;
+  const std::int64_t* device_strides;
+  const std::int64_t* other_strides;
+  const std::int64_t* block_bytes;
+};
+
 // Functions that return an int give 0, or -1 and the reason by paddle_kv_queue_error.
 
 // What went wrong in the last call of this thread that failed. `code` and `name` are CUDA's. Other errors have code 0,
 // and the name "cancelled", "out of host memory" or "".
 const char* paddle_kv_queue_error(int* code, const char** name);
+
+// An error where a block does not lie in memory of a GPU, or the parts do not fit each other.
+int paddle_kv_queue_register_device_plan(const PaddleKvDevicePlan* plan);
 
 // A stream that takes transfers. `urgent`: its work is submitted before that of other streams.
 int paddle_kv_queue_open(int device, std::int64_t stream, int urgent);

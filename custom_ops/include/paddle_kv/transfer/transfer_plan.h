@@ -20,7 +20,8 @@ struct LayerTensor {
 
 // All that stays the same between two transfers of one pair of pools.
 struct TransferPlan {
-  int device = -1;  // CUDA ordinal; -1: the "device" cache is in RAM
+  int device = -1;             // CUDA ordinal; -1: the "device" cache is in RAM
+  bool inside_device = false;  // the "host" side lies on a GPU too: the cache of another process
   std::int64_t device_blocks = 0;
   std::int64_t host_blocks = 0;
   std::int64_t layer_count = 0;

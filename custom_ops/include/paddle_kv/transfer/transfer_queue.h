@@ -16,6 +16,7 @@
 #include "paddle_kv/transfer/completions.h"
 #include "paddle_kv/transfer/engine_choice.h"
 #include "paddle_kv/transfer/event_states.h"
+#include "paddle_kv/transfer/gate_work.h"
 #include "paddle_kv/transfer/queued_transfer.h"
 #include "paddle_kv/transfer/stream_feeder.h"
 
@@ -43,6 +44,13 @@ class TransferQueue {
   bool Forget(std::int64_t event);
   void SetThresholds(int device, const EngineThresholds& thresholds);
   void ComputeIsBusy(int device);
+
+  void OpenGates(GateWords* words);
+  // Waits until all that was added has been done.
+  void CloseGates(GateWords* words);
+  void AddToGates(GateWords* words, LetThrough work);
+  // The events count as pending from here on.
+  void AddToGates(GateWords* words, MarkWait work);
 
   void AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count);
   int OpenCompletions();
@@ -79,6 +87,8 @@ class TransferQueue {
   Fed Feed(Lock& lock, Stream& stream);
   void SubmitStep(Lock& lock, Stream& stream, Step step);
   void AskForWatched(Lock& lock);
+  bool AdvanceGates(Lock& lock, bool asks);
+  bool GatesHaveWork() const;
   Status MakeCurrent(int device);
 
   std::mutex mutex_;
@@ -89,6 +99,7 @@ class TransferQueue {
   std::int64_t pass_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
   std::map<int, Device> devices_;
+  std::map<GateWords*, std::shared_ptr<GateWork>> gates_;
   EventStates events_;
   Completions completions_{events_};
   int current_device_ = -1;                    // of the thread

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..tracking.keeper import log
+from .keeper import log
 
 
 class Alarms:
@@ -48,4 +48,4 @@ class Alarms:
                 try:
                     heapq.heappop(waiting)[2]()
                 except Exception:  # noqa: BLE001  the thread lives
-                    log.exception("an error in the deadlines of a receiver")
+                    log.exception("an error in %s", self._name)

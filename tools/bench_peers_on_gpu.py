@@ -1,0 +1,241 @@
+"""What a hand-over from one GPU process into the cache of another one takes: python tools/bench_peers_on_gpu.py
+
+Two processes on one GPU, 512 MiB of scattered blocks of 16 layers, keys and values. For each size of a block: one
+contiguous copy of the same bytes from the memory of the one process to that of the other one (the ceiling); a copy per
+block from Python; a save of all blocks into the other cache, by each engine; the hand-over, from the call of `grant` to
+the end of the load. Then the save and a loop of matrix products of the receiver beside each other. Medians of all
+rounds, bytes counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import multiprocessing
+import sys
+import time
+import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
+
+import cupy
+import numpy as np
+import paddle
+
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, devices
+from paddle_kv.peers import Listener, PeerBlocks, Receiver, connect
+
+WAIT_S = 30.0
+LIFE_S = 300.0
+LAYERS = 16
+HEADS_AND_TOKENS = {4: (1, 16), 16: (4, 16), 32: (8, 16), 64: (8, 32), 128: (8, 64), 256: (8, 128)}  # by KiB of a block
+ENGINES = ("auto", "kernel", "copy_engine")
+ANY_KIND = 4  # cudaMemcpyDefault
+
+
+def make_spec(kib: int) -> KVCacheSpec:
+    heads, tokens = HEADS_AND_TOKENS[kib]
+    return KVCacheSpec(num_layers=LAYERS, num_kv_heads=heads, head_dim=128, block_size=tokens, dtype="float16")
+
+
+def begin() -> None:
+    faulthandler.dump_traceback_later(LIFE_S, exit=True)
+    paddle.set_device(devices.name_of(0))
+
+
+def gpu_ms(stream: Any, work: Callable[[], object]) -> float:
+    first, last = cupy.cuda.Event(), cupy.cuda.Event()
+    first.record(stream)
+    work()
+    last.record(stream)
+    last.synchronize()
+    return float(cupy.cuda.get_elapsed_time(first, last))
+
+
+def prefill(pipe: Connection, kib: int, blocks: int, exported: Any, handle: bytes, path: str) -> None:
+    begin()
+    spec, runtime = make_spec(kib), cupy.cuda.runtime
+    cache = DeviceCache(spec, 2 * blocks, devices.name_of(0))
+    theirs = PeerBlocks(DeviceCache.attach(spec, exported))
+    total_bytes = blocks * LAYERS * spec.block_bytes
+    source, target = cupy.ones(total_bytes, cupy.uint8), runtime.ipcOpenMemHandle(handle)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    schedulers = {engine: LayerwiseScheduler(cache, theirs, compute_stream=stream, engine=engine) for engine in ENGINES}
+    sender = connect(schedulers["auto"], path)
+    runtime.deviceSynchronize()
+
+    def contiguous() -> float:
+        return gpu_ms(stream, lambda: runtime.memcpyAsync(target, source.data.ptr, total_bytes, ANY_KIND, stream.ptr))
+
+    def plain(source_ids: list[int], target_ids: list[int]) -> float:
+        size_bytes = spec.tensor_block_bytes("key")
+        began_s = time.perf_counter()
+        for layer in range(LAYERS):
+            for name in spec.tensor_names:
+                here, there = cache.pointer(name, layer), theirs.pointer(name, layer)
+                for one, other in zip(source_ids, target_ids, strict=True):
+                    first, last = there + other * size_bytes, here + one * size_bytes
+                    runtime.memcpyAsync(first, last, size_bytes, ANY_KIND, stream.ptr)
+        stream.synchronize()
+        return (time.perf_counter() - began_s) * 1e3
+
+    def save(engine: str, source_ids: list[int], target_ids: list[int]) -> float:
+        moved = schedulers[engine].offload(source_ids, target_ids)
+        moved.wait(WAIT_S)
+        return float(moved.elapsed_ms)
+
+    def go_on(engine: str, source_ids: list[int], target_ids: list[int], seconds: float) -> tuple[int, float]:
+        """Saves one behind the other, two in flight; how many, and the time that they took."""
+        began_s, flying, count = time.perf_counter(), [], 0
+        while time.perf_counter() - began_s < seconds:
+            flying.append(schedulers[engine].offload(source_ids, target_ids))
+            if len(flying) == 2:
+                flying.pop(0).wait(WAIT_S)
+            count += 1
+        for one in flying:
+            one.wait(WAIT_S)
+        return count, time.perf_counter() - began_s
+
+    def send(grant: Any, source_ids: list[int]) -> None:
+        moved = sender.send(grant, source_ids)
+        for layer in range(LAYERS):
+            moved.mark_layer_written(layer)
+        moved.wait(WAIT_S)
+
+    orders = {"contiguous": contiguous, "plain": plain, "save": save, "go_on": go_on, "send": send}
+    pipe.send(None)
+    while (order := pipe.recv()) is not None:
+        pipe.send(orders[order[0]](*order[1:]))
+    sender.close(WAIT_S)
+    for one in schedulers.values():
+        one.close(WAIT_S)
+
+
+class Products:
+    """A loop of matrix products, as a model would run."""
+
+    def __init__(self, size: int = 4096) -> None:
+        self._a = cupy.random.random((size, size), dtype=cupy.float32).astype(cupy.float16)
+        self._c = cupy.empty_like(self._a)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._count = 1
+        self._count = max(1, int(400.0 / min(self.run_ms() for _ in range(5))))
+
+    def run_ms(self) -> float:
+        """Of one product."""
+
+        def work() -> None:
+            with self._stream:
+                for _ in range(self._count):
+                    cupy.matmul(self._a, self._a, out=self._c)
+
+        return gpu_ms(self._stream, work) / self._count
+
+
+def receive(pipe: Connection) -> Any:
+    assert pipe.poll(120.0), "the other process does not answer"
+    return pipe.recv()
+
+
+def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dict[str, Any]]:
+    spec = make_spec(kib)
+    blocks = (given.mib << 20) // (LAYERS * spec.block_bytes)
+    total_bytes = blocks * LAYERS * spec.block_bytes
+    rng = np.random.default_rng(0)
+    sources, targets = (rng.permutation(2 * blocks)[:blocks].tolist() for _ in range(2))
+    cache, pool = DeviceCache(spec, 2 * blocks, devices.name_of(0)), HostPool(spec, 1)
+    floor = cupy.cuda.runtime.malloc(total_bytes)
+    scheduler = LayerwiseScheduler(cache, pool)
+    receiver = Receiver(scheduler, direct=True)
+    listener = Listener(receiver)
+    pipe, there = multiprocessing.Pipe()
+    arguments = (there, kib, blocks, cache.export(), cupy.cuda.runtime.ipcGetMemHandle(floor), listener.path)
+    process = multiprocessing.get_context("spawn").Process(target=prefill, args=arguments, daemon=True)
+    process.start()
+    there.close()
+    rows: list[dict[str, Any]] = []
+    try:
+        receive(pipe)
+
+        def ask(*order: Any) -> Any:
+            pipe.send(order)
+            return receive(pipe)
+
+        def hand_over() -> float:
+            began_s = time.perf_counter()
+            load, grant = receiver.grant(targets, timeout_s=WAIT_S)
+            pipe.send(("send", grant, sources))
+            load.wait(WAIT_S)
+            took_ms = (time.perf_counter() - began_s) * 1e3
+            receive(pipe)
+            return took_ms
+
+        ways: dict[str, Callable[[], float]] = {"contiguous copy": lambda: ask("contiguous")}
+        for engine in ENGINES:
+            ways[f"save, {engine}"] = lambda engine=engine: ask("save", engine, sources, targets)  # type: ignore[misc]
+        ways["hand-over"] = hand_over
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(given.rounds + 2):
+            for name, way in ways.items():
+                took_ms = way()
+                if number >= 2:
+                    times[name].append(took_ms)
+        times["a copy a block from Python"] = [ask("plain", sources, targets)]
+        floor_ms = float(np.median(times["contiguous copy"]))
+        for name, found in times.items():
+            ms = float(np.median(found))
+            rows.append({"KiB": kib, "what": name, "ms": ms, "GB/s": total_bytes / ms / 1e6, "of copy": floor_ms / ms})
+        for engine in ENGINES:
+            alone_ms = float(np.median([products.run_ms() for _ in range(3)]))
+            pipe.send(("go_on", engine, sources, targets, given.seconds))
+            time.sleep(0.05)
+            beside, end_s = [], time.perf_counter() + given.seconds - 0.1
+            while time.perf_counter() < end_s:
+                beside.append(products.run_ms())
+            count, took_s = receive(pipe)
+            slowed = float(np.median(beside)) / alone_ms - 1
+            rate = count * total_bytes / took_s / 1e9
+            share = rate / (total_bytes / floor_ms / 1e6)
+            what = f"saves without a pause, {engine}, beside products"
+            row = {"KiB": kib, "what": what, "ms": took_s / count * 1e3, "GB/s": rate, "of copy": share}
+            rows.append({**row, "products slowed": slowed})
+        pipe.send(None)
+        process.join(WAIT_S)
+    finally:
+        process.kill()
+        for one in (receiver, listener, scheduler, pool):
+            one.close()
+        cupy.cuda.runtime.free(floor)
+    return rows
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    options.add_argument("--kib", type=int, nargs="+", choices=HEADS_AND_TOKENS, default=[4, 32, 128])
+    options.add_argument("--mib", type=int, default=512)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--seconds", type=float, default=1.5, help="of saves beside products")
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    begin()
+    products = Products()
+    rows: list[dict[str, Any]] = []
+    print("| KiB | what | ms | GB/s | of the contiguous copy | products slowed |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for kib in given.kib:
+        for row in measure(kib, given, products):
+            slowed = f"{row['products slowed']:.0%}" if "products slowed" in row else ""
+            line = f"| {kib} | {row['what']} | {row['ms']:.2f} | {row['GB/s']:.0f} | {row['of copy']:.0%} | {slowed} |"
+            print(line, flush=True)
+            rows.append(row)
+    if given.json:
+        given.json.write_text(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
