@@ -17,7 +17,7 @@ import paddle
 from tests.fuzz.ground import ELEMENTS, Ground, array_of, bits
 from tests.machine import item_bytes
 from tests.ops.insert_conformance import CACHE_DTYPES, random_rows
-from tests.reference import cache_convert, cache_insert, copy, permute, swap
+from tests.reference import cache_convert, cache_insert, copy, permute, swap, topk
 from tests.reference.float_formats import FORMATS, PLAIN_TYPES, dequantize, quantize
 
 LAYOUTS = ["HND", "NHD", "packed"]
@@ -746,6 +746,75 @@ def memcpy_family(ground: Ground) -> Call:
     return Call(op, arguments, options, expected)
 
 
+# ---- topk ----
+def gather_topk_rows(ground: Ground) -> Call:
+    random = ground.random
+    batch, k, width, block_size, blocks, host_blocks = (int(n) for n in random.integers(1, 6, 6))
+    num_slots, max_tokens = k + int(random.integers(4)), int(random.integers(1, 30))
+    resident = ground.tensor((batch, num_slots, width), pick(random, ELEMENTS))
+    row_bytes = width * resident.element_size()
+    stride = block_size * row_bytes + pick(random, [0, 0, 8, row_bytes])
+    host = ground.host(host_blocks * stride + LARGER * block_size * row_bytes)
+    state = topk.State.empty(bits(resident).reshape(batch, num_slots, row_bytes), max_tokens)
+    for filling in range(2):  # not from the beginning
+        topk.gathered(state, random.integers(-1, max_tokens, (batch, k)), np.zeros((batch, max_tokens), np.int32),
+                      np.full((1, max_tokens, row_bytes), filling, np.uint8))  # fmt: skip
+    state.fresh[:] = random.integers(0, 2, batch)
+    integers = ("slot_of_token", "token_of_slot", "lru_order", "fresh")
+    scratch = paddle.zeros([batch, num_slots + 5 * k], "int32")  # what becomes of it is of no meaning
+    arguments: dict[str, Any] = {
+        "token_ids": ground.numbers(random.integers(-2, max_tokens + 2, (batch, k)), "int32"),
+        "block_table": ground.numbers(random.integers(-1, host_blocks + 1, (batch, blocks)), "int32"),
+        "host_pointer": host.ctypes.data,
+        "num_host_blocks": host_blocks,
+        "block_stride_bytes": stride,
+        "block_size": block_size,
+        "resident": resident,
+        **{name: ground.numbers(getattr(state, name), "int32") for name in integers},
+        "scratch": scratch,
+    }
+    options = {"out": ground.tensor((batch, k, width), str(resident.dtype).removeprefix("paddle."))}
+
+    def expected(given: dict[str, Any]) -> Outcome:
+        numbers = {name: given[name].numpy() for name in ("token_ids", "block_table", *integers)}
+        assert all(array.dtype == np.int32 for array in numbers.values())
+        rows, out = given["resident"], given["out"]
+        before = bits(rows).reshape(*rows.shape[:2], -1)
+        now = topk.State(before, *(numbers[name] for name in integers))
+        assert given["scratch"].dtype == paddle.int32
+        if given["scratch"] is not scratch or not is_a_state(now):
+            raise EitherMayWin
+        count, size = given["num_host_blocks"], given["block_size"]
+        assert given["host_pointer"] == host.ctypes.data or count == 0
+        assert given["block_stride_bytes"] == stride and count >= 0
+        assert size >= 1 and size * before.shape[2] <= stride
+        blocks = host[: count * stride].reshape(count, stride)[:, : size * before.shape[2]]
+        assert len(numbers["token_ids"]) == len(numbers["block_table"]) == len(before)
+        result, _ = topk.gathered(now, numbers["token_ids"], numbers["block_table"],
+                                  blocks.reshape(count, size, before.shape[2]))  # fmt: skip
+        after = [written(given[name], getattr(now, name)) for name in ("resident", *integers)]
+        if out is None:
+            return after, [result.ravel()]
+        assert out.dtype == rows.dtype and out.shape[:2] == given["token_ids"].shape
+        return [*after, written(out, result)], None
+
+    return Call("gather_topk_rows", arguments, options, expected)
+
+
+def is_a_state(state: topk.State) -> bool:
+    """Else rows are undefined, but no memory outside of the tensors is touched (tests/ops/test_gather_topk_rows.py)."""
+    assert state.token_of_slot.shape == state.lru_order.shape == state.resident.shape[:2]
+    assert len(state.slot_of_token) == len(state.fresh) == len(state.resident)
+    order = np.arange(state.lru_order.shape[1])
+    for slots, tokens in zip(state.slot_of_token, state.token_of_slot, strict=True):
+        of_slots = {int(s): t for t, s in enumerate(slots) if s >= 0}
+        if {s: int(t) for s, t in enumerate(tokens) if t >= 0} != of_slots or min(*slots, *tokens, -1) < -1:
+            return False
+        if np.count_nonzero(slots >= 0) != len(of_slots):
+            return False
+    return bool((np.sort(state.lru_order, axis=1) == order).all())
+
+
 FAMILIES: list[Callable[[Ground], Call]] = [
     swap_cache,
     swap_cache_layout,
@@ -760,4 +829,5 @@ FAMILIES: list[Callable[[Ground], Call]] = [
     paged_universal,
     reshard_universal,
     memcpy_family,
+    gather_topk_rows,
 ]

@@ -42,7 +42,7 @@ def mutated(value: Any, ground: Ground, name: str) -> Any:
 
 
 UNSEEN = {"cache_cpu_ptr", "max_block_num_cpu", "sizes", "source_pointers", "target_pointers", "cache_cpu_ptrs"}
-UNSEEN.add("cpu_block_ids")  # they say how long the host range is
+UNSEEN |= {"cpu_block_ids", "host_pointer", "num_host_blocks", "block_stride_bytes", "block_size"}  # how long it is
 
 
 def _choose(random: np.random.Generator, choices: list[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.schedule import starting
 from paddle_kv.schedule.movement import State
@@ -280,3 +280,20 @@ def test_a_manager_that_is_closed_knows_of_no_block_and_no_transfer(manager: KVO
     assert meeting.ended == 1
     assert (books.moves.moving, index.slots, index.arriving, index.pins) == ([], {}, {}, {})
     lease.release()
+
+
+def test_all_saves_and_loads_are_dropped(copies: Copies) -> None:
+    rig = Rig()
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, KVOffloadManager(scheduler) as manager:
+        hashes = manager.block_hashes(range(3 * rig.spec.block_size))
+        manager.save(hashes[:1], [0]).wait(WAIT_S)
+        copies.hold("onload", 0)
+        load = manager.onload(hashes[:1], [4])
+        saves = [manager.save([one], [number], layerwise=True) for number, one in enumerate(hashes[1:], 1)]
+        manager.cancel_all()
+        copies.go_on()
+        for transfer in (load, *saves):
+            with pytest.raises(CancelledError):
+                transfer.wait(WAIT_S)
+        assert manager.peek(hashes) == 1  # what was there is there
+        rig.cache.mark_rewritten([4])

@@ -64,6 +64,14 @@ def test_no_more_slots_are_asked_for_than_there_is_room(monkeypatch: pytest.Monk
     assert asked == [1, 2, 1]  # and none where all are taken
 
 
+def test_for_all_or_nothing_only_what_is_there_takes_room() -> None:
+    directory = made(2)
+    save(directory, KEYS[:2])
+    directory.lookup(KEYS[:3]).release()
+    assert directory.drop(KEYS[:1]) == 1  # the one before it stays
+    assert directory.plan_save(KEYS[2:3], [5], all_or_nothing=True).job is not None
+
+
 def test_nothing_is_kept_of_events_that_nobody_asks_for() -> None:
     directory = made(4)
     save(directory, KEYS[:2])

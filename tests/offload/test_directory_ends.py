@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import BlockState, Directory, Hello, Result
+from paddle_kv.offload import BlockState, Directory, Hello, Result, SavePlan
 from tests.offload.test_directory import KEYS, Clock, done, made, save
 
 
@@ -242,3 +242,42 @@ def test_a_directory_is_of_one_process_alone(again: Any) -> None:
     with pytest.raises(TypeError, match="a Directory cannot be pickled or copied"):
         again(directory)
     assert directory.evict(9) == 2
+
+
+@pytest.mark.parametrize("timeout_s", [None, 3.0])
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_load_that_was_planned_for_no_rank_ends_as_a_miss_at_once(timeout_s: float | None, was_there: bool) -> None:
+    """Nobody is asked, so nobody answers: without a time-out it would be in flight for ever."""
+    clock = Clock()
+    directory = Directory(8, num_ranks=2, timeout_s=timeout_s, clock=clock)
+    if was_there:
+        for rank in range(2):
+            directory.join(Hello(rank, 4, 8))
+            directory.lost(rank)
+    directory.tier_stored("disk", KEYS[:2])
+    jobs = [directory.plan_load(KEYS[:2], [0, 1], tier="disk"), directory.plan_load([], [])]
+    assert [job.keys for job in jobs] == [(), ()]
+    for rank in range(2):
+        directory.join(Hello(rank, 5, 8))
+    load = directory.plan_load(KEYS[:1], [2], tier="disk")  # of ranks that are there
+    outcomes = directory.complete([Result(job.id, rank, 5) for job in jobs for rank in range(2)])
+    assert [(one.job_id, one.keys, one.late) for one in outcomes] == [(job.id, (), ()) for job in jobs]
+    assert {one.reason for one in outcomes} == {"no rank was there when it was planned"}
+    assert [one.job_id for one in done(directory, load)] == [load.id]
+    clock.now_s += 100.0
+    assert directory.complete() == []
+    assert (directory.stats()["jobs_in_flight"], directory.index.pins) == (0, {})
+    assert (directory.lost_ranks, directory.states(KEYS[:2])) == (frozenset(), [BlockState.PRESENT, BlockState.TIER])
+
+
+@pytest.mark.parametrize("policy", ["lru", "survival"])
+def test_a_save_of_nothing_changes_nothing(policy: str) -> None:
+    directory = Directory(4, policy=policy)
+    directory.join(Hello(0, 5, 4))
+    save(directory, KEYS[:4])
+    before = directory.stats(), directory.snapshot(), list(directory.index.slots)
+    for options in ({}, {"layerwise": True}, {"all_or_nothing": True}, {"min_uses": 2}):
+        assert directory.plan_save([], [], **options) == SavePlan(None)  # type: ignore[arg-type]
+    assert (directory.stats(), directory.snapshot(), list(directory.index.slots)) == before
+    with pytest.raises(ValueError, match=r"computed_from\[0\] = 3 must be a load"):
+        directory.plan_save([], [], computed_from=[3])

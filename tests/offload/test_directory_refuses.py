@@ -256,6 +256,6 @@ def test_only_messages_are_taken_for_messages() -> None:
     ):
         with pytest.raises(TypeError, match=f"{expected} is expected"):
             call(given)  # type: ignore[operator]
-    with pytest.raises(TypeError, match="hashes is bytes"):
+    with pytest.raises(TypeError, match="keys is bytes"):
         directory.drop(KEYS[0])  # type: ignore[arg-type]
     assert directory.states(KEYS[:1]) == [BlockState.ARRIVING]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paddle_kv.offload import BlockIndex, make_policy
-from paddle_kv.offload.hanging import MIN_COMING, NOTHING, Hanging
+from paddle_kv.offload.hanging import MIN_COMING, MOST_AT_ONCE, NOTHING, Hanging
 from paddle_kv.offload.returns import NUM_PARTS
 from paddle_kv.offload.score import CLASSES
 from paddle_kv.offload.survival import HEAD
@@ -181,3 +181,36 @@ def test_what_never_comes_is_forgotten() -> None:
     hanging.saw(longest, 5)
     assert len(hanging._coming) == 1
     assert hanging.path(longest[5:9], 0) == (longest, 5, [(longest, 5)])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_to_come_are_counted_as_they_are_kept(seed: int) -> None:
+    """Of a count that is too large too much is forgotten, of one that is too small memory grows without end."""
+    rng = random.Random(seed)
+    hanging: Hanging[int] = Hanging({}, 8)
+    hanging._max_coming, most = 300, 0
+    prompts = [list(range(first, first + rng.randint(1, 12))) for first in (rng.randrange(8) for _ in range(60))]
+    for _ in range(400):
+        prompt = rng.choice(prompts)
+        found = rng.randrange(len(prompt))
+        hanging.saw(prompt, found)
+        kept = [one for known in hanging._coming.values() for one in known]
+        assert hanging._num_coming == sum(len(one) for one, _ in kept)
+        assert hanging._num_coming <= 300 or len(hanging._coming) == 1
+        most = max(most, *map(len, hanging._coming.values()))
+        *_, last = hanging._coming
+        assert (last, hanging._coming[last][-1]) == (prompt[found], (prompt, found))  # what was seen last goes last
+        assert all(one[0][one[1]] == first for first, known in hanging._coming.items() for one in known)
+    assert most == MOST_AT_ONCE
+    hanging.clear()
+    assert (hanging._num_coming, hanging._coming) == (0, {})
+
+
+def test_of_prompts_with_the_same_block_to_come_the_one_seen_last_counts() -> None:
+    hanging: Hanging[int] = Hanging({}, 8)
+    first, last = [1, 2, 3, 4], [9, 2, 3, 5]
+    hanging.saw(first, 1)
+    hanging.saw(last, 1)
+    assert hanging.path([2, 3], 0) == (last, 1, [(last, 1), (first, 1)])
+    hanging.saw(first, 1)
+    assert hanging.path([2, 3], 0) == (first, 1, [(first, 1), (last, 1)])

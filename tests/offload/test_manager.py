@@ -269,6 +269,19 @@ def test_a_lease_can_be_shortened(server: Server) -> None:
     assert server.manager.evict(9) == 1
 
 
+def test_a_shortened_lease_that_is_lost_lets_go_of_its_own_blocks_alone(server: Server) -> None:
+    hashes = server.hashes(2)
+    server.save(hashes, [9, 2])
+    another, lost = server.manager.lookup(hashes), server.manager.lookup(hashes)
+    lost.keep_first(1)
+    assert server.manager.stats()["pinned_blocks"] == 2
+    del lost
+    gc.collect()
+    assert server.manager.evict(9) == 0
+    another.release()
+    assert server.manager.evict(9) == 2
+
+
 def test_a_transfer_of_somebody_else_is_refused(server: Server) -> None:
     save = server.manager.save([], [])
     with pytest.raises(ValueError, match="not a transfer"):

@@ -413,7 +413,7 @@ def test_bad_jobs_move_nothing(server: Server, changes: dict[str, Any], error: A
     before = pool_memory(rank.rig.pool)
     with pytest.raises(error, match=message):
         rank.mover.submit([job_of(rank, "save", [5], [7]), replace(job_of(rank, "save", [0, 1], [3, 4]), **changes)])
-    with pytest.raises(TypeError, match="SavePlan is no message that can stand here; Job is expected"):
+    with pytest.raises(TypeError, match="job is SavePlan, no message that can stand here; Job is expected"):
         rank.mover.submit([job_of(rank, "save", [5], [7]), SavePlan(None)])  # type: ignore[list-item]
     assert rank.mover.finished() == []
     assert_same(pool_memory(rank.rig.pool), before)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paddle_kv.offload import pieces as pieces_module
 from paddle_kv.offload.feeding import Feed, Meeting
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Line, Piece, PieceState
@@ -158,3 +159,12 @@ def test_what_somebody_has_dropped_is_computed_and_the_rest_is_loaded() -> None:
     assert books.loads == [2 * PIECE_BLOCKS] * 3
     assert meeting.next(books).piece is None
     assert meeting.lost_blocks == set(range(8 * PIECE_BLOCKS))
+
+
+def test_a_piece_is_due_and_late_behind_what_is_before_it_on_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces_module.time, "monotonic", lambda: 100.0)
+    rates: Any = SimpleNamespace(load_s=lambda count, source: 0.5 * count, late_s=lambda count, source: 2.0 * count)
+    piece = Piece(0, 4)
+    for free_s, begin_s in ((0.0, 100.0), (130.0, 130.0)):
+        piece.expect(3, rates, "onload", free_s)
+        assert (piece.started_s, piece.due_s, piece.late_s) == (100.0, begin_s + 1.5, begin_s + 6.0)

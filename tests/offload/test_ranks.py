@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,7 @@ def test_nothing_is_held_when_the_ranks_cannot_agree() -> None:
     for wrong in (1.5, "2", None):
         with pytest.raises(TypeError, match=r"num_blocks is .*; an integer is expected"):
             lookup_common(manager, hashes, lambda mine, wrong=wrong: wrong)
-    with pytest.raises(TypeError, match="all_reduce_min is int; a function of a number is expected"):
+    with pytest.raises(TypeError, match="all_reduce_min is 2; a function of a number is expected"):
         lookup_common(manager, hashes, 2)  # type: ignore[arg-type]
     assert manager.stats()["pinned_blocks"] == 0
     assert manager.evict(2) == 2
@@ -154,5 +155,6 @@ def test_the_smallest_number_of_the_group_is_asked_for(monkeypatch: pytest.Monke
         value.set_value(np.array([3], np.int64))
 
     monkeypatch.setattr("paddle.distributed.all_reduce", all_reduce)
-    assert paddle_all_reduce_min("a group")(7) == 3
-    assert asked == [(7, distributed.ReduceOp.MIN, "a group")]
+    group = SimpleNamespace(ranks=[0, 1])
+    assert paddle_all_reduce_min(group)(7) == 3
+    assert asked == [(7, distributed.ReduceOp.MIN, group)]

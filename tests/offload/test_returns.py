@@ -72,3 +72,48 @@ def test_what_was_long_ago_is_forgotten() -> None:
     for _ in range(3 * int(HALVED_AT)):
         returns.came_back(0, 3)
     assert sum(returns.returned[0]) <= HALVED_AT + 1
+
+
+def test_nobody_lives_behind_a_part_from_which_all_come_back() -> None:
+    assert gittins([1.0] + [0.5] * (NUM_PARTS - 1))[1:] == [0.0] * (NUM_PARTS - 1)
+
+
+def test_a_class_leans_on_its_group_and_that_on_its_kind() -> None:
+    returns = Returns([0.25, 0.5], per_kind=6, per_group=2)
+    returns.returned[0][0], returns.survived[0][0] = 3.0, 5.0
+    returns.returned[1][0] = 1.0  # all of them came back
+    returns.survived[2][0] = 4.0  # none did
+    found = returns.chances()
+    kind = (4 + 2 * 0.25) / (4 + 9 + 2)
+    groups = (4 + 8 * kind) / (4 + 5 + 8), (0 + 8 * kind) / (0 + 4 + 8)
+    expected = [
+        (3 + 8 * groups[0]) / (3 + 5 + 8),
+        (1 + 8 * groups[0]) / (1 + 0 + 8),
+        (0 + 8 * groups[1]) / (0 + 4 + 8),
+        groups[1],
+        kind,
+        kind,
+    ]
+    assert [one[0] for one in found[:6]] == pytest.approx(expected)
+    assert [one[1] for one in found[:6]] == pytest.approx([0.25] * 6)  # of this part nothing was seen
+    assert found[4] is found[5] and found[6] is found[11]  # of those without runs it is one list
+    assert found[6] == [0.5] * NUM_PARTS
+    assert found[3] is not found[4]
+
+
+def test_when_counts_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paddle_kv.offload.returns.HALVED_AT", 4.0)
+    returns = Returns([0.05, 0.05], per_kind=1, per_group=1)
+    returns.survived[1][2] = 8.0
+    seen = []
+    for _ in range(8):
+        returns.came_back(0, 3)
+        seen.append((returns.returned[0][3], returns.survived[1][2]))
+    #                                                  5 > 4             2.5 + 2 > 4              2.25 + 2 > 4
+    assert seen == [(1, 8), (2, 8), (3, 8), (4, 8), (2.5, 4), (3.5, 4), (2.25, 2), (3.25, 2)]
+
+
+def test_a_chance_for_each_part() -> None:
+    for count in (NUM_PARTS - 1, NUM_PARTS + 1):
+        with pytest.raises(ValueError, match=r"zip\(\) argument"):
+            gittins([0.1] * count)

@@ -1,0 +1,128 @@
+"""What is learnt of rates, observation by observation, beside figures computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from paddle_kv.offload.figures import Pace, Prefill
+
+
+# ---- seconds a byte ----
+def test_the_first_observations_are_averaged() -> None:
+    pace = Pace()
+    assert pace.s_per_byte is None
+    for found, expected in ((1.0, 1.0), (math.exp(0.3), math.exp(0.15)), (1.0, math.exp(0.1))):
+        pace.observe(found)
+        assert pace.s_per_byte == pytest.approx(expected)
+
+
+def test_what_lies_just_on_the_band_is_no_bad_news() -> None:
+    for found, log in ((math.e, 0.1), (math.exp(1.01), 0.505)):
+        pace = Pace()
+        pace.set(1.0, 0.25)  # a band of 1 as a logarithm
+        pace.observe(found)
+        assert pace.s_per_byte == pytest.approx(math.exp(log))
+
+
+def test_it_took_longer_than_this() -> None:
+    pace = Pace()
+    pace.at_least(3.0)
+    assert (pace.s_per_byte, pace.observations) == (pytest.approx(6.0), 1)
+    pace.observe(6.0 * math.exp(-0.2))
+    assert pace.s_per_byte == pytest.approx(6.0 * math.exp(-0.1))  # the second: a half
+    pace.at_least(1.0)
+    assert pace.s_per_byte == pytest.approx(6.0 * math.exp(-0.1))  # more is known
+
+
+def test_what_is_set_counts_like_ten_observations() -> None:
+    pace = Pace()
+    pace.set(2.0, 0.1)
+    assert (pace.s_per_byte, pace.spread, pace.observations) == (pytest.approx(2.0), 0.1, 10)
+    for _ in range(20):
+        pace.observe(2.0)
+    pace.set(3.0, 0.1)
+    assert pace.observations == 30
+
+
+# ---- seconds a token ----
+def test_two_observations_give_a_line() -> None:
+    prefill = Prefill()
+    prefill.observe(0, 100, 1.0)
+    assert (prefill.base_s, prefill.slope_s, prefill.spread) == (pytest.approx(0.01), 0.0, 0.2)
+    prefill.observe(100, 100, 2.0)
+    assert (prefill.base_s, prefill.slope_s) == (pytest.approx(0.005), pytest.approx(1e-4))
+    assert prefill.spread == pytest.approx(0.2 + 0.5 * (math.log(2) - 0.2))
+    assert prefill.seconds(0, 100) == pytest.approx(1.0) and prefill.seconds(100, 200) == pytest.approx(2.0)
+
+
+def test_an_observation_that_is_far_off_spreads_by_one_at_most() -> None:
+    prefill = Prefill()
+    prefill.observe(0, 100, 1.0)
+    prefill.observe(0, 100, math.exp(1.5))
+    assert prefill.spread == pytest.approx(0.2 + 0.5 * (1.0 - 0.2))
+    prefill.observe(0, 100, 100 * prefill.seconds(0, 1) * 1.0 + 0.0)
+    assert prefill.spread == pytest.approx(0.6 + (0.0 - 0.6) / 3)
+
+
+@pytest.mark.parametrize(("before", "counts_as"), [(2, 9.0), (3, 2.0)])
+def test_a_pause_counts_twice_what_was_expected_once_three_were_seen(before: int, counts_as: float) -> None:
+    prefill = Prefill()
+    for _ in range(before):
+        prefill.observe(0, 10, 1.0)
+    prefill.observe(0, 10, 9.0)
+    assert prefill.base_s == pytest.approx(0.1 * (before + counts_as) / (before + 1))
+
+
+def test_old_observations_fade_from_the_ninth_on() -> None:
+    prefill, expected = Prefill(), 0.0
+    for number in range(10):
+        prefill.observe(number, 1, 1.0)
+        expected = (expected if number < 8 else 0.975 * expected) + 1
+        assert prefill._sums[0] == pytest.approx(expected)
+        assert prefill.observations == number + 1
+
+
+def test_positions_that_are_nearly_one_tell_no_slope() -> None:
+    for middles, has_slope in (((9, 11), False), ((8, 12), True)):
+        prefill = Prefill()
+        for number, middle in enumerate(middles):
+            prefill.observe(middle - 1, 2, 2.0 + number)
+        assert (prefill.slope_s > 0) == has_slope
+
+
+def test_neither_part_is_negative() -> None:
+    steep, falling = Prefill(), Prefill()
+    for prefill, first, second in ((steep, 0.01, 2.0), (falling, 2.0, 0.01)):
+        prefill.observe(0, 100, first)
+        prefill.observe(100, 100, second)
+    mean_y = (0.0001 + 0.02) / 2
+    assert (steep.slope_s, steep.base_s) == (pytest.approx(mean_y / 100), pytest.approx(0.01 * mean_y))
+    assert (falling.slope_s, falling.base_s) == (0.0, pytest.approx(mean_y))
+
+
+def test_before_the_first_token_positions_count_as_one() -> None:
+    prefill = Prefill()
+    prefill.observe(1, 1, 1.0)
+    for _ in range(3):
+        prefill.observe(0, 1, 0.001)
+    assert prefill.slope_s == pytest.approx(1.003 / 4)
+
+
+def test_what_is_set_is_a_line_of_three_points() -> None:
+    prefill = Prefill()
+    prefill.observe(0, 10, 3.0)  # is forgotten
+    prefill.set(2e-4, 1e-8)
+    assert (prefill.base_s, prefill.slope_s, prefill.observations) == (2e-4, 1e-8, 8)
+    prefill.observe(10_000, 5_000, 5_000 * 7e-4)
+    weights = np.array([9_750.0] * 3 + [5_000.0])
+    x = np.array([1_000.0, 30_000.0, 100_000.0, 12_500.0])
+    y = np.append(2e-4 + 1e-8 * x[:3], min(7e-4, 2 * (2e-4 + 1e-8 * x[3])))
+    slope, base = np.polyfit(x, y, 1, w=np.sqrt(weights))
+    assert (prefill.base_s, prefill.slope_s) == (pytest.approx(base, rel=1e-9), pytest.approx(slope, rel=1e-9))
+    for _ in range(10):
+        prefill.observe(0, 10, 3e-3)
+    prefill.set(1e-4, 0.0)
+    assert prefill.observations == 19
