@@ -2,7 +2,7 @@
 # Measures what docs/performance.md has, on the GPU of this machine, one program after the other.
 #
 #   tools/measure.sh OUT            everything, about 20 minutes on an H200
-#   tools/measure.sh OUT PART...    some of: pipeline engines swap calls urgent soak cache inserts convert permute index
+#   tools/measure.sh OUT PART...    some of: pipeline engines swap calls urgent soak cache inserts convert permute topk index
 #
 # OUT gets a log of each part, and the CSV, JSON and PNG files of its programs. Exit code 1 if one of them failed;
 # the others run all the same.
@@ -73,11 +73,15 @@ permute() {
     measure permute python tools/bench_permute.py --repeats 9 --out "$out"
 }
 
+topk() {
+    measure topk python tools/bench_topk_rows.py --out "$out"
+}
+
 index() {
     measure index python tools/bench_index.py --csv "$out/index.csv" --json "$out/index.json"
 }
 
-known="pipeline engines swap calls urgent soak cache inserts convert permute index"
+known="pipeline engines swap calls urgent soak cache inserts convert permute topk index"
 parts=${*:-$known}
 for part in $parts; do
     if [[ " $known " != *" $part "* ]]; then

@@ -3,6 +3,7 @@
     python tools/mutate.py --file paddle_kv/tracking/domain.py
     python tools/mutate.py --file paddle_kv/schedule/submission.py --sample 40 --seed 1
     python tools/mutate.py --survivors-only
+    python tools/mutate.py --at-once 14 --minutes 9
 
 Nothing is written into the tree: each edit is compiled in memory. The tests that execute its lines run until one fails
 or ``--seconds`` are spent, in a process forked from one that has them collected: functions that live there take the
@@ -14,7 +15,7 @@ executes survives.
 What was noticed is remembered in build/mutate, and tried anew by the same test when the source has changed. Edits
 that change nothing anybody could see stand in docs/mutations.md, each with the reason. The counts of files that were
 tried whole go to docs/measurements/mutations.csv; without ``--file`` those are passed over that have not changed since
-and left nothing open.
+and left nothing open. What ``--minutes`` leaves untried is tried by the next call.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import csv
 import hashlib
 import itertools
 import json
+import marshal
+import math
+import multiprocessing
 import os
 import random
 import re
@@ -31,6 +35,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -68,7 +74,8 @@ LIKELY = 10  # tests that are tried before the others, where the package is impo
 class Memory:
     """In build/mutate: coverage of the test files, and for each source what noticed its edits."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 1) -> None:
+        self._at_once = at_once
         self._folder = ROOT / "build" / "mutate"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.tests: dict[str, dict[str, Any]] = self._read("tests")  # of a test file: digests, durations, lines
@@ -95,17 +102,27 @@ class Memory:
     def covering(self, file: str, asked: Sequence[str]) -> dict[str, tuple[float, set[int]]]:
         """The tests that may notice edits of the file: how long each takes, and which lines of the file it runs."""
         found: dict[str, tuple[float, set[int]]] = {}
-        for test_file in asked or test_files(file):
-            held = self.tests.get(test_file)
-            if held is None or held["digest"] != digest(test_file) or held["sources"].get(file) != digest(file):
-                held = self._measure(test_file)
+        fitting = asked or test_files(file)
+        self._measure([test_file for test_file in fitting if not self._knows(test_file, file)])
+        for held in (self.tests[test_file] for test_file in fitting):
             if any(file in lines for _, lines in held["tests"].values()):  # also those that only look at a constant
                 found |= {name: (took_s, set(lines.get(file, ()))) for name, (took_s, lines) in held["tests"].items()}
         return found
 
-    def _measure(self, test_file: str) -> dict[str, Any]:
-        say(f"measuring {test_file}")
-        status, told = run_tests([test_file])
+    def _knows(self, test_file: str, file: str) -> bool:
+        held = self.tests.get(test_file)
+        return held is not None and held["digest"] == digest(test_file) and held["sources"].get(file) == digest(file)
+
+    def _measure(self, measured: Sequence[str]) -> None:
+        if not measured:
+            return
+        with processes(self._at_once) as pool:
+            running = {pool.submit(run_tests, [test_file]): test_file for test_file in measured}
+            for done in as_completed(running):
+                self._keep(running[done], *done.result())
+
+    def _keep(self, test_file: str, status: int, told: Sequence[Sequence[Any]]) -> None:
+        say(f"measured {test_file}")
         if status == -1:
             raise RuntimeError(f"{test_file}: {told[-1][1] if told else 'collecting'} took too long")
         failed = {what[1] for what in told if what[0] == "failed"}
@@ -126,7 +143,11 @@ class Memory:
         }
         self.tests[test_file] = {"digest": digest(test_file), "sources": sources, "tests": tests}
         self._write("tests", self.tests)
-        return self.tests[test_file]
+
+
+def processes(at_once: int) -> ProcessPoolExecutor:
+    """Forked: Paddle is imported already."""
+    return ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("fork"))
 
 
 def digest(file: str) -> str:
@@ -169,11 +190,12 @@ class Source:
     def __init__(self, file: str, chosen: Sequence[Edit], memory: Memory, tests: Sequence[str]) -> None:
         self.file, self.path, self.chosen = file, ROOT / file, chosen
         self._all = edits(self.path.read_text())
-        self.covering = memory.covering(file, tests)
         known = listed()
         self.reasons = {edit.key: known[file, *edit.key] for edit in self._all if (file, *edit.key) in known}
         self._memory, self._held = memory, memory.of_source(file)
         self.killers: dict[str, str] = self._held["killers"]
+        self._survived = set(self._held["survivors"])
+        self.covering = memory.covering(file, tests) if self.left() else {}
         self._fails: Counter[str] = Counter()
         self._variant: dict[str, int] = {}
         variants: Counter[str] = Counter()
@@ -198,14 +220,20 @@ class Source:
         spent_s = itertools.accumulate(self.covering[name][0] for name in names)
         return [name for name, until_s in zip(names, spent_s, strict=True) if until_s <= most_s]
 
-    def noticed(self, edit: Edit, killer: str) -> None:
-        self.killers[key_of(edit)] = killer
-        self._fails[killer] += 1
+    def tried(self, edit: Edit, killer: str | None) -> None:
+        if killer is None:
+            self._survived.add(key_of(edit))
+        else:
+            self._survived.discard(key_of(edit))
+            self.killers[key_of(edit)] = killer
+            self._fails[killer] += 1
+
+    def survivors(self) -> list[Edit]:
+        return [edit for edit in self.left() if key_of(edit) in self._survived]
 
     def save(self) -> None:
-        tried = {key_of(edit) for edit in self.chosen}
-        kept = [key for key in self._held["survivors"] if key not in tried]
-        self._held["survivors"] = kept + [key_of(edit) for edit in self.left()]
+        known = {key_of(edit) for edit in self._all if edit.key not in self.reasons} - self.killers.keys()
+        self._held["survivors"] = sorted(self._survived & known)
         self._memory.save_source(self.file, self._held)
 
     def counts(self) -> dict[str, Any] | None:
@@ -220,8 +248,8 @@ class Source:
 class Campaign:
     """Tries the edits of some sources that the same tests may notice."""
 
-    def __init__(self, sources: Sequence[Source], most_s: float, at_once: int) -> None:
-        self._sources, self._most_s, self._at_once = sources, most_s, at_once
+    def __init__(self, sources: Sequence[Source], most_s: float, at_once: int, until_s: float) -> None:
+        self._sources, self._most_s, self._at_once, self._until_s = sources, most_s, at_once, until_s
         self._limits_s = {
             name: max(LEAST_LIMIT_S, TIMES_AS_LONG * took_s)
             for source in sources
@@ -232,15 +260,16 @@ class Campaign:
         self._checks: list[Trial] = []
         self._about: dict[int, tuple[Source, Edit, Trial | None]] = {}  # of a trial: what, and whose killer it checks
         self._sound: set[str] = set()
+        self._unsaved: set[Source] = set()
         self._began_s = time.monotonic()
 
     def run(self) -> None:
-        functions = []
+        functions: list[tuple[Source, Edit]] = []
+        importing: list[tuple[Source, Edit]] = []
         for source, edit in self._waiting:
-            if edit.at_import or not replaceable(source.path, edit.code(str(source.path))):
-                self._say(source, edit, self._with_new_import(source, edit))
-            else:
-                functions.append((source, edit))
+            lives = not edit.at_import and replaceable(source.path, edit.code(str(source.path)))
+            (functions if lives else importing).append((source, edit))
+        self._with_new_imports(importing)
         self._waiting = functions
         if functions:
             names = [name for source in self._sources for name in source.covering]
@@ -252,21 +281,24 @@ class Campaign:
         for source in self._sources:
             source.save()
 
-    def _with_new_import(self, source: Source, edit: Edit) -> str | None:
-        names = source.tests_for(edit, self._most_s)
-        edited = EditedSource(source.path, edit.code(str(source.path)))
-        for some in (names[:LIKELY], names[LIKELY:]):  # few files are collected sooner
-            files = list(dict.fromkeys(name.partition("::")[0] for name in some))
-            status, told = run_tests(files, some, edited=edited, limits_s=self._limits_s) if some else (0, [])
-            if status != 0:
-                killers = (what[1] for what in reversed(told) if what[0] in ("begins", "failed"))
-                return str(next(killers, "the import"))
-        return None
+    def _with_new_imports(self, edited: Sequence[tuple[Source, Edit]]) -> None:
+        if not edited:
+            return
+        with processes(self._at_once) as pool:
+            running = {}
+            for source, edit in edited:
+                names = source.tests_for(edit, self._most_s)
+                code = marshal.dumps(edit.code(str(source.path)))
+                limits_s = {name: self._limits_s[name] for name in names}
+                running[pool.submit(try_new_import, source.path, code, names, limits_s, self._until_s)] = source, edit
+            for done in as_completed(running):
+                if (noticed := done.result()) is not None:
+                    self._say(*running[done], noticed or None)
 
     def _next(self) -> Trial | None:
         if self._checks:
             return self._checks.pop()
-        if not self._waiting:
+        if not self._waiting or time.monotonic() > self._until_s:
             return None
         source, edit = self._waiting.pop(0)
         trial = Trial(source.path, edit.code(str(source.path)), source.tests_for(edit, self._most_s))
@@ -299,21 +331,46 @@ class Campaign:
 
     def _say(self, source: Source, edit: Edit, killer: str | None) -> None:
         self._num_tried += 1
-        if killer is not None:
-            source.noticed(edit, killer)
+        source.tried(edit, killer)
+        self._unsaved.add(source)
         if self._num_tried % 20 == 0:
-            source.save()
+            while self._unsaved:
+                self._unsaved.pop().save()
             rate = 60 * self._num_tried / (time.monotonic() - self._began_s)
             say(f"{self._num_tried} of {self._num_edits} edits, {rate:.0f} a minute")
         if killer is None:
             say(f"survived: {source.file}:{edit.lines.start} {edit.where}: {edit.before}  ->  {edit.after}")
 
 
+def try_new_import(
+    path: Path, code: bytes, names: Sequence[str], limits_s: dict[str, float], until_s: float
+) -> str | None:
+    """What noticed the edited code, "" for nothing, None where no time was left to try."""
+    if time.monotonic() > until_s:
+        return None
+    edited = EditedSource(path, marshal.loads(code))
+    for some in (names[:LIKELY], names[LIKELY:]):  # few files are collected sooner
+        files = list(dict.fromkeys(name.partition("::")[0] for name in some))
+        status, told = run_tests(files, some, edited=edited, limits_s=limits_s) if some else (0, [])
+        if status != 0:
+            killers = (what[1] for what in reversed(told) if what[0] in ("begins", "failed"))
+            return str(next(killers, "the import"))
+    return ""
+
+
 def replaceable(path: Path, edited: CodeType) -> bool:
     """Whether functions may take the edited code: each has the free variables that it had."""
-    codes = compile(path.read_text(), str(path), "exec"), edited
-    before, after = ({(c.co_qualname, c.co_firstlineno): c.co_freevars for c in codes_in(code)} for code in codes)
-    return all(after.get(key, free) == free for key, free in before.items())
+    after = free_variables(edited)
+    return all(after.get(key, free) == free for key, free in free_variables_of(path).items())
+
+
+@cache
+def free_variables_of(path: Path) -> dict[tuple[str, int], tuple[str, ...]]:
+    return free_variables(compile(path.read_text(), str(path), "exec"))
+
+
+def free_variables(code: CodeType) -> dict[tuple[str, int], tuple[str, ...]]:
+    return {(inner.co_qualname, inner.co_firstlineno): inner.co_freevars for inner in codes_in(code)}
 
 
 def key_of(edit: Edit) -> str:
@@ -361,18 +418,16 @@ def chosen_edits(file: str, asked: argparse.Namespace, memory: Memory) -> list[E
     return chosen
 
 
-def try_files(files: Sequence[str], asked: argparse.Namespace) -> None:
+def try_files(files: Sequence[str], asked: argparse.Namespace, until_s: float) -> None:
     """Sources that the same tests may notice, together."""
-    memory = Memory()
-    sources = []
-    for file in files:
-        chosen = chosen_edits(file, asked, memory)
-        if chosen:
-            sources.append(Source(file, chosen, memory, asked.test or ()))
-    Campaign(sources, asked.seconds, asked.at_once).run()
+    memory = Memory(asked.at_once)
+    sources = [Source(file, chosen_edits(file, asked, memory), memory, asked.test or ()) for file in files]
+    Campaign(sources, asked.seconds, asked.at_once, until_s).run()
     for source in sources:
-        say(f"{source.file}: {len(source.left())} of {len(source.chosen)} edits left")
-        for edit in source.left():
+        survivors = source.survivors()
+        untried = len(source.left()) - len(survivors)
+        say(f"{source.file}: of {len(source.chosen)} edits {len(survivors)} survived, {untried} are untried")
+        for edit in survivors:
             say(f"  {edit.lines.start} {edit.where}: {edit.before}  ->  {edit.after}")
     write_counts([counts for source in sources if (counts := source.counts()) is not None])
 
@@ -385,17 +440,19 @@ def main() -> None:
     parser.add_argument("--test", action="append", help="a file of tests; default: all that fit the source")
     parser.add_argument("--seconds", type=float, default=20.0, help="of tests, for each edit at the most")
     parser.add_argument("--at-once", type=int, default=2, help="processes")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no further edit is tried")
     parser.add_argument("--lines", help="FIRST-LAST: only edits of these lines")
     parser.add_argument("--survivors-only", action="store_true", help="only what survived the last time")
     asked = parser.parse_args()
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT)]
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    until_s = time.monotonic() + 60 * asked.minutes
     groups = itertools.groupby(asked.file or all_files(), key=test_files)
     for files in [list(group) for _, group in groups]:
         child = os.fork()  # which imports the package and collects the tests
         if child == 0:
-            try_files(files, asked)
+            try_files(files, asked, until_s)
             sys.stdout.flush()
             os._exit(0)
         if os.waitpid(child, 0)[1] != 0:

@@ -39,7 +39,8 @@ class EditedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def __init__(self, path: Path, code: CodeType) -> None:
         self._path = path
-        self._name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        self._folder = path.parent if path.name == "__init__.py" else None  # of a package
+        self._name = ".".join((self._folder or path.with_suffix("")).relative_to(ROOT).parts)
         self._code = code
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
@@ -47,6 +48,8 @@ class EditedSource(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         spec = importlib.machinery.ModuleSpec(name, self, origin=str(self._path))
         spec.has_location = True
+        if self._folder is not None:
+            spec.submodule_search_locations = [str(self._folder)]
         return spec
 
     def exec_module(self, module: Any) -> None:
@@ -234,6 +237,7 @@ class Trials:
                         running.trial.failed.append(running.last)
                         self._end(reading, hangs=True)
         finally:
+            self._done = lambda trial: None  # who is stopped here has not been tried
             for reading in list(self._running):
                 self._end(reading, hangs=True)
 

@@ -22,8 +22,10 @@ add() {  # program, sources: each is compiled once, for all programs
 }
 transfer=custom_ops/transfer
 cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
-queue=(tests/native/fake_cuda/fake_cuda.cc custom_ops/kernels/common/cuda/missing_architecture.cc
-  "$transfer"/engine_choice.cc "$transfer"/cuda/{check_transfer,completions,event_states,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
+queue=(tests/native/fake_cuda/fake_cuda.cc
+  custom_ops/kernels/common/cuda/{missing_architecture,pointer_facts,cuda_device}.cc "$transfer"/engine_choice.cc
+  "$transfer"/cuda/{c_call,check_transfer,completions,device_plan,event_states}.cc
+  "$transfer"/cuda/{gate_work,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
 programs=(host_threads transfer_queue queue_calls queue_stress engines pointer_facts)
 add host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
 add transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"

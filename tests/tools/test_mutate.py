@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +124,40 @@ def test_the_counts_are_of_the_sources_that_they_name() -> None:
     assert list(rows) == sorted(rows)
     for row in rows.values():
         assert int(row["edits"]) == sum(int(row[name]) for name in ("noticed", "equivalent", "open"))
+
+
+@pytest.fixture
+def constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], mutate.Source]:
+    """A source of two edits, which no test executes, with what is remembered of it."""
+    for module in (mutate, mutation_runs):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    file = "paddle_kv/memory/constants.py"
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("LEAST = 3\nMOST = 5\n")
+    return lambda: mutate.Source(file, edits((tmp_path / file).read_text()), mutate.Memory(), ())
+
+
+def test_what_was_not_tried_is_no_survivor(constants: Callable[[], mutate.Source]) -> None:
+    first, second = constants().left()
+    source = constants()
+    source.tried(first, None)
+    source.save()
+    again = constants()
+    assert [edit.key for edit in again.survivors()] == [first.key]
+    assert again.counts() is None
+    again.tried(second, "tests/test_constants.py::test_most")
+    again.save()
+    counts = constants().counts()
+    assert counts is not None and (counts["edits"], counts["noticed"], counts["open"]) == (2, 1, 1)
+    again.tried(first, "tests/test_constants.py::test_least")
+    again.save()
+    counts = constants().counts()
+    assert counts is not None and (counts["noticed"], counts["open"]) == (2, 0)
+
+
+def test_no_edit_is_tried_when_the_minutes_are_over(constants: Callable[[], mutate.Source]) -> None:
+    source = constants()
+    mutate.Campaign([source], 1.0, 1, time.monotonic() - 1.0).run()
+    assert (len(source.left()), source.survivors()) == (2, [])
+    mutate.Campaign([source], 1.0, 1, math.inf).run()
+    assert len(source.survivors()) == 2

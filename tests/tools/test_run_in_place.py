@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_CUPY = ["bench_call_cost", "bench_cpu_ops", "bench_index", "bench_permute", "bench_ranks", "fuzz_ops"]
+WITHOUT_CUPY = [
+    "bench_call_cost",
+    "bench_cpu_ops",
+    "bench_index",
+    "bench_permute",
+    "bench_ranks",
+    "bench_topk_rows",
+    "fuzz_ops",
+]
 
 
 @pytest.mark.parametrize("tool", WITHOUT_CUPY)
