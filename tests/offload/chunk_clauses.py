@@ -11,14 +11,14 @@ from typing import Any
 
 from paddle_kv.offload import books, chunks, feeding, rates
 from paddle_kv.tiers import FilesEngine
-from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, know, until
+from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, WAIT_S, ChunkRig, know, until
 from tests.schedule.rig import SHORT_S, Copies
 
 CHUNK = 2 * SIZE
 TOKENS = list(range(4 * CHUNK + 1))
 TABLE = [9, 2, 11, 5, 30, 31, 7, 8, 1]
 OTHER = [40, 41, 42, 43, 44, 45, 46, 47, 48]
-HERE_S, QUICK_S, SLOW_S = 1e-3, 1e-6, 10.0
+QUICK_S, HERE_S, AWAITED_S, SLOW_S = 1e-6, 1e-3, 1.0, 10.0  # a block
 
 
 class Stalling(FilesEngine):
@@ -62,11 +62,11 @@ class Case:
         """A server that has computed a prompt before."""
         made = ChunkRig(Stalling(self._folder) if tiered else None, **options)
         self.made.append(made)
-        made.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
-        made.scheduler.drain(WAIT_S)
+        made.prefill(TOKENS, TABLE, chunk_tokens=5 * CHUNK)  # in one save: no save before it takes the link
+        made.check_books()
         if tiered:
-            made.check_books()
             made.manager.evict(100)
+        know(made.manager, None, None)  # how long that took says something of this machine and its load alone
         return made
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ def clause_24(case: Case) -> None:
 
 def clause_25(case: Case) -> None:
     rig = case.rig()
-    know(rig.manager, QUICK_S, SLOW_S)
+    know(rig.manager, AWAITED_S, SLOW_S)
     case.copies.hold("onload", 1)
     copy = case.copies._copy
 
@@ -106,7 +106,7 @@ def clause_25(case: Case) -> None:
         copy(number, plan, layers)
 
     case.copies._copy = fail_first
-    threading.Timer(SHORT_S, case.copies.go_on).start()
+    rig.pause = lambda tokens: case.copies.go_on()
     chunks = rig.prefill(TOKENS, OTHER, chunk_tokens=CHUNK)
     assert chunks[0] == range(4 * CHUNK, len(TOKENS))  # with the load
     assert chunks[1:] == [range(CHUNK), range(CHUNK, 2 * CHUNK), chunks[0]]  # the others have come
@@ -152,7 +152,7 @@ def clause_27(case: Case) -> None:
 def clause_28(case: Case) -> None:
     rig = case.rig()
     rig.manager.clear()
-    rig.manager.rates.observe_save(1, 10.0)
+    rig.manager.rates.observe_save(BLOCK_BYTES, SLOW_S)
     case.copies.hold("offload", 0)
     save = rig.manager.save([b"other"], [60])
     assert case.copies.arrived.acquire(timeout=WAIT_S)
@@ -164,7 +164,7 @@ def clause_28(case: Case) -> None:
 
 def clause_29(case: Case) -> None:
     rig = case.rig(tiered=True)
-    know(rig.manager, HERE_S, HERE_S, QUICK_S)
+    know(rig.manager, HERE_S, HERE_S, QUICK_S, clock=lambda: 0.0)  # by which a rest never ends
     engine: Any = rig.engine
     engine.gate.clear()
     rig.pause = lambda tokens: time.sleep(0.005)
