@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -30,9 +31,18 @@ class HostMemory:
 
     def __init__(self, size_bytes: int, *, pinned: bool) -> None:
         self.size_bytes = size_bytes
-        owner: Any = _PageLocked(size_bytes) if pinned else _pageable(size_bytes)
-        self._owner = owner
-        self.address: int = owner.address if pinned else ctypes.addressof(ctypes.c_char.from_buffer(owner))
+        self._page_lock: PageLock | None = None
+        self._owner = _pageable(size_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._owner))
+        if pinned:
+            # A forked child cannot use it, and the pages that a GPU writes have to stay the parent's.
+            self._owner.madvise(mmap.MADV_DONTFORK)
+            with contextlib.suppress(OSError):  # a system without huge pages
+                self._owner.madvise(mmap.MADV_HUGEPAGE)
+            self._page_lock = PageLock(self.address, size_bytes)
+
+    def __del__(self) -> None:
+        self._page_lock = None  # before the memory is unmapped
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -71,14 +81,6 @@ def can_page_lock() -> bool:
 
 
 @functools.cache
-def _page_locked_functions() -> tuple[Any, Any]:
-    allocate, free = _functions("paddle_kv_page_locked_allocate", "paddle_kv_page_locked_free")
-    allocate.argtypes = [ctypes.c_int64, ctypes.c_void_p]
-    free.argtypes = [ctypes.c_void_p]
-    return allocate, free
-
-
-@functools.cache
 def _page_lock_functions() -> tuple[Any, Any]:
     add, remove = _functions("paddle_kv_page_lock_add", "paddle_kv_page_lock_remove")
     add.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -94,22 +96,6 @@ def _functions(*names: str) -> list[Any]:
         raise NotImplementedError(
             "page-locked memory was asked for, but these operators were built without CUDA"
         ) from None
-
-
-class _PageLocked:
-    # CuPy's pool rounds up to powers of two, and its memory, given back in a thread that never chose a GPU, makes a
-    # context on GPU 0.
-    def __init__(self, size_bytes: int) -> None:
-        self.address = 0
-        allocate, self._free = _page_locked_functions()
-        address = ctypes.c_void_p()
-        code = allocate(size_bytes, ctypes.byref(address))
-        self.address = address.value or 0
-        _check(code)
-
-    def __del__(self) -> None:
-        if self.address:
-            self._free(self.address)
 
 
 class PageLock:

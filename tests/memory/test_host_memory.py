@@ -94,22 +94,16 @@ def test_memory_that_the_system_does_not_give(monkeypatch):
 def test_all_or_none(monkeypatch, pinned):
     taken, pieces = [], []
 
-    def scarce(size_bytes):
+    def scarce(size_bytes, *, pinned):
         if len(taken) == 3:
             raise MemoryError("no more")
-        taken.append(size_bytes)
-        return memory_of(size_bytes)
+        taken.append((size_bytes, pinned))
+        piece = HostMemory(size_bytes, pinned=False)
+        pieces.append(weakref.ref(piece))
+        return piece
 
-    def init_without_address(self, size_bytes, *, pinned):
-        self.size_bytes = size_bytes
-        self._owner = (host_memory._PageLocked if pinned else host_memory._pageable)(size_bytes)
-        pieces.append(weakref.ref(self))
-
-    memory_of = host_memory._pageable
-    monkeypatch.setattr(host_memory, "_PageLocked" if pinned else "_pageable", scarce)
-    monkeypatch.setattr(host_memory.HostMemory, "__init__", init_without_address)
     try:
-        allocate([100, 200, 300, 400, 500], pinned=pinned)
+        allocate([100, 200, 300, 400, 500], pinned=pinned, make=scarce)
     except MemoryError as error:
         assert "1500 bytes of " in str(error)
         assert "no more" in str(error)
@@ -117,7 +111,7 @@ def test_all_or_none(monkeypatch, pinned):
         assert [piece() for piece in pieces] == [None] * 3, "kept while the error is handled: no smaller pool would fit"
     else:
         pytest.fail("no MemoryError")
-    assert taken == [100, 200, 300]
+    assert taken == [(100, pinned), (200, pinned), (300, pinned)]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
@@ -129,11 +123,11 @@ def test_a_gpu_and_operators_without_cuda(monkeypatch):
     pool.view("key", 1, 6)[...] = 9
     pool.close()
     monkeypatch.setattr(host_memory._library, "LIBRARY", "libc.so.6")
-    host_memory._page_locked_functions.cache_clear()
+    host_memory._page_lock_functions.cache_clear()
     with pytest.raises(NotImplementedError, match=r"page-locked memory was asked for, but .* built without CUDA"):
         HostMemory(100, pinned=True)
-    gc.collect()  # nothing was taken that could be given back
-    host_memory._page_locked_functions.cache_clear()
+    gc.collect()  # nothing was locked that could be given back
+    host_memory._page_lock_functions.cache_clear()
 
 
 @pytest.mark.parametrize(("gpu", "stub"), [(True, False), (True, True), (False, False)])
@@ -143,53 +137,69 @@ def test_memory_is_page_locked_where_a_gpu_and_its_operators_are(monkeypatch, gp
     assert host_memory.can_page_lock() is (gpu and not stub)
 
 
-def test_page_locked_memory_is_given_back_once(monkeypatch):
-    given, freed = np.zeros(100, np.uint8), []
+def test_page_locked_memory_is_unlocked_once_and_before_it_is_unmapped(monkeypatch):
+    locked = {}
 
-    def take(size_bytes, address):
-        assert size_bytes == 100
-        address._obj.value = given.ctypes.data
+    def unlock(address):
+        assert mapped_bytes(address, address + locked.pop(address)) == 12_288
         return 0
 
-    monkeypatch.setattr(host_memory, "_page_locked_functions", lambda: (take, freed.append))
-    memory = HostMemory(100, pinned=True)
+    functions = (lambda address, size_bytes: locked.update({address: size_bytes}) or 0, unlock)
+    monkeypatch.setattr(host_memory, "_page_lock_functions", lambda: functions)
+    memory = HostMemory(12_288, pinned=True)
+    assert locked == {memory.address: 12_288}
     array = memory.array()
-    array[:] = 7
-    assert given.tolist() == [7] * 100
     del memory
-    assert freed == []
+    assert len(locked) == 1
     del array
-    assert freed == [given.ctypes.data]
+    assert locked == {}
 
 
-def test_page_locked_memory_that_there_is_not_is_not_given_back(monkeypatch):
-    freed = []
+def test_page_locked_memory_stays_out_of_a_forked_child_and_asks_for_huge_pages(monkeypatch):
+    monkeypatch.setattr(host_memory, "_page_lock_functions", lambda: (lambda address, size_bytes: 0, lambda address: 0))
+    memory = HostMemory(4 << 20, pinned=True)
+    flags, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, stop = (int(address, 16) for address in line.split()[0].split("-"))
+            inside = start <= memory.address < stop
+        elif inside and line.startswith("VmFlags:"):
+            flags += line.split()[1:]
+    assert "dc" in flags  # not copied by a fork
+    assert "hg" in flags or not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    child = os.fork()
+    if child == 0:
+        os._exit(mapped_bytes(memory.address, memory.address + memory.size_bytes) != 0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_memory_that_cuda_does_not_lock_is_given_back_and_not_unlocked(monkeypatch):
+    unlocked, places = [], []
     runtime = SimpleNamespace(CUDARuntimeError=lambda code: f"cudaError {code}")
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda.runtime", runtime)
-    monkeypatch.setattr(host_memory, "_page_locked_functions", lambda: (lambda size_bytes, address: 2, freed.append))
+    functions = (lambda address, size_bytes: places.append(address) or 2, unlocked.append)
+    monkeypatch.setattr(host_memory, "_page_lock_functions", lambda: functions)
     with pytest.raises(MemoryError, match="cudaError 2"):
-        HostMemory(100, pinned=True)
+        HostMemory(1 << 30, pinned=True)
     gc.collect()
-    assert freed == []
+    assert unlocked == []
+    assert mapped_bytes(places[0], places[0] + (1 << 30)) < 1 << 29
 
 
 def test_functions_of_a_build_with_cuda_are_called_with_the_types_of_the_header(monkeypatch):
     declared = c_header.functions("common/page_locked.h")
-    assert len(declared) == 4
     library = SimpleNamespace(**{name: SimpleNamespace(restype=ctypes.c_int) for name in declared})
     monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda path: library)
-    names = [name.partition("paddle_kv_")[2] for name in declared]
-    assert names == ["page_locked_allocate", "page_locked_free", "page_lock_add", "page_lock_remove"]
-    for cached in (host_memory._page_locked_functions, host_memory._page_lock_functions):
-        cached.cache_clear()
+    assert list(declared) == ["paddle_kv_page_lock_add", "paddle_kv_page_lock_remove"]
+    host_memory._page_lock_functions.cache_clear()
     try:
-        found = [*host_memory._page_locked_functions(), *host_memory._page_lock_functions()]
+        found = host_memory._page_lock_functions()
     finally:
-        for cached in (host_memory._page_locked_functions, host_memory._page_lock_functions):
-            cached.cache_clear()
-    assert found == list(vars(library).values())
+        host_memory._page_lock_functions.cache_clear()
+    assert list(found) == list(vars(library).values())
     assert [(function.restype, function.argtypes) for function in found] == list(declared.values())
 
 

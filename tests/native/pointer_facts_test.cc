@@ -2,6 +2,8 @@
 // threads (fake_cuda).
 #include "paddle_kv/common/pointer_facts.h"
 
+#include <sys/mman.h>
+
 #include <string>
 #include <thread>
 #include <vector>
@@ -96,27 +98,42 @@ void PageLockedMemoryMakesNoContextOnAnotherGpu() {
   CHECK(cudaSetDevice(1) == cudaSuccess);
   BeginFakeCapture();
   InAThread([] {
-    void* address = &address;
-    CHECK(paddle_kv_page_locked_allocate(1000, &address) == 0 && address != nullptr && BytesAlive() == 1000);
-    CHECK(paddle_kv_page_locked_free(address) == 0 && BytesAlive() == 0);
-    CHECK(paddle_kv_page_lock_add(&address, 500) == 0 && BytesAlive() == 500);
-    CHECK(paddle_kv_page_lock_remove(&address) == 0 && BytesAlive() == 0);
+    std::vector<unsigned char> memory(500, 0xa5);
+    CHECK(paddle_kv_page_lock_add(memory.data(), 500) == 0 && BytesAlive() == 500);
+    CHECK(paddle_kv_page_lock_remove(memory.data()) == 0 && BytesAlive() == 0);
+    CHECK(memory == std::vector<unsigned char>(500, 0xa5));
   });
   CHECK(EndFakeCapture());
   InAThread([] {
-    void* address = &address;
+    char memory[1000];
     int code = 0;
     for (int nth = 0; code == 0; ++nth) {
       FailCall(nth, cudaErrorMemoryAllocation);
-      code = paddle_kv_page_locked_allocate(1000, &address);
+      code = paddle_kv_page_lock_add(memory, 1000);
       CHECK(CallsSinceFailCall() > nth);
       FailCall(-1, cudaSuccess);
-      if (code == 0) CHECK(paddle_kv_page_locked_free(address) == 0);
+      if (code == 0) CHECK(paddle_kv_page_lock_remove(memory) == 0);
     }
-    CHECK(code == cudaErrorMemoryAllocation && address == nullptr && cudaGetLastError() == cudaSuccess);
-    CHECK(paddle_kv_page_lock_remove(&address) == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
+    CHECK(code == cudaErrorMemoryAllocation && BytesAlive() == 0 && cudaGetLastError() == cudaSuccess);
+    CHECK(paddle_kv_page_lock_remove(memory) == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
   });
   CHECK(!HasContext(0) && HasContext(1));
+}
+
+// More than a thread takes for itself: in parts, the last of which is not whole, and none of which may be left out.
+void EachPageIsTakenAndStaysAsItIs() {
+  constexpr std::size_t kBytes = (std::size_t{5} << 20) + 3 * 4096 + 100;
+  char* const memory = static_cast<char*>(
+      mmap(nullptr, kBytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  CHECK(memory != MAP_FAILED && madvise(memory, kBytes + 4096, MADV_NOHUGEPAGE) == 0);
+  constexpr std::size_t kPages = kBytes / 4096 + 1;
+  memory[7 * 4096] = 0x5a;
+  CHECK(paddle_kv_page_lock_add(memory, kBytes) == 0);
+  std::vector<unsigned char> present(kPages + 1);
+  CHECK(mincore(memory, kBytes + 4096, present.data()) == 0);
+  for (std::size_t page = 0; page < kPages; ++page) CHECK(present[page] & 1);
+  CHECK(!(present[kPages] & 1) && memory[7 * 4096] == 0x5a && memory[8 * 4096] == 0);
+  CHECK(paddle_kv_page_lock_remove(memory) == 0 && munmap(memory, kBytes + 4096) == 0);
 }
 
 void DevicesArePushedAndPopped() {
@@ -156,6 +173,7 @@ const Test kTests[] = {
     {"a_question_makes_no_context_on_another_gpu", AQuestionMakesNoContextOnAnotherGpu},
     {"a_host_range_is_asked_for_from_end_to_end", AHostRangeIsAskedForFromEndToEnd},
     {"page_locked_memory_makes_no_context_on_another_gpu", PageLockedMemoryMakesNoContextOnAnotherGpu},
+    {"each_page_is_taken_and_stays_as_it_is", EachPageIsTakenAndStaysAsItIs},
     {"devices_are_pushed_and_popped", DevicesArePushedAndPopped},
     {"without_any_context_the_current_device_gets_one", WithoutAnyContextTheCurrentDeviceGetsOne},
 };
