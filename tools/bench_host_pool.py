@@ -1,7 +1,7 @@
 """How long the page-locked memory of a pool takes, on a GPU: python tools/bench_host_pool.py --gib 16
 
-In turn: `HostPool`, and one `cudaHostAlloc` of as many bytes (CuPy's call), each given back before the next. The first round
-is not counted: a virtual machine may get its own memory then.
+In turn: `HostPool`, and one `cudaHostAlloc` of as many bytes (by CuPy), each given back before the next. The first
+round is not counted: a virtual machine may get its own memory then.
 """
 
 from __future__ import annotations
