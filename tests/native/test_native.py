@@ -20,6 +20,7 @@ CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu
 QUEUE = [
     FAKE / "fake_cuda.cc",
     TRANSFER / "engine_choice.cc",
+    TRANSFER / "thread_cores.cc",
     *(COMMON / f"{name}.cc" for name in ("missing_architecture", "pointer_facts", "cuda_device")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("c_call", "check_transfer", "completions", "device_plan")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("event_states", "gate_work", "queue_api", "queued_transfer")),
@@ -38,6 +39,7 @@ SOURCES = {
         FAKE / "fake_kernels.cc",
     ],
     "mapped_memory_test": [],
+    "thread_cores_test": [TRANSFER / "thread_cores.cc"],
     "memcpy_batch_test": [ROOT / "custom_ops/kernels/memcpy/memcpy_batch.cu", FAKE / "fake_cuda.cc"],
     "row_kernels_test": [
         *(ROOT / f"custom_ops/kernels/cache_write/{name}_rows.cu" for name in ("write", "gather")),

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/transfer/thread_cores.h"
 
 namespace paddle_kv {
 namespace {
@@ -334,7 +335,24 @@ Status TransferQueue::MakeCurrent(int device) {
   PADDLE_KV_CUDA(cudaSetDevice(device));
   current_device_ = device;
   if (!tolerance_) tolerance_.emplace();
+  RunNear(device);
   return {};
+}
+
+// A thread that serves several devices may run near any of them.
+void TransferQueue::RunNear(int device) {
+  try {
+    if (!served_.insert(device).second) return;
+    char address[32];
+    if (cudaDeviceGetPCIBusId(address, sizeof(address), device) == cudaSuccess) {
+      pci_addresses_.emplace_back(address);
+    } else {
+      cudaGetLastError();
+    }
+    paddle_kv::RunNear(pci_addresses_);
+  } catch (const std::exception&) {
+    // The thread stays where it is.
+  }
 }
 
 }  // namespace paddle_kv

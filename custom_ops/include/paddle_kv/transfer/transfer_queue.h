@@ -10,6 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <string>
+#include <vector>
 
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/status.h"
@@ -90,6 +93,7 @@ class TransferQueue {
   bool AdvanceGates(Lock& lock, bool asks);
   bool GatesHaveWork() const;
   Status MakeCurrent(int device);
+  void RunNear(int device);
 
   std::mutex mutex_;
   std::condition_variable work_;     // for the thread: there is more to submit
@@ -103,6 +107,8 @@ class TransferQueue {
   EventStates events_;
   Completions completions_{events_};
   int current_device_ = -1;                    // of the thread
+  std::set<int> served_;                       // of the thread: devices that were current
+  std::vector<std::string> pci_addresses_;     // of the thread: theirs
   std::optional<CaptureTolerance> tolerance_;  // of the thread
 };
 
