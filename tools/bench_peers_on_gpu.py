@@ -1,10 +1,10 @@
 """What a hand-over from one GPU process into the cache of another one takes: python tools/bench_peers_on_gpu.py
 
-Two processes on one GPU, 512 MiB of scattered blocks of 16 layers, keys and values. For each size of a block: one
-contiguous copy of the same bytes from the memory of the one process to that of the other one (the ceiling); a copy per
-block from Python; a save of all blocks into the other cache, by each engine; the hand-over, from the call of `grant` to
-the end of the load. Then the save and a loop of matrix products of the receiver beside each other. Medians of all
-rounds, bytes counted once.
+Two processes on one GPU, or on two (`--sender-gpu 1`), 512 MiB of scattered blocks of 16 layers, keys and values. For
+each size of a block: one contiguous copy of the same bytes from the memory of the one process to that of the other one
+(the ceiling); a copy per block from Python; a save of all blocks into the other cache, by each engine; the hand-over,
+from the call of `grant` to the end of the load. Then the save and a loop of matrix products of the receiver beside each
+other. Medians of all rounds, bytes counted once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def make_spec(kib: int) -> KVCacheSpec:
     return KVCacheSpec(num_layers=LAYERS, num_kv_heads=heads, head_dim=128, block_size=tokens, dtype="float16")
 
 
-def begin() -> None:
+def begin(gpu: int) -> None:
     faulthandler.dump_traceback_later(LIFE_S, exit=True)
-    paddle.set_device(devices.name_of(0))
+    paddle.set_device(devices.name_of(gpu))
+    cupy.cuda.Device(gpu).use()
 
 
 def gpu_ms(stream: Any, work: Callable[[], object]) -> float:
@@ -57,10 +58,10 @@ def gpu_ms(stream: Any, work: Callable[[], object]) -> float:
     return float(cupy.cuda.get_elapsed_time(first, last))
 
 
-def prefill(pipe: Connection, kib: int, blocks: int, exported: Any, handle: bytes, path: str) -> None:
-    begin()
+def prefill(pipe: Connection, gpu: int, kib: int, blocks: int, exported: Any, handle: bytes, path: str) -> None:
+    begin(gpu)
     spec, runtime = make_spec(kib), cupy.cuda.runtime
-    cache = DeviceCache(spec, 2 * blocks, devices.name_of(0))
+    cache = DeviceCache(spec, 2 * blocks, devices.name_of(gpu))
     theirs = PeerBlocks(DeviceCache.attach(spec, exported))
     total_bytes = blocks * LAYERS * spec.block_bytes
     source, target = cupy.ones(total_bytes, cupy.uint8), runtime.ipcOpenMemHandle(handle)
@@ -154,7 +155,8 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
     receiver = Receiver(scheduler, direct=True)
     listener = Listener(receiver)
     pipe, there = multiprocessing.Pipe()
-    arguments = (there, kib, blocks, cache.export(), cupy.cuda.runtime.ipcGetMemHandle(floor), listener.path)
+    handle = cupy.cuda.runtime.ipcGetMemHandle(floor)
+    arguments = (there, given.sender_gpu, kib, blocks, cache.export(), handle, listener.path)
     process = multiprocessing.get_context("spawn").Process(target=prefill, args=arguments, daemon=True)
     process.start()
     there.close()
@@ -220,9 +222,10 @@ def main() -> None:
     options.add_argument("--mib", type=int, default=512)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=1.5, help="of saves beside products")
+    options.add_argument("--sender-gpu", type=int, default=0, help="the receiver is on GPU 0")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
-    begin()
+    begin(0)
     products = Products()
     rows: list[dict[str, Any]] = []
     print("| KiB | what | ms | GB/s | of the contiguous copy | products slowed |")
