@@ -3,7 +3,7 @@
 # operators are there.
 #
 #   tools/two_gpus.sh OUT            everything
-#   tools/two_gpus.sh OUT PART...    some of: tests peers shapes ranks
+#   tools/two_gpus.sh OUT PART...    some of: tests peers timeline shapes ranks
 #
 # OUT gets a log of each part, and the CSV, JSON and PNG files of its programs. Exit code 1 if one of them failed; the
 # others run all the same.
@@ -54,11 +54,15 @@ peers() {
         --json "$out/peers.json"
 }
 
+timeline() {
+    measure timeline python tools/bench_decode_start.py --sender-gpu 1 --out "$out"
+}
+
 shapes() {
     measure shapes python tools/bench_copy_shapes.py --json "$out/shapes.json"
 }
 
-known="tests peers shapes ranks"
+known="tests peers timeline shapes ranks"
 parts=${*:-$known}
 for part in $parts; do
     if [[ " $known " != *" $part "* ]]; then
