@@ -102,11 +102,17 @@ def prefill(pipe: Connection, gpu: int, kib: int, blocks: int, exported: Any, ha
             one.wait(WAIT_S)
         return count, time.perf_counter() - began_s
 
-    def send(grant: Any, source_ids: list[int]) -> None:
+    def send(grant: Any, source_ids: list[int]) -> list[float]:
+        """When it was asked for, accepted, marked, and over here: of the clock that both processes have."""
+        times = [time.monotonic()]
         moved = sender.send(grant, source_ids)
+        times.append(time.monotonic())
         for layer in range(LAYERS):
             moved.mark_layer_written(layer)
+        times.append(time.monotonic())
         moved.wait(WAIT_S)
+        times.append(time.monotonic())
+        return times
 
     orders = {"contiguous": contiguous, "plain": plain, "save": save, "go_on": go_on, "send": send}
     pipe.send(None)
@@ -168,14 +174,21 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
             pipe.send(order)
             return receive(pipe)
 
+        phases: dict[str, list[float]] = {}
+
         def hand_over() -> float:
-            began_s = time.perf_counter()
+            began_s = time.monotonic()
             load, grant = receiver.grant(targets, timeout_s=WAIT_S)
+            granted_s = time.monotonic()
             pipe.send(("send", grant, sources))
             load.wait(WAIT_S)
-            took_ms = (time.perf_counter() - began_s) * 1e3
-            receive(pipe)
-            return took_ms
+            over_s = time.monotonic()
+            asked_s, accepted_s, marked_s, saved_s = receive(pipe)
+            ends = {"granted": granted_s, "asked for by the sender": asked_s, "accepted": accepted_s}
+            ends |= {"marked": marked_s, "saved": saved_s, "loaded": over_s}
+            for name, end_s in ends.items():
+                phases.setdefault(name, []).append((end_s - began_s) * 1e3)
+            return (over_s - began_s) * 1e3
 
         ways: dict[str, Callable[[], float]] = {"contiguous copy": lambda: ask("contiguous")}
         for engine in ENGINES:
@@ -192,6 +205,8 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
         for name, found in times.items():
             ms = float(np.median(found))
             rows.append({"KiB": kib, "what": name, "ms": ms, "GB/s": total_bytes / ms / 1e6, "of copy": floor_ms / ms})
+        ends_ms = ", ".join(f"{name} {np.median(found):.2f}" for name, found in phases.items())
+        print(f"hand-over of {kib} KiB, ms since the call of grant: {ends_ms}", flush=True)
         for engine in ENGINES:
             alone_ms = float(np.median([products.run_ms() for _ in range(3)]))
             pipe.send(("go_on", engine, sources, targets, given.seconds))
