@@ -1,10 +1,10 @@
 """What a hand-over from one GPU process into the cache of another one takes: python tools/bench_peers_on_gpu.py
 
-Two processes on one GPU, 512 MiB of scattered blocks of 16 layers, keys and values. For each size of a block: one
-contiguous copy of the same bytes from the memory of the one process to that of the other one (the ceiling); a copy per
-block from Python; a save of all blocks into the other cache, by each engine; the hand-over, from the call of `grant` to
-the end of the load. Then the save and a loop of matrix products of the receiver beside each other. Medians of all
-rounds, bytes counted once.
+Two processes on one GPU, or on two (`--sender-gpu 1`), 512 MiB of scattered blocks of 16 layers, keys and values. For
+each size of a block: one contiguous copy of the same bytes from the memory of the one process to that of the other one
+(the ceiling); a copy per block from Python; a save of all blocks into the other cache, by each engine; the hand-over,
+from the call of `grant` to the end of the load. Then the save and a loop of matrix products of the receiver beside each
+other. Medians of all rounds, bytes counted once.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def make_spec(kib: int) -> KVCacheSpec:
     return KVCacheSpec(num_layers=LAYERS, num_kv_heads=heads, head_dim=128, block_size=tokens, dtype="float16")
 
 
-def begin() -> None:
+def begin(gpu: int) -> None:
     faulthandler.dump_traceback_later(LIFE_S, exit=True)
-    paddle.set_device(devices.name_of(0))
+    paddle.set_device(devices.name_of(gpu))
+    cupy.cuda.Device(gpu).use()
 
 
 def gpu_ms(stream: Any, work: Callable[[], object]) -> float:
@@ -57,10 +58,10 @@ def gpu_ms(stream: Any, work: Callable[[], object]) -> float:
     return float(cupy.cuda.get_elapsed_time(first, last))
 
 
-def prefill(pipe: Connection, kib: int, blocks: int, exported: Any, handle: bytes, path: str) -> None:
-    begin()
+def prefill(pipe: Connection, gpu: int, kib: int, blocks: int, exported: Any, handle: bytes, path: str) -> None:
+    begin(gpu)
     spec, runtime = make_spec(kib), cupy.cuda.runtime
-    cache = DeviceCache(spec, 2 * blocks, devices.name_of(0))
+    cache = DeviceCache(spec, 2 * blocks, devices.name_of(gpu))
     theirs = PeerBlocks(DeviceCache.attach(spec, exported))
     total_bytes = blocks * LAYERS * spec.block_bytes
     source, target = cupy.ones(total_bytes, cupy.uint8), runtime.ipcOpenMemHandle(handle)
@@ -101,11 +102,17 @@ def prefill(pipe: Connection, kib: int, blocks: int, exported: Any, handle: byte
             one.wait(WAIT_S)
         return count, time.perf_counter() - began_s
 
-    def send(grant: Any, source_ids: list[int]) -> None:
+    def send(grant: Any, source_ids: list[int]) -> list[float]:
+        """When it was asked for, accepted, marked, and over here: of the clock that both processes have."""
+        times = [time.monotonic()]
         moved = sender.send(grant, source_ids)
+        times.append(time.monotonic())
         for layer in range(LAYERS):
             moved.mark_layer_written(layer)
+        times.append(time.monotonic())
         moved.wait(WAIT_S)
+        times.append(time.monotonic())
+        return times
 
     orders = {"contiguous": contiguous, "plain": plain, "save": save, "go_on": go_on, "send": send}
     pipe.send(None)
@@ -154,7 +161,8 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
     receiver = Receiver(scheduler, direct=True)
     listener = Listener(receiver)
     pipe, there = multiprocessing.Pipe()
-    arguments = (there, kib, blocks, cache.export(), cupy.cuda.runtime.ipcGetMemHandle(floor), listener.path)
+    handle = cupy.cuda.runtime.ipcGetMemHandle(floor)
+    arguments = (there, given.sender_gpu, kib, blocks, cache.export(), handle, listener.path)
     process = multiprocessing.get_context("spawn").Process(target=prefill, args=arguments, daemon=True)
     process.start()
     there.close()
@@ -166,14 +174,21 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
             pipe.send(order)
             return receive(pipe)
 
+        phases: dict[str, list[float]] = {}
+
         def hand_over() -> float:
-            began_s = time.perf_counter()
+            began_s = time.monotonic()
             load, grant = receiver.grant(targets, timeout_s=WAIT_S)
+            granted_s = time.monotonic()
             pipe.send(("send", grant, sources))
             load.wait(WAIT_S)
-            took_ms = (time.perf_counter() - began_s) * 1e3
-            receive(pipe)
-            return took_ms
+            over_s = time.monotonic()
+            asked_s, accepted_s, marked_s, saved_s = receive(pipe)
+            ends = {"granted": granted_s, "asked for by the sender": asked_s, "accepted": accepted_s}
+            ends |= {"marked": marked_s, "saved": saved_s, "loaded": over_s}
+            for name, end_s in ends.items():
+                phases.setdefault(name, []).append((end_s - began_s) * 1e3)
+            return (over_s - began_s) * 1e3
 
         ways: dict[str, Callable[[], float]] = {"contiguous copy": lambda: ask("contiguous")}
         for engine in ENGINES:
@@ -190,6 +205,8 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
         for name, found in times.items():
             ms = float(np.median(found))
             rows.append({"KiB": kib, "what": name, "ms": ms, "GB/s": total_bytes / ms / 1e6, "of copy": floor_ms / ms})
+        ends_ms = ", ".join(f"{name} {np.median(found):.2f}" for name, found in phases.items())
+        print(f"hand-over of {kib} KiB, ms since the call of grant: {ends_ms}", flush=True)
         for engine in ENGINES:
             alone_ms = float(np.median([products.run_ms() for _ in range(3)]))
             pipe.send(("go_on", engine, sources, targets, given.seconds))
@@ -220,9 +237,10 @@ def main() -> None:
     options.add_argument("--mib", type=int, default=512)
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--seconds", type=float, default=1.5, help="of saves beside products")
+    options.add_argument("--sender-gpu", type=int, default=0, help="the receiver is on GPU 0")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
-    begin()
+    begin(0)
     products = Products()
     rows: list[dict[str, Any]] = []
     print("| KiB | what | ms | GB/s | of the contiguous copy | products slowed |")

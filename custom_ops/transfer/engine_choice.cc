@@ -5,8 +5,10 @@
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kCopyEngineInsideDevice = 128 << 10;  // bytes of a piece
-constexpr std::int64_t kShareOfSmall = 32;                   // one of so many bytes may lie in smaller pieces
+constexpr std::int64_t kShareOfSmall = 32;  // one of so many bytes may lie in smaller pieces
+// Between caches on GPUs, by bytes of a piece, [to another GPU][beside compute]. A piece costs the copy engine 2 us, in
+// which a kernel moves megabytes. Beside compute, kernels are narrow.
+constexpr std::int64_t kCopyEngineBetweenCaches[2][2] = {{64 << 20, 1 << 20}, {8 << 20, 1 << 20}};
 
 }  // namespace
 
@@ -91,8 +93,9 @@ EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool besid
   return EngineKind::kKernel;
 }
 
-EngineKind ChooseEngineInsideDevice(const PieceSizes& sizes) {
-  return sizes.both.AreLarge(kCopyEngineInsideDevice) ? EngineKind::kCopyEngine : EngineKind::kKernel;
+EngineKind ChooseEngineBetweenCaches(const PieceSizes& sizes, bool on_other_gpu, bool beside_compute) {
+  const bool are_large = sizes.both.AreLarge(kCopyEngineBetweenCaches[on_other_gpu][beside_compute]);
+  return are_large ? EngineKind::kCopyEngine : EngineKind::kKernel;
 }
 
 }  // namespace paddle_kv

@@ -41,7 +41,7 @@ def register(device_cache: Any, host_pool: Any, device: int) -> int:
     if device < 0 or host_pool.in_host_memory or not any(plan[-1]):
         call("register_transfer_plan", *plan)
     else:
-        transfer_queue.register_device_plan(*plan)
+        transfer_queue.register_device_plan(*plan, on_other_gpu=host_pool.on_other_gpu)
     return number
 
 

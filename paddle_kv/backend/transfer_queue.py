@@ -47,7 +47,7 @@ class _Transfer(ctypes.Structure):
 class _DevicePlan(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("number", "device", "device_blocks", "other_blocks")),
-        *((name, ctypes.c_int64) for name in ("layer_count", "tensors_per_layer")),
+        *((name, ctypes.c_int64) for name in ("layer_count", "tensors_per_layer", "on_other_gpu")),
         *((name, ctypes.c_void_p) for name in ("device_pointers", "other_pointers")),
         *((name, ctypes.c_void_p) for name in ("device_strides", "other_strides", "block_bytes")),
     )
@@ -109,8 +109,11 @@ def register_device_plan(
     device_strides: Sequence[int],
     other_strides: Sequence[int],
     block_bytes: Sequence[int],
+    *,
+    on_other_gpu: bool,
 ) -> None:
-    """A transfer plan between two caches that both lie on GPUs; pointers in order [layer][tensor].
+    """A transfer plan between two caches that both lie on GPUs; pointers in order [layer][tensor]. ``on_other_gpu``:
+    the other cache lies not on ``device``.
 
     Raises:
         ValueError: a block does not lie in memory of a GPU, or the parts do not fit each other.
@@ -119,7 +122,7 @@ def register_device_plan(
         np.array(one, np.int64) for one in (device_pointers, other_pointers, device_strides, other_strides, block_bytes)
     ]
     layers = len(lists[0]) // len(lists[4])
-    counts = (number, device, device_blocks, other_blocks, layers, len(lists[4]))
+    counts = (number, device, device_blocks, other_blocks, layers, len(lists[4]), int(on_other_gpu))
     plan = _DevicePlan(*counts, *(one.ctypes.data for one in lists))
     try:
         checked(_functions().paddle_kv_queue_register_device_plan(ctypes.byref(plan)))

@@ -62,6 +62,7 @@ class DeviceCache:
     _memory: Sequence[SharedMemory] | Sequence[DeviceMemory] = ()  # of a cache that is shared, on the CPU, or attached
     _exported: Exported | None = None
     is_attached_on_gpu = False  # it lies in device memory of another process: there are addresses, and no tensors
+    on_other_gpu = False  # that memory is not of the GPU that reaches it here
 
     def __init__(
         self,
@@ -183,6 +184,7 @@ class DeviceCache:
         mapped, pointers = resolve_on_gpu(exported, "device_cache", spec, device_id)
         _check_dense(exported)
         made.is_attached_on_gpu = True
+        made.on_other_gpu = any(one.on_other_gpu for one in mapped)
         made._memory = mapped
         with refuse_overlap():
             made._settle(spec, exported.num_blocks, device_id, pointers)

@@ -85,6 +85,9 @@ class DeviceMemory:
 
     Use :func:`map_device`, which maps each allocation once.
 
+    Attributes:
+        on_other_gpu: the memory is not that of the device for which it is mapped.
+
     Raises:
         AttachError: the memory is gone, or CUDA does not open it here.
     """
@@ -93,10 +96,12 @@ class DeviceMemory:
         self.address = 0
         self.size_bytes = handle.size_bytes
         self.device = device
+        self.on_other_gpu = False
         self._handle = handle
         self._process_id = os.getpid()
         _check_owner(handle)
         try:
+            self.on_other_gpu = driver().uuid(device) != handle.device
             self.address = driver().open(device, handle.handle)
             base, size_bytes = driver().address_range(device, self.address)
         except CudaError as error:

@@ -224,7 +224,9 @@ class HostPool:
         """Names the memory, the same in each process that has it. Raises as :meth:`export`."""
         return self.export().memory_id
 
-    in_host_memory = True  # as a pool is; see :class:`~paddle_kv.memory.peer_blocks.PeerBlocks`
+    # As a pool is; see :class:`~paddle_kv.memory.peer_blocks.PeerBlocks`.
+    in_host_memory = True
+    on_other_gpu = False
 
     def moved_block_bytes(self, name: str) -> int:
         """What a transfer moves of a block of a tensor."""

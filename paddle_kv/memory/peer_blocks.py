@@ -43,6 +43,7 @@ class PeerBlocks(HostPool):
         self._set_up(cache.spec, cache.num_blocks)
         self._cache = cache
         self.in_host_memory = cache.device_id is None
+        self.on_other_gpu = cache.on_other_gpu
         for name in cache.spec.tensor_names:
             self._pointers[name] = [cache.pointer(name, layer) for layer in range(cache.spec.num_layers)]
             self._strides[name] = cache.spec.tensor_block_bytes(name)

@@ -23,7 +23,8 @@ MOST_UNSENT_BYTES = 1 << 20  # of a peer that does not read
 
 
 class Loop:
-    """A thread that waits for sockets and processes, and does what others leave for it: it alone touches them."""
+    """A thread that waits for sockets and processes, and does what others leave for it: it alone reads and closes
+    them."""
 
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
@@ -126,6 +127,7 @@ class Line:
         self._socket = connected
         self._taken = taken
         self._ended = ended
+        self._sending = threading.Lock()  # for the socket until it is closed, and for what is unsent
         self._unsent = bytearray()
         self._unread = bytearray()
         self._out_of_step = False
@@ -146,8 +148,14 @@ class Line:
         self._loop.watch(self._socket, selectors.EVENT_READ, self._ready)
 
     def send(self, data: bytes) -> None:
-        """From any thread."""
-        self._loop.post(functools.partial(self._write, LENGTH.pack(len(data)) + data))
+        """From any thread. Goes out at once where the socket has room: a thread that had to be woken for that would
+        take longer than all else. But not out of the main thread, of which a signal handler may leave half a message.
+        """
+        message = LENGTH.pack(len(data)) + data
+        if threading.current_thread() is threading.main_thread():
+            self._loop.post(functools.partial(self._write, message))
+        else:
+            self._write(message)
 
     def close(self) -> None:
         """From any thread, behind what was sent before."""
@@ -158,15 +166,21 @@ class Line:
         """Whether the process at the other end may be there although the connection has ended."""
         return self._process is not None and not self.dead
 
-    def _write(self, data: bytes) -> None:
-        if self._closed or self._out_of_step or self._at_end:
-            return
-        self._unsent += data
-        self._flush()
-        if len(self._unsent) > MOST_UNSENT_BYTES:
-            self._give_up("it does not read")
+    # ---- in any thread but the main one ----
+    def _write(self, message: bytes) -> None:
+        with self._sending:
+            if self._closed or self._out_of_step or self._at_end:
+                return
+            had_room = not self._unsent
+            self._unsent += message
+            if had_room:
+                self._send_unsent()
+            has_room = not self._unsent
+        if not has_room:
+            self._loop.post(self._wait_for_room)
 
-    def _flush(self) -> None:
+    def _send_unsent(self) -> None:
+        """What there is room for, under the lock."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -174,13 +188,22 @@ class Line:
             pass
         except OSError:
             self._unsent.clear()  # its end will be seen by reading
-        if not self._at_end:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-            self._loop.watch(self._socket, events, self._ready)
+
+    # ---- in the thread of the loop ----
+    def _wait_for_room(self) -> None:
+        if self._closed or self._out_of_step or self._at_end:
+            return
+        if len(self._unsent) > MOST_UNSENT_BYTES:
+            self._give_up("it does not read")
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        self._loop.watch(self._socket, events, self._ready)
 
     def _ready(self) -> None:
         if self._unsent:
-            self._flush()
+            with self._sending:
+                self._send_unsent()
+            self._wait_for_room()
         self._read()
 
     def _read(self) -> None:
@@ -216,11 +239,12 @@ class Line:
     def _give_up(self, why: str) -> None:
         """Says and hears nothing more, but for the end: until then the other side may be writing blocks."""
         log.warning("the connection to process %d is given up: %s", self.process_id, why)
-        self._out_of_step = True
         self._unread.clear()
-        self._unsent.clear()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
+        with self._sending:
+            self._out_of_step = True
+            self._unsent.clear()
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
         self._loop.watch(self._socket, selectors.EVENT_READ, self._ready)
 
     def _process_ended(self) -> None:
@@ -233,9 +257,10 @@ class Line:
     def _close(self) -> None:
         if self._closed:
             return
-        self._closed = True
         self._loop.forget(self._socket)
-        self._socket.close()
+        with self._sending:
+            self._closed = True
+            self._socket.close()
         if self._process is not None:
             self._loop.forget(self._process)
             os.close(self._process)

@@ -199,7 +199,7 @@ class Sender:
             sending.answered.release()
         sending.answer = answer
 
-    def _layer_is_there(self, sending: _Sending, layers: range) -> bytes | None:
+    def _are_there(self, sending: _Sending, layers: list[int]) -> bytes | None:
         sending.there.update(layers)
         return self._news(sending)
 
@@ -243,8 +243,8 @@ class Sender:
         return under_way, self._take_hang_up()
 
     # ---- in threads of the library, in no section; the keeper keeps their order ----
-    def _ended(self, sending: _Sending, layers: range) -> None:
-        news = change(self.scheduler, functools.partial(self._layer_is_there, sending, layers))
+    def _ended(self, sending: _Sending, layers: list[int]) -> None:
+        news = change(self.scheduler, functools.partial(self._are_there, sending, layers))
         if news is not None:
             self._tell(news)
 

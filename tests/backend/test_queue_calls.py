@@ -276,7 +276,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
         lambda: transfer_queue.push_device(0),
         lambda: transfer_queue.forget(1),
         lambda: transfer_queue.set_thresholds(0, [1] * 9),
-        lambda: transfer_queue.register_device_plan(1, 0, 1, 1, [2], [3], [4], [4], [4]),
+        lambda: transfer_queue.register_device_plan(1, 0, 1, 1, [2], [3], [4], [4], [4], on_other_gpu=True),
     ]  # fmt: skip
     names = [
         name.removeprefix("paddle_kv_").removeprefix("queue_")

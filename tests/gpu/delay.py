@@ -21,8 +21,15 @@ extern "C" __global__ void delay(unsigned long long duration_ns) {
 """
 
 
-@functools.cache
 def _kernel() -> Any:
+    import cupy
+
+    return _kernel_on(cupy.cuda.Device().id)
+
+
+@functools.cache
+def _kernel_on(gpu: int) -> Any:
+    """Of the current GPU: a kernel is loaded for each."""
     import cupy
 
     kernel = cupy.RawModule(code=SOURCE).get_function("delay")

@@ -60,9 +60,9 @@ def bits_of(cache: DeviceCache) -> Bits:
 class GpuDecode:
     """A receiver that takes blocks in its cache on the GPU. ``device``: what should be in there."""
 
-    def __init__(self, kind: str, path: str | None = None) -> None:
+    def __init__(self, gpu: int, kind: str, path: str | None = None) -> None:
         self.spec, _, blocks = SPECS[kind]
-        self.cache = DeviceCache(self.spec, blocks, devices.name_of(0))
+        self.cache = DeviceCache(self.spec, blocks, devices.name_of(gpu))
         self.device = random_bits(self.spec, blocks, 1)
         set_cache(self.cache, self.device)
         self.pool = HostPool(self.spec, 4)
@@ -81,23 +81,30 @@ class GpuDecode:
         self.pool.close()
 
 
-def _begin() -> None:
+def use_gpu(number: int) -> None:
+    """What names no GPU lies on this one from now on."""
+    import cupy
     import paddle
 
+    paddle.set_device(devices.name_of(number))
+    cupy.cuda.Device(number).use()
+
+
+def _begin(gpu: int) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIFE_S, exit=True)
-    paddle.set_device(devices.name_of(0))
+    use_gpu(gpu)
 
 
-def prefill(pipe: Connection, kind: str, exported: Any, path: str) -> None:
+def prefill(pipe: Connection, gpu: int, kind: str, exported: Any, path: str) -> None:
     """A sender for each engine, until its pipe ends."""
-    _begin()
+    _begin(gpu)
     import cupy
 
     from tests.gpu import delay
 
     spec, blocks, _ = SPECS[kind]
-    cache = DeviceCache(spec, blocks, devices.name_of(0))
+    cache = DeviceCache(spec, blocks, devices.name_of(gpu))
     set_cache(cache, random_bits(spec, blocks, SEED))
     compute = cupy.cuda.Stream(non_blocking=True)
     theirs = PeerBlocks(DeviceCache.attach(spec, exported))
@@ -144,10 +151,10 @@ def prefill(pipe: Connection, kind: str, exported: Any, path: str) -> None:
     _serve(pipe, orders)
 
 
-def decode(pipe: Connection, kind: str, path: str) -> None:
+def decode(pipe: Connection, gpu: int, kind: str, path: str) -> None:
     """A receiver in a process of its own."""
-    _begin()
-    here = GpuDecode(kind, path)
+    _begin(gpu)
+    here = GpuDecode(gpu, kind, path)
     loads: list[Any] = []
 
     def grant(ids: list[int]) -> Any:

@@ -9,6 +9,7 @@ import pickle
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ from tests.gpu.peer_rig import (  # noqa: E402
     prefill,
     set_cache,
     until,
+    use_gpu,
 )
 from tests.schedule.rig import SHORT_S, WAIT_S, assert_same, make_spec, moved, random_bits  # noqa: E402
 
@@ -53,10 +55,32 @@ pytestmark = pytest.mark.skipif(not can_page_lock(), reason="needs a GPU and ope
 KILLS = 4
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """Of the two processes."""
+
+    sender: int
+    receiver: int
+
+
+WAYS = {"one-gpu": Gpus(0, 0), "0-to-1": Gpus(0, 1), "1-to-0": Gpus(1, 0)}
+
+
+@pytest.fixture(params=WAYS)
+def gpus(request: pytest.FixtureRequest) -> Iterator[Gpus]:
+    found = WAYS[request.param]
+    if devices.gpu_count() <= max(found.sender, found.receiver):
+        pytest.skip("there is one GPU")
+    yield found
+    use_gpu(0)
+
+
 @contextlib.contextmanager
-def both(kind: str) -> Iterator[tuple[GpuDecode, Process]]:
-    here = GpuDecode(kind)
-    there = Process(prefill, kind, here.cache.export(), here.listener.path)
+def both(gpus: Gpus, kind: str) -> Iterator[tuple[GpuDecode, Process]]:
+    """The receiver here, the sender in a process of its own."""
+    use_gpu(gpus.receiver)
+    here = GpuDecode(gpus.receiver, kind)
+    there = Process(prefill, gpus.sender, kind, here.cache.export(), here.listener.path)
     try:
         yield here, there
     finally:
@@ -70,9 +94,9 @@ def theirs(kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["odd sizes", "4 KiB", "32 KiB", "256 KiB"])
-def test_every_byte_with_permuted_ids_and_several_in_flight(kind: str) -> None:
+def test_every_byte_with_permuted_ids_and_several_in_flight(gpus: Gpus, kind: str) -> None:
     rng = random.Random(5)
-    with both(kind) as (here, there):
+    with both(gpus, kind) as (here, there):
         spec, sources, targets = SPECS[kind]
         for engine in ENGINES:
             free = rng.sample(range(targets), targets)
@@ -101,9 +125,9 @@ def test_every_byte_with_permuted_ids_and_several_in_flight(kind: str) -> None:
         assert there.ask("close") == 0
 
 
-def test_what_comes_after_what() -> None:
+def test_what_comes_after_what(gpus: Gpus) -> None:
     kind = "32 KiB"
-    with both(kind) as (here, there):
+    with both(gpus, kind) as (here, there):
         layers = range(here.spec.num_layers)
         size_bytes = here.spec.tensor_block_bytes("key")
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -138,9 +162,9 @@ def test_what_comes_after_what() -> None:
         load.wait(WAIT_S)
 
 
-def test_a_block_is_granted_once_and_revoked_in_the_middle() -> None:
+def test_a_block_is_granted_once_and_revoked_in_the_middle(gpus: Gpus) -> None:
     kind = "long"
-    with both(kind) as (here, there):
+    with both(gpus, kind) as (here, there):
         target = list(range(5, 305))
         load, grant = here.receiver.grant(target, timeout_s=WAIT_S)
         with pytest.raises(LeasedError, match="is granted already"):
@@ -171,12 +195,13 @@ def test_a_block_is_granted_once_and_revoked_in_the_middle() -> None:
         assert there.ask("sendings") == 0
 
 
-def test_a_sender_is_killed_at_random_points() -> None:
+def test_a_sender_is_killed_at_random_points(gpus: Gpus) -> None:
     rng, kind, ends = random.Random(11), "long", []
-    here = GpuDecode(kind)
+    use_gpu(gpus.receiver)
+    here = GpuDecode(gpus.receiver, kind)
     try:
         for number in range(KILLS):
-            there = Process(prefill, kind, here.cache.export(), here.listener.path)
+            there = Process(prefill, gpus.sender, kind, here.cache.export(), here.listener.path)
             assert there.ask("sendings") == 0  # it is there
             target = list(range(300))
             load, grant = here.receiver.grant(target, timeout_s=WAIT_S)
@@ -209,19 +234,17 @@ def test_a_sender_is_killed_at_random_points() -> None:
         here.close()
 
 
-def test_a_receiver_is_killed_at_random_points(tmp_path: Path) -> None:
-    import paddle
-
+def test_a_receiver_is_killed_at_random_points(gpus: Gpus, tmp_path: Path) -> None:
     rng, kind, ends = random.Random(12), "long", []
     spec, blocks, _ = SPECS[kind]
-    paddle.set_device(devices.name_of(0))
-    cache = DeviceCache(spec, blocks, devices.name_of(0))
+    use_gpu(gpus.sender)
+    cache = DeviceCache(spec, blocks, devices.name_of(gpus.sender))
     set_cache(cache, theirs(kind))
     delay.warm_up()
     os.chmod(tmp_path, 0o700)
     for number in range(KILLS // 2):
         path = str(tmp_path / f"r{number}")
-        there = Process(decode, kind, path)
+        there = Process(decode, gpus.receiver, kind, path)
         exported, grant = there.ask("exported"), there.ask("grant", list(range(300)))
         blocks_there = PeerBlocks(DeviceCache.attach(spec, exported))
         compute = cupy.cuda.Stream(non_blocking=True)

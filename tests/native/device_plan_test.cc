@@ -41,6 +41,7 @@ struct Caches {
             kOtherBlocks,
             kLayers,
             2,
+            0,
             pointers[0].data(),
             pointers[1].data(),
             strides[0].data(),
@@ -58,9 +59,12 @@ std::string Refusal(const Caches& caches) {
 
 void APlanHasWhatItWasGiven() {
   CHECK(cudaSetDevice(kDevice) == cudaSuccess);
-  const Caches caches(0);
+  Caches caches(0);
   std::shared_ptr<TransferPlan> plan;
-  CHECK(MakeDevicePlan(caches.plan, &plan).empty());
+  caches.plan.on_other_gpu = 1;
+  CHECK(MakeDevicePlan(caches.plan, &plan).empty() && plan->on_other_gpu);
+  caches.plan.on_other_gpu = 0;
+  CHECK(MakeDevicePlan(caches.plan, &plan).empty() && !plan->on_other_gpu);
   CHECK(plan->device == kDevice && plan->inside_device && plan->device_blocks == kBlocks);
   CHECK(plan->host_blocks == kOtherBlocks && plan->layer_count == kLayers && plan->tensors_per_layer == 2);
   CHECK(plan->tensors.size() == 2 * kLayers);

@@ -17,6 +17,7 @@
 #include "fake_cuda.h"
 #include "paddle_kv/swap/transfer_layers.h"
 #include "paddle_kv/transfer/copy_segments.h"
+#include "paddle_kv/transfer/engine.h"
 #include "paddle_kv/transfer/transfer_plan.h"
 #include "queue_rig.h"
 
@@ -66,11 +67,13 @@ struct Pools {
   std::vector<std::uint8_t> device, host;
 
   Pools(const std::vector<std::int64_t>& sizes, std::int64_t layer_count, std::int64_t device_blocks,
-        std::int64_t host_blocks, bool block_first)
+        std::int64_t host_blocks, bool block_first, bool inside_device = false, bool on_other_gpu = false)
       : layers(layer_count) {
     constexpr std::int64_t kGap = 40;
     auto plan = std::make_shared<TransferPlan>();
     plan->device = 0;
+    plan->inside_device = inside_device;
+    plan->on_other_gpu = on_other_gpu;
     plan->device_blocks = device_blocks;
     plan->host_blocks = host_blocks;
     plan->layer_count = layers;
@@ -586,6 +589,27 @@ void BulkCopiesNeedKernelsThatHaveThem() {
   CHECK(!has(90, 90, 99 << 10));
 }
 
+// The fake GPU has 100 multiprocessors.
+void KernelsBetweenCachesAreWideUnlessTheModelRuns() {
+  const auto ctas = [](const Pools& pools, bool beside_compute) {
+    cudaStream_t stream = MakeFakeStream();
+    const auto plan = FindTransferPlan(pools.number);
+    const std::vector<Run> runs = {{0, 0, 3}};
+    Event event;
+    const std::int64_t record = event.handle();
+    EngineWork work = {plan.get(), Direction::kDeviceToHost, &runs, 0, pools.layers, pools.layers, &record};
+    work.beside_compute = beside_compute;
+    CHECK(MakeKernelEngine(0)->Copy(work, {0, Handle(stream)}).ok());
+    WaitFor(event.event);
+    DestroyFakeStream(stream);
+    return CtasOfLastKernel();
+  };
+  const Pools host({64}, 2, 4, 4, false), same({64}, 2, 4, 4, false, true), other({64}, 2, 4, 4, false, true, true);
+  CHECK(ctas(host, false) == 0 && ctas(host, true) == 0);
+  CHECK(ctas(same, false) == 100 && ctas(other, false) > 8);
+  CHECK(ctas(same, true) <= 8 && ctas(other, true) <= 8 && ctas(same, true) > 0 && ctas(other, true) > 0);
+}
+
 // Nobody would catch there what is thrown.
 void WhatHasLandedNeedsNoMemory() {
   Pools pools({64}, 1, 4, 4, false);
@@ -621,6 +645,7 @@ const Test kTests[] = {
     {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
     {"a_capture_in_another_thread_is_not_broken", ACaptureInAnotherThreadIsNotBroken},
     {"bulk_copies_need_kernels_that_have_them", BulkCopiesNeedKernelsThatHaveThem},
+    {"kernels_between_caches_are_wide_unless_the_model_runs", KernelsBetweenCachesAreWideUnlessTheModelRuns},
     {"what_has_landed_needs_no_memory", WhatHasLandedNeedsNoMemory},
 };
 

@@ -29,6 +29,7 @@ struct Copied {
   EngineKind engine;
   std::int64_t blocks;
   bool records;
+  bool beside_compute;
 };
 
 inline std::mutex log_mutex;
@@ -72,7 +73,7 @@ class RecordingEngine : public Engine {
       std::int64_t blocks = 0;
       for (const Run& run : *work.runs) blocks += run.length;
       copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer, kind_, blocks,
-                        work.record_events != nullptr});
+                        work.record_events != nullptr, work.beside_compute});
     }
     if (before_copy) {
       const Status status = before_copy(work, where);
@@ -121,10 +122,11 @@ struct Plan {
   std::int64_t blocks, block_bytes, layers;
   std::vector<std::vector<std::uint8_t>> device, host;
 
-  Plan(std::int64_t layer_count, std::int64_t bytes, bool in_ram, int on_device = 0)
+  Plan(std::int64_t layer_count, std::int64_t bytes, bool in_ram, int on_device = 0, bool inside_device = false)
       : blocks(number + (in_ram ? 10 : 1 << 20)), block_bytes(bytes), layers(layer_count) {
     auto plan = std::make_shared<TransferPlan>();
     plan->device = on_device;
+    plan->inside_device = inside_device;
     plan->device_blocks = plan->host_blocks = blocks;
     plan->layer_count = layers;
     plan->tensors_per_layer = 1;

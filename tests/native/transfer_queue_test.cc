@@ -392,6 +392,57 @@ void WhatFollowsGoesToTheSameEngine() {
   DestroyFakeStream(compute);
 }
 
+// Megabytes take a kernel between caches as long as one piece takes the copy engine.
+void BetweenCachesKernelsCopyAllButLargePieces() {
+  const auto chosen = [](std::int64_t piece_bytes, bool on_other_gpu, bool beside_compute) {
+    PieceSizes sizes;
+    sizes.both.Add(piece_bytes, 10);
+    return ChooseEngineBetweenCaches(sizes, on_other_gpu, beside_compute);
+  };
+  for (const std::int64_t kib : {4, 32, 128, 256}) {
+    for (const bool on_other_gpu : {false, true}) {
+      for (const bool beside : {false, true}) CHECK(chosen(kib << 10, on_other_gpu, beside) == EngineKind::kKernel);
+    }
+  }
+  for (const bool on_other_gpu : {false, true}) {
+    for (const bool beside : {false, true}) CHECK(chosen(64 << 20, on_other_gpu, beside) == EngineKind::kCopyEngine);
+  }
+  CHECK(chosen(4 << 20, false, false) == EngineKind::kKernel);
+  CHECK(chosen(4 << 20, false, true) == EngineKind::kCopyEngine);
+}
+
+// 400 MiB: one call between caches, which has a bound for other transfers' sake; as soon as compute is seen, it is
+// told.
+void BetweenCachesCallsAreLongAndToldOfCompute() {
+  Plan plan(4, 1 << 20, false, 0, true);
+  Submission save;
+  save.direction = Direction::kDeviceToHost;
+  save.device_ids.clear(), save.host_ids.clear();
+  for (int i = 0; i < 100; ++i) save.device_ids.push_back(3 * i), save.host_ids.push_back(2 * i);
+  OpenStream stream;
+  std::this_thread::sleep_for(milliseconds(30));  // what was seen before is forgotten
+  ClearLog();
+  Transfer alone(plan, stream.handle(), save);
+  CHECK(alone.Wait() == 0);
+  auto log = Log();
+  CHECK(log.size() == 1 && log[0].end_layer == 4 && log[0].engine == EngineKind::kKernel && !log[0].beside_compute);
+
+  cudaStream_t compute = MakeFakeStream();
+  Event computed;
+  Gate busy(compute);
+  CHECK(cudaEventRecord(computed.event, compute) == cudaSuccess);
+  save.waits = {{}, {}, {computed.handle()}, {}};
+  ClearLog();
+  Transfer beside(plan, stream.handle(), save);
+  WaitUntil([] { return Log().size() == 2; });
+  busy.Open();
+  CHECK(beside.Wait() == 0);
+  log = Log();
+  CHECK(log[0].end_layer == 2 && !log[0].beside_compute);
+  CHECK(log[1].first_layer == 2 && log[1].end_layer == 4 && log[1].beside_compute);
+  DestroyFakeStream(compute);
+}
+
 void NoCallOfTheCopyEngineIsLargerThanItsBound() {
   const auto calls = [](std::int64_t layers, std::int64_t block_bytes, int blocks) {
     Plan plan(layers, block_bytes, false);
@@ -808,6 +859,8 @@ const Test kTests[] = {
     {"large_layers_go_to_the_copy_engine_in_parts", LargeLayersGoToTheCopyEngineInParts},
     {"a_transfer_begins_with_its_first_part", ATransferBeginsWithItsFirstPart},
     {"what_follows_goes_to_the_same_engine", WhatFollowsGoesToTheSameEngine},
+    {"between_caches_kernels_copy_all_but_large_pieces", BetweenCachesKernelsCopyAllButLargePieces},
+    {"between_caches_calls_are_long_and_told_of_compute", BetweenCachesCallsAreLongAndToldOfCompute},
     {"no_call_of_the_copy_engine_is_larger_than_its_bound", NoCallOfTheCopyEngineIsLargerThanItsBound},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},

@@ -18,7 +18,7 @@ from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
 
 class Heard:
-    """``told``: ranges of layers, and the transfer at its end."""
+    """``told``: lists of layers, and the transfer at its end."""
 
     def __init__(self, scheduler: LayerwiseScheduler) -> None:
         self.scheduler = scheduler
@@ -37,8 +37,13 @@ class Heard:
         save: Transfer = change(self.scheduler, section)
         return save
 
-    def next(self, count: int = 1) -> list[Any]:
-        return [self.told.get(timeout=WAIT_S) for _ in range(count)]
+    def next(self, num_layers: int, *, end: bool = False) -> list[Any]:
+        """So many layers, and the transfer, in whatever portions."""
+        layers: list[Any] = []
+        while len(layers) < num_layers + end:
+            what = self.told.get(timeout=WAIT_S)
+            layers += what if isinstance(what, list) else [what]
+        return layers
 
 
 def test_each_group_is_told_once_while_later_ones_are_on_their_way(rig: Rig, copies: Copies) -> None:
@@ -50,14 +55,13 @@ def test_each_group_is_told_once_while_later_ones_are_on_their_way(rig: Rig, cop
         assert save.unmarked_layers == [0, 1, 2, 3, 4]
         for layer in (4, 0, 1, 2, 3):
             save.mark_layer_written(layer)
-        assert sorted(heard.next(2), key=lambda layers: layers.start) == [range(2), range(4, 5)]
+        assert heard.next(3) == [4, 0, 1]
         with pytest.raises(queue.Empty):
             heard.told.get(timeout=SHORT_S)
         copies.go_on()
         save.wait(WAIT_S)
-        last = heard.next(2)  # in either order
-        assert range(2, 4) in last
-        assert save._movement in last
+        last = heard.next(2, end=True)
+        assert last in ([2, 3, save._movement], [save._movement, 2, 3])
         assert threading.current_thread() not in heard.threads
     assert heard.told.empty()
     rig.expect_offload([3, 1], [2, 7])
@@ -77,16 +81,39 @@ def test_a_group_that_failed_is_not_told_and_nothing_is_kept_or_logged(
             save.mark_layer_written(layer)
         copies.go_on()
         save.wait_over(WAIT_S)
-        told = heard.next(5)
+        told = heard.next(4, end=True)
         assert movement in told
-        assert [one for one in told if one is not movement] == [range(1), range(1, 2), range(3, 4), range(4, 5)]
+        assert [one for one in told if one is not movement] == [0, 1, 3, 4]
         assert movement.state is State.FAILED
 
         error = movement.events[2].error
-        layer_ends._passed(heard.hear, movement, (), 2)  # heard of late
+        late = layer_ends._LayerEnds(heard.hear)
+        late._report(movement, (), 2)
+        late._report(movement, (), 1)
+        assert heard.next(1) == [1]
         assert error.__traceback__ is None
-        layer_ends._passed(heard.hear, movement, (), 1)
-        assert heard.next() == [range(1, 2)]
         assert save.error is not None  # asked for: it is not logged
     assert heard.told.empty()
     assert caplog.messages == []
+
+
+def test_what_ends_while_the_keeper_is_busy_is_told_by_one_call(rig: Rig, copies: Copies) -> None:
+    copies.hold("offload", 1)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        heard = Heard(scheduler)
+        save = heard.start(scheduler.plan("offload", [3, 1], [2, 7]))
+        for layer in range(5):
+            save.mark_layer_written(layer)
+        assert heard.next(1) == [0]
+        busy, is_busy = threading.Event(), threading.Event()
+        change(scheduler, lambda: None)  # all marks were noted
+        scheduler.group.host.post(lambda: is_busy.set() or busy.wait(WAIT_S))
+        assert is_busy.wait(WAIT_S)
+        [ends] = save._movement.followers
+        assert isinstance(ends, layer_ends._LayerEnds)
+        copies.go_on()
+        while len(ends._passed) < 4:
+            assert save._movement.events[4].wait(WAIT_S)
+        busy.set()
+        assert heard.told.get(timeout=WAIT_S) == [1, 2, 3, 4]
+        save.wait(WAIT_S)

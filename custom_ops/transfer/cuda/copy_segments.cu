@@ -136,7 +136,7 @@ struct InsideDevice {
   static constexpr int kStoreStages = 1;
   static constexpr bool kUntilWritten = false;
 };
-// Whole transfers inside the device, or to another one: half of the multiprocessors take all of the memory's bandwidth.
+// Whole transfers inside the device, or to another one. The caller says how many CTAs: one fills a multiprocessor.
 struct CacheToCache {
   static constexpr int kCtas = 64;
   static constexpr int kWarps = 4;
@@ -241,7 +241,7 @@ template <class Shape>
 class Batches {
  public:
   __device__ Batches(const SegmentCopy& copy, BulkShared<Shape>& shared, int warp, int lane)
-      : copy_(copy), shared_(shared), lane_(lane), cursor_(copy, warp, Shape::kCtas * Shape::kWarps) {
+      : copy_(copy), shared_(shared), lane_(lane), cursor_(copy, warp, gridDim.x * Shape::kWarps) {
     FetchIds();
     Take();
   }
@@ -419,14 +419,20 @@ Segment CutSegment(const BlockRows& rows, std::int64_t first_pair, std::int64_t 
   return segment;
 }
 
-int WarpsOf(bool bulk, Direction direction) {
-  if (!bulk) return kWordCtas * kWordThreads / kWarpLanes;
-  return WithShape(direction, [](auto shape) { return shape.kCtas * shape.kWarps; });
+int CtasOf(const SegmentCopy& copy, bool bulk, Direction direction) {
+  if (copy.ctas > 0) return copy.ctas;
+  return bulk ? WithShape(direction, [](auto shape) { return shape.kCtas; }) : kWordCtas;
+}
+
+int WarpsOf(const SegmentCopy& copy, bool bulk, Direction direction) {
+  const int warps = bulk ? WithShape(direction, [](auto shape) { return shape.kWarps; }) : kWordThreads / kWarpLanes;
+  return CtasOf(copy, bulk, direction) * warps;
 }
 
 Status LaunchCopySegments(const SegmentCopy& copy, bool bulk, Direction direction, const DeviceStream& where) {
+  const int ctas = CtasOf(copy, bulk, direction);
   if (!bulk) {
-    CopySegmentsByWords<<<kWordCtas, kWordThreads, 0, StreamOf(where)>>>(copy);
+    CopySegmentsByWords<<<ctas, kWordThreads, 0, StreamOf(where)>>>(copy);
     return LaunchStatus("CopySegmentsByWords");
   }
   return WithShape(direction, [&](auto shape) -> Status {
@@ -436,7 +442,7 @@ Status LaunchCopySegments(const SegmentCopy& copy, bool bulk, Direction directio
     // A multiprocessor changes its share of shared memory only when it is empty: a kernel that needs more would wait.
     PADDLE_KV_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
-    kernel<<<Shape::kCtas, Shape::kWarps * kWarpLanes, kSharedBytes<Shape>, StreamOf(where)>>>(copy);
+    kernel<<<ctas, Shape::kWarps * kWarpLanes, kSharedBytes<Shape>, StreamOf(where)>>>(copy);
     return LaunchStatus("CopySegmentsByBulk");
   });
 }

@@ -63,6 +63,7 @@ std::string MakeDevicePlan(const PaddleKvDevicePlan& given, std::shared_ptr<Tran
   auto plan = std::make_shared<TransferPlan>();
   plan->device = static_cast<int>(given.device);
   plan->inside_device = true;
+  plan->on_other_gpu = given.on_other_gpu != 0;
   plan->device_blocks = given.device_blocks;
   plan->host_blocks = given.other_blocks;
   plan->layer_count = given.layer_count;

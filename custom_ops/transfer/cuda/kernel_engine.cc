@@ -69,6 +69,7 @@ class KernelEngine : public Engine {
     copy.segments = reinterpret_cast<const Segment*>(copy.target_ids + pairs);
     copy.segment_count = static_cast<int>(rows.size());
     copy.segments_per_group = static_cast<int>(work.layers_per_event * work.plan->tensors_per_layer);
+    if (work.plan->inside_device) copy.ctas = CtasBetweenCaches(work);
     const cudaStream_t stream = StreamOf(where);
     Status status = table->Upload(table_bytes, stream);
     if (status.ok()) {
@@ -85,7 +86,7 @@ class KernelEngine : public Engine {
     copy.done = counters_;
     copy.signal_count = groups - 1;  // the last group ends with the kernel
     PADDLE_KV_RETURN_IF_ERROR(LaunchCopySegments(copy, bulk, direction, where));
-    for (int g = 0; g < copy.signal_count; ++g) reached_[g] += WarpsOf(bulk, direction);
+    for (int g = 0; g < copy.signal_count; ++g) reached_[g] += WarpsOf(copy, bulk, direction);
     for (int g = 0; g < copy.signal_count; ++g) {
       PADDLE_KV_RETURN_IF_ERROR(WaitUntilReached(counters_ + g, reached_[g], events_stream_.get()));
       PADDLE_KV_CUDA(cudaEventRecord(EventOf(record_events[g]), events_stream_.get()));
@@ -106,8 +107,15 @@ class KernelEngine : public Engine {
     return {};
   }
 
+  // Beside compute few: each takes a multiprocessor from products whose CTAs fill one.
+  int CtasBetweenCaches(const EngineWork& work) const {
+    if (work.beside_compute) return kCtasBesideCompute;
+    return work.plan->on_other_gpu ? std::min(kCtasToOtherGpu, multiprocessors_) : multiprocessors_;
+  }
+
   Status SetUp() {
     if (counters_ != nullptr) return {};
+    PADDLE_KV_CUDA(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_));
     PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(device_, &has_bulk_copies_));
     int lowest = 0;
     int highest = 0;
@@ -136,8 +144,11 @@ class KernelEngine : public Engine {
   }
 
   static constexpr std::size_t kSmallestCounters = 256;
+  static constexpr int kCtasBesideCompute = 8;
+  static constexpr int kCtasToOtherGpu = 64;
 
   int device_;
+  int multiprocessors_ = 0;
   bool has_bulk_copies_ = false;
   bool can_wait_ = false;
   CudaStream events_stream_;  // where events are recorded while the kernel runs on

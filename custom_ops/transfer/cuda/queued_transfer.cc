@@ -11,6 +11,7 @@ namespace {
 // others are kernels, which run beside each other, and their calls are worth more when they are long.
 constexpr std::int64_t kCopyEngineBytes = 16 << 20;
 constexpr std::int64_t kKernelBytes = 64 << 20;
+constexpr std::int64_t kKernelBytesBetweenCaches = 512 << 20;  // which take as long
 
 }  // namespace
 
@@ -61,24 +62,26 @@ bool QueuedTransfer::FollowsAtOnce(std::int64_t group) const {
   return group < end_copied_ && first_wait[group] == first_wait[group + 1];
 }
 
-std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) {
-  return engine == EngineKind::kCopyEngine ? kCopyEngineBytes : kKernelBytes;
+std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) const {
+  if (engine == EngineKind::kCopyEngine) return kCopyEngineBytes;
+  return plan->inside_device ? kKernelBytesBetweenCaches : kKernelBytes;
 }
 
 EngineKind QueuedTransfer::NextEngine(bool beside_compute, const EngineThresholds& thresholds) const {
   if (more_follows_) return last_engine_;
   if (next_group < end_without_memory) return EngineKind::kCopyEngine;
   if (engine != EngineKind::kAuto) return engine;
-  return plan->inside_device ? ChooseEngineInsideDevice(sizes_)
+  return plan->inside_device ? ChooseEngineBetweenCaches(sizes_, plan->on_other_gpu, beside_compute)
                              : ChooseEngine(sizes_, direction, beside_compute, thresholds);
 }
 
-Step QueuedTransfer::NextStep(EngineKind by) const {
+Step QueuedTransfer::NextStep(EngineKind by, bool beside_compute) const {
   const std::int64_t largest = LargestBytes(by);
   std::int64_t group = next_group;
   Step step;
   step.first_group = group;
   step.engine = by;
+  step.beside_compute = beside_compute;
   if (by == EngineKind::kCopyEngine && GroupBytes(group) > largest) {
     step.blocks = BlocksOfPart(largest);
     step.begins = submitted_blocks_ == 0;

@@ -24,9 +24,8 @@ void StreamFeeder::UpdateFlights() {
   }
 }
 
-bool StreamFeeder::HasRoom(EngineKind engine) const {
-  return flights_.size() < kFewestInFlight ||
-         bytes_in_flight_ < QueuedTransfer::LargestBytes(engine) * (kCallsInFlight - 1);
+bool StreamFeeder::HasRoom(std::int64_t largest_bytes) const {
+  return flights_.size() < kFewestInFlight || bytes_in_flight_ < largest_bytes * (kCallsInFlight - 1);
 }
 
 Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_compute_busy) {
@@ -42,6 +41,7 @@ Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_comp
     PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
   }
   if (step->begins && step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
+  step->beside_compute |= *was_compute_busy;
   PADDLE_KV_RETURN_IF_ERROR(Copy(transfer, step));
   if (idle_events_.empty()) {
     idle_events_.reserve(flights_.size() + 1);  // room for all that there are: they come back where nothing may throw
@@ -66,7 +66,8 @@ Status StreamFeeder::Copy(QueuedTransfer& transfer, Step* step) {
                            transfer.FirstLayer(step->end_group),
                            transfer.layers_per_event,
                            step->ends ? &transfer.record_events[step->first_group] : nullptr,
-                           step->more_follows};
+                           step->more_follows,
+                           step->beside_compute};
   Engine& engine = EngineOf(step->engine);
   const Status status = engine.Copy(work, where_);
   if (status.code != cudaErrorMemoryAllocation || transfer.engine != EngineKind::kAuto ||

@@ -250,9 +250,10 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
     return Fed::kStep;
   }
   const Device& device = devices_.find(stream.feeder.where().device)->second;
-  const EngineKind engine = transfer.NextEngine(Clock::now() - device.compute_seen < kComputeSeen, device.thresholds);
-  if (!stream.feeder.HasRoom(engine)) return Fed::kHeldBack;
-  SubmitStep(lock, stream, transfer.NextStep(engine));
+  const bool beside_compute = Clock::now() - device.compute_seen < kComputeSeen;
+  const EngineKind engine = transfer.NextEngine(beside_compute, device.thresholds);
+  if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
+  SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));
   return Fed::kStep;
 }
 

@@ -30,7 +30,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxPitch,
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMultiProcessorCount
 };
 struct cudaFuncAttributes {
   int ptxVersion;

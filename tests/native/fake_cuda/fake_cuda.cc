@@ -416,6 +416,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     case cudaDevAttrComputeCapabilityMinor:
       *value = 0;
       break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 100;
+      break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = shared_bytes;
       break;

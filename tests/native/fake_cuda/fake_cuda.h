@@ -59,6 +59,9 @@ void SetStreamsFail(bool fail);
 // Calls of the driver that copy many pieces.
 int BatchesMade();
 
+// CTAs of the last kernel that copies segments; 0: as many as it likes.
+int CtasOfLastKernel();
+
 // No stream can wait for a counter in memory.
 void SetCounterWaitsFail(bool fail);
 

@@ -1,5 +1,6 @@
 // What the engines launch, done by the threads of fake streams: the kernel of copy_segments.h, waits for its counters,
 // and lists of copies.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -14,8 +15,9 @@
 namespace paddle_kv {
 namespace {
 
-constexpr int kWarps = 3;
+constexpr int kWarpsOfCta = 3;
 
+std::atomic<int> last_ctas{0};
 std::atomic<bool> counter_waits_fail{false};
 
 std::atomic<std::uint32_t>& Counter(std::uint32_t* counter) {
@@ -25,7 +27,7 @@ std::atomic<std::uint32_t>& Counter(std::uint32_t* counter) {
 void CopySegments(const SegmentCopy& copy) {
   int sent = 0;
   const auto send = [&](int group) {
-    for (; sent < copy.signal_count && sent < group; ++sent) Counter(copy.done + sent) += kWarps;
+    for (; sent < copy.signal_count && sent < group; ++sent) Counter(copy.done + sent) += WarpsOf(copy, true, {});
   };
   for (int s = 0; s < copy.segment_count; ++s) {
     send(s / copy.segments_per_group);
@@ -59,10 +61,11 @@ Segment CutSegment(const BlockRows& rows, std::int64_t first_pair, std::int64_t 
   return segment;
 }
 
-int WarpsOf(bool, Direction) { return kWarps; }
+int WarpsOf(const SegmentCopy& copy, bool, Direction) { return kWarpsOfCta * std::max(1, copy.ctas); }
 
 Status LaunchCopySegments(const SegmentCopy& copy, bool, Direction, const DeviceStream& where) {
   const InsideFakeCuda inside;
+  last_ctas = copy.ctas;
   return ToStatus(Launch(StreamOf(where), [copy] { CopySegments(copy); }), "CopySegments");
 }
 
@@ -89,4 +92,5 @@ Status MemcpyBatchCuda(const CopyPair* pairs, std::int64_t pair_count, bool, con
 
 }  // namespace paddle_kv
 
+int CtasOfLastKernel() { return paddle_kv::last_ctas; }
 void SetCounterWaitsFail(bool fail) { paddle_kv::counter_waits_fail = fail; }

@@ -32,6 +32,7 @@ struct SegmentCopy {
   std::uint32_t* done;
   int segments_per_group;
   int signal_count;
+  int ctas;  // of the launch; 0: as many as are best over the link to the host
 };
 
 // Bulk copies need kernels that were compiled for sm_90 or newer, the shared memory of a server's GPU, and multiples of
@@ -46,7 +47,7 @@ Segment CutSegment(const BlockRows& rows, std::int64_t first_pair, std::int64_t 
                    Direction direction);
 
 // How much each done[g] grows.
-int WarpsOf(bool bulk, Direction direction);
+int WarpsOf(const SegmentCopy& copy, bool bulk, Direction direction);
 
 Status LaunchCopySegments(const SegmentCopy& copy, bool bulk, Direction direction, const DeviceStream& where);
 

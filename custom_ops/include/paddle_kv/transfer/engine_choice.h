@@ -53,6 +53,6 @@ EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool besid
                         const EngineThresholds& thresholds);
 
 // The same where both sides lie on GPUs.
-EngineKind ChooseEngineInsideDevice(const PieceSizes& sizes);
+EngineKind ChooseEngineBetweenCaches(const PieceSizes& sizes, bool on_other_gpu, bool beside_compute);
 
 }  // namespace paddle_kv

@@ -37,6 +37,7 @@ struct PaddleKvDevicePlan {
   std::int64_t other_blocks;
   std::int64_t layer_count;
   std::int64_t tensors_per_layer;
+  std::int64_t on_other_gpu;  // whether the other cache lies on another GPU; 1 or 0
   const std::int64_t* device_pointers;
   const std::int64_t* other_pointers;
   const std::int64_t* device_strides;

@@ -24,6 +24,7 @@ struct Step {
   bool begins = true;         // nothing of the groups has been submitted before
   bool ends = true;           // nothing of them is left: their events can be recorded
   bool more_follows = false;  // the next step on the stream is of the same transfer and engine, and waits for nothing
+  bool beside_compute = false;
 
   // The end of the groups whose events are recorded behind this step.
   std::int64_t RecordedEnd() const { return ends ? end_group : first_group; }
@@ -38,7 +39,7 @@ class QueuedTransfer {
 
   // What is next, for the engine that NextEngine has named.
   EngineKind NextEngine(bool beside_compute, const EngineThresholds& thresholds) const;
-  Step NextStep(EngineKind engine) const;
+  Step NextStep(EngineKind engine, bool beside_compute) const;
   // Whether the next group is copied, if nothing fails.
   bool IsCopied() const { return failure.ok() && next_group < end_copied_; }
   // The next group alone, of which nothing is copied (any more).
@@ -53,7 +54,7 @@ class QueuedTransfer {
   std::int64_t Drop();
 
   // How many bytes an engine is given in one call.
-  static std::int64_t LargestBytes(EngineKind engine);
+  std::int64_t LargestBytes(EngineKind engine) const;
 
   std::int64_t number = 0;  // in the order of the calls
   std::int64_t token;

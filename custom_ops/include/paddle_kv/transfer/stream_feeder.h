@@ -29,8 +29,8 @@ class StreamFeeder {
 
   // Asks CUDA which calls have ended.
   void UpdateFlights();
-  // Whether one more call may be in flight.
-  bool HasRoom(EngineKind engine) const;
+  // Whether one more call may be in flight, of calls that have so many bytes at most.
+  bool HasRoom(std::int64_t largest_bytes) const;
 
   // Enqueues the step with its waits and events; may turn it into one of which nothing was submitted, for another
   // engine. `was_compute_busy`: something that it has to wait for is still to come. Throws std::bad_alloc.

@@ -22,6 +22,7 @@ struct LayerTensor {
 struct TransferPlan {
   int device = -1;             // CUDA ordinal; -1: the "device" cache is in RAM
   bool inside_device = false;  // the "host" side lies on a GPU too: the cache of another process
+  bool on_other_gpu = false;   // and that is not `device`
   std::int64_t device_blocks = 0;
   std::int64_t host_blocks = 0;
   std::int64_t layer_count = 0;
