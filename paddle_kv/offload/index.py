@@ -141,7 +141,7 @@ class BlockIndex(Generic[Key]):
             for slot in left:
                 self.ended.gone(slot)
             free_slots += left
-            self._tell_anew(admitted)
+            self._tell_anew(keys)  # it may have heard of any of them
             raise
         finally:
             self.unpin([*there, *list(admitted)[1:]])
@@ -196,23 +196,19 @@ class BlockIndex(Generic[Key]):
                 free -= 1
                 slot = free_slots.pop()
             else:
-                try:
-                    victim = make_room(key, pins)
-                except BaseException:
-                    self._forget(key)  # it may have been let in
-                    raise
-                told = replace is not None and victim is not None and victim != key
-                if victim is not None and victim == key:
+                victim = make_room(key, pins)
+                if victim == key:
                     victim = None  # the policy would rather have it stay away
-                elif victim is not None and (victim not in slots or victim in pins):
+                told = replace is not None and victim is not None
+                if victim is not None and (victim not in slots or victim in pins):
                     if told:
-                        self._forget(key)
+                        self._policy.on_remove(key)
                     victim, told = self._another_victim(victim), False
                 if victim is None:
                     if not admitted:
                         continue
                     victim = next(iter(admitted))  # all are held, this one since before it was dropped
-                    self._forget(victim)
+                    self._policy.on_remove(victim)
                 if victim in admitted:
                     self._take_back(victim, admitted)
                 else:

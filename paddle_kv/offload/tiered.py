@@ -111,9 +111,8 @@ class TieredBooks(Books):
         deadline = Deadline(timeout_s)
         step = self._most_held()
         left: list[bytes] = change(self, self._present)
-        for start in range(0, len(left), step) if self.below.keeps_room else [0]:
-            if self.below.keeps_room:
-                change(self, functools.partial(self._offer_here, left[start : start + step]))
+        for start in range(0, max(1, len(left)), step):  # without any, others may be on their way
+            change(self, functools.partial(self._offer_here, left[start : start + step]))
             if not self.below.drain(deadline.left_s()):
                 raise TimeoutError(f"blocks were not handed to the tier after timeout_s = {timeout_s}")
             with contextlib.suppress(ClosedError):
@@ -191,10 +190,10 @@ class TieredBooks(Books):
         self.settle()
         states = self._walk(keys, below)
         hashes = keys[: len(states)]
-        present = [key for key, state in zip(hashes, states, strict=True) if state is BlockState.PRESENT]
+        present = [keys[i] for i, state in enumerate(states) if state is BlockState.PRESENT]
         self.directory.lookup(present, prompt=keys).hand_over()  # the lease has a guard of its own
         self.directory.counters["looked_up_blocks"] += len(keys) - len(present)
-        self.index.pin(key for key, state in zip(hashes, states, strict=True) if state is not BlockState.PRESENT)
+        self.index.pin(keys[i] for i, state in enumerate(states) if state is not BlockState.PRESENT)
         self.counts["tier_hit_blocks"] += len(hashes) - len(present)
         slots = self.index.slots
         if self._has_events:
@@ -205,9 +204,8 @@ class TieredBooks(Books):
     def _note_hint(self, keys: list[bytes], states: list[BlockState], below: Set[bytes]) -> None:
         """What a tier finds when it starts, and what it evicts, is heard of when somebody asks for it."""
         self.directory.tier_stored(self.below.name, [key for key in keys if key in below])
-        gap = keys[len(states) : len(states) + 1]
-        if gap and gap[0] not in self.index.slots and gap[0] not in below:
-            self._forget_tier(gap)
+        gap = keys[len(states) :][:1]  # behind it nobody may have asked
+        self._forget_tier([key for key in gap if key not in below])
 
     def states(self, keys: list[bytes], below: Set[bytes]) -> list[BlockState]:
         return super().states(keys, self.below.not_forgotten(below))
@@ -229,6 +227,7 @@ class TieredBooks(Books):
                 f"{len(coming)} of the blocks are being brought by a prefetch or a save; compute instead"
             )
         absent = [position for position, key in enumerate(keys) if key not in slots]
+        there = [position for position, key in enumerate(keys) if key in slots]
         if not absent:
             return self.onload(keys, device_ids, compute), None
         gone = [keys[position] for position in absent if keys[position] not in below]
@@ -240,11 +239,9 @@ class TieredBooks(Books):
         self.index.pin(keys)  # none of them makes room for the others
         try:
             jobs.append(self._plan_from_tier(wanted, [device_ids[position] for position in absent]))
-            there = sorted(set(range(len(keys))).difference(absent))
             if there:
                 jobs.append(self.directory.plan_load([keys[i] for i in there], [device_ids[i] for i in there]))
-            of_key = dict(zip(wanted, jobs[0].host_slots, strict=True))
-            host_ids = [of_key[key] if key in of_key else slots[key] for key in keys]
+            host_ids = [slots[key] for key in keys]
             arrival = loading.Arrival()
             timed = self.below.timed(arrival, len(wanted))
             reading = TierJob(wanted, list(jobs[0].host_slots), timeout_s=self.timeout_s, observer=timed)
@@ -303,13 +300,13 @@ class TieredBooks(Books):
             self.directory.following.difference_update(job.keys)
         slots, failed = self.index.slots, set(result.failed)
         good = {
-            key: slot
-            for position, (key, slot) in enumerate(zip(job.keys, job.host_slots, strict=True))
-            if position not in failed and slots.get(key) == slot
+            key: job.host_slots[i]
+            for i, key in enumerate(job.keys)
+            if i not in failed and slots.get(key) == job.host_slots[i]
         }
         if job.tier is not None:
             self.counts["tier_lost_blocks"] += len(failed)
-            if self.below.when == "exclusive" and good:
+            if self.below.when == "exclusive":
                 self.below.moved_up(list(good))
             if not self._has_events:
                 self._forget_tier(job.keys)
@@ -342,11 +339,10 @@ class TieredBooks(Books):
         pool, index = self.slots.pool, self.index
         free = min(index.capacity_blocks - len(index.slots), pool.count_free_here())
         missing = max(1, index.capacity_blocks // RESERVE_SHARE) - free - len(self.below.storing)
-        if missing > 0:
-            self.take_out(missing)
+        self.take_out(missing)
 
     def take_out(self, num_blocks: int) -> int:
-        """Lets go of blocks that nothing holds; they are offered to the tier."""
+        """Lets go of up to so many blocks that nothing holds; they are offered to the tier."""
         try:
             taken = self.index.take_out(num_blocks)
         finally:
@@ -380,7 +376,7 @@ class TieredBooks(Books):
         """A store of the tier is over. Returns what was forgotten meanwhile."""
         self._release(job.keys)
         late = [key for key in job.keys if key in self.below.forgotten]
-        done = [key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.DONE]
+        done = [key for i, key in enumerate(job.keys) if job.outcomes[i] is Outcome.DONE]
         if self._has_events and not self.closed:
             self.directory.tier_stored(self.below.name, [key for key in done if key not in late])
         return late
@@ -412,7 +408,6 @@ class TieredBooks(Books):
 
     def close(self) -> None:
         if not self.closed:
-            self.below.held.clear()
             for prefetch in list(self._prefetches):
                 prefetch.cancel()
             super().close()
@@ -422,7 +417,7 @@ class TieredBooks(Books):
         self.settle()
         states = self._walk(keys, below)
         hashes = keys[: len(states)]
-        wanted = [key for key, state in zip(hashes, states, strict=True) if state is BlockState.TIER]
+        wanted = [keys[i] for i, state in enumerate(states) if state is BlockState.TIER]
         fetching: list[TierFetching] = []
         self.index.pin(hashes)
         try:
@@ -444,8 +439,7 @@ class TieredBooks(Books):
         return prefetch, fetching
 
     def read_soon(self, keys: list[bytes]) -> Prefetch:
-        slots = self.index.slots
-        prefetch, fetching = self._prefetch(keys, {key for key in keys if key not in slots}, self.timeout_s)
+        prefetch, fetching = self._prefetch(keys, frozenset(keys), self.timeout_s)
         for one in fetching:
             self.group.host.tell(functools.partial(one.read, self.below.tier))
         return prefetch

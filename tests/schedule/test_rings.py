@@ -210,6 +210,70 @@ def test_several_requests_share_the_ring(made: Callable[..., RingRig]) -> None:
     rig.check()
 
 
+def test_a_buffer_is_free_when_its_own_layers_were_saved(made: Callable[..., RingRig], copies: Copies) -> None:
+    """The last layer of six lies in the other one."""
+    rig = made(2, make_spec(num_layers=6))
+    save = rig.scheduler.offload([1], [9], layerwise=True)
+    copies.hold("offload", 5)
+    for layer in range(6):
+        save.mark_layer_written(layer)
+    load = rig.scheduler.onload([4], [1])
+    load.wait_layer(0, timeout_s=WAIT_S)
+    with pytest.raises(TimeoutError):
+        load.wait_layer(1, timeout_s=SHORT_S)
+    copies.go_on()
+    load.wait_layer(1, timeout_s=WAIT_S)
+    load.cancel()
+
+
+@pytest.mark.parametrize("held", [0, 1, 3])
+def test_a_layer_comes_when_what_lay_in_its_buffer_was_saved(
+    made: Callable[..., RingRig], copies: Copies, held: int
+) -> None:
+    rig = made(2)
+    copies.hold("offload", held)
+    load = rig.scheduler.onload([4], [1])
+    save = rig.scheduler.offload([1], [9], layerwise=True)
+    for layer in range(held + 1):
+        load.wait_layer(layer, timeout_s=WAIT_S)
+        load.mark_layer_read(layer)
+        save.mark_layer_written(layer)  # behind the mark that asks for it
+    with pytest.raises(TimeoutError):
+        load.wait_layer(held + 2, timeout_s=SHORT_S)
+    copies.go_on()
+    load.wait_layer(held + 2, timeout_s=WAIT_S)
+    save.cancel()
+    load.cancel()
+
+
+def test_a_save_that_was_cancelled_is_not_waited_for(made: Callable[..., RingRig]) -> None:
+    """Nor are the events that it had: they may be another transfer's by then."""
+    rig = made(2)
+    load = rig.scheduler.onload([4], [1])
+    save = rig.scheduler.offload([1], [9], layerwise=True)
+    load.wait_layer(1, timeout_s=WAIT_S)
+    load.mark_layer_read(1)  # asks for what was not saved
+    save.mark_layer_written(0)
+    save.wait_layer(0, timeout_s=WAIT_S)
+    events, backend = set(save._movement.events), rig.scheduler.backend
+    save.cancel()
+    load.wait_layer(3, timeout_s=WAIT_S)
+    save.wait_over(WAIT_S)
+    waits: list[Any] = []
+    copy_layers = backend.copy_layers
+
+    def recording(binding: int, work: Any, stream: Any) -> None:
+        waits.extend(event for of_group in work.waits for event in of_group)
+        copy_layers(binding, work, stream)
+
+    backend.copy_layers = recording
+    load.mark_layer_read(0)
+    load.wait_layer(2, timeout_s=WAIT_S)
+    del backend.copy_layers
+    assert waits and not events & set(waits)
+    load.cancel()
+
+
 # ---- what each protection is good for: without it something wrong is read or saved ----
 def _no_savers(movement: Movement) -> None:
     """The load does not wait for the saves of what the model has written to its blocks."""

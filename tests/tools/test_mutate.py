@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -161,3 +163,31 @@ def test_no_edit_is_tried_when_the_minutes_are_over(constants: Callable[[], muta
     assert (len(source.left()), source.survivors()) == (2, [])
     mutate.Campaign([source], 1.0, 1, math.inf).run()
     assert len(source.survivors()) == 2
+
+
+def test_a_test_is_not_late_where_others_have_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = mutation_runs.Limit(os.getpid(), 0.0)
+    monkeypatch.setattr(mutation_runs, "held_up_s", lambda session: 30.0)
+    assert 29.0 < limit.left_s() <= 30.0
+    limit.begin(0.0)  # it was held up no more since
+    assert limit.left_s() == 0.0
+    monkeypatch.setattr(mutation_runs, "held_up_s", lambda session: 1e9)
+    assert 0 < limit.left_s() <= mutation_runs.COLLECTING_S
+
+
+def test_waiting_for_a_processor_is_counted_of_all_threads_of_a_session() -> None:
+    """Two processes that never sleep, on one processor."""
+    spin = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nprint(flush=True)\nwhile True: pass"
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)
+    ]
+    try:
+        for one in spinning:
+            assert one.stdout is not None and one.stdout.readline()
+        while any(mutation_runs.held_up_s(one.pid) < 0.05 for one in spinning):
+            assert all(one.poll() is None for one in spinning)
+    finally:
+        for one in spinning:
+            one.kill()
+            one.communicate()
+    assert mutation_runs.held_up_s(spinning[0].pid) == 0.0
