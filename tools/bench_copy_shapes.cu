@@ -29,19 +29,23 @@ int WithRing(int number, Function function) {
     case 0:
       return function(Ring<4, 4, 8 << 10, 2>{});
     case 1:
-      return function(Ring<1, 4, 8 << 10, 2>{});
-    case 2:
-      return function(Ring<2, 4, 8 << 10, 2>{});
-    case 3:
       return function(Ring<4, 6, 8 << 10, 3>{});
-    case 4:
-      return function(Ring<4, 8, 4 << 10, 4>{});
-    case 5:
+    case 2:
       return function(Ring<4, 3, 16 << 10, 1>{});
+    case 3:
+      return function(Ring<2, 4, 8 << 10, 2>{});
+    case 4:
+      return function(Ring<1, 4, 4 << 10, 1>{});
+    case 5:
+      return function(Ring<1, 4, 4 << 10, 2>{});
     case 6:
-      return function(Ring<2, 6, 16 << 10, 3>{});
+      return function(Ring<1, 8, 4 << 10, 4>{});
     case 7:
-      return function(Ring<1, 8, 16 << 10, 4>{});
+      return function(Ring<1, 8, 2 << 10, 4>{});
+    case 8:
+      return function(Ring<1, 4, 8 << 10, 2>{});
+    case 9:
+      return function(Ring<1, 8, 8 << 10, 4>{});
     default:
       return -1;
   }

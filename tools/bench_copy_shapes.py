@@ -27,16 +27,28 @@ WORDS = -1
 RINGS = {  # as bench_copy_shapes.cu numbers them
     WORDS: "words, 1024 threads",
     0: "4 warps x 4 x 8 KiB, 2 out",
-    1: "1 warp x 4 x 8 KiB, 2 out",
-    2: "2 warps x 4 x 8 KiB, 2 out",
-    3: "4 warps x 6 x 8 KiB, 3 out",
-    4: "4 warps x 8 x 4 KiB, 4 out",
-    5: "4 warps x 3 x 16 KiB, 1 out",
-    6: "2 warps x 6 x 16 KiB, 3 out",
-    7: "1 warp x 8 x 16 KiB, 4 out",
+    1: "4 warps x 6 x 8 KiB, 3 out",
+    2: "4 warps x 3 x 16 KiB, 1 out",
+    3: "2 warps x 4 x 8 KiB, 2 out",
+    4: "1 warp x 4 x 4 KiB, 1 out",
+    5: "1 warp x 4 x 4 KiB, 2 out",
+    6: "1 warp x 8 x 4 KiB, 4 out",
+    7: "1 warp x 8 x 2 KiB, 4 out",
+    8: "1 warp x 4 x 8 KiB, 2 out",
+    9: "1 warp x 8 x 8 KiB, 4 out",
 }
 CTAS = (8, 16, 32, 64, 132, 264)
-BESIDE = {WORDS: (2, 4, 8, 16, 32), 0: (4, 8, 16, 32), 3: (4, 8, 16), 1: (8, 16, 32)}
+BESIDE = {
+    WORDS: (2, 8, 32),
+    0: (2, 4, 8, 16, 64),
+    4: (8, 32, 64, 132),
+    5: (8, 16, 32, 64, 132),
+    6: (8, 16, 32, 64, 132),
+    7: (8, 16, 32, 64, 132),
+    8: (8, 16, 32, 64),
+    9: (4, 8, 16, 32),
+}
+PRODUCTS = {"3072 x 3072 x 3072": (3072, 3072, 3072), "4096 x 14336 x 4096": (4096, 14336, 4096)}
 ANY_KIND = 4  # cudaMemcpyDefault
 
 
@@ -71,21 +83,22 @@ def milliseconds(first: Any, last: Any) -> float:
 class Products:
     """Matrix products of a GPU, as a model would run."""
 
-    def __init__(self, gpu: int, size: int = 4096) -> None:
+    def __init__(self, gpu: int, rows: int, columns: int, depth: int) -> None:
         self.gpu = gpu
         with cupy.cuda.Device(gpu):
-            self._a = cupy.random.random((size, size), dtype=cupy.float32).astype(cupy.float16)
-            self._c = cupy.empty_like(self._a)
+            shapes = ((rows, depth), (depth, columns))
+            self._a, self._b = (cupy.random.random(one, dtype=cupy.float32).astype(cupy.float16) for one in shapes)
+            self._c = cupy.empty((rows, columns), cupy.float16)
             self.stream = cupy.cuda.Stream(non_blocking=True)
         self.run(10)
-        self.count = max(1, int(25.0 / self.run(20) * 20))
+        self.count = max(4, int(15.0 / self.run(20) * 20))
 
     def start(self, count: int) -> tuple[Any, Any]:
         with cupy.cuda.Device(self.gpu), self.stream:
             first, last = cupy.cuda.Event(), cupy.cuda.Event()
             first.record(self.stream)
             for _ in range(count):
-                cupy.matmul(self._a, self._a, out=self._c)
+                cupy.matmul(self._a, self._b, out=self._c)
             last.record(self.stream)
         return first, last
 
@@ -125,10 +138,10 @@ class Blocks:
             )
         )
 
-    def copy(self, ring: int, ctas: int) -> None:
+    def copy(self, ring: int, ctas: int, tensors: int = TENSORS) -> None:
         ids = [one.data.ptr for one in self.ids]
         segments = self.segments.data.ptr
-        checked(self._library.run(ring, ctas, 1024, segments, TENSORS, *ids, self.stream.ptr))
+        checked(self._library.run(ring, ctas, 1024, segments, tensors, *ids, self.stream.ptr))
 
     def contiguous(self) -> None:
         target, source = self.target.data.ptr, self.source.data.ptr
@@ -141,6 +154,9 @@ class Blocks:
         checked(self._library.run_pieces(target, source, kib << 10, count, places.ctypes.data, self.stream.ptr))
 
     def gb_per_s(self, work: Callable[[], None]) -> float:
+        return self.bytes / self.median_ms(work) / 1e6
+
+    def median_ms(self, work: Callable[[], None]) -> float:
         times = []
         for number in range(7):
             first, last = cupy.cuda.Event(), cupy.cuda.Event()
@@ -149,7 +165,7 @@ class Blocks:
             last.record(self.stream)
             last.synchronize()
             times += [milliseconds(first, last)] if number >= 2 else []
-        return self.bytes / float(np.median(times)) / 1e6
+        return float(np.median(times))
 
     def check(self, ring: int, ctas: int) -> None:
         with cupy.cuda.Device(self.receiver):
@@ -163,10 +179,11 @@ class Blocks:
         cupy.cuda.runtime.memcpy(found.data.ptr, self.target.data.ptr, found.nbytes, ANY_KIND)
         assert bool((found == expected).all()), f"{RINGS[ring]}, {ctas} CTAs: wrong bytes"
 
-    def beside(self, products: Products, work: Callable[[], None]) -> tuple[float, float]:
-        """How much longer the products take, and the rate of the copies meanwhile."""
-        alone_ms = min(products.run(products.count) for _ in range(3))
-        once_ms = self.bytes / self.gb_per_s(work) / 1e6
+    def beside(self, products: Products, ring: int, ctas: int) -> tuple[float, float]:
+        """How much longer the products take, and the rate of the copies meanwhile: of an eighth of the tensors each."""
+        work = functools.partial(self.copy, ring, ctas, TENSORS // 8)
+        alone_ms = float(np.median([products.run(products.count) for _ in range(3)]))
+        once_ms = self.median_ms(work)
         most = int(3 * alone_ms / once_ms) + 4
         ends: list[Any] = []
         first = cupy.cuda.Event()
@@ -190,7 +207,7 @@ class Blocks:
         begun_ms = milliseconds(first, around[0]) if self.sender == products.gpu else 0.0
         done = [milliseconds(first, end) for end in ends]
         inside = [end_ms for end_ms in done if begun_ms <= end_ms <= begun_ms + took_ms]
-        rate = (len(inside) - 1) * self.bytes / (inside[-1] - inside[0]) / 1e6 if len(inside) > 1 else 0.0
+        rate = (len(inside) - 1) * self.bytes / 8 / (inside[-1] - inside[0]) / 1e6 if len(inside) > 1 else 0.0
         return took_ms / alone_ms - 1, rate
 
 
@@ -217,7 +234,6 @@ def main() -> None:
         checked(library.reach(1, 0))
         ways.append((1, 0))
     cupy.cuda.Device(0).use()
-    products = {gpu: Products(gpu) for gpu in range(len(ways))}
     for sender, receiver in ways:
         way = "one GPU" if sender == receiver else "NVLink"
         for kib in given.kib:
@@ -233,16 +249,16 @@ def main() -> None:
                 for ctas in CTAS:
                     rate = blocks.gb_per_s(functools.partial(blocks.copy, ring, ctas))
                     tell(way=way, KiB=kib, what=name, CTAs=ctas, GBps=rate, of_copy=rate / ceiling)
-            if kib not in (32, 4):
-                continue
-            for gpu in sorted({sender, receiver}):
-                what = "products of the sender's GPU" if gpu == sender else "products of the receiver's GPU"
-                for ring, all_ctas in BESIDE.items():
-                    blocks.prepare(ring)
-                    for ctas in all_ctas if gpu == sender else (*all_ctas, 132):
-                        work = functools.partial(blocks.copy, ring, ctas)
-                        slowed, rate = blocks.beside(products[gpu], work)
-                        tell(way=way, KiB=kib, what=RINGS[ring], CTAs=ctas, beside=what, GBps=rate, slowed=slowed)
+            for gpu in dict.fromkeys((sender, receiver)) if kib == 32 else ():
+                whose = "sender" if gpu == sender else "receiver"
+                for shape, sizes in PRODUCTS.items():
+                    products = Products(gpu, *sizes)
+                    for ring, all_ctas in BESIDE.items() if gpu == sender else ((0, (8, 64)),):
+                        blocks.prepare(ring)
+                        for ctas in all_ctas:
+                            slowed, rate = blocks.beside(products, ring, ctas)
+                            what = {"what": RINGS[ring], "CTAs": ctas, "beside": f"{shape} of the {whose}"}
+                            tell(way=way, KiB=kib, **what, GBps=rate, slowed=slowed)
     if given.json:
         given.json.write_text(json.dumps(rows))
 

@@ -37,6 +37,8 @@ LIFE_S = 120.0
 LAYERS = 16
 SPEC = KVCacheSpec(num_layers=LAYERS, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")
 POISON = 0xEE
+HIDDEN, WIDE = 4096, 14336  # of the products of a layer
+MOST_TOKENS, STEP = 16384, 128
 AIM = 1.03
 
 
@@ -94,33 +96,34 @@ def prefill(pipe: Connection, gpu: int, blocks: int, exported: Any, path: str) -
     theirs = PeerBlocks(DeviceCache.attach(SPEC, exported))
     scheduler = LayerwiseScheduler(cache, theirs, compute_stream=stream, record_layer_times=True)
     sender = connect(scheduler, path)
-    left = cupy.random.random((3072, 3072), dtype=cupy.float32).astype(cupy.float16)
-    product = cupy.empty_like(left)
+    shapes = ((MOST_TOKENS, HIDDEN), (HIDDEN, WIDE), (WIDE, HIDDEN))
+    hidden, up, down = (cupy.random.random(one, dtype=cupy.float32).astype(cupy.float16) for one in shapes)
+    wide, result = cupy.empty((MOST_TOKENS, WIDE), cupy.float16), cupy.empty_like(hidden)
     cupy.cuda.runtime.deviceSynchronize()
 
-    def compute(products: int, mark: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    def compute(tokens: int, mark: Any) -> tuple[Any, list[tuple[Any, Any]]]:
         """When the host began, and events around each layer."""
         around = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(LAYERS)]
         began_ms = time.monotonic() * 1e3
         with stream:
             for layer, (first, last) in enumerate(around):
                 first.record(stream)
-                for _ in range(products):
-                    cupy.matmul(left, left, out=product)
+                cupy.matmul(hidden[:tokens], up, out=wide[:tokens])
+                cupy.matmul(wide[:tokens], down, out=result[:tokens])
                 last.record(stream)
                 mark(layer)
         return began_ms, around
 
-    def alone(products: int) -> float:
+    def alone(tokens: int) -> float:
         """What the layers take without handing anything over."""
-        _, around = compute(products, lambda layer: None)
+        _, around = compute(tokens, lambda layer: None)
         stream.synchronize()
         return float(cupy.cuda.get_elapsed_time(around[0][0], around[-1][1]))
 
-    def send(grant: Any, ids: list[int], products: int) -> dict[str, Any]:
+    def send(grant: Any, ids: list[int], tokens: int) -> dict[str, Any]:
         axis = Axis(stream)
         save = sender.send(grant, ids)
-        began_ms, around = compute(products, save.mark_layer_written)
+        began_ms, around = compute(tokens, save.mark_layer_written)
         save.wait(WAIT_S)
         stream.synchronize()
         origin_ms = axis.ms_after(scheduler.origin_event)
@@ -179,14 +182,14 @@ class Decode:
         self.pipe.send(order)
         return self._answer()
 
-    def round(self, products: int) -> Round:
+    def round(self, tokens: int) -> Round:
         for layer in range(LAYERS):
             for name in SPEC.tensor_names:
                 rows_of(self.cache, name, layer).fill(POISON)
         cupy.cuda.runtime.deviceSynchronize()
         axis = Axis(self.stream)
         load, grant = self.receiver.grant(self.targets, timeout_s=WAIT_S)
-        self.pipe.send(("send", grant, self.sources, products))
+        self.pipe.send(("send", grant, self.sources, tokens))
         there = [cupy.cuda.Event() for _ in range(LAYERS)]
         for layer, event in enumerate(there):
             load.wait_layer(layer, stream=self.stream, timeout_s=WAIT_S)
@@ -241,25 +244,28 @@ def main() -> int:
     given = options.parse_args()
     begin(0)
     decode = Decode(given)
-    probe = 20
-    decode.ask("alone", probe)
-    product_ms = min(decode.ask("alone", probe) for _ in range(3)) / LAYERS / probe
-    products = 20
-    for _ in range(3):  # until a layer is computed as long as its blocks take beside that
-        copy_ms = float(np.median([last - first for first, last in decode.round(products).copied]))
-        products = max(1, round(copy_ms / product_ms))
-    alone_ms = float(np.median([decode.ask("alone", products) for _ in range(5)]))
-    rounds = sorted((decode.round(products) for _ in range(given.rounds)), key=lambda one: one.start)
+    tokens = MOST_TOKENS // 2
+    for _ in range(4):  # until a layer is computed as long as its blocks take beside that
+        copy_ms = float(np.median([last - first for first, last in decode.round(tokens).copied]))
+        decode.ask("alone", tokens)
+        layer_ms = min(decode.ask("alone", tokens) for _ in range(3)) / LAYERS
+        tokens = min(MOST_TOKENS, max(STEP, round(tokens * copy_ms / layer_ms / STEP) * STEP))
+    alone_ms, rounds = [], []
+    for _ in range(given.rounds):  # in turns: the clock of the GPU changes
+        alone_ms.append(decode.ask("alone", tokens))
+        rounds.append(decode.round(tokens))
+    rounds.sort(key=lambda one: one.start)
+    prefill_ms = float(np.median(alone_ms))
     decode.close()
     found = rounds[len(rounds) // 2]
-    layer_ms = alone_ms / LAYERS
-    aim_ms = AIM * alone_ms + layer_ms
+    layer_ms = prefill_ms / LAYERS
+    aim_ms = AIM * prefill_ms + layer_ms
     copy_ms = float(np.median([last - first for first, last in found.copied]))
-    print(f"{LAYERS} layers of {given.mib_of_layer} MiB, {products} products a layer")
+    print(f"{LAYERS} layers of {given.mib_of_layer} MiB, {tokens} tokens of a model")
     gb_per_s = (given.mib_of_layer << 20) / copy_ms / 1e6
     print(f"a layer: {layer_ms:.3f} ms computed, {copy_ms:.3f} ms copied ({gb_per_s:.0f} GB/s)")
     print(
-        f"prefill alone: {alone_ms:.2f} ms; with the hand-over: {found.computed[-1][1] - found.computed[0][0]:.2f} ms"
+        f"prefill alone: {prefill_ms:.2f} ms; with the hand-over: {found.computed[-1][1] - found.computed[0][0]:.2f} ms"
     )
     print(
         f"decode may start: {found.start:.2f} ms after prefill began ({rounds[0].start:.2f} to {rounds[-1].start:.2f})"
@@ -277,6 +283,7 @@ def main() -> int:
             writer.writerow([layer, *(f"{value:.4f}" for value in (*computed, *copied, usable))])
     summary = {
         "alone_ms": alone_ms,
+        "tokens": tokens,
         "layer_ms": layer_ms,
         "copy_ms": copy_ms,
         "aim_ms": aim_ms,

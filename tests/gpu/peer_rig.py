@@ -177,15 +177,43 @@ def _serve(pipe: Connection, orders: dict[str, Callable[..., Any]]) -> None:
             pipe.send((type(error).__name__, str(error)))
 
 
+def _idle(pipe: Connection) -> None:
+    import cupy  # noqa: F401  as all that takes long and needs no GPU
+
+    try:
+        target, *arguments = pipe.recv()
+    except EOFError:
+        return
+    target(pipe, *arguments)
+
+
+def _start() -> tuple[Connection, Any]:
+    pipe, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_idle, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return pipe, process
+
+
+_spares: list[tuple[Connection, Any]] = []  # importing Paddle takes longer than most tests: these do it beside them
+SPARES = 4
+
+
+def end_spares() -> None:
+    while _spares:
+        pipe, process = _spares.pop()
+        process.kill()
+        process.join(WAIT_S)
+        pipe.close()
+
+
 class Process:
     """The handle of one of these."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, there = multiprocessing.Pipe()
-        context = multiprocessing.get_context("spawn")
-        self.process = context.Process(target=target, args=(there, *arguments), daemon=True)
-        self.process.start()
-        there.close()
+        _spares.extend(_start() for _ in range(SPARES + 1 - len(_spares)))
+        self._pipe, self.process = _spares.pop(0)
+        self._pipe.send((target, *arguments))
 
     def tell(self, *order: Any) -> None:
         """Without an answer; one that is dead does not hear it."""

@@ -42,6 +42,7 @@ from tests.gpu.peer_rig import (  # noqa: E402
     Process,
     bits_of,
     decode,
+    end_spares,
     ended,
     hand_over,
     prefill,
@@ -73,6 +74,12 @@ def gpus(request: pytest.FixtureRequest) -> Iterator[Gpus]:
         pytest.skip("there is one GPU")
     yield found
     use_gpu(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spares() -> Iterator[None]:
+    yield
+    end_spares()
 
 
 @contextlib.contextmanager
