@@ -12,7 +12,7 @@ from .jobs import HOST
 
 def checked_hashes(hashes: Sequence[bytes], name: str = "hashes") -> list[bytes]:
     """As a list; TypeError unless all of it are bytes."""
-    if isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence):
+    if not isinstance(hashes, list | tuple) and (isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence)):
         raise TypeError(f"{name} is {type(hashes).__name__}; a list of bytes is expected")
     if not set(map(type, hashes)) <= {bytes}:
         position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
@@ -41,6 +41,8 @@ def checked_count(value: object, name: str, least: int = 0) -> int:
 
 def checked_list(values: Iterable[Any], name: str, of: str) -> list[Any]:
     """What can be gone through, as a list; else TypeError. A string is no list of its letters."""
+    if isinstance(values, list | tuple):
+        return list(values)
     if isinstance(values, (bytes, bytearray, str)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} is {type(values).__name__}; a list of {of} is expected")
     return list(values)
@@ -52,9 +54,11 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
         raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
     if not set(map(type, ids)) <= {int}:
         raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
-    if ids and min(ids) < 0:
+    if not ids:
+        return
+    if min(ids) < 0:
         raise ValueError(f"device_block_ids names block {min(ids)}; it must not be negative")
-    if ids and max(ids) >= 2**63:
+    if max(ids) >= 2**63:
         raise ValueError(f"device_block_ids names block {max(ids)}; it must be in [0, 2**63)")
     if distinct and len(set(ids)) != len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from .checks import check_seconds, check_tier, checked_count, checked_hashes
@@ -52,9 +53,10 @@ class Contents:
         self.counters["lookups"] += 1
         self.counters["looked_up_blocks"] += len(keys)
         self.counters["hit_blocks"] += count
-        there = self.index.slots
-        coming = next((i for i in range(count, len(keys)) if keys[i] not in there), len(keys))
-        return Found(self._holds, keys[:count], coming - count)
+        there, num_arriving = self.index.slots, 0
+        if self.index.arriving:
+            num_arriving = len(list(takewhile(there.__contains__, keys[count:])))
+        return Found(self._holds, keys[:count], num_arriving)
 
     def peek(self, hashes: Sequence[bytes]) -> int:
         """How many blocks :meth:`lookup` would find. No use, and holds nothing."""

@@ -5,6 +5,7 @@ the caches do what its jobs say."""
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -369,7 +370,7 @@ class Directory(Contents):
         timeout_s: float | None,
         **form: Any,
     ) -> Job:
-        epochs = tuple(epoch or 0 for epoch in self.ranks.epochs)
+        epochs = tuple([epoch or 0 for epoch in self.ranks.epochs])
         bound_s = self.timeout_s if timeout_s is None else timeout_s
         number = self.ranks.next_id()
         return Job(number, kind, self.space, tuple(keys), tuple(slots), tuple(ids), epochs, bound_s, **form)
@@ -389,11 +390,13 @@ class Directory(Contents):
         self.counters["failed_saves" if job.kind == "save" else "failed_loads"] += bool(failed)
         if job.fills_host:
             arriving = self.index.arriving
-            own = [key for key in job.keys if arriving.get(key) == job.id]  # not what was dropped meanwhile
+            brought_by = list(map(arriving.get, job.keys))
+            own: Sequence[bytes] = job.keys
+            if brought_by.count(job.id) < len(own):  # some were dropped meanwhile
+                own = [key for key, number in zip(own, brought_by, strict=True) if number == job.id]
             wrong = {job.keys[position] for position in failed}
             arrived = [key for key in own if key not in wrong] if wrong else own
-            for key in arrived:
-                del arriving[key]
+            deque(map(arriving.pop, arrived), 0)
             self._events.add("stored", HOST, arrived)
             if wrong:
                 self._forget(key for key in own if key in wrong)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import takewhile
 from typing import Generic
 
 from .policy import Key
@@ -12,6 +15,8 @@ NOTHING = -1  # in the place of a slot: a block hangs on none that is known
 COMING_SHARE = 8  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
 MIN_COMING = 4096  # and at least so many
 MOST_AT_ONCE = 8  # prompts that begin with the same block to come
+
+_is_there = partial(operator.is_not, None)
 
 Coming = tuple[Sequence[Key], int]  # a prompt, and where its first block that is to come stands
 
@@ -85,14 +90,14 @@ class Hanging(Generic[Key]):
         slots, parents, children = self._slots, self._parents, self._children
         bare: list[int] = []
         above = slots.get(path[at - 1], NOTHING) if at else NOTHING
-        if above >= len(parents):
-            self._grow(above)
-        for key in path[at:]:
-            slot = slots.get(key)
-            if slot is None:
-                break
-            if slot >= len(parents):
-                self._grow(slot)
+        chain = [above, *takewhile(_is_there, map(slots.get, path[at:]))]
+        highest = max(chain)
+        if highest >= len(parents):
+            self._grow(highest)
+        before = list(map(parents.__getitem__, chain[1:]))
+        if before == chain[:-1]:
+            return bare  # as those whose places they have
+        for slot in chain[1:]:
             parent = parents[slot]
             if parent != above:
                 parents[slot] = above

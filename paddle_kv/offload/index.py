@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from typing import Generic
+from itertools import takewhile
+from typing import Any, Generic
 
 from .hanging import Coming
 from .hints import Ended, Expected
@@ -28,7 +30,7 @@ class BlockIndex(Generic[Key]):
     def __init__(self, policy: Policy[Key], capacity_blocks: int) -> None:
         self.slots: dict[Key, int] = {}
         self.arriving: dict[Key, int] = {}
-        self.pins: dict[Key, int] = {}
+        self.pins: Counter[Key] = Counter()
         self.capacity_blocks = capacity_blocks
         self.evicted_blocks = 0
         self.evicted: list[Key] | None = None
@@ -42,26 +44,35 @@ class BlockIndex(Generic[Key]):
         self._on_end = getattr(policy, "on_end", None)
         self._on_save = getattr(policy, "on_save", None)
         self._by_order = getattr(policy, "by_order", False)
-        # Not one that a subclass inherits: it would pass by the methods that the subclass overrides.
-        self._replace = policy.replace if "replace" in vars(type(policy)) else None  # type: ignore[attr-defined]
+        self._replace = _own(policy, "replace")
+        self._replace_all = _own(policy, "replace_all")
+        self._on_use = _own(policy, "on_use")
 
     def lookup(self, keys: Sequence[Key], prompt: Sequence[Key] | None = None) -> int:
         """Length of the longest prefix of ``keys`` whose blocks are all there; counts as a use of these blocks, the
         last one first: of blocks that were used together, the head of a prefix goes last. ``prompt``: all of it, where
         ``keys`` leaves out what lies elsewhere."""
         count = self.peek(keys)
-        on_access = self._policy.on_access
         try:
             if prompt is None:
                 self._saw(keys, count)
             else:
                 self._saw(prompt, self._first_absent(prompt))
-            for key in reversed(keys[:count]):
-                on_access(key)
+            self._use(keys[:count])
         except BaseException:
             self._tell_anew()
             raise
         return count
+
+    def _use(self, keys: Sequence[Key]) -> None:
+        """These are there, and are used, the last one first."""
+        if self._on_use is not None:
+            if keys:
+                self._on_use(keys)
+            return
+        on_access = self._policy.on_access
+        for key in reversed(keys):
+            on_access(key)
 
     def _saw(self, prompt: Sequence[Key], found: int) -> None:
         self.ended.saw(prompt, found)
@@ -77,7 +88,11 @@ class BlockIndex(Generic[Key]):
         capacity was let in."""
         if keys:
             self.expected.add(keys, due_s, self._admitted_blocks)
-            self._use_again([key for key in reversed(keys) if key in self.slots])
+            try:
+                self._use(list(filter(self.slots.__contains__, keys)))
+            except BaseException:
+                self._tell_anew()
+                raise
 
     def end(self, keys: Sequence[Key]) -> None:
         """The session of this prompt is over: its blocks go before all others, from its end on, except for those on
@@ -91,22 +106,11 @@ class BlockIndex(Generic[Key]):
             self._tell_anew()
             raise
 
-    def _use_again(self, keys: Sequence[Key]) -> None:
-        try:
-            for key in keys:
-                self._policy.on_access(key)
-        except BaseException:
-            self._tell_anew()
-            raise
-
     def peek(self, keys: Sequence[Key]) -> int:
         """As :meth:`lookup`, and no use."""
-        slots, arriving = self.slots, self.arriving
-        count = 0
-        for key in keys:
-            if key not in slots or key in arriving:
-                break
-            count += 1
+        count, arriving = self._first_absent(keys), self.arriving
+        if arriving and not arriving.keys().isdisjoint(keys):
+            return next((position for position, key in enumerate(keys[:count]) if key in arriving), count)
         return count
 
     def admit(self, keys: Sequence[Key], free_slots: list[int]) -> dict[Key, int]:
@@ -137,11 +141,13 @@ class BlockIndex(Generic[Key]):
             if admitted:
                 self._let_in(path, at)
         except BaseException:
+            for key in keys:
+                self._forget(key)  # it may have heard of any of them
             left = [slots.pop(key) for key in admitted]
             for slot in left:
                 self.ended.gone(slot)
             free_slots += left
-            self._tell_anew(keys)  # it may have heard of any of them
+            self._tell_anew()
             raise
         finally:
             self.unpin([*there, *list(admitted)[1:]])
@@ -160,11 +166,11 @@ class BlockIndex(Generic[Key]):
 
     def _first_absent(self, keys: Sequence[Key]) -> int:
         """Where the first block without a slot stands: other than for :meth:`peek`, one that is arriving has one."""
-        return next((position for position, key in enumerate(keys) if key not in self.slots), len(keys))
+        return len(list(takewhile(self.slots.__contains__, keys)))
 
     def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
         """Pins those that are there or arriving: a save must not evict what it relies on."""
-        there = [key for key in keys if key in self.slots]
+        there = list(filter(self.slots.__contains__, keys))
         self.pin(there)
         return there
 
@@ -173,21 +179,28 @@ class BlockIndex(Generic[Key]):
         if self._on_end is None:  # else the policy knows by itself what hangs on what
             self.ended.let_in(path, at)
         if self._by_order:  # else what they hang on were older than they are
-            on_access = self._policy.on_access
-            for key in reversed(path[:at]):
-                if key in self.slots:
-                    on_access(key)
+            self._use(list(filter(self.slots.__contains__, path[:at])))
 
     def _admit(self, keys: Sequence[Key], first: int, free_slots: list[int], admitted: dict[Key, int]) -> None:
         slots, pins, evicted = self.slots, self.pins, self.evicted
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
-        replace = self._replace
+        replace, replace_all = self._replace, self._replace_all
         hints = bool(self.expected.blocks or self.ended.blocks)
         if hints:
-            replace = None
+            replace = replace_all = None
         make_room = replace or (self._victim if hints else self._policy.victim)
         free = min(len(free_slots), self.capacity_blocks - len(slots))
-        for key in reversed(keys[first : len(slots) + free]):
+        wanted = list(reversed(keys[first : len(slots) + free]))
+        if replace_all is not None and (len(set(wanted)) < len(wanted) or not slots.keys().isdisjoint(wanted)):
+            replace_all = None
+        at = 0
+        while at < len(wanted):
+            if replace_all is not None and not free:
+                at += self._replace_together(replace_all, wanted[at:], admitted)
+                if at == len(wanted):
+                    break
+            key = wanted[at]
+            at += 1
             if key in slots:
                 on_access(key)
                 continue
@@ -226,6 +239,32 @@ class BlockIndex(Generic[Key]):
             if not told:
                 on_insert(key)
 
+    def _replace_together(
+        self, replace_all: Callable[[list[Key], Container[Key]], list[Key]], wanted: list[Key], admitted: dict[Key, int]
+    ) -> int:
+        """How many of the first of these, which are absent, were let in."""
+        slots = self.slots
+        end = list(admitted)[:1]  # to be taken back by itself
+        self.pin(end)
+        try:
+            victims = replace_all(wanted, self.pins)
+        except BaseException:
+            for key in wanted:
+                self._forget(key)
+            raise
+        finally:
+            self.unpin(end)
+        if not victims:
+            return 0
+        let_in = dict(zip(wanted, map(slots.pop, victims), strict=False))
+        slots.update(let_in)
+        self.pin(wanted[not admitted : len(victims)])  # as above
+        admitted.update(let_in)
+        self.evicted_blocks += len(victims)
+        if self.evicted is not None:
+            self.evicted += victims
+        return len(victims)
+
     def _victim(self, incoming: Key | None, pins: Container[Key]) -> Key | None:
         """As that of the policy: what is over goes first, what is expected last."""
         expected, policy = self.expected, self._policy
@@ -253,13 +292,14 @@ class BlockIndex(Generic[Key]):
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
-        pins = self.pins
-        for key in keys:
-            pins[key] = pins.get(key, 0) + 1
+        self.pins.update(iter(keys))
 
     def unpin(self, keys: Iterable[Key]) -> None:
         """One :meth:`pin` of each of these blocks less."""
-        pins = self.pins
+        pins, keys = self.pins, list(keys)
+        if list(map(pins.get, keys)).count(1) == len(keys):  # by nobody else
+            deque(map(pins.pop, keys), 0)
+            return
         for key in keys:
             if pins[key] == 1:
                 del pins[key]
@@ -343,3 +383,8 @@ class BlockIndex(Generic[Key]):
     def _forget(self, key: Key) -> None:
         with suppress(Exception):
             self._policy.on_remove(key)
+
+
+def _own(policy: Any, name: str) -> Any:
+    """A method that its class defines; not one that it inherits: that would pass by those which it overrides."""
+    return getattr(policy, name) if name in vars(type(policy)) else None

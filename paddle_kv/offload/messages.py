@@ -35,10 +35,13 @@ def check_job(job: Any) -> None:
 def check_result(result: Any) -> None:
     """As :func:`check_version`, and TypeError unless its parts are of their types."""
     check_version(result, Result)
-    for name in ("job_id", "rank", "epoch"):
-        check_integer(getattr(result, name), f"{name} of a Result")
+    if not type(result.job_id) is type(result.rank) is type(result.epoch) is int:
+        for name in ("job_id", "rank", "epoch"):
+            check_integer(getattr(result, name), f"{name} of a Result")
     for name in ("failed", "damaged"):
         positions = getattr(result, name)
+        if positions == ():
+            continue
         if not isinstance(positions, tuple) or not set(map(type, positions)) <= {int}:
             raise TypeError(f"{name} of a Result = {positions!r} must be a tuple of ints")
     if not isinstance(result.reason, str):

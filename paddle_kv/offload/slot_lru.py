@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Generic
 
 from .policy import Key
@@ -37,15 +37,11 @@ class SlotLru(Generic[Key]):
 
     def on_access(self, key: Key) -> None:
         slot = self._slots[key]
-        older, younger, end = self._older, self._younger, self._end
-        behind = younger[slot]
-        if behind == end:
-            return
-        before = older[slot]
-        younger[before], older[behind] = behind, before
-        last = older[end]
-        younger[last] = older[end] = slot
-        older[slot], younger[slot] = last, end
+        self._make_youngest(slot, slot)
+
+    def on_use(self, keys: Sequence[Key]) -> None:
+        """:meth:`on_access` of each, the last one first."""
+        self._make_all_youngest([*map(self._slots.__getitem__, reversed(keys))])
 
     def on_remove(self, key: Key) -> None:
         slot = self._slots[key]
@@ -60,23 +56,24 @@ class SlotLru(Generic[Key]):
         self._unlink(slot)
         return found
 
-    def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
-        keys, older, younger, end = self._keys, self._older, self._younger, self._end
+    def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
+        """:meth:`victim` and :meth:`on_insert` for as many of the first of these as there are victims. A block gets the
+        slot of its victim."""
+        keys, younger, end = self._keys, self._younger, self._end
+        found: list[int] = []
         slot = younger[end]
-        while slot != end and keys[slot] in pinned:  # as _oldest(), without a call a block
+        for _ in incoming:
+            while slot != end and keys[slot] in pinned:
+                slot = younger[slot]
+            if slot == end:
+                break
+            found.append(slot)
             slot = younger[slot]
-        if slot == end:
-            return None
-        found: Key = keys[slot]
-        keys[slot] = incoming
-        behind = younger[slot]
-        if behind != end:
-            before = older[slot]
-            younger[before], older[behind] = behind, before
-            last = older[end]
-            younger[last] = older[end] = slot
-            older[slot], younger[slot] = last, end
-        return found
+        victims = [*map(keys.__getitem__, found)]
+        for slot, key in zip(found, incoming, strict=False):
+            keys[slot] = key
+        self._make_all_youngest(found)
+        return victims
 
     def _oldest(self, pinned: Container[Key]) -> int | None:
         keys, younger, end = self._keys, self._younger, self._end
@@ -86,6 +83,31 @@ class SlotLru(Generic[Key]):
                 return slot
             slot = younger[slot]
         return None
+
+    def _make_all_youngest(self, slots: list[int]) -> None:
+        """One after the other; those that are neighbours already stay so."""
+        younger = self._younger
+        first = last = None
+        for slot in slots:
+            if last is None or younger[last] != slot:
+                if first is not None:
+                    self._make_youngest(first, last)
+                first = slot
+            last = slot
+        if first is not None:
+            self._make_youngest(first, last)
+
+    def _make_youngest(self, first: int, last: int) -> None:
+        """These neighbours."""
+        older, younger, end = self._older, self._younger, self._end
+        behind = younger[last]
+        if behind == end:
+            return
+        before = older[first]
+        younger[before], older[behind] = behind, before
+        youngest = older[end]
+        younger[youngest], older[first] = first, youngest
+        younger[last], older[end] = end, last
 
     def _unlink(self, slot: int) -> None:
         before, behind = self._older[slot], self._younger[slot]
