@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -11,6 +11,9 @@ from typing import Any, Generic
 from .hanging import Coming
 from .hints import Ended, Expected
 from .policy import Key, Policy
+
+
+FEW = 4  # blocks: to go through them one by one costs less than what is gained by doing it together
 
 
 class BlockIndex(Generic[Key]):
@@ -30,7 +33,7 @@ class BlockIndex(Generic[Key]):
     def __init__(self, policy: Policy[Key], capacity_blocks: int) -> None:
         self.slots: dict[Key, int] = {}
         self.arriving: dict[Key, int] = {}
-        self.pins: Counter[Key] = Counter()
+        self.pins: dict[Key, int] = {}
         self.capacity_blocks = capacity_blocks
         self.evicted_blocks = 0
         self.evicted: list[Key] | None = None
@@ -166,7 +169,8 @@ class BlockIndex(Generic[Key]):
 
     def _first_absent(self, keys: Sequence[Key]) -> int:
         """Where the first block without a slot stands: other than for :meth:`peek`, one that is arriving has one."""
-        return len(list(takewhile(self.slots.__contains__, keys)))
+        slots = self.slots
+        return len(list(takewhile(slots.__contains__, keys))) if keys and keys[0] in slots else 0
 
     def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
         """Pins those that are there or arriving: a save must not evict what it relies on."""
@@ -195,7 +199,7 @@ class BlockIndex(Generic[Key]):
             replace_all = None
         at = 0
         while at < len(wanted):
-            if replace_all is not None and not free:
+            if replace_all is not None and not free and len(wanted) > at + FEW:
                 at += self._replace_together(replace_all, wanted[at:], admitted)
                 if at == len(wanted):
                     break
@@ -292,12 +296,19 @@ class BlockIndex(Generic[Key]):
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
-        self.pins.update(iter(keys))
+        pins, keys = self.pins, list(keys)
+        if len(keys) > FEW:
+            once = dict.fromkeys(keys, 1)
+            if len(once) == len(keys) and pins.keys().isdisjoint(once):
+                pins.update(once)
+                return
+        for key in keys:
+            pins[key] = pins.get(key, 0) + 1
 
     def unpin(self, keys: Iterable[Key]) -> None:
         """One :meth:`pin` of each of these blocks less."""
         pins, keys = self.pins, list(keys)
-        if list(map(pins.get, keys)).count(1) == len(keys):  # by nobody else
+        if len(keys) > FEW and list(map(pins.get, keys)).count(1) == len(keys):  # by nobody else
             deque(map(pins.pop, keys), 0)
             return
         for key in keys:

@@ -86,7 +86,10 @@ class Ranks:
 
     def add(self, job: Job, computed_from: Iterable[int] = ()) -> None:
         """It is about to be sent to all ranks."""
-        there = {rank for rank, epoch in enumerate(self.epochs) if epoch is not None}
+        epochs = self.epochs
+        there = set(range(len(epochs)))
+        if None in epochs:
+            there = {rank for rank in there if epochs[rank] is not None}
         pending = Pending(job, self._clock(), there)
         self.pending[job.id] = pending
         for number in computed_from:
