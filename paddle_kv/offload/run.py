@@ -18,6 +18,7 @@ class Run(Generic[Key]):
         turn: how often it was.
         length: blocks of the prompt.
         live: how many of its own blocks are there.
+        number: in :class:`~paddle_kv.offload.owners.Owners`.
         end: none of its own lies behind this position.
         klass, part: where it is counted and queued.
         watched: its age is followed.
@@ -35,6 +36,7 @@ class Run(Generic[Key]):
         "leaf",
         "length",
         "live",
+        "number",
         "parent",
         "part",
         "sign",
@@ -47,5 +49,6 @@ class Run(Generic[Key]):
         self.keys, self.parent, self.sign = keys, parent, sign
         self.touched_s, self.turn, self.klass = touched_s, turn, klass
         self.length, self.live, self.end, self.part = len(keys), 0, len(keys), 0
+        self.number = 0
         self.watched = self.leaf = self.head = False
         self.facts: tuple[float, ...] | None = None

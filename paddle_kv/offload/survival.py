@@ -11,13 +11,16 @@ let in. While all of that finds less than the order of use would, the order of u
 
 from __future__ import annotations
 
+import operator
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
-from itertools import groupby
+from functools import partial
+from itertools import groupby, takewhile
 from typing import Generic
 
 from .guard import Guard
+from .owners import Owners
 from .policy import Key
 from .queues import Queues
 from .returns import Returns, part_of
@@ -43,7 +46,8 @@ class Survival(Generic[Key]):
         self.clock = clock
         self._max_coming = COMING_FACTOR * capacity_blocks
         self._max_ghosts = max(MIN_GHOSTS, capacity_blocks // GHOST_SHARE)
-        self._owner: dict[Key, Run[Key]] = {}  # of each block that is there
+        self._owner: Owners[Key] = Owners(capacity_blocks)  # of each block that is there
+        self.attach = self._owner.attach
         self._coming: dict[Key, Run[Key]] = {}  # of blocks that were looked up
         self._signs: dict[Key, Run[Key]] = {}
         self._hanging: dict[Key, int] = {}  # on a block: runs that have blocks which are there
@@ -56,6 +60,7 @@ class Survival(Generic[Key]):
         self._guard = Guard(capacity_blocks)
         self._num_prompts = 0
         self._going: Run[Key] | None = None  # the one that makes room now
+        self._giving: Run[Key] | None = None  # whose last block went last, for this very save
 
     # ---- prompts ----
     def on_prompt(self, prompt: Sequence[Key]) -> None:
@@ -72,7 +77,7 @@ class Survival(Generic[Key]):
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
         parts: list[tuple[Run[Key], int]] = []
-        for run, keys in groupby(map(self._owner.get, prompt)):
+        for run, keys in groupby(self._owner.of(prompt)):
             if run is None:
                 break
             parts.append((run, len(list(keys))))
@@ -149,14 +154,14 @@ class Survival(Generic[Key]):
         """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
         if not keys:
             return
-        owner = self._owner
         start = 0
-        for before, part in groupby([owner[key] for key in keys]):
+        for before, part in groupby(list(self._owner.of(keys))):
+            assert before is not None
             count = len(list(part))
             start += count
             before.live -= count
             self._move(before, keys[start - 1])
-        owner.update(dict.fromkeys(keys, run))
+        self._owner.give(keys, run)
         run.live += len(keys)
         if run.live == len(keys):
             self._appear(run)
@@ -187,14 +192,16 @@ class Survival(Generic[Key]):
 
     def on_save(self, keys: Sequence[Key]) -> None:
         """These are about to be inserted, as far as they are absent: answers, say, that no look-up has seen."""
-        if not keys or keys[-1] in self._coming or keys[-1] in self._owner:
+        self._giving = None
+        owner_of = self._owner.get
+        if not keys or keys[-1] in self._coming or owner_of(keys[-1]) is not None:
             return
-        fresh = [key for key in dict.fromkeys(keys) if key not in self._owner and key not in self._coming]
+        fresh = [key for key in dict.fromkeys(keys) if owner_of(key) is None and key not in self._coming]
         first = keys.index(fresh[0])
         above = keys[first - 1] if first else None
         run = None
         if above is not None:
-            run = self._owner.get(above) or self._coming.get(above)
+            run = owner_of(above) or self._coming.get(above)
         if run is not None and run.keys[-1] == above:
             run.keys += fresh
             run.length += len(fresh)
@@ -213,20 +220,29 @@ class Survival(Generic[Key]):
 
     # ---- blocks ----
     def on_insert(self, key: Key) -> None:
-        if key in self._owner:
+        if self._owner.get(key) is not None:
             return
         run = self._coming.pop(key, None)
         if run is None:  # of nobody knows what
             run = Run([key], None, key, self.clock(), 1, LEVELS // 2)
             self._watch(run)
-        self._owner[key] = run
+        self._owner.give([key], run)
         run.live += 1
         run.end = len(run.keys)
         if run.live == 1:
             self._appear(run)
 
     def on_access(self, key: Key) -> None:
-        self._queues.use_again(self._owner[key])
+        run = self._owner.get(key)
+        if run is None:
+            raise KeyError(key)
+        self._queues.use_again(run)
+
+    def on_use(self, keys: Sequence[Key]) -> None:
+        """:meth:`on_access` of each, the last one first."""
+        for run, _ in groupby(list(self._owner.of(keys))[::-1]):
+            assert run is not None
+            self._queues.use_again(run)
 
     def on_remove(self, key: Key) -> None:
         run = self._owner.pop(key)
@@ -237,9 +253,11 @@ class Survival(Generic[Key]):
 
     def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """``incoming`` itself: it shall not be let in."""
+        self._giving = None
         if not self._guard.trusts:
             key = self._oldest(pinned, incoming)
             if key is not None:
+                self._giving = self._owner.get(key)
                 self.on_remove(key)
             return key
         run = self._going
@@ -258,14 +276,45 @@ class Survival(Generic[Key]):
             worth = self._queues.worth
             if own is not None and own is not run and worth[own.klass][own.part] < worth[run.klass][run.part]:
                 return incoming
+        self._giving = run
         self.on_remove(key)
         return key
 
-    def replace(self, incoming: Key, pinned: Container[Key]) -> Key | None:
-        key = self.victim(incoming, pinned)
-        if key is not None and key != incoming:
-            self.on_insert(incoming)
-        return key
+    def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
+        """:meth:`victim` and :meth:`on_insert` for the first of these, while the run that gave the last victim gives the
+        next ones too. Each gets the slot of its victim."""
+        run, own = self._giving, self._coming.get(incoming[0])
+        if run is None or own is None or own is run or not own.live:
+            return []
+        if run is self._going:
+            worth = self._queues.worth
+            if worth[own.klass][own.part] < worth[run.klass][run.part]:
+                return []
+        same = len(list(takewhile(partial(operator.is_, own), map(self._coming.get, incoming))))
+        found = self._ending(run, min(same, run.live - 1), pinned)
+        if found:
+            run.live -= len(found)
+            deque(map(self._coming.pop, incoming[: len(found)]), 0)
+            self._owner.give_slots(found.values(), own)
+            own.live += len(found)
+            own.end = len(own.keys)
+        return list(found)
+
+    def _ending(self, run: Run[Key], count: int, pinned: Container[Key]) -> dict[Key, int]:
+        """Up to so many of its last blocks that are there, the last one first, with their slots; none behind one that
+        has to stay."""
+        slots, numbers, number, hanging = self._owner.slots, self._owner.numbers, run.number, self._hanging
+        found: dict[Key, int] = {}
+        end = run.end
+        for key in reversed(run.keys[max(0, end - count) : end]):
+            slot = slots.get(key)
+            if slot is not None and numbers[slot] == number and key not in found:
+                if key in pinned or key in hanging:
+                    break
+                found[key] = slot
+            end -= 1
+        run.end = end
+        return found
 
     def _cheapest(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
         """The run that is worth least, and its last block."""
@@ -330,9 +379,12 @@ class Survival(Generic[Key]):
         """The last of its blocks has gone."""
         self._queues.leave(run)
         del self._order[run]
+        self._owner.release(run)
         self._over.pop(run, None)
         if run is self._going:
             self._going = None
+        if run is self._giving:
+            self._giving = None
         if self._coming.keys().isdisjoint(run.keys):  # from now on it is known by its sign alone
             run.keys = []
         if run.watched:
