@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import Generic
 
@@ -15,8 +13,6 @@ NOTHING = -1  # in the place of a slot: a block hangs on none that is known
 COMING_SHARE = 8  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
 MIN_COMING = 4096  # and at least so many
 MOST_AT_ONCE = 8  # prompts that begin with the same block to come
-
-_is_there = partial(operator.is_not, None)
 
 Coming = tuple[Sequence[Key], int]  # a prompt, and where its first block that is to come stands
 
@@ -90,7 +86,7 @@ class Hanging(Generic[Key]):
         slots, parents, children = self._slots, self._parents, self._children
         bare: list[int] = []
         above = slots.get(path[at - 1], NOTHING) if at else NOTHING
-        chain = [above, *takewhile(_is_there, map(slots.get, path[at:]))]
+        chain = [above, *map(slots.__getitem__, takewhile(slots.__contains__, path[at:]))]
         highest = max(chain)
         if highest >= len(parents):
             self._grow(highest)

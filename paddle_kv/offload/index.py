@@ -12,7 +12,6 @@ from .hanging import Coming
 from .hints import Ended, Expected
 from .policy import Key, Policy
 
-
 FEW = 4  # blocks: to go through them one by one costs less than what is gained by doing it together
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import takewhile
 from typing import Generic
 
@@ -43,7 +41,7 @@ class Owners(Generic[Key]):
 
     def of(self, keys: Iterable[Key]) -> Iterator[Run[Key] | None]:
         """:meth:`get` of each, up to the first one that is not there."""
-        slots = takewhile(partial(operator.is_not, None), map(self.slots.get, keys))
+        slots = map(self.slots.__getitem__, takewhile(self.slots.__contains__, keys))
         return map(self._runs.__getitem__, map(self.numbers.__getitem__, slots))
 
     def give(self, keys: Sequence[Key], run: Run[Key]) -> None:

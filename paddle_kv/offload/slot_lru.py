@@ -86,16 +86,16 @@ class SlotLru(Generic[Key]):
 
     def _make_all_youngest(self, slots: list[int]) -> None:
         """One after the other; those that are neighbours already stay so."""
+        if not slots:
+            return
         younger = self._younger
-        first = last = None
-        for slot in slots:
-            if last is None or younger[last] != slot:
-                if first is not None:
-                    self._make_youngest(first, last)
+        first = last = slots[0]
+        for slot in slots[1:]:
+            if younger[last] != slot:
+                self._make_youngest(first, last)
                 first = slot
             last = slot
-        if first is not None:
-            self._make_youngest(first, last)
+        self._make_youngest(first, last)
 
     def _make_youngest(self, first: int, last: int) -> None:
         """These neighbours."""

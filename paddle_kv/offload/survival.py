@@ -281,10 +281,10 @@ class Survival(Generic[Key]):
         return key
 
     def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
-        """:meth:`victim` and :meth:`on_insert` for the first of these, while the run that gave the last victim gives the
-        next ones too. Each gets the slot of its victim."""
+        """:meth:`victim` and :meth:`on_insert` for the first of these, while the run of the last victim gives the next
+        ones too. Each gets the slot of its victim."""
         run, own = self._giving, self._coming.get(incoming[0])
-        if run is None or own is None or own is run or not own.live:
+        if run is None or own is None or not own.live:
             return []
         if run is self._going:
             worth = self._queues.worth
@@ -305,10 +305,13 @@ class Survival(Generic[Key]):
         has to stay."""
         slots, numbers, number, hanging = self._owner.slots, self._owner.numbers, run.number, self._hanging
         found: dict[Key, int] = {}
+        if not count:
+            return found
+        self._last(run)
         end = run.end
         for key in reversed(run.keys[max(0, end - count) : end]):
             slot = slots.get(key)
-            if slot is not None and numbers[slot] == number and key not in found:
+            if slot is not None and numbers[slot] == number:
                 if key in pinned or key in hanging:
                     break
                 found[key] = slot

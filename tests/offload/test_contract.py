@@ -14,6 +14,7 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import POLICIES, BlockState, KVOffloadManager, Lru, books, directory, hints, index, moving
+from paddle_kv.offload.survival import Survival
 from paddle_kv.tracking import group, keeper
 from tests.offload import chunk_clauses, tier_clauses
 from tests.offload.disorder import Rebel, in_child, interrupted
@@ -61,7 +62,11 @@ class Case:
             assert found.index.arriving.keys() <= set(found.index.slots)
             assert set(found.index.pins) == {key for one in found.moves.moving for job in one.jobs for key in job.keys}
             policy = found.index._policy
-            assert set(getattr(policy, "_owner", None) or policy._order) == set(found.index.slots)
+            if isinstance(policy, Survival):
+                assert None not in map(policy._owner.get, found.index.slots)
+                assert sum(run.live for run in policy._order) == len(found.index.slots)
+            else:
+                assert set(policy._order) == set(found.index.slots)
 
         group.change(found, compare)
 

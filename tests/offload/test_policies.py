@@ -79,45 +79,6 @@ def test_a_pinned_block_is_never_a_victim(name: str, data: st.DataObject) -> Non
     assert index.evict(1) == []
 
 
-class FourMethods:
-    """The same policy without its short cut."""
-
-    def __init__(self, policy: Any) -> None:
-        self.on_insert, self.on_access = policy.on_insert, policy.on_access
-        self.on_remove, self.victim = policy.on_remove, policy.victim
-        for name in ("on_prompt", "on_save", "on_end", "by_order"):
-            if hasattr(policy, name):
-                setattr(self, name, getattr(policy, name))
-
-
-@names
-@given(
-    capacity=st.integers(1, 15),
-    prompts=st.lists(
-        st.tuples(st.lists(st.integers(0, 30), max_size=8), st.sets(st.integers(0, 30), max_size=20)), max_size=40
-    ),
-)
-def test_the_short_cut_is_victim_and_insertion_also_among_pinned_blocks(
-    name: str, capacity: int, prompts: list[tuple[list[int], set[int]]]
-) -> None:
-    short = make_policy(name, capacity)
-    assert hasattr(short, "replace")
-    indexes = [BlockIndex(policy, capacity) for policy in (short, FourMethods(make_policy(name, capacity)))]
-    free = [list(range(capacity)) for _ in indexes]
-    for prompt, pinned in prompts:
-        admitted = []
-        for index, free_slots in zip(indexes, free, strict=True):
-            held = pinned & set(index.slots)
-            index.pin(held)
-            admitted.append(
-                (index.admit(prompt[index.lookup(prompt) :], free_slots), index.slots, index.evicted_blocks)
-            )
-            assert held <= set(index.slots)
-            index.unpin(held)
-        assert admitted[0] == admitted[1]
-    assert indexes[0].evict(capacity) == indexes[1].evict(capacity)  # in the same order
-
-
 @names
 def test_a_removed_block_leaves_nothing_behind(name: str) -> None:
     index: BlockIndex[str] = BlockIndex(make_policy(name, 3), 3)

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_kv.offload import BlockIndex, make_policy
 from paddle_kv.offload.guard import Guard
+from paddle_kv.offload.owners import NOBODY
 from paddle_kv.offload.returns import NUM_PARTS
 from paddle_kv.offload.score import CLASSES, FIT_EVERY, Score
 from paddle_kv.offload.survival import HEAD, MIN_GHOSTS, Survival
@@ -44,10 +45,11 @@ def hit_rate(name: str, capacity: int, prompts: Prompts) -> float:
 def check(served: Served) -> None:
     """All that the policy keeps agrees with the index, and with itself."""
     policy: Survival[int] = served.policy
-    slots = set(served.index.slots)
-    assert policy._owner.keys() == slots
+    slots = served.index.slots
+    owner = {key: policy._owner.get(key) for key in slots}
+    assert {slot for slot, number in enumerate(policy._owner.numbers) if number != NOBODY} == set(slots.values())
     live: dict[Any, int] = {}
-    for run in policy._owner.values():
+    for run in owner.values():
         live[run] = live.get(run, 0) + 1
     assert {run: run.live for run in policy._order} == live
     hanging: dict[int, int] = {}
@@ -177,9 +179,9 @@ def test_blocks_of_an_answer_belong_to_its_prompt() -> None:
     served = Served("survival", 20)
     served.use(0.0, [1, 2, 3])
     served.index.admit([2, 3, 4, 5], served.free)
-    assert len(set(served.policy._owner.values())) == 1
+    assert len(set(served.policy._owner.of(served.index.slots))) == 1
     assert served.use(9.0, [1, 2, 3, 4, 5, 6]) == 5
-    (run,) = set(served.policy._owner.values())
+    (run,) = set(served.policy._owner.of(served.index.slots))
     assert run.turn == 2
     check(served)
 
