@@ -61,6 +61,7 @@ class Found:
 class _Hold(weakref.ref):  # type: ignore[type-arg]
     """Says that nobody refers to a look-up any more: by C code alone, whatever thread it happens in."""
 
+    __slots__ = ("keys",)
     keys: tuple[bytes, ...]  # not the list, which is the caller's
 
     __hash__ = object.__hash__  # that of what it referred to is gone with it

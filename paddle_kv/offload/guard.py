@@ -50,7 +50,8 @@ class Guard:
         """The same ones in each run."""
         mask = self._every - 1
         if keys and isinstance(keys[0], bytes):
-            return [key for key in keys if not (key[0] | key[1] << 8) & mask]
+            low, high = mask & 255, mask >> 8
+            return [key for key in keys if not key[0] & low and not key[1] & high]
         return [key for key in keys if not (hash(key) * MIX) >> 40 & mask]
 
     def saw(self, prompt: Sequence[Any], found: int, now_s: float) -> None:

@@ -296,7 +296,7 @@ class BlockIndex(Generic[Key]):
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
         pins, keys = self.pins, list(keys)
-        if len(keys) > FEW:
+        if len(keys) > FEW and keys[0] not in pins:
             once = dict.fromkeys(keys, 1)
             if len(once) == len(keys) and pins.keys().isdisjoint(once):
                 pins.update(once)
@@ -307,8 +307,8 @@ class BlockIndex(Generic[Key]):
     def unpin(self, keys: Iterable[Key]) -> None:
         """One :meth:`pin` of each of these blocks less."""
         pins, keys = self.pins, list(keys)
-        if len(keys) > FEW and list(map(pins.get, keys)).count(1) == len(keys):  # by nobody else
-            deque(map(pins.pop, keys), 0)
+        if len(keys) > FEW and pins[keys[0]] == 1 and list(map(pins.get, keys)).count(1) == len(keys):
+            deque(map(pins.pop, keys), 0)  # by nobody else
             return
         for key in keys:
             if pins[key] == 1:

@@ -190,9 +190,11 @@ class Ranks:
 
     def expire(self) -> tuple[list[Outcome], list[int]]:
         """What is over because its time is; and the ranks that have not ended a job after twice its time."""
+        now_s = self._clock()
+        if not self._due or self._due[0][0] > now_s:
+            return [], []
         found: list[Outcome] = []
         stuck: set[int] = set()
-        now_s = self._clock()
         while self._due and self._due[0][0] <= now_s:
             _, number, again = heapq.heappop(self._due)
             pending = self.pending.get(number)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import takewhile
 from typing import Generic
 
@@ -11,6 +13,9 @@ from .policy import Key
 from .run import Run
 
 NOBODY = 0
+
+
+_is_there = partial(operator.is_not, None)
 
 
 class Owners(Generic[Key]):
@@ -41,35 +46,52 @@ class Owners(Generic[Key]):
 
     def of(self, keys: Iterable[Key]) -> Iterator[Run[Key] | None]:
         """:meth:`get` of each, up to the first one that is not there."""
-        slots = map(self.slots.__getitem__, takewhile(self.slots.__contains__, keys))
+        return self.of_slots(takewhile(_is_there, map(self.slots.get, keys)))  # type: ignore[arg-type]
+
+    def of_slots(self, slots: Iterable[int]) -> Iterator[Run[Key] | None]:
         return map(self._runs.__getitem__, map(self.numbers.__getitem__, slots))
 
-    def give(self, keys: Sequence[Key], run: Run[Key]) -> None:
-        """These, which are there, are of this run."""
-        self.give_slots(list(map(self.slots.__getitem__, keys)), run)
+    def slots_of(self, keys: Iterable[Key]) -> list[int]:
+        """Of blocks that are there."""
+        return list(map(self.slots.__getitem__, keys))
 
-    def give_slots(self, slots: Collection[int], run: Run[Key]) -> None:
-        count = len(self.numbers)
-        if (end := 1 + max(slots)) > count:
-            end = max(end, min(2 * count, self._capacity))
-            self.numbers.extend(array("i", [NOBODY]) * (end - count))
-        if run.number == NOBODY:
-            if self._free:
-                run.number = self._free.pop()
-                self._runs[run.number] = run
-            else:
-                run.number = len(self._runs)
-                self._runs.append(run)
-        numbers, number = self.numbers, run.number
+    def give(self, slots: Collection[int], run: Run[Key]) -> None:
+        """The blocks there are of this run."""
+        self._grow(max(slots))
+        numbers, number = self.numbers, run.number or self._number(run)
         for slot in slots:
             numbers[slot] = number
 
+    def put(self, key: Key, run: Run[Key]) -> None:
+        """It is of this run."""
+        slot = self.slots[key]
+        self._grow(slot)
+        self.numbers[slot] = run.number or self._number(run)
+
+    def _number(self, run: Run[Key]) -> int:
+        """One for a run that has none."""
+        if self._free:
+            run.number = self._free.pop()
+            self._runs[run.number] = run
+        else:
+            run.number = len(self._runs)
+            self._runs.append(run)
+        return run.number
+
+    def _grow(self, slot: int) -> None:
+        """Room for a slot, which may never have been used before: a capacity may be more than there is memory."""
+        count = len(self.numbers)
+        if slot >= count:
+            size = max(1 + slot, min(2 * count, self._capacity))
+            self.numbers.extend(array("i", [NOBODY]) * (size - count))
+
     def pop(self, key: Key) -> Run[Key]:
         """KeyError where the block is nobody's."""
-        run = self.get(key)
+        slot = self.slots[key]
+        run = self._runs[self.numbers[slot]] if slot < len(self.numbers) else None
         if run is None:
             raise KeyError(key)
-        self.numbers[self.slots[key]] = NOBODY
+        self.numbers[slot] = NOBODY
         return run
 
     def release(self, run: Run[Key]) -> None:

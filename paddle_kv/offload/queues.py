@@ -37,6 +37,7 @@ class Queues(Generic[Key]):
         self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
         self._used: list[set[int]] = [set() for _ in parts]  # classes that have had anything in this part
         self._next_look_s = [0.0] * NUM_PARTS
+        self._first_look_s = 0.0
         self._cheapest: list[tuple[float, int, int]] = []  # heap of the queues of leaves; empty ones are dropped late
         self.price()
 
@@ -82,6 +83,8 @@ class Queues(Generic[Key]):
 
     def advance(self, now_s: float) -> None:
         """Runs have grown older."""
+        if now_s < self._first_look_s:
+            return
         for part, look_s in enumerate(self._next_look_s):
             if now_s < look_s:
                 continue
@@ -94,6 +97,7 @@ class Queues(Generic[Key]):
                     if run.touched_s > before_s:
                         break
                     self._grow(run)
+        self._first_look_s = min(self._next_look_s)
 
     def _grow(self, run: Run[Key]) -> None:
         self._returns.survived[run.klass][run.part] += 1

@@ -83,7 +83,7 @@ class Survival(Generic[Key]):
             parts.append((run, len(list(keys))))
         found = sum(count for _, count in parts)
         self._guard.saw(prompt, found, now_s)
-        back = [run for run in map(self._signs.get, prompt) if run is not None]
+        back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
             self._came_back(known, now_s)
         own = found
@@ -154,14 +154,14 @@ class Survival(Generic[Key]):
         """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
         if not keys:
             return
-        start = 0
-        for before, part in groupby(list(self._owner.of(keys))):
+        start, slots = 0, self._owner.slots_of(keys)
+        for before, part in groupby(list(self._owner.of_slots(slots))):
             assert before is not None
             count = len(list(part))
             start += count
             before.live -= count
             self._move(before, keys[start - 1])
-        self._owner.give(keys, run)
+        self._owner.give(slots, run)
         run.live += len(keys)
         if run.live == len(keys):
             self._appear(run)
@@ -226,7 +226,7 @@ class Survival(Generic[Key]):
         if run is None:  # of nobody knows what
             run = Run([key], None, key, self.clock(), 1, LEVELS // 2)
             self._watch(run)
-        self._owner.give([key], run)
+        self._owner.put(key, run)
         run.live += 1
         run.end = len(run.keys)
         if run.live == 1:
@@ -240,9 +240,11 @@ class Survival(Generic[Key]):
 
     def on_use(self, keys: Sequence[Key]) -> None:
         """:meth:`on_access` of each, the last one first."""
-        for run, _ in groupby(list(self._owner.of(keys))[::-1]):
-            assert run is not None
-            self._queues.use_again(run)
+        last = None
+        for run in reversed(list(self._owner.of(keys))):
+            if run is not last and run is not None:
+                self._queues.use_again(run)
+            last = run
 
     def on_remove(self, key: Key) -> None:
         run = self._owner.pop(key)
@@ -295,7 +297,7 @@ class Survival(Generic[Key]):
         if found:
             run.live -= len(found)
             deque(map(self._coming.pop, incoming[: len(found)]), 0)
-            self._owner.give_slots(found.values(), own)
+            self._owner.give(found.values(), own)
             own.live += len(found)
             own.end = len(own.keys)
         return list(found)
