@@ -1,4 +1,4 @@
-"""Which block hangs on which, by two numbers for each slot."""
+"""Which block hangs on which, by a number for each slot, and a second one as soon as somebody asks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Hanging(Generic[Key]):
     def __init__(self, slots: Mapping[Key, int], capacity_blocks: int) -> None:
         self._slots, self._capacity = slots, capacity_blocks
         self._parents = array("i")  # slot -> that of the block before it
-        self._children = array("i")  # slot -> how many have it as parent
+        self._children: array[int] | None = None  # slot -> how many have it as parent; None: nobody has asked
         self._coming: dict[Key, list[Coming[Key]]] = {}  # by the first block that is to come
         self._num_coming = 0
         self._max_coming = max(MIN_COMING, capacity_blocks // COMING_SHARE)
@@ -82,7 +82,7 @@ class Hanging(Generic[Key]):
 
     def link(self, path: Sequence[Key], at: int) -> list[int]:
         """From ``at`` on they were let in, as many as there is room for, or were there. Slots on which nothing hangs
-        any more, of those on which something did."""
+        any more, of those on which something did; none before :meth:`is_leaf` was asked."""
         slots, parents, children = self._slots, self._parents, self._children
         bare: list[int] = []
         above = slots.get(path[at - 1], NOTHING) if at else NOTHING
@@ -97,6 +97,9 @@ class Hanging(Generic[Key]):
             parent = parents[slot]
             if parent != above:
                 parents[slot] = above
+                if children is None:
+                    above = slot
+                    continue
                 if above != NOTHING:
                     children[above] += 1
                 if parent != NOTHING:
@@ -111,25 +114,41 @@ class Hanging(Generic[Key]):
         count = len(self._parents)
         size = max(1 + slot, min(2 * count, self._capacity)) - count
         self._parents.extend(array("i", [NOTHING]) * size)
-        self._children.extend(array("i", [0]) * size)
+        if self._children is not None:
+            self._children.extend(array("i", [0]) * size)
 
     def gone(self, slot: int) -> int:
-        """The block that was there is not any more. The slot on which nothing hangs now, or ``NOTHING``."""
+        """The block that was there is not any more. The slot on which nothing hangs now, or ``NOTHING``; always that
+        before :meth:`is_leaf` was asked."""
         if slot >= len(self._parents):
             return NOTHING
         parent = self._parents[slot]
         if parent == NOTHING:
             return NOTHING
         self._parents[slot] = NOTHING
+        if self._children is None:
+            return NOTHING
         self._children[parent] -= 1
         return NOTHING if self._children[parent] else parent
 
     def is_leaf(self, slot: int) -> bool:
         """Whether nothing hangs on the block there."""
-        return slot >= len(self._children) or not self._children[slot]
+        if slot >= len(self._parents):
+            return True
+        if self._children is None:
+            self._children = self._count()
+        return not self._children[slot]
+
+    def _count(self) -> array[int]:
+        """How many hang on each slot."""
+        import numpy as np
+
+        parents = np.frombuffer(self._parents, np.int32)
+        counts = np.bincount(parents[parents != NOTHING], minlength=len(parents))
+        return array("i", counts.astype(np.int32).tobytes())
 
     def clear(self) -> None:
         """No block is there."""
-        self._parents, self._children = array("i"), array("i")
+        self._parents, self._children = array("i"), None
         self._coming.clear()
         self._num_coming = 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from paddle_kv.offload.hanging import COMING_SHARE, MIN_COMING, MOST_AT_ONCE, Hanging
+import random
+from itertools import pairwise
+
+from paddle_kv.offload.hanging import COMING_SHARE, MIN_COMING, MOST_AT_ONCE, NOTHING, Hanging
 
 
 # ---- prompts to come ----
@@ -77,6 +80,32 @@ def test_memory_grows_by_doubling_up_to_the_capacity() -> None:
     for slot in range(5):
         slots[slot] = slot
         hanging.link([slot], 0)
-        assert len(hanging._parents) == len(hanging._children)
         sizes.append(len(hanging._parents))
     assert sizes == [1, 2, 4, 4, 5]
+
+
+def test_how_many_hang_on_a_block_is_known_from_the_first_question_on() -> None:
+    rng = random.Random(4)
+    slots = {key: key for key in range(12)}
+    early: Hanging[int] = Hanging(slots, 12)
+    late: Hanging[int] = Hanging(slots, 12)
+    parents: dict[int, int] = {}
+    told_early, told_late = 0, 0
+    for step in range(200):
+        path = rng.sample(range(12), rng.randrange(1, 5))
+        parents.pop(path[0], None)
+        if step % 3:
+            bare = [hanging.link(path, 0) for hanging in (early, late)]
+            parents.update((key, above) for above, key in pairwise(path))
+        else:
+            bare = [[one for one in [hanging.gone(path[0])] if one != NOTHING] for hanging in (early, late)]
+        leaves = [key not in parents.values() for key in range(12)]
+        assert [early.is_leaf(slot) for slot in range(12)] == leaves
+        if step < 100:
+            assert bare[1] == []
+            told_early += len(bare[0])
+        else:
+            assert [late.is_leaf(slot) for slot in range(12)] == leaves
+            told_late += len(bare[1])
+        assert step <= 100 or bare[0] == bare[1]
+    assert told_early and told_late
