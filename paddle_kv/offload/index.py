@@ -251,10 +251,6 @@ class BlockIndex(Generic[Key]):
         self.pin(end)
         try:
             victims = replace_all(wanted, self.pins)
-        except BaseException:
-            for key in wanted:
-                self._forget(key)
-            raise
         finally:
             self.unpin(end)
         if not victims:
