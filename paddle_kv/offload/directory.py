@@ -1,6 +1,6 @@
 """Where the blocks of all ranks are, and what moves them: for the process that schedules requests. Moves no bytes,
-and imports no Paddle, nor NumPy before a policy that learns has seen enough to fit (:mod:`.score`); the movers beside
-the caches do what its jobs say."""
+and imports no Paddle, nor NumPy before a policy that learns has seen enough to fit (:mod:`.score`) or a session is over
+(:mod:`.hanging`); the movers beside the caches do what its jobs say."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ class Policy(Protocol[Key]):
     A request for an absent block with a full index is ``victim(block)``, then ``on_insert(block)``, unless no victim
     was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and returns
     the victim; the index then calls that instead, for speed. Subclasses do not inherit it. A victim that is the block
-    itself is a refusal: that block is not let in.
+    itself is a refusal: that block is not let in. Likewise ``replace_all(blocks, pinned)``, for blocks that all are
+    absent: it may serve only the first of them, or none, and refuses none; each gets the slot of its victim; and
+    ``on_use(blocks)``, which is ``on_access`` of each, the last one first.
 
     Three more methods are called where a class has them: ``on_prompt(keys)`` with the whole prompt of a look-up, before
     the uses; ``on_save(keys)`` with what is about to be inserted; ``on_end(keys)`` with a prompt whose session is over.
