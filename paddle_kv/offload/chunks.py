@@ -124,12 +124,25 @@ class ChunkedRequest(Request):
         while self._meeting is not None:
             books = self._manager._books
             step: Step = change(books, functools.partial(self._meeting.next, books))
-            if step.leaving is None:
+            if step.reading is not None:
+                self._wait_for_reading(step, deadline)
+            elif step.leaving is None:
                 self.loads = [_handle(movement) for movement in step.loads]
                 self._used += [load for load in self.loads if load not in self._used]
                 return step.piece
-            _handle(step.leaving).wait_over(deadline.left_s())
+            else:
+                _handle(step.leaving).wait_over(deadline.left_s())
         return None
+
+    def _wait_for_reading(self, step: Step, deadline: Deadline) -> None:
+        """Of the tier, before the next chunk is known."""
+        assert step.reading is not None and self._meeting is not None
+        left_s = deadline.left_s()
+        if step.reading.wait(step.left_s if left_s is None else min(step.left_s, left_s)):
+            return
+        if left_s is not None and left_s < step.left_s:
+            raise TimeoutError("a piece of the prefix had not come from the tier within timeout_s; call again")
+        change(self._manager._books, functools.partial(self._meeting.read_late, step.reading))
 
     def _save_chunk(self, tokens: range) -> None:
         """The blocks that it fills."""

@@ -2,7 +2,8 @@
 
 The prefix is cut into pieces. The last ones are loaded first, few at a time, so that what is on its way ends soon; the
 model takes the first one that is neither there nor on its way. A piece that lies in a tier is read into host memory
-before a load of it begins: nothing on the device ever waits for storage.
+before a load of it begins: nothing on the device ever waits for storage. The server does, before a pass, where a tier
+that is trusted should bring the piece sooner than the model could compute it, and until that is late.
 """
 
 from __future__ import annotations
@@ -58,11 +59,15 @@ class Step:
         piece: to compute; None: what comes behind the prefix.
         loads: what it needs of what is before that, layer by layer.
         leaving: this one first has to be over: the piece was taken from it.
+        reading: this first comes from the tier, or :attr:`left_s` is over: sooner than the piece could be computed.
+        left_s: for that.
     """
 
     piece: Piece | None = None
     loads: tuple[Movement, ...] = ()
     leaving: Movement | None = None
+    reading: Prefetch | None = None
+    left_s: float = 0.0
 
 
 class Feed:
@@ -301,6 +306,8 @@ class Meeting:
                 continue
             if piece.state is PieceState.CANCELLED:
                 return Step(leaving=self.moving[piece])
+            if (read := self._worth_reading(piece, books)) is not None:
+                return Step(reading=self._reading[read], left_s=max(0.0, read.late_s - time.monotonic()))
             if piece.state is PieceState.LOADING:
                 loads.append(self.moving[piece])
             elif not self._is_done(piece):
@@ -384,6 +391,31 @@ class Meeting:
         if not self._rates.snapshot().link_waits or compute_s is None or self.moving[piece].num_unsubmitted:
             return False
         return piece.due_s - now_s <= compute_s
+
+    def _worth_reading(self, piece: Piece, books: Owner) -> Piece | None:
+        """What is to come from the tier next, if this piece comes from there, and over the link, before the model could
+        have computed it."""
+        rates = self._rates.snapshot()
+        if not self._reading or not (rates.tier_waits and rates.link_waits):
+            return None
+        now_s, compute_s = time.monotonic(), self._rates.compute_s(piece.start, piece.stop)
+        if piece.state is PieceState.READING:
+            read, due_s = piece, piece.due_s
+        elif piece.state is PieceState.BELOW and self._below and self._below[0].start <= piece.start:
+            read = next(iter(self._reading))
+            before = books.feed.num_reading_blocks + self._below[-1].stop - piece.start  # they are read from the back
+            due_s = now_s + before * rates.tier_s
+        else:
+            return None
+        there_s = max(due_s, books.feed.free_s) + piece.size * rates.link_s
+        return read if compute_s is not None and now_s <= read.late_s and there_s - now_s <= compute_s else None
+
+    def read_late(self, reading: Prefetch) -> None:
+        """The model has waited for it until its time was over."""
+        for piece, prefetch in [*self._reading.items()]:
+            if prefetch is reading and not prefetch.done:
+                self._tell_late(piece, TIER)
+                self._leave(piece, PieceState.LOST)
 
     def compute_again(self) -> None:
         """Behind a load that has failed: what was computed with it is not what it should be."""

@@ -112,7 +112,8 @@ class Request:
 
         Args:
             max_tokens: at most so many, for a prompt with ``chunk_tokens``; None: the chunk.
-            timeout_s: for what the host has to wait for: a load that is taken back, and the loads at the end.
+            timeout_s: for what the host has to wait for: a load that is taken back, a piece that a tier brings sooner
+                than it could be computed, and the loads at the end.
 
         Raises:
             TimeoutError: that was not over after ``timeout_s``. Call again.

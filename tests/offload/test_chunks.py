@@ -16,6 +16,7 @@ from paddle_kv import CancelledError
 from paddle_kv.offload import chunks
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine
+from tests.offload.chunk_clauses import Stalling
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
 from tests.schedule.rig import Copies
 
@@ -79,13 +80,49 @@ def test_a_load_that_several_chunks_read_is_waited_for_once(rig: ChunkRig, monke
         made: Any = request
         for _ in range(2):
             movement = SimpleNamespace(handle=lambda: "load", failed=False)
-            step = SimpleNamespace(piece="piece", loads=[movement], leaving=None)
+            step = SimpleNamespace(piece="piece", loads=[movement], leaving=None, reading=None)
             made._meeting = SimpleNamespace(next=print)
             monkeypatch.setattr(chunks, "change", lambda books, call, step=step: step)
             assert made._next_piece(None) == "piece"
         assert (made.loads, made._used) == (["load"], ["load"])
         made._meeting, made._used, made.loads = None, [], []
         monkeypatch.undo()
+
+
+@pytest.fixture
+def below(tmp_path: Path) -> Iterator[ChunkRig]:
+    """All of the prompt lies in the tier, which reads nothing before it is let. It is trusted, and the model slow."""
+    rig = ChunkRig(Stalling(tmp_path))
+    rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
+    rig.check_books()
+    assert rig.manager.evict(64) == 10
+    know(rig.manager, 0.1, 1e3, 1.0)
+    rig.engine.gate.clear()  # type: ignore[union-attr]
+    yield rig
+    rig.close()
+
+
+def test_a_chunk_waits_for_a_tier_that_is_quicker(below: ChunkRig) -> None:
+    expected = contents(TOKENS)
+    with below.manager.request(TOKENS, TABLE[::-1], chunk_tokens=CHUNK) as request:
+        for _ in range(2):
+            with pytest.raises(TimeoutError, match="from the tier within timeout_s"):
+                request.next_chunk(timeout_s=0.01)
+        below.engine.gate.set()  # type: ignore[union-attr]
+        while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
+            assert chunk == range(10 * SIZE, len(TOKENS))
+            below.run(request, chunk, TABLE[::-1], expected)
+    below.check(TABLE[::-1], expected)
+    below.check_books()
+
+
+def test_a_chunk_does_not_wait_for_a_tier_that_is_late(below: ChunkRig) -> None:
+    know(below.manager, 0.1, 1e3, 1e-3)
+    computed = below.prefill(TOKENS, TABLE[::-1], chunk_tokens=CHUNK)
+    assert computed[0] == range(CHUNK) and len(computed) == -(-len(TOKENS) // CHUNK)
+    assert below.manager.rates.stats()["tier_late_loads"] > 0
+    below.engine.gate.set()  # type: ignore[union-attr]
+    below.check_books()
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -381,6 +381,93 @@ def test_what_the_model_comes_to_is_not_read_any_more(bench: Bench, monkeypatch:
     assert meeting.num_reading_blocks == BLOCKS
 
 
+READ_S = BLOCKS * 1.0 + BLOCKS * 0.125  # of a piece out of the tier and over the link, in the next tests
+
+
+def reading(bench: Bench, compute_s: float, monkeypatch: pytest.MonkeyPatch) -> Meeting:
+    """At 100.0, its only piece is read from the tier. In seconds a block: link 0.125, tier 1."""
+    bench.now_s = 100.0
+    bench.know(0.125, compute_s, 1.0)
+    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * BLOCKS)
+    bench.fill()
+    return meeting
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 1.5])
+def test_the_model_waits_for_a_read_that_comes_before_it_could_be_computed(
+    bench: Bench, waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = reading(bench, READ_S / BLOCKS, monkeypatch)
+    bench.now_s += waited_s
+    late_s = bench.rates.late_s(BLOCKS, TIER) - waited_s
+    assert bench.next(meeting) == Step(reading=bench.reads[0], left_s=pytest.approx(late_s))  # type: ignore[arg-type]
+    bench.arrive(bench.reads[0])
+    assert bench.next(meeting) == Step(None, (bench.copies[0],))  # type: ignore[arg-type]
+    assert bench.late == []
+
+
+@pytest.mark.parametrize("why", ["it is quicker", "busy link", "unknown model", "no trust", "no trust in the link"])
+def test_the_model_does_not_wait_for_a_read(bench: Bench, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = why == "it is quicker"
+    meeting = reading(bench, READ_S / BLOCKS - 0.001 if quick else READ_S / BLOCKS, monkeypatch)
+    if why == "busy link":
+        bench.feed.free_s = 100.0 + BLOCKS * 1.0 + 0.001
+    elif why == "unknown model":
+        monkeypatch.setattr(bench.rates, "compute_s", lambda start, stop: None)
+    elif not quick:
+        for _ in range(2):
+            bench.rates.observe_failed(LINK if "link" in why else TIER)
+    assert bench.next(meeting) == Step(meeting.line.pieces[0], ())
+    assert bench.reads[0].cancelled == 1
+
+
+@pytest.mark.parametrize("others", [0, BLOCKS])
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_model_waits_for_a_piece_whose_turn_comes_soon(
+    bench: Bench, waits: bool, others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six pieces, of which four are read, and the second one is wanted too."""
+    compute_s = ((5 * BLOCKS + others) * 1.0 + BLOCKS * 0.125) / BLOCKS
+    bench.know(0.125, compute_s + (0.001 if waits else -0.001), 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=BLOCKS)
+    meeting = bench.meeting([BELOW] * 6 * BLOCKS)
+    bench.fill()
+    assert len(bench.reads) == 4
+    if others:
+        bench.meeting([BELOW] * others, first_key=99)
+        bench.fill()
+    first, second = meeting.line.pieces[:2]
+    assert bench.next(meeting) == Step(first, ())  # that one is not wanted
+    found = bench.next(meeting)
+    expected = Step(reading=bench.reads[0], left_s=found.left_s) if waits else Step(second, ())  # type: ignore[arg-type]
+    assert found == expected
+    if waits:
+        assert found.left_s == pytest.approx(bench.rates.late_s(BLOCKS, TIER))
+
+
+def test_the_model_waits_for_a_read_until_that_is_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = reading(bench, 10.0, monkeypatch)
+    (piece,) = meeting.line.pieces
+    bench.now_s = piece.late_s
+    assert bench.next(meeting) == Step(reading=bench.reads[0], left_s=0.0)  # type: ignore[arg-type]
+    seconds = bench.now_s - 100.0
+    me: Any = bench.reads[0]
+    meeting.read_late(me)
+    assert (bench.late, states_of(meeting)) == ([(TIER, BLOCKS * BLOCK_BYTES, seconds)], ["lost"])
+    assert bench.next(meeting) == Step(piece, ())
+    meeting.read_late(me)  # it is not read any more
+    assert len(bench.late) == 1
+
+
+def test_a_read_that_has_come_at_its_last_moment_is_not_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = reading(bench, 10.0, monkeypatch)
+    bench.arrive(bench.reads[0])
+    me: Any = bench.reads[0]
+    meeting.read_late(me)
+    assert (bench.late, bench.next(meeting).loads) == ([], (bench.copies[0],))
+
+
 def test_what_others_have_brought_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.know(1e-6, 1.0, 1.0)
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=99)

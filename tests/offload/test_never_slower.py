@@ -15,7 +15,8 @@ import pytest
 
 from paddle_kv import CancelledError, TransferError
 from paddle_kv.integrations import ForwardPass
-from paddle_kv.offload import below, feeding, request
+from paddle_kv.offload import below, feeding, pieces, request
+from paddle_kv.offload.prefetch import Prefetch
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import Engine, FilesEngine
 from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig, know
@@ -80,6 +81,24 @@ class _SlowRead:
         if not stage:
             self._clock.wait_until(self._end_s)
         return bool(self._item.arrived(stage))
+
+
+def go_by(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's time is that of the model, and passes while a request waits for the tier."""
+    for module in (below, feeding, pieces, request):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+    wait = Prefetch.wait
+
+    def wait_by_clock(self: Prefetch, timeout_s: float | None = None) -> bool:
+        assert timeout_s is not None
+        end_s = clock.now_s + timeout_s
+        while not wait(self, 0.005):
+            if clock.now_s >= end_s:
+                return False
+            clock.move(TIER_S / 2)
+        return True
+
+    monkeypatch.setattr(Prefetch, "wait", wait_by_clock)
 
 
 def stall(slow: Slow, engine: Any) -> None:
@@ -147,16 +166,14 @@ def test_from_the_third_request_on_it_is_not_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worsen: Callable[[Slow, Any], None], chunk_tokens: int | None
 ) -> None:
     clock = Clock()
-    for module in (below, feeding, request):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+    go_by(clock, monkeypatch)
     found = times(tmp_path, clock, worsen, chunk_tokens)
     assert max(found[2:]) <= SLOWER
 
 
 def test_a_tier_that_keeps_its_word_is_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    for module in (below, feeding, request):
-        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+    go_by(clock, monkeypatch)
     found = times(tmp_path, clock, lambda slow, engine: setattr(slow, "block_s", TIER_S), CHUNK)
     assert max(found) <= SLOWER
     assert min(found) < 0.5  # its first reads look late by a clock that moves in steps
