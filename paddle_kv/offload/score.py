@@ -2,8 +2,9 @@
 
 A logistic regression over the turn, the length of the prompt, the share of it that was seen before, how much it has
 grown, and the time since the turn before. It is fitted to the last outcomes by Newton's method, every few hundred
-prompts. Of the prompts of one turn, its thirds are the classes of which :mod:`.returns` counts the returns: what the
-score promises is not relied on, only its order.
+prompts; each outcome weighs what it has blocks, since it is blocks that are kept or not. Of the prompts of one turn,
+its thirds are the classes of which :mod:`.returns` counts the returns: what the score promises is not relied on, only
+its order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ NUM_OUTCOMES = 4096  # are remembered
 FIT_EVERY = 512  # outcomes
 MIN_OUTCOMES = 96  # of a turn, before its thirds are told apart
 RIDGE = 1.0
-NEWTON_STEPS = 5
+NEWTON_STEPS = 6
+SIZE = 4  # the place of log2(1 + blocks) among the facts
 SAME = 1e-9  # of a value: what rounding makes of the spread of equal ones
 
 Facts = tuple[float, ...]
@@ -83,11 +85,13 @@ class Score:
         spread = facts.std(0)
         scale = np.where(spread > SAME * np.abs(facts).max(0), spread, 1.0)
         scaled = facts / scale
+        blocks = np.exp2(facts[:, SIZE])
+        share = blocks / blocks.mean()
         weights = np.zeros(facts.shape[1])
         for _ in range(NEWTON_STEPS):
             chance = 1 / (1 + np.exp(-np.clip(scaled @ weights, -30, 30)))
-            slope = scaled.T @ (back - chance) - RIDGE * weights
-            curve = (scaled * (chance * (1 - chance))[:, None]).T @ scaled + RIDGE * np.eye(len(weights))
+            slope = scaled.T @ (share * (back - chance)) - RIDGE * weights
+            curve = (scaled * (share * chance * (1 - chance))[:, None]).T @ scaled + RIDGE * np.eye(len(weights))
             weights += np.linalg.solve(curve, slope)
         weights /= scale
         scores, turns = facts @ weights, np.array([min(one[1], TURNS) for one in known])
