@@ -158,13 +158,14 @@ class Meeting:
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
             self._below = [one for one in self._below if one.stop > worth.tier_first] or self._below[-1:]
         if worth.choice == "compute" and not math.isinf(worth.load_s):
-            self._here = self._here[-1:]  # so that it is heard of when the link is quicker again
+            self._here = self._here[-1:]  # now and then, so that it is heard of when the link is quicker again
         self._reading: dict[Piece, Prefetch] = {}
         self._read: list[Piece] = []
         self._behind: Events | None = books.scheduler.resources.take_events(1)
         for event in self._behind:
             books.scheduler.backend.record(event, compute)
-        books.feed.add(self)
+        self._feed = books.feed
+        self._feed.add(self)
 
     @property
     def num_reading_blocks(self) -> int:
@@ -212,13 +213,26 @@ class Meeting:
 
     @property
     def next_load(self) -> Piece | None:
-        """What is in host memory, from the back."""
+        """What is in host memory, from the back, if it comes in time."""
         for pieces in (self._read, self._here):
             while pieces and pieces[-1].state is not PieceState.WAITING:
                 pieces.pop()
             if pieces:
-                return pieces[-1]
+                return pieces[-1] if self._comes_in_time(pieces[-1]) else None
         return None
+
+    def _comes_in_time(self, piece: Piece) -> bool:
+        """Whether it is there before the model, if that begins now, could have computed all up to its end. Else the
+        model would have to wait until it has been taken back; that costs as much as a call of an engine takes, and is
+        done to hear of a link that nothing else uses."""
+        rates, start = self._rates, self.line.pieces[self._front].start
+        load_s, compute_s = rates.load_s(piece.size, LINK), rates.compute_s(start, piece.stop)
+        if piece.is_probe or load_s is None or compute_s is None:
+            return True
+        if max(0.0, self._feed.free_s - time.monotonic()) + load_s > compute_s:
+            piece.is_probe = rates.take_probe(LINK)
+            return piece.is_probe
+        return True
 
     @property
     def blocks_left(self) -> tuple[bool, int]:

@@ -37,7 +37,7 @@ class Piece:
         state: changed by :meth:`Line.set` alone.
         awaited: the model has computed with it, or is about to.
         parts: those that come together as this one.
-        is_probe: its reading is to find out about the tier, also if the model does not need it any more.
+        is_probe: it is to find out about the tier, also if the model does not need it any more, or about the link.
         started_s: when its reading, or its load, began: set by :meth:`expect`, as the next two.
         due_s, late_s: when it should be there; when it is late.
     """

@@ -225,7 +225,7 @@ def test_a_load_waits_for_what_stood_before_it_on_the_device_until_that_is_over(
 
 
 def test_the_prompt_whose_model_comes_to_a_load_first_is_loaded_first(bench: Bench) -> None:
-    bench.know(1.0, 1.0)
+    bench.know(0.25, 1.0)
     first = bench.meeting([HERE] * 4 * BLOCKS)
     second = bench.meeting([HERE] * 3 * BLOCKS, first_key=100)
     third = bench.meeting([HERE] * 4 * BLOCKS, first_key=200)
@@ -277,6 +277,37 @@ def test_where_nothing_is_known_of_the_link_or_it_is_of_use_all_is_loaded(
     assert bench.loaded == [[12, 15], [8, 11]]
 
 
+@pytest.mark.parametrize("busy_s", [0.0, 2.0])
+def test_what_would_come_behind_the_model_is_not_loaded(bench: Bench, busy_s: float) -> None:
+    """The model comes to the end of the first piece after four seconds, and of the last one after sixteen."""
+    bench.now_s = 100.0
+    bench.feed.free_s = 100.0 + busy_s
+    load_s = (16.0 - 0.001 - busy_s) / BLOCKS
+    bench.know(load_s, 1.0)
+    bench.rates.observe_load(LINK, BLOCK_BYTES, load_s)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS)
+    assert meeting.next_load is meeting.line.pieces[3]
+    meeting._feed.free_s = 100.0 + busy_s + 0.002
+    assert meeting.next_load is None
+    meeting._feed.free_s = 100.0 + busy_s
+    meeting.line.set(meeting.line.pieces[0], PieceState.COMPUTED)
+    meeting._front = 1
+    assert meeting.next_load is None
+
+
+def test_a_link_that_nothing_uses_is_heard_of_by_a_piece_that_comes_too_late(bench: Bench) -> None:
+    bench.know(10.0, 1.0)
+    bench.rates.observe_load(LINK, BLOCK_BYTES, 10.0)
+    for now_s, loaded in ((29.0, False), (30.0, True), (31.0, False)):
+        bench.now_s = now_s
+        meeting = bench.meeting([HERE] * 2 * BLOCKS)
+        bench.copies.clear()
+        bench.fill()
+        assert bench.loaded == ([[4, 7]] if loaded else [])
+        assert meeting.line.pieces[1].is_probe == loaded
+        meeting.end()
+
+
 # ---- from the tier ----
 @pytest.mark.parametrize(("tier_first", "read"), [(2 * BLOCKS, [3, 2]), (2 * BLOCKS - 1, [3, 2, 1]), (99, [3])])
 def test_what_is_read_is_worth_it_or_the_last_piece(
@@ -319,7 +350,7 @@ def test_so_many_pieces_of_a_prompt_are_read_at_a_time_and_then_loaded(
 
 
 def test_what_the_tier_has_at_once_is_loaded_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.know(1.0, 1.0, 1.0)
+    bench.know(0.5, 1.0, 1.0)
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)
     bench.read_at_once = True
     bench.meeting([BELOW] * 2 * BLOCKS)

@@ -1,0 +1,155 @@
+"""Times to the first token with real bytes, on the CPU backend: all computed, all loaded, and the library.
+
+``python -m tests.offload.real_times``: link and tier are throttled, and the model is a sleep for each layer, so that a
+block takes as many times as long to be loaded as to be computed as on a server (Llama-3.1-70B on 8 ranks, 60,000 tokens
+a second). One request at a time, of which the first half of the blocks lies in host memory and the second in the tier;
+all bytes are compared. Loading all is not run where it takes more than three times as long by its rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_kv.backend import binding
+from paddle_kv.offload.rates import Rates
+from paddle_kv.tiers import FilesEngine
+from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, SPEC, WAIT_S, ChunkRig, contents
+
+GB_S_AS_COMPUTED = 512 * 40_960 / (512 / 60_000) / 1e9  # a link of so many is as quick as the model
+CHUNK_BLOCKS, BLOCKS = 4, 40
+NOT_RUN = 3.0
+
+
+class Channel:
+    """One at a time, each block so many seconds."""
+
+    def __init__(self) -> None:
+        self.block_s = 0.0
+        self._lock = threading.Lock()
+
+    def move(self, blocks: float) -> None:
+        with self._lock:
+            time.sleep(blocks * self.block_s)
+
+
+class Slow(FilesEngine):
+    def __init__(self, folder: Path, channel: Channel) -> None:
+        super().__init__({folder: 1 << 26}, threads_per_root=4)
+        self.roots[0].most_batched = 1
+        self._channel = channel
+
+    def read(self, items: Any) -> None:
+        super().read([_SlowRead(item, self._channel) for item in items])  # type: ignore[misc]
+
+
+class _SlowRead:
+    def __init__(self, item: Any, channel: Channel) -> None:
+        self._item, self._channel = item, channel
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._item, name)
+
+    def arrived(self, stage: int) -> bool:
+        if not stage:
+            self._channel.move(1)
+        return bool(self._item.arrived(stage))
+
+
+class Server:
+    def __init__(self, folder: Path, block_s: float, num_prompts: int) -> None:
+        self.link, self.tier, self.block_s = Channel(), Channel(), block_s
+        self.asleep = True
+        copy = binding.copy
+
+        def slow_copy(number: int, plan: Any, layers: range) -> None:
+            if plan.direction == "onload":
+                self.link.move(len(plan.device_ids) * len(layers) / SPEC.num_layers)
+            copy(number, plan, layers)
+
+        self._copy, binding.copy = copy, slow_copy
+        self.rig = ChunkRig(Slow(folder, self.tier), host_blocks=64 * num_prompts, pause=self._compute)
+        self.prompts = [[number] * (BLOCKS * SIZE + 1) for number in range(num_prompts)]
+        self.expected = [contents(prompt) for prompt in self.prompts]
+        self.table = list(range(BLOCKS + 1))
+        for prompt in self.prompts:
+            self.rig.prefill(prompt, self.table, chunk_tokens=CHUNK_BLOCKS * SIZE)
+            self.rig.check_books()
+        books: Any = self.rig.manager._books
+        books.rates = Rates(BLOCK_BYTES, SIZE)
+        self.asleep = False
+
+    def _compute(self, tokens: range) -> None:
+        if not self.asleep:
+            time.sleep(len(tokens) / SIZE * self.block_s / SPEC.num_layers)
+
+    def first_token_s(self, number: int, how: Any) -> float:
+        rig, prompt = self.rig, self.prompts[number]
+        books: Any = rig.manager._books
+        known, books.rates = books.rates, Rates(BLOCK_BYTES, SIZE)  # what follows says nothing of link and tier
+        speeds = self.link.block_s, self.tier.block_s
+        self.link.block_s = self.tier.block_s = 0.0
+        rig.check_books()
+        rig.manager.evict(1 << 20)
+        rig.manager.prefetch(rig.manager.block_hashes(prompt)[: BLOCKS // 2], timeout_s=WAIT_S).wait(WAIT_S)
+        rig.check_books()
+        self.link.block_s, self.tier.block_s = speeds
+        books.rates = known
+        rig.poison(self.table)
+        begun = time.monotonic()
+        with rig.manager.request(prompt, self.table, chunk_tokens=CHUNK_BLOCKS * SIZE, how=how) as request:
+            while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
+                rig.run_or_fail(request, chunk, self.table, self.expected[number])
+        taken_s = time.monotonic() - begun
+        rig.check(self.table, self.expected[number])
+        return taken_s
+
+    def close(self) -> None:
+        self.link.block_s = self.tier.block_s = 0.0
+        self.rig.close()
+        binding.copy = self._copy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--block-ms", type=float, default=10.0, help="that the model needs")
+    parser.add_argument("--requests", type=int, default=10, help="that count, of each way")
+    parser.add_argument("--before", type=int, default=6, help="in which the library measures")
+    parser.add_argument("--link-gbps", type=float, nargs="+", default=[0.1, 1.0, 2.5, 10.0, 50.0])
+    parser.add_argument("--tier-gbps", type=float, nargs="+", default=[0.05, 0.5, 5.0])
+    chosen = parser.parse_args()
+    print("link and tier in GB/s; s to the first token, mean and most: computed, loaded, decided; decided / better")
+    for link, tier in itertools.product(chosen.link_gbps, chosen.tier_gbps):
+        with tempfile.TemporaryDirectory() as folder:
+            server = Server(Path(folder), chosen.block_ms / 1e3, 4)
+            server.link.block_s, server.tier.block_s = (
+                server.block_s * GB_S_AS_COMPUTED / rate for rate in (link, tier)
+            )
+            slow = max(server.link.block_s, server.tier.block_s / 2) > NOT_RUN * server.block_s
+            ways = ("compute", "sooner") if slow else ("compute", "load", "sooner")
+            found: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(chosen.before + chosen.requests):
+                for way in ways:  # in turns
+                    found[way].append(server.first_token_s(number % 4, way))
+            server.close()
+        figures = {}
+        for way, taken in found.items():
+            values = np.array(taken[chosen.before :])
+            figures[way] = (values.mean(), values.max())
+        best = [min(figures[way][i] for way in ways[:-1]) for i in range(2)]
+        ratios = [figures["sooner"][i] / best[i] for i in range(2)]
+        columns = [figures.get(way, ("-", "-")) for way in ("compute", "load", "sooner")] + [ratios]
+        texts = [" ".join(f"{one:.3f}" if one != "-" else one for one in column) for column in columns]
+        print(f"{link:5.1f} {tier:5.2f} | {' | '.join(texts)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
