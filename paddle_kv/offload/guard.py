@@ -19,9 +19,9 @@ from .returns import EDGES_S
 
 SHADOW_BLOCKS = 4096  # at most
 BEHIND = 0.001  # of the blocks asked for
-GRANTED_SHARE = 16  # one block in so many of the capacity
+GRANTED_SHARE = 32  # one block in so many of the capacity
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
-AHEAD = 0.002  # no more of a lead is kept for worse days
+AHEAD = 0.002  # no more of a lead than this, and twice what is granted, is kept for worse days
 MEMORY_TURNOVERS = 64  # what is longer ago counts less
 MIX = 0x9E3779B97F4A7C15
 
@@ -69,7 +69,7 @@ class Guard:
             count += 1
         self._asked += len(prompt)
         allowed = self._granted + BEHIND * self._asked
-        self._lead = min(self._lead + found - count, self._granted + AHEAD * self._asked)
+        self._lead = min(self._lead + found - count, 2 * self._granted + AHEAD * self._asked)
         if self._asked * every > self._memory_blocks:
             self._asked /= 2
             self._lead /= 2

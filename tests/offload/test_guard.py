@@ -37,7 +37,7 @@ class Plain:
         by_use = len(list(itertools.takewhile(there.__contains__, prompt)))
         self.asked += len(prompt)
         allowed = self.granted + self.behind * self.asked
-        self.lead = min(self.lead + found - by_use, self.granted + self.ahead * self.asked)
+        self.lead = min(self.lead + found - by_use, 2 * self.granted + self.ahead * self.asked)
         if self.asked * self.every > self.memory:
             self.lead, self.asked = self.lead / 2, self.asked / 2
         if self.warm:
@@ -52,7 +52,7 @@ class Plain:
                 self.lead = self.asked = 0.0
 
 
-AS_IT_IS = (4096, 0.001, 0.002, 16, 4.0, 64)
+AS_IT_IS = (4096, 0.001, 0.002, 32, 4.0, 64)
 ROUND = (8, 2**-3, 2**-2, 16, 4.0, 8)  # where bounds are met exactly
 NAMES = ("SHADOW_BLOCKS", "BEHIND", "AHEAD", "GRANTED_SHARE", "WATCHED_STAYS", "MEMORY_TURNOVERS")
 
@@ -86,7 +86,7 @@ def test_it_trusts_when_plain_counting_does(
 @pytest.mark.parametrize("trusts", [True, False])
 def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BEHIND", 0.5)
-    made = Guard(16)  # of which one block is granted
+    made = Guard(32)  # of which one block is granted
     made.warm, made.trusts = True, trusts
     made._asked, made._lead = 1.0, -2.0 if trusts else -1.0
     made.saw([b"xyz"], 0, 1.0)
