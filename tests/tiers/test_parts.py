@@ -66,6 +66,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
+def test_a_rest_is_asked_for_by_a_fault_alone(clock: Clock) -> None:
+    clock.now_s = 0.5  # a machine that has just started
+    one = Health("x")
+    assert not one.resting
+    one.failed(OSError(errno.ENOSPC, "full"))
+    assert one.resting
+    clock.now_s += FIRST_REST_S
+    assert not one.resting
+    one.failed(OSError(errno.EIO, "a sector"))  # of storage that has not worked since
+    clock.now_s += FIRST_REST_S
+    assert one.resting
+
+
 def test_it_rests_longer_each_time_and_says_so_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     one, rests = Health("reading from here"), []
