@@ -91,12 +91,12 @@ def test_it_is_settled_once_and_over_when_all_is_let_go(count: int) -> None:
     job, heard = made(count)
     job.begin("store", 1, 1.0)
     for position in range(count):
-        assert not job.settle()
+        assert job.settle() is False
         assert job.end(position, Outcome.DONE if position else Outcome.MISSING)
         assert not job.end(position, Outcome.LATE)  # what is known stays
     outcomes = [Outcome.MISSING, Outcome.DONE, Outcome.DONE][:count]
     assert job.done == (count == 0)
-    assert job.settle() and not job.settle()
+    assert (job.settle(), job.settle()) == (True, False)
     settled = ("settled", True, False, outcomes)
     if count:
         assert heard.calls == [settled] and not job.over
