@@ -168,3 +168,22 @@ def test_keys_and_blocks() -> None:
 def test_what_is_no_job(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Job([b"k"], [0], **options)
+
+
+def test_an_observer_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Raising(Heard):
+        def __getattribute__(self, name: str) -> Any:
+            found = object.__getattribute__(self, name)
+            if name in ("layers_arrived", "settled", "over"):
+                return lambda *given: (found(*given), 1 // 0)
+            return found
+
+    heard = Raising()
+    job = Job([b"k"], [0], observer=heard)
+    job.begin("load", 1, 1.0)
+    job.stage_arrived(0, STAGES[:1])
+    job.end(0, Outcome.DONE)
+    assert job.settle()
+    job.let_go()
+    assert heard.calls == [STAGES[0], ("settled", True, False, [Outcome.DONE]), ("over", True, True)]
+    assert [record.getMessage() for record in caplog.records] == ["an error in the observer of a job"] * 3
