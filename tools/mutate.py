@@ -63,6 +63,8 @@ TESTS = {
     ],
     "paddle_kv/backend/": ["tests/backend", "tests/schedule"],
     "paddle_kv/memory/": ["tests/memory", "tests/schedule"],
+    "paddle_kv/peers/": ["tests/peers"],
+    "paddle_kv/tiers/": ["tests/tiers"],
     "paddle_kv/offload/": ["tests/offload", "tests/test_metrics.py"],
     "paddle_kv/testing/simulator/": ["tests/simulator"],
 }

@@ -60,10 +60,7 @@ class Grant:
             raise ValueError("the text does not have the fields of a grant")
         ids = found["host_block_ids"]
         made = cls(**{**found, "host_block_ids": tuple(ids) if isinstance(ids, list) else ids})
-        try:
-            check_grant(made)
-        except TypeError as error:
-            raise ValueError(str(error)) from None
+        check_grant(made)
         return made
 
     @property

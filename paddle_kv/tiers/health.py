@@ -28,7 +28,7 @@ class Health:
     @property
     def resting(self) -> bool:
         """Whether it is better not to ask it now."""
-        return self._rest_s > 0 and time.monotonic() < self._until_s
+        return time.monotonic() < self._until_s
 
     def failed(self, error: BaseException) -> None:
         with self._lock:

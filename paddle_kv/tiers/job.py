@@ -127,7 +127,7 @@ class Job:
         if self._num_unknown:
             return False  # asked for with each block
         with self._lock:
-            if self.settled or self._num_unknown:
+            if self.settled:
                 return False
             self.settled = True
         self._tell("settled")

@@ -169,3 +169,11 @@ def test_levels_go_when_a_turn_is_not_seen_any_more() -> None:
         made.learn(facts, turn, back, 0.0)
     made.fit(HORIZON_S)
     assert made._limits[0] == [] and made._limits[1]
+
+
+def test_the_classes_are_all_levels_of_all_turns() -> None:
+    made = Score()
+    made._weights = [1.0]
+    made._limits = [[0.0, 1.0] for _ in range(score.TURNS)]
+    found = [made.class_of(turn, (value,)) for turn in range(1, 2 * score.TURNS) for value in (-0.5, 0.5, 1.5)]
+    assert sorted(set(found)) == list(range(score.CLASSES))

@@ -10,40 +10,46 @@ from typing import Any
 import pytest
 
 from paddle_kv.tracking.alarms import Alarms
-from tests.schedule.rig import SHORT_S, WAIT_S, threads_since
+from tests.schedule.rig import WAIT_S, threads_since
 
 
-class Counted:
-    """What is given to a thread, and how often it looks."""
+class Clock:
+    """Time passes only while nothing is given to the thread, which begins when all is given."""
 
     def __init__(self) -> None:
+        self.now_s, self.looks = 100.0, 0
+        self.all_given = threading.Event()
         self._given: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.looks = 0
         self.put = self._given.put
 
+    def monotonic(self) -> float:
+        return self.now_s
+
     def get(self, timeout: float | None) -> Any:
+        assert self.all_given.wait(WAIT_S)
         self.looks += 1
-        return self._given.get(timeout=timeout)
+        if timeout is None:
+            return self._given.get()
+        try:
+            return self._given.get_nowait()
+        except queue.Empty:
+            self.now_s += timeout
+            raise
 
 
-def test_each_comes_in_its_time_and_not_before() -> None:
-    alarms, told = Alarms("alarms of a test"), queue.SimpleQueue[tuple[str, float]]()
-    given: Any = Counted()
-    alarms._given = given
-    now_s = time.monotonic()
-    due_s = {
-        "late": now_s + 2 * SHORT_S,
-        "first of two": now_s + SHORT_S,
-        "second of two": now_s + SHORT_S,
-        "past": 0.0,
-    }
-    for name in due_s:
-        alarms.add(due_s[name], lambda name=name: told.put((name, time.monotonic())))
-    found = [told.get(timeout=WAIT_S) for _ in due_s]
-    assert [name for name, _ in found] == ["past", "first of two", "second of two", "late"]
-    assert all(at_s >= due_s[name] for name, at_s in found)
-    assert given.looks <= 12  # it sleeps in between
+def test_each_comes_in_its_time_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = Clock()
+    monkeypatch.setattr("paddle_kv.tracking.alarms.time", clock)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    alarms = Alarms("alarms of a test")
+    alarms._given = clock
+    for at_s, name in ((107.0, "last"), (103.0, "first of two"), (103.0, "second of two"), (99.0, "past")):
+        alarms.add(at_s, lambda name=name: told.put((clock.now_s, name)))
+    clock.all_given.set()
+    expected = [(100.0, "past"), (103.0, "first of two"), (103.0, "second of two"), (107.0, "last")]
+    assert [told.get(timeout=WAIT_S) for _ in expected] == expected
     alarms.close()
+    assert clock.looks <= 4 + 2 + 1  # for each that it is given, for each time that it waits for, for the end
 
 
 def test_one_thread_from_the_first_alarm_to_the_end() -> None:

@@ -7,11 +7,12 @@ import signal
 import threading
 import time
 import weakref
+from typing import Any
 
 import pytest
 
 from paddle_kv.tracking import group as group_module
-from paddle_kv.tracking.group import change
+from paddle_kv.tracking.group import MemoryGroup, change
 from tests.schedule.rig import WAIT_S, Rig
 
 
@@ -55,3 +56,26 @@ def test_fork_beside_a_section(in_keeper: bool, locked: bool, monkeypatch: pytes
     if not locked:  # as if the fork took no lock: that is noticed
         monkeypatch.setattr(group_module, "_groups", weakref.WeakSet())
     assert (fork_beside_a_section(rig, in_keeper) == 0) == locked
+
+
+class Pausing:
+    """A host that notes where it lets other threads come first, and whether they could."""
+
+    def __init__(self, group: MemoryGroup) -> None:
+        self._group, self._host = group, group.host
+        self.held: list[bool] = []
+
+    def pause(self) -> None:
+        self.held.append(self._group.lock._is_owned())  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._host, name)
+
+
+def test_others_may_come_first_before_a_fork_holds_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    group = rig.pool.domain.group
+    host: Any = Pausing(group)
+    monkeypatch.setattr(group, "host", host)
+    assert child_status(rig, [0, 0]) == 0
+    assert host.held and not any(host.held)
