@@ -52,6 +52,9 @@ class Read(Protocol):
     aligned: bool
     num_stages: int
 
+    def stage_bytes(self, stage: int) -> int:
+        """How many bytes the stage asks for."""
+
     def buffers(self, stage: int) -> tuple[int, list[memoryview]] | None:
         """Where the stage begins, and where its bytes go. None: nobody wants it any more."""
 
@@ -60,6 +63,16 @@ class Read(Protocol):
 
     def ended(self, outcome: Outcome) -> None:
         """To be called once: from then on the engine does not touch the memory. ``DONE``: all that was wanted came."""
+
+
+def arrived(reads: Sequence[tuple[Read, int]]) -> list[bool]:
+    """``arrived`` of each read with its stage. For who has several at once: it costs less of the processor."""
+    kinds = {type(item) for item, _ in reads}
+    together = getattr(kinds.pop(), "arrived_together", None) if len(kinds) == 1 else None
+    if together is not None:
+        found: list[bool] = together(reads)
+        return found
+    return [item.arrived(stage) for item, stage in reads]
 
 
 class Engine(Protocol):

@@ -74,6 +74,8 @@ class Tier:
         (True, [True, False], 2.5)
     """
 
+    least_stage_bytes = 128 << 10  # of an object, behind its first layers: shorter reads cost more than they bring
+
     def __init__(
         self,
         engine: Engine,
@@ -104,7 +106,10 @@ class Tier:
         self._headers = deque(memory[start : start + size] for start in range(0, len(memory), size))
         engine.register(np.frombuffer(memory, np.uint8))
         engine.register(self._rows)
-        self._stages = {way: stages_of(self.format, layerwise=way, aligned=self.aligned) for way in (False, True)}
+        self._stages = {
+            way: stages_of(self.format, self.least_stage_bytes, layerwise=way, aligned=self.aligned)
+            for way in (False, True)
+        }
         self._lock = threading.Lock()
         self._drains: deque[Waiter] = deque()  # of threads that wait until no job is left
         self._jobs: dict[Job, None] = {}  # not over
