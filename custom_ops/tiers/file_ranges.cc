@@ -4,6 +4,8 @@
 #include <climits>
 #include <cstddef>
 
+#include "paddle_kv/tiers/queued_reads.h"
+
 namespace paddle_kv {
 namespace {
 
@@ -40,23 +42,37 @@ std::int64_t BytesOf(const FileRange& range, const std::vector<iovec>& buffers) 
 }  // namespace
 
 void ReadFileRanges(std::vector<FileRange>* ranges, const std::vector<iovec>& buffers) {
-  const auto read = [&](std::size_t begin, std::size_t end) {
-    const FileRange& first = (*ranges)[begin];
-    const auto from = buffers.begin() + first.first_buffer;
-    return ReadAll(first.descriptor, first.offset, {from, buffers.begin() + (*ranges)[end - 1].end_buffer});
-  };
-  for (std::size_t begin = 0, end; begin < ranges->size(); begin = end) {
-    const FileRange& first = (*ranges)[begin];
-    std::int64_t behind = first.offset + BytesOf(first, buffers);
-    for (end = begin + 1; end < ranges->size(); ++end) {
-      const FileRange& next = (*ranges)[end];
-      const bool neighbour = next.descriptor == first.descriptor && next.offset == behind;
-      if (!neighbour || next.end_buffer - first.first_buffer > IOV_MAX) break;
-      behind += BytesOf(next, buffers);
+  std::vector<QueuedRead> runs;
+  std::vector<std::size_t> ends;  // of the ranges of each run
+  for (std::size_t i = 0, begin = 0; i < ranges->size(); ++i) {
+    const FileRange& range = (*ranges)[i];
+    const std::int64_t bytes = BytesOf(range, buffers);
+    const std::int64_t count = range.end_buffer - (*ranges)[begin].first_buffer;
+    if (!runs.empty() && range.descriptor == runs.back().descriptor && count <= IOV_MAX &&
+        range.offset == runs.back().offset + runs.back().bytes) {
+      runs.back().buffer_count = count;
+      runs.back().bytes += bytes;
+      ends.back() = i + 1;
+      continue;
     }
-    const int result = read(begin, end);
-    for (std::size_t i = begin; i < end; ++i) {
-      (*ranges)[i].result = result == kAllRead || end - begin == 1 ? result : read(i, i + 1);
+    begin = i;
+    const std::size_t own = range.end_buffer - range.first_buffer;
+    runs.push_back({range.descriptor, range.offset, buffers.data() + range.first_buffer, own, bytes});
+    ends.push_back(i + 1);
+  }
+  if (runs.size() > 1) ReadQueued(&runs);
+  std::size_t first = 0;
+  for (std::size_t run = 0; run < runs.size(); ++run) {
+    const QueuedRead& one = runs[run];
+    const auto again = [&] {
+      return ReadAll(one.descriptor, one.offset, {one.buffers, one.buffers + one.buffer_count});
+    };
+    const int result = one.whole ? kAllRead : again();
+    const bool alone = ends[run] - first == 1;
+    for (; first < ends[run]; ++first) {
+      FileRange& range = (*ranges)[first];
+      const auto from = buffers.begin() + range.first_buffer, to = buffers.begin() + range.end_buffer;
+      range.result = result == kAllRead || alone ? result : ReadAll(range.descriptor, range.offset, {from, to});
     }
   }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import mmap
 import os
 import shutil
 import socket
@@ -121,6 +122,26 @@ def test_neighbours_are_read_by_one_call_of_the_system(tmp_path: Path) -> None:
     assert object_file.read_ranges([]) == []
     with pytest.raises(BufferError):
         object_file.read_ranges([(0, 0, [memoryview(b"constant")])])
+
+
+def test_each_range_has_its_own_result(tmp_path: Path) -> None:
+    content = np.random.default_rng(2).integers(0, 256, 1 << 20, np.uint8).tobytes()
+    (tmp_path / "file").write_bytes(content)
+    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_DIRECT):
+        descriptor = os.open(tmp_path / "file", flags)
+        memory = mmap.mmap(-1, 200 * 8192)
+        offsets = [8192 * (37 * number % 100) for number in range(200)]  # more than are queued at once, none side by side
+        views = [memoryview(memory)[at : at + 4096] for at in range(0, len(memory), 8192)]
+        ranges = [(descriptor, offset, [view]) for offset, view in zip(offsets, views, strict=True)]
+        ranges[50] = (descriptor, 1 << 20, ranges[50][2])
+        ranges[120] = (-1, 0, ranges[120][2])
+        expected = [object_file.ALL_READ] * 200
+        expected[50], expected[120] = object_file.FILE_ENDED, errno.EBADF
+        assert object_file.read_ranges(ranges) == expected
+        for number, (offset, view) in enumerate(zip(offsets, views, strict=True)):
+            assert view == (bytes(4096) if expected[number] else content[offset : offset + 4096])
+        assert memory[4096:8192] == bytes(4096)
+        os.close(descriptor)
 
 
 def test_one_engine_a_folder(make_rig: MakeRig, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ struct FileRange {
   int result;  // kAllRead, kFileEnded, or an errno
 };
 
-// Reads each range into its buffers. Those that lie one behind the other in a file are read by one call of the system;
-// where that does not work, each by itself, so that each has its own result.
+// Reads each range into its buffers. Those that lie one behind the other in a file are one read of the system, and the
+// system is given all reads at once. Where one does not work, each of its ranges is read by itself and has its result.
 void ReadFileRanges(std::vector<FileRange>* ranges, const std::vector<iovec>& buffers);
 
 }  // namespace paddle_kv
