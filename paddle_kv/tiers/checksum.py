@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..ops._library import tier_functions
 
 try:
-    import xxhash
-    from xxhash import xxh3_64, xxh3_64_intdigest
+    from xxhash import (
+        _xxhash,  # type: ignore[attr-defined]
+        xxh3_64,
+        xxh3_64_intdigest,
+    )
 except ImportError:
     raise ImportError("paddle_kv.tiers needs xxhash: pip install 'paddle_kv[tiers]'") from None
 
@@ -25,14 +29,14 @@ def _from_python(address: int, size: int) -> int:
     return xxh3_64_intdigest((ctypes.c_char * size).from_address(address))
 
 
-def function_in(library: object) -> ctypes._CFuncPtr:
+def function_in(library: object) -> Any:
     """The checksum as a function of C: what the library xxhash gives to others, or else its Python function."""
     found = [getattr(library, name) for name in _IN_C if hasattr(library, name)]
     return found[0] if found else _Function(_from_python)
 
 
 _checksums: Callable[[int, list[tuple[memoryview, int]]], list[bytes]] = tier_functions()["checksums"]
-_function = function_in(ctypes.CDLL(xxhash._xxhash.__file__))
+_function = function_in(ctypes.CDLL(_xxhash.__file__))
 _address = ctypes.cast(_function, ctypes.c_void_p).value or 0
 
 

@@ -25,8 +25,8 @@ class Owner(Protocol):
     def payload(self, block_id: int) -> memoryview:
         """The bytes of a block."""
 
-    def item_ended(self, item: Item, job: Job, position: int, outcome: Outcome) -> None:
-        """Nothing touches the block any more."""
+    def items_ended(self, job: Job, ends: Sequence[tuple[Item, Outcome]]) -> None:
+        """Nothing touches the blocks of these items of a job any more."""
 
 
 class Item:
@@ -38,13 +38,13 @@ class Item:
         "_lent",
         "_open",
         "_payload",
-        "_position",
         "_tier",
         "aligned",
         "deadline",
         "header",
         "key",
         "name",
+        "position",
         "size_bytes",
     )
 
@@ -57,7 +57,7 @@ class Item:
         self.header = header
         self._tier = tier
         self._job = job
-        self._position = position
+        self.position = position
         self._payload = tier.payload(job.block_ids[position])
         self._open = True
         self._lent = False  # whether the engine has the addresses
@@ -75,14 +75,28 @@ class Item:
 
     def give_up(self) -> None:
         """The engine has raised: fails unless it has the addresses, and then it is for the engine to end that."""
-        self.ended(Outcome.FAILED, only_if_not_lent=True)
+        if self._close(unless_lent=True):
+            self._tier.items_ended(self._job, [(self, self.checked(Outcome.FAILED))])
 
-    def ended(self, outcome: Outcome, *, only_if_not_lent: bool = False) -> None:
+    def ended(self, outcome: Outcome) -> None:
+        self.ended_together([(self, outcome)])
+
+    @staticmethod
+    def ended_together(ends: Sequence[tuple[Item, Outcome]]) -> None:
+        """``ended`` of each."""
+        by_job: dict[Job, list[tuple[Item, Outcome]]] = {}
+        for item, outcome in ends:
+            if item._close():
+                by_job.setdefault(item._job, []).append((item, item.checked(outcome)))
+        for job, found in by_job.items():
+            found[0][0]._tier.items_ended(job, found)
+
+    def _close(self, *, unless_lent: bool = False) -> bool:
+        """Whether it was open until now."""
         with self._ending:
-            was_open = self._open and not (only_if_not_lent and self._lent)
+            was_open = self._open and not (unless_lent and self._lent)
             self._open = self._open and not was_open
-        if was_open:
-            self._tier.item_ended(self, self._job, self._position, self.checked(outcome))
+            return was_open
 
     def checked(self, outcome: Outcome) -> Outcome:
         """What the engine says, and what is known here."""

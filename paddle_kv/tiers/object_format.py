@@ -106,9 +106,12 @@ class ObjectFormat:
     def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
         """Fills the header of an object with this payload."""
         [sums] = checksums([(payload, self.piece_bytes)])
-        fixed = self._front + _KEY.pack(len(key), self.num_pieces, key)
-        behind = b"".join((self._table, sums, self._rest))
-        header[:] = b"".join((fixed, _SUM.pack(checksum_of(fixed, behind)), behind))
+        header[:_KEY_AT] = self._front
+        _KEY.pack_into(header, _KEY_AT, len(key), self.num_pieces, key)
+        header[_TABLE_AT : self._sums_at] = self._table
+        header[self._sums_at : self._sums_end] = sums
+        header[self._sums_end :] = self._rest
+        _SUM.pack_into(header, _FIXED.size, _checksum_of_header(header))
 
     def read_header(self, header: memoryview, key: bytes) -> bytes | Outcome:
         """The checksums of the pieces, 8 bytes each, or why this is not the object of the key."""

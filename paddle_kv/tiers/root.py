@@ -22,7 +22,7 @@ from .folder import Folder
 from .health import OF_ONE_OBJECT, Health
 from .object_file import FILE_ENDED, write_range
 from .object_format import ALIGN_BYTES
-from .protocol import Outcome, Read, Write, arrived
+from .protocol import Outcome, Read, Write, arrived, ended
 from .recovery import recover
 from .slab import Slab
 from .space import Place, Spot
@@ -123,13 +123,12 @@ class Root:
                 self.queued_bytes += sum(item.size_bytes for item in items)
                 self._writes.extend(items)
                 self._hand_out()
-        for item in () if taken else items:
-            item.ended(Outcome.DROPPED)
+        if not taken:
+            ended([(item, Outcome.DROPPED) for item in items])
 
     def read(self, items: Sequence[Read]) -> None:
         if not self._queue_reads([_Reading(item) for item in items]):
-            for item in items:
-                item.ended(Outcome.DROPPED)
+            ended([(item, Outcome.DROPPED) for item in items])
 
     def _queue_reads(self, readings: Sequence[_Reading], *, mine: int = 0) -> bool:
         """``mine``: how many are left to this thread at least, which comes back for them."""
@@ -235,9 +234,7 @@ class Root:
                 rate = done_bytes * self._num_workers / max(time.monotonic() - started_s, 1e-6)
                 with self._lock:
                     self.rate += RATE_WEIGHT * (rate - self.rate)
-            for one in writings:
-                if one.outcome is not None:
-                    _end(one.item, one.outcome)
+            ended([(one.item, one.outcome) for one in writings if one.outcome is not None])
 
     def _wanted(self, one: _Writing) -> bool:
         """What is not wanted any more must not make others go."""
@@ -317,7 +314,7 @@ class Root:
                 one.outcome = Outcome.DROPPED
             for other in one.place.waiting:
                 if one.place.kept:
-                    _end(other, Outcome.DONE)
+                    ended([(other, Outcome.DONE)])
                 else:
                     self.write([other])
         return failure
@@ -346,8 +343,7 @@ class Root:
             if left and not self._queue_reads(left, mine=1):
                 over += left
             self.folder.end_read([(one.slab, one.slot) for one in over if one.slab is not None])
-            for one in over:
-                _end(one.item, one.outcome or Outcome.DROPPED)
+            ended([(one.item, one.outcome or Outcome.DROPPED) for one in over])
 
     def _begin(self, readings: Sequence[_Reading]) -> None:
         for one in readings:
@@ -424,10 +420,3 @@ def _runs(found: Sequence[Any], where: Callable[[Any], tuple[Slab, int, int]]) -
             runs.append([one])
         before = slab, stop
     return runs
-
-
-def _end(item: Write | Read, outcome: Outcome) -> None:
-    try:
-        item.ended(outcome)
-    except Exception:  # noqa: BLE001  the others are ended too
-        log.exception("an error in the end of an object")

@@ -130,7 +130,9 @@ def test_each_range_has_its_own_result(tmp_path: Path) -> None:
     for flags in (os.O_RDONLY, os.O_RDONLY | os.O_DIRECT):
         descriptor = os.open(tmp_path / "file", flags)
         memory = mmap.mmap(-1, 200 * 8192)
-        offsets = [8192 * (37 * number % 100) for number in range(200)]  # more than are queued at once, none side by side
+        offsets = [
+            8192 * (37 * number % 100) for number in range(200)
+        ]  # more than are queued at once, none side by side
         views = [memoryview(memory)[at : at + 4096] for at in range(0, len(memory), 8192)]
         ranges = [(descriptor, offset, [view]) for offset, view in zip(offsets, views, strict=True)]
         ranges[50] = (descriptor, 1 << 20, ranges[50][2])
