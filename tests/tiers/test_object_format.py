@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 from hashlib import blake2b
 
@@ -135,7 +136,7 @@ def test_objects_of_others_are_missing_not_damaged() -> None:
     assert parse(bytes(newer)) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=int(os.environ.get("PADDLE_KV_STRESS", "300")), deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 4096), st.booleans())
 def test_fuzz(noise: bytes, at: int, signed: bool) -> None:
     """Also where the header's own checksum is right: then somebody else wrote it."""

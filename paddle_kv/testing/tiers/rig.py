@@ -22,7 +22,7 @@ ODD = KVCacheSpec(num_layers=5, num_kv_heads=1, head_dim=1733, block_size=3, dty
 SPECS = (ALIGNED, ODD)
 
 
-class _Tier(Tier):
+class StagedTier(Tier):
     least_stage_bytes = 0  # the blocks are small, and come in stages as large ones do
 
 
@@ -34,7 +34,7 @@ class Rig:
         self.pool = HostPool(spec, num_blocks, layout="block_first")
         self.rows = block_rows(self.pool)
         self.rows[:] = POISON
-        self.tier = _Tier(engine, self.pool, model=model, **options)
+        self.tier = StagedTier(engine, self.pool, model=model, **options)
 
     def content(self, key: bytes) -> np.ndarray:
         """What the block of a key holds."""
