@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from ..ops._library import tier_functions
 
 try:
-    from xxhash import (
-        _xxhash,  # type: ignore[attr-defined]
-        xxh3_64,
-        xxh3_64_intdigest,
-    )
+    from xxhash import xxh3_64, xxh3_64_intdigest
 except ImportError:
     raise ImportError("paddle_kv.tiers needs xxhash: pip install 'paddle_kv[tiers]'") from None
 
@@ -36,7 +33,7 @@ def function_in(library: object) -> Any:
 
 
 _checksums: Callable[[int, list[tuple[memoryview, int]]], list[bytes]] = tier_functions()["checksums"]
-_function = function_in(ctypes.CDLL(_xxhash.__file__))
+_function = function_in(ctypes.CDLL(import_module("xxhash._xxhash").__file__))
 _address = ctypes.cast(_function, ctypes.c_void_p).value or 0
 
 
