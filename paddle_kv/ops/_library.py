@@ -73,6 +73,15 @@ def _python_functions() -> tuple[_Functions, _Functions]:
     return ask()  # type: ignore[no-any-return]
 
 
+def tier_functions() -> _Functions:
+    """What tiers do without the interpreter's lock: custom_ops/include/paddle_kv/tiers/tier_functions.h."""
+    ask = getattr(ctypes.PyDLL(str(LIBRARY)), "paddle_kv_tier_functions", None)
+    if ask is None:
+        raise ImportError(f"{LIBRARY} was built from earlier sources; build it again: python setup_ops.py build")
+    ask.restype = ctypes.py_object
+    return ask()  # type: ignore[no-any-return]
+
+
 _load()
 operators, facts = _python_functions()
 # 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it elsewhere only.

@@ -1,20 +1,46 @@
-"""The checksum of what lies below host memory: XXH3 with 64 bits, of the library xxhash, which releases the GIL where
-it is given more than 64 KiB at once.
+"""The checksum of what lies below host memory: XXH3 with 64 bits, of the library xxhash.
 
 It finds what storage does to bytes; it does not stop somebody who may write to the storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from ..ops._library import tier_functions
 
 try:
     from xxhash import xxh3_64, xxh3_64_intdigest
 except ImportError:
     raise ImportError("paddle_kv.tiers needs xxhash: pip install 'paddle_kv[tiers]'") from None
 
+SUM_BYTES = 8
+_IN_C = ("XXH3_64bits_dispatch", "XXH3_64bits")  # the first one takes the widest vectors that this processor has
+_Function = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
-checksum: Callable[[memoryview], int] = xxh3_64_intdigest
+
+def _from_python(address: int, size: int) -> int:
+    return xxh3_64_intdigest((ctypes.c_char * size).from_address(address))
+
+
+def function_in(library: object) -> Any:
+    """The checksum as a function of C: what the library xxhash gives to others, or else its Python function."""
+    found = [getattr(library, name) for name in _IN_C if hasattr(library, name)]
+    return found[0] if found else _Function(_from_python)
+
+
+_checksums: Callable[[int, list[tuple[memoryview, int]]], list[bytes]] = tier_functions()["checksums"]
+_function = function_in(ctypes.CDLL(import_module("xxhash._xxhash").__file__))
+_address = ctypes.cast(_function, ctypes.c_void_p).value or 0
+
+
+def checksums(asked: Sequence[tuple[memoryview, int]]) -> list[bytes]:
+    """Of the pieces of each buffer, 8 bytes each. Each buffer comes with the bytes of a piece; its last one may be
+    shorter. Much at once goes without the interpreter's lock."""
+    return _checksums(_address, list(asked))
 
 
 def checksum_of(*contents: memoryview | bytes) -> int:

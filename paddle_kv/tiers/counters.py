@@ -22,11 +22,15 @@ class Counters:
         self._seconds = {"store": 0.0, "load": 0.0}
         self._jobs = {kind: [0] * (len(LATENCY_BOUNDS_S) + 1) for kind in KINDS}
 
-    def ended(self, kind: str, outcome: Outcome, size_bytes: int) -> None:
+    def ended(self, kind: str, outcomes: list[Outcome], size_bytes: int) -> None:
+        """Of objects of so many bytes each."""
+        done = outcomes.count(Outcome.DONE)
         with self._lock:
-            self._outcomes[kind, outcome] += 1
-            if outcome is Outcome.DONE:
-                self._bytes[kind] += size_bytes
+            self._outcomes[kind, Outcome.DONE] += done
+            self._bytes[kind] += done * size_bytes
+            for outcome in outcomes if done < len(outcomes) else ():
+                if outcome is not Outcome.DONE:
+                    self._outcomes[kind, outcome] += 1
 
     def job(self, kind: str, seconds: float) -> None:
         with self._lock:

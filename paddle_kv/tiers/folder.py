@@ -182,15 +182,15 @@ class Folder:
                 slab.reading[slot] = slab.reading.get(slot, 0) + 1
         return found
 
-    def end_read(self, spot: Spot) -> None:
-        slab, slot = spot
+    def end_read(self, spots: Iterable[Spot]) -> None:
         with self._lock:
-            left = slab.reading.pop(slot) - 1
-            if left:
-                slab.reading[slot] = left
-            elif slot in slab.leaving:
-                slab.leaving.discard(slot)
-                self.space.release(slab, slot)
+            for slab, slot in spots:
+                left = slab.reading.pop(slot) - 1
+                if left:
+                    slab.reading[slot] = left
+                elif slot in slab.leaving:
+                    slab.leaving.discard(slot)
+                    self.space.release(slab, slot)
 
     # ---- writing ----
     def begin_write(self, items: Sequence[Write]) -> list[Place | Outcome | OSError | None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .checksum import checksum
+from .checksum import checksum_of
 from .folder import Folder
 from .object_format import header_bytes_of, parse
 from .recovery import recover
@@ -62,7 +62,7 @@ def verify(path: Path, progress: Progress, *, delete: bool = False) -> Verified:
                 content = os.pread(slab.file(direct=False), slab.slot_bytes, slot * slab.slot_bytes)
             except OSError:
                 content = b""  # what cannot be read is not right either
-            folder.end_read(spot)
+            folder.end_read([spot])
             found.objects += 1
             found.bytes += len(content)
             said = _right(name, content)
@@ -95,7 +95,7 @@ def _right(name: bytes, content: bytes) -> str | None:
     if header is None or header.name != name or len(content) < header.header_bytes + header.payload_bytes:
         return None
     payload = memoryview(content)[header.header_bytes :]
-    if any(checksum(payload[at : at + size]) != expected for at, size, expected in header.pieces):
+    if any(checksum_of(payload[at : at + size]) != expected for at, size, expected in header.pieces):
         return None
     return (
         f"model {header.model_digest.hex()[:12]}, spec {header.spec_digest.hex()[:12]}, group {header.group}, "

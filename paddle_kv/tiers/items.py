@@ -6,12 +6,14 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from .checksum import checksums
 from .job import Job
 from .object_format import ALIGN_BYTES, ObjectFormat
 from .protocol import Outcome
 
 STAGE_GROWTH = 3  # of the layers before
 MOST_STAGE_PARTS = 3  # a stage is at most this part of the layers: what computes meanwhile waits for whole stages
+MOST_STAGE_BYTES = 1 << 20  # and no longer, since that is long enough
 
 
 class Owner(Protocol):
@@ -23,8 +25,8 @@ class Owner(Protocol):
     def payload(self, block_id: int) -> memoryview:
         """The bytes of a block."""
 
-    def item_ended(self, item: Item, job: Job, position: int, outcome: Outcome) -> None:
-        """Nothing touches the block any more."""
+    def items_ended(self, job: Job, ends: Sequence[tuple[Item, Outcome]]) -> None:
+        """Nothing touches the blocks of these items of a job any more."""
 
 
 class Item:
@@ -36,13 +38,13 @@ class Item:
         "_lent",
         "_open",
         "_payload",
-        "_position",
         "_tier",
         "aligned",
         "deadline",
         "header",
         "key",
         "name",
+        "position",
         "size_bytes",
     )
 
@@ -55,7 +57,7 @@ class Item:
         self.header = header
         self._tier = tier
         self._job = job
-        self._position = position
+        self.position = position
         self._payload = tier.payload(job.block_ids[position])
         self._open = True
         self._lent = False  # whether the engine has the addresses
@@ -73,14 +75,28 @@ class Item:
 
     def give_up(self) -> None:
         """The engine has raised: fails unless it has the addresses, and then it is for the engine to end that."""
-        self.ended(Outcome.FAILED, only_if_not_lent=True)
+        if self._close(unless_lent=True):
+            self._tier.items_ended(self._job, [(self, self.checked(Outcome.FAILED))])
 
-    def ended(self, outcome: Outcome, *, only_if_not_lent: bool = False) -> None:
+    def ended(self, outcome: Outcome) -> None:
+        self.ended_together([(self, outcome)])
+
+    @staticmethod
+    def ended_together(ends: Sequence[tuple[Item, Outcome]]) -> None:
+        """``ended`` of each."""
+        by_job: dict[Job, list[tuple[Item, Outcome]]] = {}
+        for item, outcome in ends:
+            if item._close():
+                by_job.setdefault(item._job, []).append((item, item.checked(outcome)))
+        for job, found in by_job.items():
+            found[0][0]._tier.items_ended(job, found)
+
+    def _close(self, *, unless_lent: bool = False) -> bool:
+        """Whether it was open until now."""
         with self._ending:
-            was_open = self._open and not (only_if_not_lent and self._lent)
+            was_open = self._open and not (unless_lent and self._lent)
             self._open = self._open and not was_open
-        if was_open:
-            self._tier.item_ended(self, self._job, self._position, self.checked(outcome))
+            return was_open
 
     def checked(self, outcome: Outcome) -> Outcome:
         """What the engine says, and what is known here."""
@@ -111,37 +127,62 @@ class ReadItem(Item):
         self.num_stages = len(stages)
         self._stages = stages
         self._num_arrived = 0
-        self._sums: Sequence[int] = ()
+        self._sums = b""
         self._wrong: Outcome | None = None
+
+    def stage_bytes(self, stage: int) -> int:
+        return len(self._stages[stage]) * self._tier.format.layer_bytes + (0 if stage else len(self.header))
 
     def buffers(self, stage: int) -> tuple[int, list[memoryview]] | None:
         if not self._lend():
             return None
-        step, header = self._tier.format.layer_bytes, len(self.header)
-        layers = self._stages[stage]
-        start, stop = layers.start * step, layers.stop * step
-        part = self._payload[start:stop]
-        return (0, [self.header, part]) if stage == 0 else (header + start, [part])
+        part = self._part(stage)
+        at = self._stages[stage].start * self._tier.format.layer_bytes
+        return (0, [self.header, part]) if stage == 0 else (len(self.header) + at, [part])
+
+    def _part(self, stage: int) -> memoryview:
+        """Of the block."""
+        layers, step = self._stages[stage], self._tier.format.layer_bytes
+        return self._payload[layers.start * step : layers.stop * step]
 
     def arrived(self, stage: int) -> bool:
+        return self.arrived_together([(self, stage)])[0]
+
+    @staticmethod
+    def arrived_together(reads: Sequence[tuple[ReadItem, int]]) -> list[bool]:
+        """``arrived`` of each: their checksums are made by one call."""
+        accepted = [item._accepts(stage) for item, stage in reads]
+        asked = [
+            (item._part(stage), item._tier.format.piece_bytes)
+            for (item, stage), taken in zip(reads, accepted, strict=True)
+            if taken
+        ]
+        sums = iter(checksums(asked))
+        return [
+            taken and item._compare(stage, next(sums)) for (item, stage), taken in zip(reads, accepted, strict=True)
+        ]
+
+    def _accepts(self, stage: int) -> bool:
+        """Whether it is the next one. Not for an engine that says it twice, or too late."""
         with self._ending:
             if not self._open or stage != self._num_arrived or self._wrong is not None:
-                return False  # an engine that says it twice
+                return False
             self._num_arrived += 1
-        self._wrong = self._verify(stage)
-        if self._wrong is not None:
+            return True
+
+    def _compare(self, stage: int, found: bytes) -> bool:
+        form = self._tier.format
+        if stage == 0:
+            sums = form.read_header(self.header, self.key)
+            if isinstance(sums, Outcome):
+                self._wrong = sums
+                return False
+            self._sums = sums
+        if found != form.sums_of(self._stages[stage], self._sums):
+            self._wrong = Outcome.DAMAGED
             return False
         self._job.stage_arrived(stage, self._stages)
         return not self._unwanted
-
-    def _verify(self, stage: int) -> Outcome | None:
-        if stage == 0:
-            found = self._tier.format.read_header(self.header, self.key)
-            if isinstance(found, Outcome):
-                return found
-            self._sums = found
-        intact = self._tier.format.intact(self._payload, self._stages[stage], self._sums)
-        return None if intact else Outcome.DAMAGED
 
     def checked(self, outcome: Outcome) -> Outcome:
         if self._wrong is not None:
@@ -151,19 +192,21 @@ class ReadItem(Item):
         return super().checked(outcome)
 
 
-def stages_of(form: ObjectFormat, *, layerwise: bool, aligned: bool) -> list[range]:
+def stages_of(form: ObjectFormat, least_bytes: int, *, layerwise: bool, aligned: bool) -> list[range]:
     """Ranges of layers that are read at once: they grow, so that the first one is there early and few are needed. Each
-    begins with a piece, and with ``aligned`` at a multiple of 4 KiB."""
-    num_layers, least = form.num_layers, form.piece_layers
+    begins with a piece, and with ``aligned`` at a multiple of 4 KiB; all but the first have ``least_bytes``."""
+    num_layers, size, step = form.num_layers, form.layer_bytes, form.piece_layers
+    most = min(-(-num_layers // MOST_STAGE_PARTS), max(1, MOST_STAGE_BYTES // size))
+    least = -(-least_bytes // size)
     stages: list[range] = []
     first = 0
-    most = -(-num_layers // MOST_STAGE_PARTS)
     while first < num_layers:
-        count = max(least, min(STAGE_GROWTH * first, most)) if layerwise else num_layers
-        stop = first + -(-count // least) * least
-        while aligned and stop < num_layers and stop * form.layer_bytes % ALIGN_BYTES:
-            stop += least
-        stop = min(stop, num_layers)
+        count = max(least, min(STAGE_GROWTH * first, most)) if first else 1
+        stop = first + -(-count // step) * step
+        while aligned and stop < num_layers and stop * size % ALIGN_BYTES:
+            stop += step
+        if not layerwise or num_layers - stop < least:
+            stop = num_layers
         stages.append(range(first, stop))
         first = stop
     return stages

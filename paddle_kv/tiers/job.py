@@ -109,18 +109,16 @@ class Job:
         for one in found:
             self._tell("layers_arrived", stages[one])
 
-    def end(self, position: int, outcome: Outcome) -> bool:
-        """Of one block. Whether it was not known before."""
+    def end(self, ends: Iterable[tuple[int, Outcome]]) -> list[Outcome]:
+        """Of some blocks, by position. Those outcomes that were not known before."""
+        fresh = []
         with self._lock:
-            if self.outcomes[position] is not None:
-                return False
-            self.outcomes[position] = outcome
-            self._num_unknown -= 1
-            return True
-
-    def end_all(self, outcome: Outcome) -> int:
-        """Of all whose end is not known; returns how many."""
-        return sum(self.end(position, outcome) for position in range(len(self.keys)))
+            for position, outcome in ends:
+                if self.outcomes[position] is None:
+                    self.outcomes[position] = outcome
+                    fresh.append(outcome)
+            self._num_unknown -= len(fresh)
+        return fresh
 
     def settle(self) -> bool:
         """Whether that makes all known, for the first time."""

@@ -22,7 +22,7 @@ from ..tracking.keeper import Deadline, log
 from . import at_exit
 from .health import Health
 from .mooncake_store import GIVES_UP_S, SIZE_CODES, MooncakeError, Move, connect, is_fault, outcome_of
-from .protocol import Outcome, Read, Write
+from .protocol import Outcome, Read, Write, arrived, ended
 
 CALL_BYTES = 256 << 20  # that one call moves, or one object
 DELETE_S = 2.0  # what a deletion is waited for
@@ -232,7 +232,8 @@ class MooncakeEngine:
     # ---- work ----
     def _queue(self, items: Sequence[Any], health: Health, work: deque[_Work]) -> None:
         refused = list(items)
-        step = max(1, min(self._objects_per_call, CALL_BYTES // max((item.size_bytes for item in items), default=1)))
+        most = max(1, min(self._objects_per_call, CALL_BYTES // max((item.size_bytes for item in items), default=1)))
+        step = -(-len(items) // max(1, -(-len(items) // most)))  # calls of one size: each costs as much as any other
         with self._lock:
             if not (self._closed or health.resting):
                 for first in range(0, len(items), step):
@@ -287,8 +288,8 @@ class MooncakeEngine:
         moves = self._moves(work, _all_buffers)
         store = self.store.batch_put_from_multi_buffers
         codes, gave_up = self._call(self.writes, moves, lambda: store(*_columns(moves)))
-        for move, code in zip(moves, codes, strict=True):
-            self._end(move.item, Outcome.DONE if code == 0 else outcome_of(code), gave_up)
+        outcomes = [Outcome.DONE if code == 0 else outcome_of(code) for code in codes]
+        self._end([(move.item, outcome) for move, outcome in zip(moves, outcomes, strict=True)], gave_up)
 
     def _read_stage(self, work: _Work) -> None:
         """One stage of all objects by byte ranges; without a session all stages at once, which costs more."""
@@ -305,8 +306,10 @@ class MooncakeEngine:
             get = functools.partial(self.store.batch_get_into_multi_buffers, *_columns(moves))
         codes, gave_up = self._call(self.reads, moves, get)
         ends = []
-        for move, code in zip(moves, codes, strict=True):
-            outcome = _arrival(move.item, stages) if code == sum(move.sizes) else self._why(move, code)
+        came = [code == sum(move.sizes) for move, code in zip(moves, codes, strict=True)]
+        wanted = iter(_arrivals([move.item for move, whole in zip(moves, came, strict=True) if whole], stages))
+        for move, code, whole in zip(moves, codes, came, strict=True):
+            outcome = next(wanted) if whole else self._why(move, code)
             if outcome is None:
                 work.items.append(move.item)
             else:
@@ -316,8 +319,7 @@ class MooncakeEngine:
             self._again(work)
         else:
             self._end_session(work)  # before the job is over: the next one may ask for the same objects
-        for item, outcome in ends:
-            self._end(item, outcome, gave_up)
+        self._end(ends, gave_up)
 
     def _again(self, work: _Work) -> None:
         self._reads.append(work)
@@ -347,7 +349,7 @@ class MooncakeEngine:
             work.items = []
             for item, code in zip(mine.values(), codes, strict=True):
                 if code < 0:
-                    self._end(item, outcome_of(code))
+                    self._end([(item, outcome_of(code))])
                 else:
                     work.items.append(item)
             if not work.items:
@@ -394,12 +396,11 @@ class MooncakeEngine:
         other = found >= 0 and found != move.item.size_bytes
         return Outcome.DAMAGED if other else outcome_of(min(code, -1))
 
-    def _end(self, item: Any, outcome: Outcome, gave_up: bool = False) -> None:
-        if gave_up and outcome is Outcome.FAILED:
-            with self._lock:
-                self._lost.append(item)
-        else:
-            item.ended(outcome)
+    def _end(self, ends: Sequence[tuple[Any, Outcome]], gave_up: bool = False) -> None:
+        lost = [item for item, outcome in ends if gave_up and outcome is Outcome.FAILED]
+        with self._lock:
+            self._lost += lost
+        ended([one for one in ends if one[0] not in lost])
 
     def _key(self, name: bytes) -> str:
         return self.prefix + name.hex()
@@ -423,9 +424,12 @@ def _buffers(item: Read, stages: range) -> tuple[int, list[memoryview]] | None:
     return (parts[0][0], [one for _, buffers in parts for one in buffers]) if len(parts) == len(stages) else None
 
 
-def _arrival(item: Read, stages: range) -> Outcome | None:
+def _arrivals(items: Sequence[Any], stages: range) -> list[Outcome | None]:
     """None: there is another stage."""
+    found: list[Outcome | None] = [None] * len(items)
     for stage in stages:
-        if not item.arrived(stage):
-            return Outcome.DONE
-    return Outcome.DONE if stages.stop == item.num_stages else None
+        left = [position for position, outcome in enumerate(found) if outcome is None]
+        for position, wanted in zip(left, arrived([(items[one], stage) for one in left]), strict=True):
+            if not wanted or stage + 1 == items[position].num_stages:
+                found[position] = Outcome.DONE
+    return found

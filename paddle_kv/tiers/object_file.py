@@ -6,6 +6,8 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 
+from ..ops._library import tier_functions
+
 DIRECT = os.O_DIRECT
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -33,6 +35,14 @@ def write_range(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> 
 def read_range(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> bool:
     """Whether all of it was there. Raises OSError."""
     return _all(os.preadv, descriptor, buffers, offset)
+
+
+Range = tuple[int, int, list[memoryview]]  # descriptor, offset, buffers
+ALL_READ, FILE_ENDED = 0, -1
+
+# Many ranges in one call, without the interpreter's lock; those that lie side by side in a file by one call of the
+# system. For each ALL_READ, FILE_ENDED if not all of it was there, or the number of an error.
+read_ranges: Callable[[list[Range]], list[int]] = tier_functions()["read_ranges"]
 
 
 def _all(

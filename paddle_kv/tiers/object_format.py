@@ -14,7 +14,7 @@ from hashlib import blake2b
 from ..block_keys import BlockKey, Namespace, spec_digest
 from ..layout import KVCacheSpec, check_spec
 from ..ops import _arguments as arguments
-from .checksum import checksum, checksum_of
+from .checksum import SUM_BYTES, checksum_of, checksums
 from .protocol import Outcome
 
 MAGIC = b"PDKVTIER"
@@ -79,6 +79,7 @@ class ObjectFormat:
         self.layer_bytes = spec.block_bytes
         self.payload_bytes = self.num_layers * self.layer_bytes
         self.piece_layers = min(-(-LEAST_PIECE_BYTES // self.layer_bytes), self.num_layers)
+        self.piece_bytes = self.piece_layers * self.layer_bytes
         self.num_pieces = -(-self.num_layers // self.piece_layers)
         self.header_bytes = _header_bytes(self.num_pieces)
         self.object_bytes = self.header_bytes + self.payload_bytes
@@ -88,13 +89,13 @@ class ObjectFormat:
         sizes = (self.header_bytes, self.payload_bytes, self.num_layers)
         known = (MAGIC, VERSION, *sizes, group, rank, CHECKSUM_XXH3_64, self._space.spec, self._space.model)
         self._front = _FIXED.pack(*known, 0, 0, b"")[:_KEY_AT]
-        step = self.piece_layers * self.layer_bytes
-        self._pieces = [slice(at, min(at + step, self.payload_bytes)) for at in range(0, self.payload_bytes, step)]
-        sizes_of_pieces = [piece.stop - piece.start for piece in self._pieces]
-        self._table = struct.pack(f"<{2 * self.num_pieces}Q", *(one.start for one in self._pieces), *sizes_of_pieces)
+        step = self.piece_bytes
+        starts = range(0, self.payload_bytes, step)
+        sizes_of_pieces = [min(step, self.payload_bytes - start) for start in starts]
+        self._table = struct.pack(f"<{2 * self.num_pieces}Q", *starts, *sizes_of_pieces)
         self._sums_at = _TABLE_AT + len(self._table)
-        self._sums = struct.Struct(f"<{self.num_pieces}Q")
-        self._rest = bytes(self.header_bytes - self._sums_at - self._sums.size)
+        self._sums_end = self._sums_at + SUM_BYTES * self.num_pieces
+        self._rest = bytes(self.header_bytes - self._sums_end)
 
     def name_of(self, key: bytes) -> bytes:
         """The name of the object: a hash that tells nothing of what is in it."""
@@ -104,13 +105,16 @@ class ObjectFormat:
 
     def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
         """Fills the header of an object with this payload."""
-        sums = self._sums.pack(*[checksum(payload[piece]) for piece in self._pieces])
-        fixed = self._front + _KEY.pack(len(key), self.num_pieces, key)
-        behind = b"".join((self._table, sums, self._rest))
-        header[:] = b"".join((fixed, _SUM.pack(checksum_of(fixed, behind)), behind))
+        [sums] = checksums([(payload, self.piece_bytes)])
+        header[:_KEY_AT] = self._front
+        _KEY.pack_into(header, _KEY_AT, len(key), self.num_pieces, key)
+        header[_TABLE_AT : self._sums_at] = self._table
+        header[self._sums_at : self._sums_end] = sums
+        header[self._sums_end :] = self._rest
+        _SUM.pack_into(header, _FIXED.size, _checksum_of_header(header))
 
-    def read_header(self, header: memoryview, key: bytes) -> tuple[int, ...] | Outcome:
-        """The checksums of the pieces, or why this is not the object of the key."""
+    def read_header(self, header: memoryview, key: bytes) -> bytes | Outcome:
+        """The checksums of the pieces, 8 bytes each, or why this is not the object of the key."""
         if _SUM.unpack_from(header, _FIXED.size)[0] != _checksum_of_header(header):
             # One of another version may keep its checksum elsewhere.
             other = header[:8] == MAGIC and header[8:12] != VERSION.to_bytes(4, "little")
@@ -119,12 +123,12 @@ class ObjectFormat:
             return Outcome.MISSING
         if header[_TABLE_AT : self._sums_at] != self._table:
             return Outcome.MISSING
-        return self._sums.unpack_from(header, self._sums_at)
+        return bytes(header[self._sums_at : self._sums_end])
 
-    def intact(self, payload: memoryview, layers: range, sums: Sequence[int]) -> bool:
-        """Whether these layers are what was stored; they begin with a piece."""
+    def sums_of(self, layers: range, sums: bytes) -> bytes:
+        """Those of the pieces of these layers, which begin with a piece."""
         first, stop = layers.start // self.piece_layers, -(-layers.stop // self.piece_layers)
-        return all(checksum(payload[self._pieces[i]]) == sums[i] for i in range(first, stop))
+        return sums[SUM_BYTES * first : SUM_BYTES * stop]
 
 
 def parse(header: bytes | memoryview) -> Header | None:

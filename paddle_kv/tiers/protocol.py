@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..tracking.keeper import Deadline
+from ..tracking.keeper import Deadline, log
 
 
 class Outcome(enum.Enum):
@@ -52,6 +52,9 @@ class Read(Protocol):
     aligned: bool
     num_stages: int
 
+    def stage_bytes(self, stage: int) -> int:
+        """How many bytes the stage asks for."""
+
     def buffers(self, stage: int) -> tuple[int, list[memoryview]] | None:
         """Where the stage begins, and where its bytes go. None: nobody wants it any more."""
 
@@ -60,6 +63,32 @@ class Read(Protocol):
 
     def ended(self, outcome: Outcome) -> None:
         """To be called once: from then on the engine does not touch the memory. ``DONE``: all that was wanted came."""
+
+
+# Of many items at once, which costs less of the processor. Items of the tier have the methods ``arrived_together`` and
+# ``ended_together`` for it; those that are not of one class are told one by one.
+def arrived(reads: Sequence[tuple[Read, int]]) -> list[bool]:
+    """``arrived`` of each read with its stage."""
+    together = _together("arrived_together", reads)
+    return together(reads) if together else [item.arrived(stage) for item, stage in reads]
+
+
+def ended(ends: Sequence[tuple[Write | Read, Outcome]]) -> None:
+    """``ended`` of each. What one of them raises is logged, and the others are ended too."""
+    together = _together("ended_together", ends)
+    for some in [ends] if together else [[one] for one in ends]:
+        try:
+            if together:
+                together(some)
+            else:
+                some[0][0].ended(some[0][1])
+        except Exception:  # noqa: BLE001  it is nobody's
+            log.exception("an error in the end of an object")
+
+
+def _together(name: str, items: Sequence[tuple[object, object]]) -> Callable[[Any], Any] | None:
+    kinds = {type(item) for item, _ in items}
+    return getattr(kinds.pop(), name, None) if len(kinds) == 1 else None
 
 
 class Engine(Protocol):

@@ -6,7 +6,9 @@ Objects that lie side by side are moved by one call of the system, so that small
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
+import os
 import queue
 import threading
 import time
@@ -15,16 +17,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..tracking.keeper import Deadline, log
+from . import object_file
 from .folder import Folder
 from .health import OF_ONE_OBJECT, Health
-from .object_file import read_range, write_range
+from .object_file import FILE_ENDED, write_range
 from .object_format import ALIGN_BYTES
-from .protocol import Outcome, Read, Write
+from .protocol import Outcome, Read, Write, arrived, ended
 from .recovery import recover
 from .slab import Slab
 from .space import Place, Spot
 
 BATCH_BYTES = 4 << 20  # of objects that one thread takes at once
+FIRST_BATCH_BYTES = 256 << 10  # of first layers: all threads work at them until the last one is there
 MOST_BATCHED = 64
 RATE_WEIGHT = 0.1  # of the latest write in the measured rate
 FIRST_RATE = 1e9  # bytes/s, until one is measured
@@ -53,29 +57,28 @@ class _Writing:
 class _Reading:
     """A read between its stages."""
 
-    __slots__ = ("aligned", "item", "outcome", "size_bytes", "spot", "stage")
+    __slots__ = ("at", "buffers", "item", "outcome", "slab", "slot", "stage")
 
     def __init__(self, item: Read) -> None:
         self.item = item
-        self.size_bytes = item.size_bytes
-        self.aligned = item.aligned
         self.stage = 0
-        self.spot: Spot | None = None  # from its beginning on
+        self.slab: Slab | None = None  # from its beginning on
+        self.slot = self.at = 0
+        self.buffers: list[memoryview] = []
         self.outcome: Outcome | None = None
 
+    def ask(self) -> bool:
+        """Where the next stage is, and where it goes; whether anybody wants it."""
+        asked = self.item.buffers(self.stage)
+        if asked is None:
+            return False
+        assert self.slab is not None
+        self.at = self.slot * self.slab.slot_bytes + asked[0]
+        self.buffers = asked[1]
+        return True
 
-class _Part:
-    """Bytes that one stage of a read asks for, from ``start`` to ``stop`` of a slab."""
 
-    __slots__ = ("buffers", "reading", "slab", "start", "stop")
-
-    def __init__(self, reading: _Reading, offset: int, buffers: list[memoryview]) -> None:
-        assert reading.spot is not None
-        self.reading = reading
-        self.slab, slot = reading.spot
-        self.buffers = buffers
-        self.start = slot * self.slab.slot_bytes + offset
-        self.stop = self.start + sum(map(len, buffers))
+_Work = Callable[[], object]
 
 
 class Root:
@@ -94,13 +97,14 @@ class Root:
         self._reads: deque[_Reading] = deque()
         self._writes: deque[Write] = deque()
         self._deleted: deque[Spot] = deque()
-        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: there is work; False: the end
+        self._handed: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # to threads that wait; None: the end
+        self._num_idle = 0  # threads that wait, and to whom nothing was handed
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._num_workers = num_threads
         try:
             for number in range(num_threads):
                 self._start(self._run, f"paddle_kv-files-{number}")
-            self._num_workers = num_threads
             self.recovery = self._start(self._recover, "paddle_kv-files-recovery")
         except BaseException:
             self.close(Deadline(None))
@@ -118,20 +122,20 @@ class Root:
             if taken:
                 self.queued_bytes += sum(item.size_bytes for item in items)
                 self._writes.extend(items)
-                self._wake(len(items))
-        for item in () if taken else items:
-            item.ended(Outcome.DROPPED)
+                self._hand_out()
+        if not taken:
+            ended([(item, Outcome.DROPPED) for item in items])
 
     def read(self, items: Sequence[Read]) -> None:
         if not self._queue_reads([_Reading(item) for item in items]):
-            for item in items:
-                item.ended(Outcome.DROPPED)
+            ended([(item, Outcome.DROPPED) for item in items])
 
-    def _queue_reads(self, readings: Sequence[_Reading]) -> bool:
+    def _queue_reads(self, readings: Sequence[_Reading], *, mine: int = 0) -> bool:
+        """``mine``: how many are left to this thread at least, which comes back for them."""
         with self._lock:
             if not self._closed:
                 self._reads.extend(readings)
-                self._wake(len(readings))
+                self._hand_out(mine)
             return not self._closed
 
     def delete(self, names: Iterable[bytes]) -> None:
@@ -141,20 +145,25 @@ class Root:
             queued = not self._closed
             if gone and queued:
                 self._deleted.extend(gone)
-                self._wake(1)
+                self._hand_out()
         if not queued:
             self._clear(gone)  # by a thread that ends: none comes behind it
 
-    def _wake(self, count: int) -> None:
-        for _ in range(min(count, len(self._threads))):
-            self._tickets.put(True)
+    def _hand_out(self, mine: int = 0) -> None:
+        """Work to the threads that wait for some. Under the lock."""
+        while self._num_idle and len(self._reads) + len(self._writes) + len(self._deleted) > mine:
+            work = self._next(self._num_idle + mine)
+            if work is None:
+                return
+            self._num_idle -= 1
+            self._handed.put(work)
 
     def close(self, deadline: Deadline) -> bool:
         """Whether all threads have ended in time. What is queued is dropped by them."""
         with self._lock:
             self._closed = True
             for _ in self._threads:
-                self._tickets.put(False)
+                self._handed.put(None)
         for thread in self._threads:
             thread.join(deadline.left_s())
         return not any(thread.is_alive() for thread in self._threads)
@@ -167,26 +176,37 @@ class Root:
             log.exception("what a former process left in %s could not be looked at", self.folder.path)
 
     def _run(self) -> None:
-        while self._tickets.get():
-            while self._serve():
-                pass
+        while True:
+            with self._lock:
+                work = self._next(self._num_workers)
+                self._num_idle += work is None
+            if work is None:
+                work = self._handed.get()
+            if work is None:
+                return
+            work()
+            del work  # it names objects and their blocks
 
-    def _serve(self) -> bool:
-        """Whether there was something to do."""
-        with self._lock:
-            deleted, reads, writes = list(self._deleted), [], []
+    def _next(self, threads: int) -> _Work | None:
+        """What a thread takes at once. ``threads``: to share the reads with. Under the lock."""
+        if self._deleted:
+            deleted = list(self._deleted)
             self._deleted.clear()
-            if not deleted:
-                reads = _batch(self._reads, self.most_batched)
-                writes = [] if reads else _batch(self._writes, self.most_batched)
-                self.queued_bytes -= sum(item.size_bytes for item in writes)
-        if deleted:
-            self._clear(deleted)
-        elif reads:
-            self._read(reads)
-        elif writes:
-            self._write(writes)
-        return bool(deleted or reads or writes)
+            return functools.partial(self._clear, deleted)
+        if self._reads:
+            most = min(self.most_batched, -(-len(self._reads) // threads))
+            reads: list[_Reading] = []
+            first = self._reads[0]
+            room = BATCH_BYTES if first.stage or first.item.num_stages == 1 else FIRST_BATCH_BYTES
+            while len(reads) < most and room > 0:
+                reads.append(self._reads.popleft())
+                room -= reads[-1].item.stage_bytes(reads[-1].stage)
+            return functools.partial(self._read, reads)
+        if self._writes:
+            writes = _batch(self._writes, self.most_batched)
+            self.queued_bytes -= sum(item.size_bytes for item in writes)
+            return functools.partial(self._write, writes)
+        return None
 
     def _clear(self, deleted: Sequence[Spot]) -> None:
         failure = self.folder.clear(deleted)
@@ -214,9 +234,7 @@ class Root:
                 rate = done_bytes * self._num_workers / max(time.monotonic() - started_s, 1e-6)
                 with self._lock:
                     self.rate += RATE_WEIGHT * (rate - self.rate)
-            for one in writings:
-                if one.outcome is not None:
-                    _end(one.item, one.outcome)
+            ended([(one.item, one.outcome) for one in writings if one.outcome is not None])
 
     def _wanted(self, one: _Writing) -> bool:
         """What is not wanted any more must not make others go."""
@@ -296,26 +314,25 @@ class Root:
                 one.outcome = Outcome.DROPPED
             for other in one.place.waiting:
                 if one.place.kept:
-                    _end(other, Outcome.DONE)
+                    ended([(other, Outcome.DONE)])
                 else:
                     self.write([other])
         return failure
 
     # ---- reading ----
     def _read(self, readings: list[_Reading]) -> None:
+        """The next stage of each."""
         try:
-            self._begin([one for one in readings if one.spot is None])
+            self._begin([one for one in readings if one.slab is None])
             asked = []
             for one in readings:
                 if one.outcome is None:
-                    part = None if self._closed else one.item.buffers(one.stage)
-                    if part is None:
-                        one.outcome = Outcome.DROPPED
+                    if not self._closed and one.ask():
+                        asked.append(one)
                     else:
-                        asked.append(_Part(one, *part))
-            asked.sort(key=lambda part: (part.slab.number, part.start))
-            for run in _runs(asked, lambda part: (part.slab, part.start, part.stop)):
-                self._read_run(run)
+                        one.outcome = Outcome.DROPPED
+            asked.sort(key=lambda one: (one.slab.number, one.at))  # type: ignore[union-attr]
+            self._read_stages(asked)
         except Exception:  # noqa: BLE001  the thread lives
             log.exception("an error in a thread of the engine files")
             for one in readings:
@@ -323,12 +340,10 @@ class Root:
         finally:
             left = [one for one in readings if one.outcome is None]
             over = [one for one in readings if one.outcome is not None]  # before another thread goes on with the others
-            if left and not self._queue_reads(left):
+            if left and not self._queue_reads(left, mine=1):
                 over += left
-            for one in over:
-                if one.spot is not None:
-                    self.folder.end_read(one.spot)
-                _end(one.item, one.outcome or Outcome.DROPPED)
+            self.folder.end_read([(one.slab, one.slot) for one in over if one.slab is not None])
+            ended([(one.item, one.outcome or Outcome.DROPPED) for one in over])
 
     def _begin(self, readings: Sequence[_Reading]) -> None:
         for one in readings:
@@ -337,41 +352,48 @@ class Root:
             elif self._closed or self.reads.resting:
                 one.outcome = Outcome.DROPPED
         wanted = [one for one in readings if one.outcome is None]
-        for one, place in zip(wanted, self.folder.begin_read([one.item.name for one in wanted]), strict=True):
-            if place is None:
+        for one, spot in zip(wanted, self.folder.begin_read([one.item.name for one in wanted]), strict=True):
+            if spot is None:
                 one.outcome = Outcome.MISSING
-            elif one.size_bytes > place[0].slot_bytes:
+                continue
+            one.slab, one.slot = spot
+            if one.item.size_bytes > one.slab.slot_bytes:
                 one.outcome = Outcome.DAMAGED
-                self.folder.end_read(place)
-            else:
-                one.spot = place
 
-    def _read_run(self, run: Sequence[_Part]) -> None:
-        """Ranges that lie side by side, at once."""
-        slab, whole = run[0].slab, False
-        try:
-            direct = self.folder.direct and run[0].reading.item.aligned
-            buffers = [buffer for part in run for buffer in part.buffers]
-            whole = read_range(slab.file(direct=direct), run[0].start, buffers)
+    def _read_stages(self, readings: Sequence[_Reading]) -> None:
+        whole = []
+        for one, result in zip(readings, self._results(readings), strict=True):
+            if result > 0:
+                self.reads.failed(OSError(result, os.strerror(result)))
+                one.outcome = Outcome.FAILED
+                if result in OF_ONE_OBJECT:
+                    self.delete([one.item.name])
+                continue
             self.reads.worked()
-        except OSError as error:
-            if len(run) == 1:
-                self.reads.failed(error)
-                run[0].reading.outcome = Outcome.FAILED
-                if error.errno in OF_ONE_OBJECT:
-                    self.delete([run[0].reading.item.name])
-                return
-        if not whole:
-            if len(run) == 1:
-                run[0].reading.outcome = Outcome.DAMAGED
-            for part in run if len(run) > 1 else ():
-                self._read_run([part])
-            return
-        for part in run:
-            one, stage = part.reading, part.reading.stage
+            if result == FILE_ENDED:
+                one.outcome = Outcome.DAMAGED
+            else:
+                whole.append(one)
+        for one, wanted in zip(whole, arrived([(one.item, one.stage) for one in whole]), strict=True):
             one.stage += 1
-            if not one.item.arrived(stage) or one.stage == one.item.num_stages:
+            if not wanted or one.stage == one.item.num_stages:
                 one.outcome = Outcome.DONE
+
+    def _results(self, readings: Sequence[_Reading]) -> list[int]:
+        ranges: list[object_file.Range] = []
+        failures: dict[int, int] = {}
+        for position, one in enumerate(readings):
+            assert one.slab is not None
+            try:
+                descriptor = one.slab.file(direct=self.folder.direct and one.item.aligned)
+            except OSError as error:
+                failures[position] = error.errno or errno.EIO
+            else:
+                ranges.append((descriptor, one.at, one.buffers))
+        results = object_file.read_ranges(ranges)
+        for position, code in failures.items():
+            results.insert(position, code)
+        return results
 
 
 def _batch(items: deque[Any], most: int) -> list[Any]:
@@ -398,10 +420,3 @@ def _runs(found: Sequence[Any], where: Callable[[Any], tuple[Slab, int, int]]) -
             runs.append([one])
         before = slab, stop
     return runs
-
-
-def _end(item: Write | Read, outcome: Outcome) -> None:
-    try:
-        item.ended(outcome)
-    except Exception:  # noqa: BLE001  the others are ended too
-        log.exception("an error in the end of an object")

@@ -74,6 +74,8 @@ class Tier:
         (True, [True, False], 2.5)
     """
 
+    least_stage_bytes = 128 << 10  # of an object, behind its first layers: shorter reads cost more than they bring
+
     def __init__(
         self,
         engine: Engine,
@@ -104,7 +106,10 @@ class Tier:
         self._headers = deque(memory[start : start + size] for start in range(0, len(memory), size))
         engine.register(np.frombuffer(memory, np.uint8))
         engine.register(self._rows)
-        self._stages = {way: stages_of(self.format, layerwise=way, aligned=self.aligned) for way in (False, True)}
+        self._stages = {
+            way: stages_of(self.format, self.least_stage_bytes, layerwise=way, aligned=self.aligned)
+            for way in (False, True)
+        }
         self._lock = threading.Lock()
         self._drains: deque[Waiter] = deque()  # of threads that wait until no job is left
         self._jobs: dict[Job, None] = {}  # not over
@@ -280,10 +285,8 @@ class Tier:
             with self._lock:
                 self._jobs[job] = None
             items = items_of(job)
-            dropped = len(job.keys) - len(items)
-            for position in range(len(items), len(job.keys)):
-                if job.end(position, Outcome.DROPPED):
-                    self._counters.ended(kind, Outcome.DROPPED, 0)
+            dropped = range(len(items), len(job.keys))
+            self._counters.ended(kind, job.end((position, Outcome.DROPPED) for position in dropped), 0)
             self._deadlines.add(job)
             try:
                 submit(items)
@@ -292,7 +295,7 @@ class Tier:
                 for item in items:
                     item.give_up()
                 self._end_all(job, Outcome.FAILED)
-            job.let_go(dropped)
+            job.let_go(len(dropped))
             self._look(job)
 
     def _writes_of(self, job: Job) -> list[WriteItem]:
@@ -313,18 +316,19 @@ class Tier:
             return [self._headers.popleft() for _ in range(count)]
 
     # ---- the end ----
-    def item_ended(self, item: Item, job: Job, position: int, outcome: Outcome) -> None:
-        """In a thread of the engine: nothing touches the block any more."""
+    def items_ended(self, job: Job, ends: Sequence[tuple[Item, Outcome]]) -> None:
+        """In a thread of the engine: nothing touches their blocks any more."""
         with self._lock:
-            self._headers.append(item.header)
-            if isinstance(item, WriteItem):
-                self._store_bytes -= item.size_bytes
-        if isinstance(item, ReadItem) and outcome in (Outcome.DAMAGED, Outcome.MISSING):
-            self.ask(lambda: self.engine.delete([item.name]), None)  # or every lookup would find it again
-        if job.end(position, outcome):
-            self._counters.ended(job.kind, outcome, self.format.payload_bytes)
+            self._headers.extend(item.header for item, _ in ends)
+            self._store_bytes -= sum(item.size_bytes for item, _ in ends if isinstance(item, WriteItem))
+        bad = (Outcome.DAMAGED, Outcome.MISSING)
+        lost = [item.name for item, outcome in ends if outcome in bad and isinstance(item, ReadItem)]
+        if lost:
+            self.ask(lambda: self.engine.delete(lost), None)  # or every lookup would find them again
+        fresh = job.end([(item.position, outcome) for item, outcome in ends])
+        self._counters.ended(job.kind, fresh, self.format.payload_bytes)
         self._look(job)
-        job.let_go()
+        job.let_go(len(ends))
         self._look(job)
 
     def _late(self, job: Job) -> None:
@@ -332,8 +336,8 @@ class Tier:
         self._end_all(job, Outcome.LATE)
 
     def _end_all(self, job: Job, outcome: Outcome) -> None:
-        for _ in range(job.end_all(outcome)):
-            self._counters.ended(job.kind, outcome, 0)
+        fresh = job.end((position, outcome) for position in range(len(job.keys)))
+        self._counters.ended(job.kind, fresh, 0)
         self._look(job)
 
     def _look(self, job: Job) -> None:

@@ -40,6 +40,7 @@ SOURCES = {
     ],
     "mapped_memory_test": [],
     "thread_cores_test": [TRANSFER / "thread_cores.cc"],
+    "file_ranges_test": [ROOT / f"custom_ops/tiers/{name}.cc" for name in ("file_ranges", "queued_reads")],
     "memcpy_batch_test": [ROOT / "custom_ops/kernels/memcpy/memcpy_batch.cu", FAKE / "fake_cuda.cc"],
     "row_kernels_test": [
         *(ROOT / f"custom_ops/kernels/cache_write/{name}_rows.cu" for name in ("write", "gather")),

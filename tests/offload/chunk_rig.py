@@ -15,7 +15,8 @@ from paddle_kv import CancelledError, DeviceCache, HostPool, KVCacheSpec, Layerw
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload import KVOffloadManager, Request
 from paddle_kv.offload.rates import Rates
-from paddle_kv.tiers import Engine, Tier
+from paddle_kv.testing.tiers.rig import StagedTier
+from paddle_kv.tiers import Engine
 from tests.schedule.rig import bytes_at
 
 WAIT_S = 30.0
@@ -71,7 +72,7 @@ class ChunkRig:
         self.engine = engine
         self.cache = DeviceCache(SPEC, device_blocks, "cpu")
         self.pool = HostPool(SPEC, host_blocks, layout="block_first")
-        self.tier = Tier(engine, self.pool, model=b"model") if engine is not None else None
+        self.tier = StagedTier(engine, self.pool, model=b"model") if engine is not None else None
         self.scheduler = LayerwiseScheduler(self.cache, self.pool, backend=backend)
         self.manager = KVOffloadManager(self.scheduler, tier=self.tier, **options)
         self.pause = pause

@@ -14,7 +14,8 @@ import numpy as np
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.memory.host_rows import block_rows
 from paddle_kv.offload import KVOffloadManager
-from paddle_kv.tiers import Engine, FilesEngine, Read, Saver, Tier, Write
+from paddle_kv.testing.tiers.rig import StagedTier
+from paddle_kv.tiers import Engine, FilesEngine, Read, Saver, Write
 
 WAIT_S = 60.0
 SHORT_S = 0.05
@@ -89,7 +90,7 @@ class TieredRig:
         self.pool = HostPool(SPEC, host_blocks, layout="block_first")
         self.rows = block_rows(self.pool)
         self.rows[:] = POISON
-        self.tier = Tier(engine, self.pool, model=b"model", **(tier or {}))
+        self.tier = StagedTier(engine, self.pool, model=b"model", **(tier or {}))
         self.scheduler = LayerwiseScheduler(self.cache, self.pool)
         self.saver = Saver(self.tier, when, **(saver or {}))  # type: ignore[arg-type]
         self.manager = KVOffloadManager(self.scheduler, tier=self.saver, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import mmap
 import os
 import shutil
 import socket
@@ -81,20 +82,68 @@ def test_what_is_in_the_folder(make_rig: MakeRig, tmp_path: Path) -> None:
 def test_small_objects_that_are_stored_together_are_written_and_read_together(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, calls = make_rig(num_blocks=70), dict.fromkeys(("pwritev", "preadv"), 0)
-    for name in calls:
-        call = getattr(os, name)
+    rig, writes = make_rig(num_blocks=70), []
 
-        def counted(fd: int, buffers: Any, offset: int, call: Any = call, name: str = name) -> Any:
-            calls[name] += sum(map(len, buffers)) > OBJECT_BYTES
-            return call(fd, buffers, offset)
+    def counted(fd: int, buffers: Any, offset: int, call: Any = os.pwritev) -> Any:
+        writes.append(sum(map(len, buffers)))
+        return call(fd, buffers, offset)
 
-        monkeypatch.setattr(os, name, counted)
+    monkeypatch.setattr(os, "pwritev", counted)
     rig.store(keys(70))
-    assert calls == {"pwritev": 2, "preadv": 0}  # at most 64 at once
+    assert sum(size > OBJECT_BYTES for size in writes) == 2  # at most 64 at once
+    reads, call = [], object_file.read_ranges
+    monkeypatch.setattr(object_file, "read_ranges", lambda ranges: reads.append(ranges) or call(ranges))
     job = rig.load(keys(70), layerwise=False)
     assert rig.wrong(job) == []
-    assert calls == {"pwritev": 2, "preadv": 2}
+    assert len(reads) == 8  # for each thread its part
+    for ranges in reads:
+        starts = [offset for _, offset, _ in ranges]
+        assert starts == list(range(starts[0], starts[0] + len(starts) * OBJECT_BYTES, OBJECT_BYTES))
+
+
+def test_neighbours_are_read_by_one_call_of_the_system(tmp_path: Path) -> None:
+    def calls() -> int:
+        return int(Path("/proc/self/io").read_text().split("syscr:")[1].split()[0])
+
+    content = np.random.default_rng(1).integers(0, 256, 40_000, np.uint8)
+    (tmp_path / "file").write_bytes(content)
+    descriptor = os.open(tmp_path / "file", os.O_RDONLY)
+    found = np.full(60_000, 0xA5, np.uint8)
+    views = [memoryview(found[at : at + 100]) for at in range(0, 60_000, 150)]
+    ranges = [(descriptor, 100 * number, [view]) for number, view in enumerate(views)]
+    before = calls()
+    assert object_file.read_ranges(ranges) == [object_file.ALL_READ] * 400
+    assert calls() - before < 10  # and those of this test
+    found = found.reshape(-1, 150)
+    assert found[:, :100].tobytes() == content.tobytes()
+    assert (found[:, 100:] == 0xA5).all()
+    os.close(descriptor)
+    assert object_file.read_ranges(ranges[:2]) == [errno.EBADF] * 2
+    assert object_file.read_ranges([]) == []
+    with pytest.raises(BufferError):
+        object_file.read_ranges([(0, 0, [memoryview(b"constant")])])
+
+
+def test_each_range_has_its_own_result(tmp_path: Path) -> None:
+    content = np.random.default_rng(2).integers(0, 256, 1 << 20, np.uint8).tobytes()
+    (tmp_path / "file").write_bytes(content)
+    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_DIRECT):
+        descriptor = os.open(tmp_path / "file", flags)
+        memory = mmap.mmap(-1, 200 * 8192)
+        offsets = [
+            8192 * (37 * number % 100) for number in range(200)
+        ]  # more than are queued at once, none side by side
+        views = [memoryview(memory)[at : at + 4096] for at in range(0, len(memory), 8192)]
+        ranges = [(descriptor, offset, [view]) for offset, view in zip(offsets, views, strict=True)]
+        ranges[50] = (descriptor, 1 << 20, ranges[50][2])
+        ranges[120] = (-1, 0, ranges[120][2])
+        expected = [object_file.ALL_READ] * 200
+        expected[50], expected[120] = object_file.FILE_ENDED, errno.EBADF
+        assert object_file.read_ranges(ranges) == expected
+        for number, (offset, view) in enumerate(zip(offsets, views, strict=True)):
+            assert view == (bytes(4096) if expected[number] else content[offset : offset + 4096])
+        assert memory[4096:8192] == bytes(4096)
+        os.close(descriptor)
 
 
 def test_one_engine_a_folder(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -238,7 +287,7 @@ def test_neighbours_of_about_one_age_make_room_together(tmp_path: Path) -> None:
     mixed = [start + number for start in range(240, -1, -16) for number in (*range(1, 16, 2), *range(0, 16, 2))]
     for spot in folder.begin_read(names[number] for number in mixed):
         assert spot is not None
-        folder.end_read(spot)
+        folder.end_read([spot])
     assert folder.names() == [names[number] for number in mixed]
     later = stored_in(folder, *(Wanted(b"later%011d" % number, 4096) for number in range(32)))
     assert [place.slot for place in later] == sorted(slots[240:]) + sorted(slots[224:240])
@@ -263,7 +312,7 @@ def test_what_is_being_read_is_not_overwritten(tmp_path: Path) -> None:
     stored_in(folder, a, b)
     spots = [folder.begin_read([a.name])[0] for _ in range(2)]
     assert spots[0] == spots[1] is not None
-    folder.end_read(spots[0])
+    folder.end_read([spots[0]])
     [place] = folder.begin_write([c])  # type: ignore[list-item]
     assert isinstance(place, Place)
     assert folder.present(a.name)
@@ -271,7 +320,7 @@ def test_what_is_being_read_is_not_overwritten(tmp_path: Path) -> None:
     assert folder.begin_write([d]) == [Outcome.DROPPED]  # type: ignore[list-item]
     folder.end_write([place], complete=False)  # one was being read, one written
     assert folder.space.used_bytes == 4096
-    folder.end_read(spots[1])
+    folder.end_read([spots[1]])
     folder.close()
 
 
@@ -284,7 +333,7 @@ def test_what_is_deleted_while_it_is_read_keeps_its_slot_until_then(tmp_path: Pa
     for spot in spots:
         assert spot == (place.slab, place.slot)
         assert folder.begin_write([b]) == [Outcome.DROPPED]  # type: ignore[list-item]
-        folder.end_read(spot)
+        folder.end_read([spot])
     assert [(one.slab, one.slot) for one in stored_in(folder, b)] == spots[:1]
     folder.close()
 
@@ -393,8 +442,9 @@ class Broken:
         self.short = False
         self.now_s = 1000.0  # how long a root rests does not depend on how busy the machine is
         monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        for name in ("pwritev", "preadv", "open"):
+        for name in ("pwritev", "open"):
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
+        monkeypatch.setattr(object_file, "read_ranges", self._reading(object_file.read_ranges))
 
     def mend(self) -> None:
         """It works again, and every root has rested."""
@@ -411,6 +461,12 @@ class Broken:
             return call(*given, **named)
 
         return wrapped
+
+    def _reading(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def reading(ranges: list[Any]) -> Any:
+            return [self.errors["read"]] * len(ranges) if "read" in self.errors else call(ranges)
+
+        return reading
 
 
 @pytest.fixture
@@ -466,16 +522,19 @@ def test_what_is_queued_behind_an_error_is_dropped(tmp_path: Path, broken: Broke
 def test_reading_fails_for_a_while(make_rig: MakeRig, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
     rig = make_rig()
     rig.store(keys(30))
-    broken.errors["preadv"] = errno.EIO
+    broken.errors["read"] = errno.EIO
+    gone = set()
     for _ in range(3):
         job = rig.load(keys(5))
         assert not set(job.outcomes) - {Outcome.FAILED, Outcome.DROPPED, Outcome.MISSING}
+        gone |= {key for key, outcome in zip(job.keys, job.outcomes, strict=True) if outcome is Outcome.FAILED}
+    assert len(gone) >= 3
     assert len(warnings_of(caplog)) == 1
     for _ in range(2):
         assert rig.tier.exists(keys(30)) == [False] * 30
     assert set(rig.load(keys(30)[10:]).outcomes) == {Outcome.DROPPED}
     broken.mend()
-    assert rig.tier.exists(keys(30)) == [False] * 5 + [True] * 25  # what could not be read is gone
+    assert rig.tier.exists(keys(30)) == [key not in gone for key in keys(30)]  # what could not be read is gone
     job = rig.load(keys(30)[5:])
     assert job.done
     assert rig.wrong(job) == []
@@ -488,28 +547,31 @@ def test_a_sector_that_fails_takes_its_object_alone(
     rig = make_rig()
     rig.store(keys(12))
     bad = objects(tmp_path)[4]
-    calls = []
-    name = "preadv" if direction == "reading" else "pwritev"
-    call = getattr(os, name)
+    hit, write, read = [], os.pwritev, object_file.read_ranges
 
-    def failing(fd: int, buffers: Any, offset: int) -> Any:
+    def is_bad(fd: int, offset: int, buffers: Any) -> bool:
         start, stop = bad.slot * OBJECT_BYTES, (bad.slot + 1) * OBJECT_BYTES
-        mine = (
-            offset < stop and offset + sum(map(len, buffers)) > start and "slab" in os.readlink(f"/proc/self/fd/{fd}")
-        )
-        calls.append(mine)
-        if mine:
+        mine = offset < stop and offset + sum(map(len, buffers)) > start
+        hit.append(mine and "slab" in os.readlink(f"/proc/self/fd/{fd}"))
+        return bool(hit[-1])
+
+    def writing(fd: int, buffers: Any, offset: int) -> Any:
+        if is_bad(fd, offset, buffers):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return call(fd, buffers, offset)
+        return write(fd, buffers, offset)
+
+    def reading(ranges: list[Any]) -> list[int]:
+        return [errno.EIO if is_bad(*one) else code for one, code in zip(ranges, read(ranges), strict=True)]
 
     [lost] = [key for key in keys(12) if rig.tier.format.name_of(key) == bad.name]
     if direction == "writing":
         rig.tier.delete(keys(12))
         while objects(tmp_path):  # the slots are free when their records are gone
             time.sleep(0.001)
-    monkeypatch.setattr(os, name, failing)
+    monkeypatch.setattr(os, "pwritev", writing)
+    monkeypatch.setattr(object_file, "read_ranges", reading)
     job = rig.load(keys(12), layerwise=False) if direction == "reading" else rig.store(keys(12))
-    assert any(calls)
+    assert any(hit)
     assert sorted(outcome.value for outcome in job.outcomes if outcome) == ["done"] * 11 + ["failed"]
     assert rig.wrong(job) == []
     stats = rig.tier.stats()
@@ -519,7 +581,7 @@ def test_a_sector_that_fails_takes_its_object_alone(
         assert job.outcomes[keys(12).index(lost)] is Outcome.FAILED
     else:
         assert rig.store(keys(12)).done  # elsewhere
-        monkeypatch.setattr(os, name, call)
+        monkeypatch.undo()
         job = rig.load(keys(12))
         assert job.done
         assert rig.wrong(job) == []
@@ -609,15 +671,23 @@ def test_direct_io_is_used_where_it_can_be(make_rig: MakeRig, monkeypatch: pytes
 def test_the_engine_writes_from_and_reads_into_the_pool(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy on the host: the addresses that the system is given are those of the pool."""
     rig, seen = make_rig(), []
-    for name in ("pwritev", "preadv"):
-        call = getattr(os, name)
+    write, read = os.pwritev, object_file.read_ranges
 
-        def spying(fd: int, buffers: Any, offset: int, call: Any = call) -> Any:
-            if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
-                seen.extend((np.frombuffer(one, np.uint8).ctypes.data, len(one)) for one in buffers[-1:])
-            return call(fd, buffers, offset)
+    def see(fd: int, buffers: Any) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
+            seen.extend((np.frombuffer(one, np.uint8).ctypes.data, len(one)) for one in buffers[-1:])
 
-        monkeypatch.setattr(os, name, spying)
+    def writing(fd: int, buffers: Any, offset: int) -> Any:
+        see(fd, buffers)
+        return write(fd, buffers, offset)
+
+    def reading(ranges: list[Any]) -> list[int]:
+        for fd, _, buffers in ranges:
+            see(fd, buffers)
+        return read(ranges)
+
+    monkeypatch.setattr(os, "pwritev", writing)
+    monkeypatch.setattr(object_file, "read_ranges", reading)
     rig.store(keys(1), [3])
     rig.load(keys(1), [5])
     start, size = rig.rows.ctypes.data, rig.rows.shape[1]
@@ -938,11 +1008,11 @@ def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage
     [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
     queue = root._queue_reads
 
-    def at_once(readings: Any) -> bool:
+    def at_once(readings: Any, **options: int) -> bool:
         if threading.current_thread() in root._threads:
             root._read(list(readings))
             return True
-        return bool(queue(readings))
+        return bool(queue(readings, **options))
 
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)

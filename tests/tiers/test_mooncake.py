@@ -194,10 +194,10 @@ def test_what_waits_when_the_store_fails_is_not_tried(fake: FakeStore, rig: Rig,
     rig.tier.engine.close(WAIT_S)
     fake.closed = 0
     engine = rig.tier.engine = MooncakeEngine("fake", objects_per_call=8, threads=1)
-    rig.store(keys(20))
+    rig.store(keys(24))
     fake.answer, fake.calls = -900, []
-    assert rig.load(keys(20), layerwise=layerwise).outcomes == [Outcome.FAILED] * 8 + [Outcome.DROPPED] * 12
-    assert rig.store(keys(20, "new")).outcomes == [Outcome.FAILED] * 8 + [Outcome.DROPPED] * 12
+    assert rig.load(keys(24), layerwise=layerwise).outcomes == [Outcome.FAILED] * 8 + [Outcome.DROPPED] * 16
+    assert rig.store(keys(24, "new")).outcomes == [Outcome.FAILED] * 8 + [Outcome.DROPPED] * 16
     assert fake.calls == ["range", "put"]
     engine.close(WAIT_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 from hashlib import blake2b
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from paddle_kv import KVCacheSpec
 from paddle_kv.offload import BlockKey, Namespace, spec_digest
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD
+from paddle_kv.tiers import Tier
 from paddle_kv.tiers.items import stages_of
 from paddle_kv.tiers.object_format import Header, ObjectFormat, header_bytes_of, parse
 from paddle_kv.tiers.protocol import Outcome
@@ -44,7 +46,7 @@ def test_the_bytes_as_they_are_written_down() -> None:
     table += bytes(4096 - len(expected) - 8 - len(table))
     expected += struct.pack("<Q", xxhash.xxh3_64_intdigest(expected + table)) + table
     assert bytes(header) == expected
-    assert form.read_header(memoryview(header), KEY) == tuple(sums)
+    assert form.read_header(memoryview(header), KEY) == struct.pack("<3Q", *sums)
     block = BlockKey(Namespace(expected[72:104], spec_digest(ALIGNED), 3), 5, KEY).to_bytes()
     assert form.name_of(KEY) == blake2b(bytes([2, 0, 0, 0]) + block, digest_size=16).digest()
 
@@ -70,7 +72,7 @@ def test_many_layers_have_a_longer_header() -> None:
     spec = KVCacheSpec(num_layers=400, num_kv_heads=1, head_dim=8192, block_size=1, dtype="int8")
     form, header, _ = made(spec)
     assert len(header) == 12288
-    assert isinstance(form.read_header(memoryview(header), KEY), tuple)
+    assert isinstance(form.read_header(memoryview(header), KEY), bytes)
     assert parse(bytes(header)) is not None
 
 
@@ -79,13 +81,31 @@ def test_many_layers_have_a_longer_header() -> None:
 def test_stages_begin_with_pieces(spec: KVCacheSpec, aligned: bool) -> None:
     for layers in (1, 2, 5, 6, 31, 32, 80):
         form = ObjectFormat(dataclasses.replace(spec, num_layers=layers), b"model")
-        stages = stages_of(form, layerwise=True, aligned=aligned)
+        stages = stages_of(form, 0, layerwise=True, aligned=aligned)
         assert [layer for stage in stages for layer in stage] == list(range(layers))
         for stage in stages:
             assert stage.start % form.piece_layers == 0
             assert not aligned or stage.start * form.layer_bytes % 4096 == 0
         assert len(stages) > 2 or layers < 4 * form.piece_layers or aligned
-    assert stages_of(form, layerwise=False, aligned=aligned) == [range(80)]
+    assert stages_of(form, 0, layerwise=False, aligned=aligned) == [range(80)]
+
+
+@pytest.mark.parametrize(
+    ("object_kib", "expected"),
+    [
+        (128, [32]),
+        (256, [2, 30]),
+        (512, [1, 8, 11, 12]),
+        (1024, [1, 4, 11, 11, 5]),
+        (8192, [1, 3, *[4] * 7]),
+        (65536, [1] * 32),
+    ],
+)
+def test_stages_grow_and_are_neither_short_nor_long(object_kib: int, expected: list[int]) -> None:
+    spec = KVCacheSpec(num_layers=32, num_kv_heads=1, head_dim=16 * object_kib, block_size=1, dtype="int8")
+    form = ObjectFormat(spec, b"model")
+    stages = stages_of(form, Tier.least_stage_bytes, layerwise=True, aligned=True)
+    assert [len(stage) for stage in stages] == expected
 
 
 def test_every_byte_of_a_header_counts() -> None:
@@ -116,7 +136,7 @@ def test_objects_of_others_are_missing_not_damaged() -> None:
     assert parse(bytes(newer)) is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=int(os.environ.get("PADDLE_KV_STRESS", "300")), deadline=None)
 @given(st.binary(max_size=300), st.integers(0, 4096), st.booleans())
 def test_fuzz(noise: bytes, at: int, signed: bool) -> None:
     """Also where the header's own checksum is right: then somebody else wrote it."""

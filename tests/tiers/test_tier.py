@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -141,10 +141,11 @@ def test_a_deadline_while_the_tier_is_closed(rig: Rig) -> None:
     entered, go = threading.Event(), threading.Event()
 
     class Slow(Job):
-        def end_all(self, outcome: Outcome) -> int:
-            entered.set()
-            go.wait(WAIT_S)
-            return super().end_all(outcome)
+        def end(self, ends: Iterable[tuple[int, Outcome]]) -> list[Outcome]:
+            if threading.current_thread().name == "paddle_kv-tier-deadlines":
+                entered.set()
+                go.wait(WAIT_S)
+            return super().end(ends)
 
     job = Slow(keys(1), [2], timeout_s=0.02)
     rig.tier.store([job])
@@ -226,7 +227,7 @@ def test_a_job_that_is_settled_behind_close_writes_to_no_descriptor(rig: Rig, mo
     monkeypatch.setattr("os.eventfd_write", lambda descriptor, _: written.append(descriptor))
     job = Job(keys(1), [2])
     job.begin("store", 1, time.monotonic())
-    job.end(0, Outcome.DONE)
+    job.end([(0, Outcome.DONE)])
     rig.tier._look(job)
     assert job.settled
     assert written == []

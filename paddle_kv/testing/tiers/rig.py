@@ -22,6 +22,10 @@ ODD = KVCacheSpec(num_layers=5, num_kv_heads=1, head_dim=1733, block_size=3, dty
 SPECS = (ALIGNED, ODD)
 
 
+class StagedTier(Tier):
+    least_stage_bytes = 0  # the blocks are small, and come in stages as large ones do
+
+
 class Rig:
     """Blocks 0.. are written by :meth:`fill`; all other bytes are poison until a load writes them."""
 
@@ -30,7 +34,7 @@ class Rig:
         self.pool = HostPool(spec, num_blocks, layout="block_first")
         self.rows = block_rows(self.pool)
         self.rows[:] = POISON
-        self.tier = Tier(engine, self.pool, model=model, **options)
+        self.tier = StagedTier(engine, self.pool, model=model, **options)
 
     def content(self, key: bytes) -> np.ndarray:
         """What the block of a key holds."""
