@@ -144,7 +144,7 @@ class KernelEngine : public Engine {
   }
 
   static constexpr std::size_t kSmallestCounters = 256;
-  static constexpr int kCtasBesideCompute = 8;
+  static constexpr int kCtasBesideCompute = 2;
   static constexpr int kCtasToOtherGpu = 64;
 
   int device_;

@@ -250,7 +250,8 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
     return Fed::kStep;
   }
   const Device& device = devices_.find(stream.feeder.where().device)->second;
-  const bool beside_compute = Clock::now() - device.compute_seen < kComputeSeen;
+  const bool beside_compute =
+      Clock::now() - device.compute_seen < kComputeSeen || (transfer.plan->inside_device && stream.waited_for_compute);
   const EngineKind engine = transfer.NextEngine(beside_compute, device.thresholds);
   if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));
@@ -268,6 +269,7 @@ void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
   }
   lock.unlock();
   if (status.ok()) status = MakeCurrent(stream.feeder.where().device);
+  const bool waits = step.begins && transfer.first_wait[step.first_group] < transfer.first_wait[step.first_group + 1];
   bool was_compute_busy = false;
   try {
     if (status.ok()) status = stream.feeder.Submit(transfer, &step, &was_compute_busy);
@@ -276,6 +278,7 @@ void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
   }
   if (!status.ok()) stream.feeder.PassOver(transfer, step);
   lock.lock();
+  if (waits) stream.waited_for_compute = was_compute_busy;
   if (was_compute_busy) devices_.find(stream.feeder.where().device)->second.compute_seen = Clock::now();
   for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
     events_.Record(transfer.record_events[g], status);
