@@ -240,9 +240,12 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
        ++w) {
     if (events_.IsPending(transfer.wait_events[w])) return Fed::kNothing;
   }
+  const bool between_caches = transfer.plan->inside_device;
+  bool must_wait = false;
   if (transfer.IsCopied()) {
     lock.unlock();
     stream.feeder.UpdateFlights();
+    if (between_caches) must_wait = StreamFeeder::MustWait(transfer);
     lock.lock();
   }
   if (!transfer.IsCopied()) {  // perhaps because it was cancelled meanwhile
@@ -250,8 +253,8 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
     return Fed::kStep;
   }
   const Device& device = devices_.find(stream.feeder.where().device)->second;
-  const bool beside_compute =
-      Clock::now() - device.compute_seen < kComputeSeen || (transfer.plan->inside_device && stream.waited_for_compute);
+  // Between caches the slow ways are for layers that are not computed yet: whoever is behind the model has to catch up.
+  const bool beside_compute = between_caches ? must_wait : Clock::now() - device.compute_seen < kComputeSeen;
   const EngineKind engine = transfer.NextEngine(beside_compute, device.thresholds);
   if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));
@@ -269,7 +272,6 @@ void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
   }
   lock.unlock();
   if (status.ok()) status = MakeCurrent(stream.feeder.where().device);
-  const bool waits = step.begins && transfer.first_wait[step.first_group] < transfer.first_wait[step.first_group + 1];
   bool was_compute_busy = false;
   try {
     if (status.ok()) status = stream.feeder.Submit(transfer, &step, &was_compute_busy);
@@ -278,7 +280,6 @@ void TransferQueue::SubmitStep(Lock& lock, Stream& stream, Step step) {
   }
   if (!status.ok()) stream.feeder.PassOver(transfer, step);
   lock.lock();
-  if (waits) stream.waited_for_compute = was_compute_busy;
   if (was_compute_busy) devices_.find(stream.feeder.where().device)->second.compute_seen = Clock::now();
   for (std::int64_t g = step.first_group; g < step.RecordedEnd(); ++g) {
     events_.Record(transfer.record_events[g], status);

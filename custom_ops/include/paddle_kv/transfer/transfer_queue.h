@@ -71,7 +71,6 @@ class TransferQueue {
     std::deque<QueuedTransfer> transfers;  // others append, the thread alone removes
     std::int64_t turn = 0;                 // of all that the streams had
     std::int64_t pass = 0;                 // of the thread: looked at in this one
-    bool waited_for_compute = false;       // the last group of layers that had to wait for anything
   };
 
   struct Device {
