@@ -90,10 +90,14 @@ def prefill(pipe: Connection, gpu: int, kib: int, blocks: int, exported: Any, ha
         moved.wait(WAIT_S)
         return float(moved.elapsed_ms)
 
-    def go_on(engine: str, source_ids: list[int], target_ids: list[int], seconds: float) -> tuple[int, float]:
-        """Saves one behind the other, two in flight; how many, and the time that they took."""
+    def go_on(
+        engine: str, source_ids: list[int], target_ids: list[int], seconds: float, every_s: float
+    ) -> tuple[int, float]:
+        """Saves one behind the other, two in flight, at most one in so many seconds; how many, and the time that they
+        took."""
         began_s, flying, count = time.perf_counter(), [], 0
         while time.perf_counter() - began_s < seconds:
+            time.sleep(max(0.0, began_s + count * every_s - time.perf_counter()))
             flying.append(schedulers[engine].offload(source_ids, target_ids))
             if len(flying) == 2:
                 flying.pop(0).wait(WAIT_S)
@@ -207,9 +211,12 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
             rows.append({"KiB": kib, "what": name, "ms": ms, "GB/s": total_bytes / ms / 1e6, "of copy": floor_ms / ms})
         ends_ms = ", ".join(f"{name} {np.median(found):.2f}" for name, found in phases.items())
         print(f"hand-over of {kib} KiB, ms since the call of grant: {ends_ms}", flush=True)
-        for engine in ENGINES:
+        floor_s = floor_ms / 1e3
+        paces = {**dict.fromkeys(ENGINES, 0.0), "auto, at three fifths of the copy": floor_s / 0.6}
+        for what, every_s in paces.items():
+            engine = what.partition(",")[0]
             alone = [products.run_ms() for _ in range(3)]
-            pipe.send(("go_on", engine, sources, targets, given.seconds))
+            pipe.send(("go_on", engine, sources, targets, given.seconds, every_s))
             time.sleep(0.05)
             beside, end_s = [], time.perf_counter() + given.seconds - 0.1
             while time.perf_counter() < end_s:
@@ -219,8 +226,8 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
             slowed = float(np.median(beside) / np.median(alone)) - 1
             rate = count * total_bytes / took_s / 1e9
             share = rate / (total_bytes / floor_ms / 1e6)
-            what = f"saves without a pause, {engine}, beside products"
-            row = {"KiB": kib, "what": what, "ms": took_s / count * 1e3, "GB/s": rate, "of copy": share}
+            name = f"saves {'at a pace' if every_s else 'without a pause'}, {what}, beside products"
+            row = {"KiB": kib, "what": name, "ms": took_s / count * 1e3, "GB/s": rate, "of copy": share}
             rows.append({**row, "products slowed": slowed})
         pipe.send(None)
         process.join(WAIT_S)

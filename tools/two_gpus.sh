@@ -2,8 +2,8 @@
 # What needs two GPUs of one host, tested and measured in one call, about 4 minutes. Builds nothing: Paddle and the
 # operators are there.
 #
-#   tools/two_gpus.sh OUT            everything
-#   tools/two_gpus.sh OUT PART...    some of: tests peers timeline shapes ranks
+#   tools/two_gpus.sh OUT            tests peers timeline ranks
+#   tools/two_gpus.sh OUT PART...    some of these, and shapes: which shape of the copy kernel suits which link (nvcc compiles it)
 #
 # OUT gets a log of each part, and the CSV, JSON and PNG files of its programs. Exit code 1 if one of them failed; the
 # others run all the same.
@@ -62,8 +62,9 @@ shapes() {
     measure shapes python tools/bench_copy_shapes.py --json "$out/shapes.json"
 }
 
-known="tests peers timeline shapes ranks"
-parts=${*:-$known}
+usual="tests peers timeline ranks"
+known="$usual shapes"
+parts=${*:-$usual}
 for part in $parts; do
     if [[ " $known " != *" $part "* ]]; then
         echo "$part is none of: $known"

@@ -9,16 +9,17 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
-from ..tracking.keeper import END_S, keeper
+from ..tracking.keeper import END_S, keeper, log
 from . import transfer_queue
+from .protocol import Later
 
 _tokens = itertools.count(1)
-_reports: dict[int, Callable[[], None]] = {}
+_reports: dict[int, Callable[[], Later | None]] = {}
 _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def watch(device_id: int, events: Sequence[int], report: Callable[[], None]) -> None:
+def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> None:
     """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
     thread: a signal handler could come in between."""
     _start()
@@ -47,8 +48,12 @@ def _serve(descriptor: int, end: int) -> None:
     poll.register(descriptor, select.POLLIN)
     poll.register(end, select.POLLIN)
     while all(ready != end for ready, _ in poll.poll()):
-        for token in transfer_queue.take_completions():
-            _reports.pop(token)()
+        laters = dict.fromkeys(_reports.pop(token)() for token in transfer_queue.take_completions())
+        for later in filter(None, laters):
+            try:
+                later.now()
+            except Exception:  # noqa: BLE001  the thread lives
+                log.exception("an error in what was to be done behind a transfer")
 
 
 def _end(thread: threading.Thread, end: int) -> None:

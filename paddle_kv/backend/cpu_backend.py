@@ -15,6 +15,7 @@ from ..errors import BackendError
 from ..tracking.keeper import Waiter
 from . import binding as bindings
 from .cpu_gates import CpuGates
+from .protocol import Later
 from .work import LayerWork
 
 
@@ -23,7 +24,7 @@ class CpuEvent:
 
     def __init__(self) -> None:
         self._passed = False  # no threading.Event: each layer has one of these
-        self._reports: deque[Callable[[], None]] = deque()
+        self._reports: deque[Callable[[], Later | None]] = deque()
         self.error: Exception | None = None
         self.time_s = 0.0
 
@@ -32,15 +33,19 @@ class CpuEvent:
         self.time_s = time.perf_counter()
         self._passed = True
         while self._reports:
-            with contextlib.suppress(IndexError):  # the other one was quicker
-                self._reports.popleft()()
+            self._report_one()
 
-    def watch(self, report: Callable[[], None]) -> None:
+    def watch(self, report: Callable[[], Later | None]) -> None:
         """Calls it once, when the event was passed."""
         self._reports.append(report)
         if self.done():
-            with contextlib.suppress(IndexError):
-                self._reports.popleft()()
+            self._report_one()
+
+    def _report_one(self) -> None:
+        with contextlib.suppress(IndexError):  # the other one was quicker
+            later = self._reports.popleft()()
+            if later is not None:
+                later.soon()
 
     def done(self) -> bool:
         """Whether the event was passed."""
@@ -164,7 +169,7 @@ class CpuBackend:
         stream.copies.append(task)
         stream.submit(lambda: _copy(binding, task, stream))
 
-    def watch(self, events: Sequence[CpuEvent], report: Callable[[], None]) -> None:
+    def watch(self, events: Sequence[CpuEvent], report: Callable[[], Later | None]) -> None:
         events[0].watch(report)  # the last of its stream, which has passed the others before
 
     def cancel(self, stream: CpuStream, number: int) -> int | None:

@@ -17,6 +17,7 @@ from ..errors import CaptureError, CudaError
 from . import binding as bindings
 from . import calibration, completions, transfer_queue
 from .cuda_gates import CudaGates
+from .protocol import Later
 from .work import ENGINES, LayerWork
 
 SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
@@ -184,7 +185,7 @@ class CupyBackend:
             token=work.number,
         )
 
-    def watch(self, events: Sequence[int], report: Callable[[], None]) -> None:
+    def watch(self, events: Sequence[int], report: Callable[[], Later | None]) -> None:
         completions.watch(self._device_id, events, report)
 
     def cancel(self, stream: Any, number: int) -> int | None:

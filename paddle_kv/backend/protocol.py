@@ -46,6 +46,16 @@ class Gates(Protocol):
         """Frees them, once what was let through and marked is done."""
 
 
+class Later(Protocol):
+    """What is still to be done behind a report, by whoever calls it."""
+
+    def now(self) -> None:
+        """By a thread that does nothing else. May wait for a lock."""
+
+    def soon(self) -> None:
+        """By a thread that has other work. Waits for nothing."""
+
+
 class Backend(Protocol):
     """One device and the host memory beside it."""
 
@@ -91,10 +101,10 @@ class Backend(Protocol):
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
 
-    def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
+    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
         """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All
         are recorded or handed over; the first is the last one of its stream. ``report`` only leaves a message: it takes
-        no lock and waits for nothing."""
+        no lock and waits for nothing. What it returns is done once behind all reports that came together."""
 
     def cancel(self, stream: Stream, number: int) -> int | None:
         """Of the work of that transfer on the stream nothing is copied any more that has not begun; its events come all

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..backend.work import Stream, TransferPlan
@@ -57,6 +59,8 @@ class Sender:
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}
+        self._left: deque[Callable[[], object]] = deque()  # to be done in no section, in the order of the sections
+        self._doing = threading.Lock()
         self._process_id = os.getpid()
         self._hung_up = False
         self._over = ""  # why nothing is sent any more
@@ -199,31 +203,31 @@ class Sender:
             sending.answered.release()
         sending.answer = answer
 
-    def _are_there(self, sending: _Sending, layers: list[int]) -> bytes | None:
+    def _are_there(self, sending: _Sending, layers: Iterable[int]) -> None:
+        """Tells of the layers that are there and were not told, as far as none before them is missing."""
         sending.there.update(layers)
-        return self._news(sending)
-
-    def _news(self, sending: _Sending) -> bytes | None:
-        """Of the layers that are there and were not told, as far as none before them is missing."""
         first = end = sending.next_layer
         while end in sending.there:
             end += 1
         sending.next_layer = end
-        return encode("layers", sending.grant.grant_id, first=first, end=end) if end > first else None
+        if end > first:
+            self._leave("layers", sending, first=first, end=end)
 
-    def _finish_here(self, sending: _Sending, movement: Movement) -> list[bytes]:
+    def _finish_here(self, sending: _Sending, movement: Movement) -> None:
         """It is over: what is still to be said of it."""
-        grant_id = sending.grant.grant_id
-        if self._sendings.get(grant_id) is not sending:
-            return []
-        if movement.state is not State.DONE:
-            why = "" if movement.failure is None else movement.failure.message
-            return [encode("failed", grant_id, reason=why)]
-        sending.there.update(range(sending.grant.num_layers))
-        news = self._news(sending)
-        return [*([] if news is None else [news]), encode("done", grant_id)]
+        if self._sendings.get(sending.grant.grant_id) is not sending:
+            pass
+        elif movement.state is not State.DONE:
+            self._leave("failed", sending, reason="" if movement.failure is None else movement.failure.message)
+        else:
+            self._are_there(sending, range(sending.grant.num_layers))
+            self._leave("done", sending)
+        self._left.append(functools.partial(self._forget, sending))
 
-    def _forget(self, sending: _Sending) -> Callable[[], object] | None:
+    def _leave(self, kind: str, sending: _Sending, **values: Any) -> None:
+        self._left.append(functools.partial(self._tell, encode(kind, sending.grant.grant_id, **values)))
+
+    def _forget_here(self, sending: _Sending) -> Callable[[], object] | None:
         self._sendings.pop(sending.grant.grant_id, None)
         self.scheduler.group.notify()
         return self._take_hang_up()
@@ -242,19 +246,31 @@ class Sender:
         under_way = [one.movement for one in self._sendings.values() if one.movement is not None]
         return under_way, self._take_hang_up()
 
-    # ---- in threads of the library, in no section; the keeper keeps their order ----
+    # ---- in threads of the library, in no section ----
+    def _do_what_is_left(self) -> None:
+        """Or leaves it to another thread that does so now, and looks once more behind that."""
+        while self._left and self._doing.acquire(blocking=False):
+            try:
+                while self._left:
+                    self._left.popleft()()
+            except Exception:  # noqa: BLE001  of hanging up
+                log.exception("an error of a sender to a peer")
+            finally:
+                self._doing.release()
+
     def _ended(self, sending: _Sending, layers: list[int]) -> None:
-        news = change(self.scheduler, functools.partial(self._are_there, sending, layers))
-        if news is not None:
-            self._tell(news)
+        change(self.scheduler, functools.partial(self._are_there, sending, layers))
+        self._do_what_is_left()
 
     def _ended_all(self, sending: _Sending, movement: Movement) -> None:
         movement.group.host.post(functools.partial(self._finish, sending, movement))
 
     def _finish(self, sending: _Sending, movement: Movement) -> None:
-        for message in change(self.scheduler, functools.partial(self._finish_here, sending, movement)):
-            self._tell(message)
-        self._end(change(self.scheduler, functools.partial(self._forget, sending)))
+        change(self.scheduler, functools.partial(self._finish_here, sending, movement))
+        self._do_what_is_left()
+
+    def _forget(self, sending: _Sending) -> None:
+        self._end(change(self.scheduler, functools.partial(self._forget_here, sending)))
 
     def _stop(self, why: str) -> None:
         under_way, hang_up = change(self.scheduler, functools.partial(self._stop_here, why))

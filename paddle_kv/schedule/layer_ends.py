@@ -9,6 +9,7 @@ from typing import Any
 
 from ..backend.work import Stream, TransferPlan
 from ..tracking.group import change
+from ..tracking.keeper import Host, keeper
 from .movement import Follower, Movement
 from .resources import Events
 from .transfer import Transfer
@@ -39,21 +40,26 @@ class _LayerEnds(Follower):
         self._ended = ended
         self._passed: deque[tuple[Movement, tuple[Events, ...], int]] = deque()
         self._is_posted = False
+        self._host: Host = keeper
 
     def submitted(self, movement: Movement, groups: range) -> None:
         for group in groups:
             report = functools.partial(self._report, movement, movement.held, group)
             movement.scheduler.backend.watch([movement.events[group]], report)
 
-    def _report(self, movement: Movement, held: tuple[Events, ...], group: int) -> None:
-        """Out of any thread: the event of a group, one of those that are ``held``, was passed. What is passed until the
-        keeper comes to it is one job for it."""
+    def _report(self, movement: Movement, held: tuple[Events, ...], group: int) -> _LayerEnds:
+        """Out of any thread: the event of a group, one of those that are ``held``, was passed."""
         self._passed.append((movement, held, group))
+        self._host = movement.group.host
+        return self
+
+    def soon(self) -> None:
+        """What is passed until the keeper comes to it is one job for it."""
         if not self._is_posted:
             self._is_posted = True
-            movement.group.host.post(self._tell)
+            self._host.post(self.now)
 
-    def _tell(self) -> None:
+    def now(self) -> None:
         self._is_posted = False  # before it looks: what comes from here on has a job of its own
         passed = []
         while self._passed:

@@ -3,6 +3,7 @@ with a GPU: tests/gpu/test_scheduler_on_gpu.py."""
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import threading
@@ -73,6 +74,40 @@ def test_each_report_comes_once_for_its_own_token_from_one_thread(library: Libra
     assert completions._reports == {}
 
 
+def test_what_is_to_be_done_behind_reports_is_done_once_for_those_that_came_together(
+    library: Library, caplog: pytest.LogCaptureFixture
+) -> None:
+    done: queue.Queue[tuple[str, int]] = queue.Queue()
+    reported: list[int] = []
+
+    class Behind:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def report(self, number: int) -> Behind:
+            reported.append(number)
+            return self
+
+        def now(self) -> None:
+            done.put((self.name, len(reported)))
+            if self.name == "one":
+                raise OSError("lost")
+
+        def soon(self) -> None:
+            raise AssertionError("this thread has nothing else to do")
+
+    one, two = Behind("one"), Behind("two")
+    for number, behind in enumerate((one, two, one, one)):
+        completions.watch(0, [number], functools.partial(behind.report, number))
+    first, second, third, last = (token for _, token, _ in library.watched)
+    library.report(first, second, third)
+    assert [done.get(timeout=WAIT_S) for _ in range(2)] == [("one", 3), ("two", 3)]
+    library.report(last)
+    assert done.get(timeout=WAIT_S) == ("one", 4)
+    assert done.empty()
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info][:1] == [OSError]
+
+
 def test_it_is_there_before_anybody_is_told_that_the_events_have_passed(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,7 +147,12 @@ def test_an_exit_does_not_wait_for_a_report_that_hangs_and_no_other_one_comes(
 ) -> None:
     hangs, waited, heard = threading.Event(), [], []
     began: queue.Queue[None] = queue.Queue()
-    completions.watch(0, [1], lambda: (began.put(None), hangs.wait(WAIT_S)))
+
+    def hang() -> None:
+        began.put(None)
+        hangs.wait(WAIT_S)
+
+    completions.watch(0, [1], hang)
     completions.watch(0, [2], lambda: heard.append(2))
     (_, first, _), (_, second, _) = library.watched
     library.report(first)

@@ -35,7 +35,7 @@ class FakeDriver:
         self.missing_bytes = 0
 
     def uuid(self, device: int) -> str:
-        return GPU
+        return GPU if device == 0 else GPU[::-1]
 
     def address_range(self, device: int, address: int) -> tuple[int, int]:
         if address in self.opened:
@@ -145,6 +145,18 @@ def test_blocks_of_a_peer_keep_the_mapping(fake: FakeDriver) -> None:
     del blocks
     gc.collect()
     assert fake.opened == {}
+
+
+@pytest.mark.parametrize("gpu", [0, 1])
+def test_whether_the_memory_is_of_the_gpu_that_reaches_it(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, gpu: int
+) -> None:
+    spec = make_spec()
+    exported, _ = exported_by_another(fake, spec)
+    monkeypatch.setattr(device_cache, "_gpu_number", lambda device: gpu)
+    cache = DeviceCache.attach(spec, exported)
+    assert cache.device_id == gpu
+    assert cache.on_other_gpu == PeerBlocks(cache).on_other_gpu == bool(gpu)
 
 
 def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:

@@ -399,15 +399,15 @@ void BetweenCachesKernelsCopyAllButLargePieces() {
     sizes.both.Add(piece_bytes, 10);
     return ChooseEngineBetweenCaches(sizes, on_other_gpu, beside_compute);
   };
-  for (const std::int64_t kib : {4, 32, 128, 256}) {
-    for (const bool on_other_gpu : {false, true}) {
-      for (const bool beside : {false, true}) CHECK(chosen(kib << 10, on_other_gpu, beside) == EngineKind::kKernel);
-    }
+  for (const std::int64_t kib : {4, 16, 32, 128, 4096}) {
+    for (const bool on_other_gpu : {false, true}) CHECK(chosen(kib << 10, on_other_gpu, false) == EngineKind::kKernel);
   }
+  for (const bool on_other_gpu : {false, true}) CHECK(chosen(4 << 10, on_other_gpu, true) == EngineKind::kKernel);
+  CHECK(chosen(128 << 10, false, true) == EngineKind::kKernel);
+  CHECK(chosen(32 << 10, true, true) == EngineKind::kCopyEngine);
   for (const bool on_other_gpu : {false, true}) {
     for (const bool beside : {false, true}) CHECK(chosen(64 << 20, on_other_gpu, beside) == EngineKind::kCopyEngine);
   }
-  CHECK(chosen(4 << 20, false, false) == EngineKind::kKernel);
   CHECK(chosen(4 << 20, false, true) == EngineKind::kCopyEngine);
 }
 
@@ -434,12 +434,16 @@ void BetweenCachesCallsAreLongAndToldOfCompute() {
   save.waits = {{}, {}, {computed.handle()}, {}};
   ClearLog();
   Transfer beside(plan, stream.handle(), save);
-  WaitUntil([] { return Log().size() == 2; });
+  WaitUntil([] { return Log().size() >= 2; });
   busy.Open();
   CHECK(beside.Wait() == 0);
   log = Log();
-  CHECK(log[0].end_layer == 2 && !log[0].beside_compute);
-  CHECK(log[1].first_layer == 2 && log[1].end_layer == 4 && log[1].beside_compute);
+  CHECK(log[0].end_layer == 2 && log[0].engine == EngineKind::kKernel && !log[0].beside_compute);
+  CHECK(log[1].first_layer == 2 && log[1].engine == EngineKind::kCopyEngine && log[1].beside_compute);
+  ClearLog();
+  Transfer behind(plan, stream.handle(), save);  // compute was seen, but all of it is there
+  CHECK(behind.Wait() == 0);
+  for (const auto& call : Log()) CHECK(call.engine == EngineKind::kKernel && !call.beside_compute);
   DestroyFakeStream(compute);
 }
 

@@ -253,3 +253,38 @@ def test_a_sender_that_ends_right_behind_its_last_word_has_handed_all_over(
     load.wait(WAIT_S)
     until(lambda: not decode.listener._lines)
     decode.forget([3])
+
+
+def test_a_thread_of_the_library_sends_by_itself_and_the_main_thread_does_not(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler may end a call of the main thread behind any byte."""
+    posted: list[Callable[[], object]] = []
+    monkeypatch.setattr(ends.loop, "post", posted.append)
+
+    def send_elsewhere(data: bytes) -> None:
+        thread = threading.Thread(target=ends.line.send, args=(data,))
+        thread.start()
+        thread.join(WAIT_S)
+
+    ends.line.send(b"one")
+    assert len(posted) == 1
+    send_elsewhere(b"two")
+    assert ends.there.recv(100) == framed(b"two")
+    posted.pop()()
+    assert ends.there.recv(100) == framed(b"one")
+
+    ends.here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+    said = [bytes([number]) * 3000 for number in range(9)]
+    for one in said:
+        send_elsewhere(one)  # there is no room for all: the loop waits for it
+    assert posted
+    while posted:
+        posted.pop()()
+    assert ends.loop.events[ends.here] & connection.selectors.EVENT_WRITE
+    heard = b""
+    while len(heard) < len(said) * 3004:
+        heard += ends.there.recv(1 << 16)
+        ends.loop.watched[ends.here]()
+    assert heard == b"".join(map(framed, said))  # whole ones, in order
+    assert not ends.loop.events[ends.here] & connection.selectors.EVENT_WRITE

@@ -89,7 +89,7 @@ def test_a_group_that_failed_is_not_told_and_nothing_is_kept_or_logged(
         error = movement.events[2].error
         late = layer_ends._LayerEnds(heard.hear)
         late._report(movement, (), 2)
-        late._report(movement, (), 1)
+        late._report(movement, (), 1).soon()
         assert heard.next(1) == [1]
         assert error.__traceback__ is None
         assert save.error is not None  # asked for: it is not logged
@@ -97,23 +97,22 @@ def test_a_group_that_failed_is_not_told_and_nothing_is_kept_or_logged(
     assert caplog.messages == []
 
 
-def test_what_ends_while_the_keeper_is_busy_is_told_by_one_call(rig: Rig, copies: Copies) -> None:
-    copies.hold("offload", 1)
+def test_what_has_ended_by_then_is_told_by_one_call(rig: Rig) -> None:
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
-        heard = Heard(scheduler)
-        save = heard.start(scheduler.plan("offload", [3, 1], [2, 7]))
-        for layer in range(5):
-            save.mark_layer_written(layer)
-        assert heard.next(1) == [0]
-        busy, is_busy = threading.Event(), threading.Event()
-        change(scheduler, lambda: None)  # all marks were noted
-        scheduler.group.host.post(lambda: is_busy.set() or busy.wait(WAIT_S))
-        assert is_busy.wait(WAIT_S)
-        [ends] = save._movement.followers
-        assert isinstance(ends, layer_ends._LayerEnds)
-        copies.go_on()
-        while len(ends._passed) < 4:
-            assert save._movement.events[4].wait(WAIT_S)
-        busy.set()
-        assert heard.told.get(timeout=WAIT_S) == [1, 2, 3, 4]
+        save = scheduler.offload([3, 1], [2, 7])
         save.wait(WAIT_S)
+        told: list[list[int]] = []
+        ends = layer_ends._LayerEnds(told.append)
+        busy = threading.Event()
+        scheduler.group.host.post(lambda: busy.wait(WAIT_S))
+        for group in (2, 0, 4):
+            ends._report(save._movement, (), group).soon()
+        busy.set()
+        change(scheduler, lambda: None)  # behind it
+        assert told == [[2, 0, 4]]
+        for group in (1, 3):
+            later = ends._report(save._movement, (), group)
+        later.now()
+        assert told[1:] == [[1, 3]]
+        later.now()
+        assert len(told) == 2

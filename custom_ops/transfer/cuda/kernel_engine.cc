@@ -107,10 +107,10 @@ class KernelEngine : public Engine {
     return {};
   }
 
-  // Beside compute few: each takes a multiprocessor from products whose CTAs fill one.
+  // All multiprocessors, which take what memory and links give. Beside compute two: products of which the CTAs stay on
+  // a multiprocessor wait for each that is not theirs.
   int CtasBetweenCaches(const EngineWork& work) const {
-    if (work.beside_compute) return kCtasBesideCompute;
-    return work.plan->on_other_gpu ? std::min(kCtasToOtherGpu, multiprocessors_) : multiprocessors_;
+    return work.beside_compute ? kCtasBesideCompute : multiprocessors_;
   }
 
   Status SetUp() {
@@ -144,8 +144,7 @@ class KernelEngine : public Engine {
   }
 
   static constexpr std::size_t kSmallestCounters = 256;
-  static constexpr int kCtasBesideCompute = 8;
-  static constexpr int kCtasToOtherGpu = 64;
+  static constexpr int kCtasBesideCompute = 2;
 
   int device_;
   int multiprocessors_ = 0;

@@ -24,6 +24,14 @@ void StreamFeeder::UpdateFlights() {
   }
 }
 
+bool StreamFeeder::MustWait(const QueuedTransfer& transfer) {
+  const std::int64_t end = transfer.first_wait[transfer.next_group + 1];
+  for (std::int64_t w = transfer.first_wait[transfer.next_group]; w < end; ++w) {
+    if (IsNotReady(cudaEventQuery(EventOf(transfer.wait_events[w])))) return true;
+  }
+  return false;
+}
+
 bool StreamFeeder::HasRoom(std::int64_t largest_bytes) const {
   return flights_.size() < kFewestInFlight || bytes_in_flight_ < largest_bytes * (kCallsInFlight - 1);
 }

@@ -240,9 +240,12 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
        ++w) {
     if (events_.IsPending(transfer.wait_events[w])) return Fed::kNothing;
   }
+  const bool between_caches = transfer.plan->inside_device;
+  bool must_wait = false;
   if (transfer.IsCopied()) {
     lock.unlock();
     stream.feeder.UpdateFlights();
+    if (between_caches) must_wait = StreamFeeder::MustWait(transfer);
     lock.lock();
   }
   if (!transfer.IsCopied()) {  // perhaps because it was cancelled meanwhile
@@ -250,7 +253,8 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
     return Fed::kStep;
   }
   const Device& device = devices_.find(stream.feeder.where().device)->second;
-  const bool beside_compute = Clock::now() - device.compute_seen < kComputeSeen;
+  // Between caches the slow ways are for layers that are not computed yet: whoever is behind the model has to catch up.
+  const bool beside_compute = between_caches ? must_wait : Clock::now() - device.compute_seen < kComputeSeen;
   const EngineKind engine = transfer.NextEngine(beside_compute, device.thresholds);
   if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...backend.protocol import Later
 from ...backend.work import LayerWork
 from ...errors import CaptureError
 from .device import Device, Job, Mark, SimulatedStream
@@ -162,7 +163,7 @@ class SimulatedBackend:
             mark = work.records[group - work.first_group].mark = device.record(stream, job)
             self._layers[mark] = plan.layers_of(group).start
 
-    def watch(self, events: Sequence[SimulatedEvent], report: Callable[[], None]) -> None:
+    def watch(self, events: Sequence[SimulatedEvent], report: Callable[[], Later | None]) -> None:
         self._device.switch_point()
         self._device.watch([event.mark for event in events if event.mark is not None], report)
 

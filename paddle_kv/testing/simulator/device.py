@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...backend.protocol import Later
 from .chooser import Chooser, Transition
 from .memory import Cell, Memory
 from .threads import HostThread, HostThreads
@@ -98,7 +99,7 @@ class Device:
         self._num_marks = 0
         self._num_looks = 0
         self._polls: dict[Mark | None, int] = {}
-        self._watched: list[tuple[list[Mark], Callable[[], None]]] = []
+        self._watched: list[tuple[list[Mark], Callable[[], Later | None]]] = []
         self.threads: HostThreads | None = None  # of the host, while there are several
 
     # ---- what is submitted ----
@@ -160,7 +161,7 @@ class Device:
                 return False
         return True
 
-    def watch(self, marks: list[Mark], report: Callable[[], None]) -> None:
+    def watch(self, marks: list[Mark], report: Callable[[], Later | None]) -> None:
         """Reports when all of them were passed."""
         self._watched.append((marks, report))
         self._report()
@@ -169,7 +170,9 @@ class Device:
         passed = [watched for watched in self._watched if all(mark.passed for mark in watched[0])]
         self._watched = [watched for watched in self._watched if watched not in passed]
         for _, report in passed:
-            report()
+            later = report()
+            if later is not None:
+                later.soon()
 
     def cancel(self, stream: SimulatedStream, number: int) -> Mark | None:
         """Drops the copies of a transfer that have not begun; the mark behind the first of them."""

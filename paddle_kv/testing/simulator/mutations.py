@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ...backend.protocol import Backend, Gates
+from ...backend.protocol import Backend, Gates, Later
 from ...backend.work import Event, LayerWork, Stream
 from ...errors import CaptureError
 
@@ -147,9 +147,11 @@ class MutatedBackend:
             for event in work.records:
                 self.inner.record(event, stream)
 
-    def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
+    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
         if "completion" in self._drop:
-            report()
+            later = report()
+            if later is not None:
+                later.soon()
         elif not self._drop & {"completion-report", "watch-report"}:
             self.inner.watch(events, report)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ...backend.protocol import Backend, Gates
+from ...backend.protocol import Backend, Gates, Later
 from ...backend.work import Event, LayerWork, Stream
 from .log import ALL_LAYERS, HOST, Location, Log, call_site
 
@@ -120,7 +120,7 @@ class RecordingBackend:
         self.inner.copy_layers(binding, work, stream)
         self.log.event_marks.update(marks)
 
-    def watch(self, events: Sequence[Event], report: Callable[[], None]) -> None:
+    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
         for event in events:
             self._check_recorded(event, HOST, "watch")
         self.inner.watch(events, report)

@@ -29,6 +29,8 @@ class StreamFeeder {
 
   // Asks CUDA which calls have ended.
   void UpdateFlights();
+  // Whether the next group has to wait for something that is still to come.
+  static bool MustWait(const QueuedTransfer& transfer);
   // Whether one more call may be in flight, of calls that have so many bytes at most.
   bool HasRoom(std::int64_t largest_bytes) const;
 
