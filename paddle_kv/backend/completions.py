@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..tracking.keeper import END_S, keeper
 from . import transfer_queue
@@ -19,13 +20,20 @@ _thread: threading.Thread | None = None
 
 
 def watch(device_id: int, events: Sequence[int], report: Callable[[], None]) -> None:
-    """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
-    thread: a signal handler could come in between."""
+    """``report`` is called once, in that thread, when all of the events were passed or have failed. In sections: a
+    signal handler could come in between."""
+    with reporting(report) as token:
+        transfer_queue.watch(device_id, token, events)
+
+
+@contextlib.contextmanager
+def reporting(report: Callable[[], None]) -> Iterator[int]:
+    """The token for the library; :func:`watch` for a body that asks it for the report."""
     _start()
     token = next(_tokens)
     _reports[token] = report
     try:
-        transfer_queue.watch(device_id, token, events)
+        yield token
     except BaseException:
         del _reports[token]
         raise

@@ -198,6 +198,7 @@ class Movement:
         self.fence_event: Event | None = None  # behind a submission that failed half way
         self.followers: list[Follower] = []
         self.held: tuple[Events, ...] = ()  # all of the above and the marks
+        self.is_watched = False  # the backend tells of its end already
         # The end
         self.state = State.PENDING
         self.failure: Failure | None = None

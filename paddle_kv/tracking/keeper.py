@@ -1,9 +1,10 @@
-"""The thread in which state changes for the main thread.
+"""How state changes in the main thread, and the thread of the library that does what nobody waits for.
 
 Python runs signal handlers in the main thread only, between any two of its instructions, and what they raise leaves
-whatever runs there half done. So the main thread changes nothing itself: it hands the change to this thread and waits.
-An exception of a handler then ends the waiting, never the change. Other threads see no signals and change state
-themselves.
+whatever runs there half done. So the main thread changes state with the handlers held back: C code of the library puts
+others in their place, that only note what comes, and calls them behind the change. Where that cannot be, and for what
+may take long, it hands the change to the keeper, a thread, and waits: an exception of a handler then ends the waiting,
+never the change. Other threads see no signals and change state themselves.
 """
 
 from __future__ import annotations
@@ -60,11 +61,15 @@ class Deadline:
 class Host(Protocol):
     """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it."""
 
+    def section(self, function: Callable[[], Any]) -> Any:
+        """The function's result. Whatever signal handlers raise meanwhile, the function runs to its end; it waits for
+        nothing."""
+
     def call(self, function: Callable[[], Any]) -> Any:
-        """The function's result. Whatever is raised into the caller meanwhile, the function runs to its end."""
+        """As :meth:`section`, of a function that may take long: an exception of a handler ends the wait for it."""
 
     def soon(self, function: Callable[[], object]) -> None:
-        """As :meth:`call`, but the main thread does not wait for it. Calls of one thread keep their order."""
+        """As :meth:`section`, but the main thread does not wait for it. Calls of one thread keep their order."""
 
     def post(self, function: Callable[[], object]) -> None:
         """Runs it later, in a thread of the library. May be called by a finalizer in the middle of anything."""
@@ -74,7 +79,12 @@ class Host(Protocol):
 
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
-        """:meth:`post` in C: no exception of a signal handler comes in between."""
+        """:meth:`soon` in C, whichever thread it is: no exception of a signal handler comes in between. It is done when
+        the keeper is woken."""
+
+    @property
+    def wake(self) -> Callable[[Any], object]:
+        """Wakes the keeper, in C; the argument is called, and has to do nothing."""
 
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
         """Blocks the caller until the waiter is released (True) or the time is over (False)."""
@@ -147,6 +157,17 @@ class Keeper:
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
         self._callbacks = Callbacks(self._put)
+        self._soon: deque[Callable[[], object]] = deque()
+        self._is_at_soon = False
+
+    def section(self, function: Callable[[], Any]) -> Any:
+        if self._ended or not _in_main_thread():
+            return function()
+        if not (self._soon or self._is_at_soon):  # else that comes before
+            result = _with_signals_held(function)
+            if result is not NotImplemented:
+                return result
+        return self.call(function)
 
     def call(self, function: Callable[[], Any]) -> Any:
         if self._ended or not _in_main_thread():
@@ -157,10 +178,11 @@ class Keeper:
         return job.take()
 
     def soon(self, function: Callable[[], object]) -> None:
-        if _in_main_thread() and not self._ended:
-            self._put(function)
-        else:
+        if self._ended or not _in_main_thread():
             function()
+        else:
+            self._soon.append(function)
+            self._put(nothing)
 
     def post(self, function: Callable[[], object]) -> None:
         self._put(function)
@@ -170,6 +192,10 @@ class Keeper:
 
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
+        return self._soon.append
+
+    @property
+    def wake(self) -> Callable[[Any], object]:
         if self._thread is None:
             self._start()
         return self._jobs.put
@@ -217,6 +243,13 @@ class Keeper:
             end()
 
     def _run(self, job: Callable[[], object]) -> None:
+        self._is_at_soon = True  # before one is taken: :meth:`section` looks the other way round
+        while self._soon:
+            self._do(self._soon.popleft())
+        self._is_at_soon = False
+        self._do(job)
+
+    def _do(self, job: Callable[[], object]) -> None:
         try:
             job()
         except Exception:  # a _Job keeps its own; this is one that nobody waits for
@@ -224,6 +257,7 @@ class Keeper:
 
     def after_fork_in_child(self) -> None:
         self.__init__()  # type: ignore[misc]
+        _release_in_child()
 
 
 def _in_main_thread() -> bool:
@@ -232,6 +266,21 @@ def _in_main_thread() -> bool:
 
 def nothing() -> None:
     """A job that only comes behind others."""
+
+
+def _cannot_hold(function: Callable[[], Any]) -> Any:
+    return NotImplemented
+
+
+_with_signals_held: Callable[[Callable[[], Any]], Any] = _cannot_hold
+_release_in_child: Callable[[], object] = nothing
+
+
+def hold_signals_with(functions: dict[str, Callable[..., Any]]) -> None:
+    """The library's functions for it: ``custom_ops/ops/common/held_signals.cc``."""
+    global _with_signals_held, _release_in_child
+    _with_signals_held = functions.get("with_signals_held", _cannot_hold)
+    _release_in_child = functions.get("release_in_child", nothing)
 
 
 keeper = Keeper()
