@@ -51,6 +51,7 @@ def _start() -> None:
 
 
 def _serve(descriptor: int, end: int) -> None:
+    keeper.reporter = threading.get_ident()  # what is behind the end of a copy needs no other thread
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(end, select.POLLIN)

@@ -161,9 +161,6 @@ class CpuBackend:
 
     def copy_layers(self, binding: int, work: LayerWork, stream: CpuStream) -> None:
         task = _Task(work)
-        if work.report is not None:
-            work.records[-1].watch(work.report)
-            work.report = None
         stream.copies.append(task)
         stream.submit(lambda: _copy(binding, task, stream))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..backend.work import Event
 from ..tracking.keeper import log
@@ -83,7 +83,9 @@ def look_for_failure(movement: Movement) -> None:
     look(movement)
 
 
-def _look_at_all(given: Iterable[Movement]) -> None:
+def _look_at_all(given: Collection[Movement]) -> None:
+    if not given:
+        return
     queue = InOrder(given)
     while queue:
         queue.extend(_look(queue.pop()))
@@ -113,9 +115,10 @@ def _look_at_device(movement: Movement) -> list[Movement]:
         mismatch = scheduler.observer.over(movement, movement.failure or movement.loss)
         if mismatch is not None:
             found += _progress(fail(movement, mismatch))
-    losses = [] if movement.failed else [follower.loss_of(movement) for follower in movement.followers]
-    for loss in [loss for loss in losses if loss is not None][:1]:
-        found += _progress(fail(movement, loss))
+    for follower in movement.followers:
+        loss = None if movement.failed else follower.loss_of(movement)
+        if loss is not None:
+            found += _progress(fail(movement, loss))
     if movement.failure is None:
         with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown
             _measure(movement)

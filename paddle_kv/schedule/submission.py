@@ -241,7 +241,8 @@ def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement
     scheduler, plan = movement.scheduler, movement.plan
     groups = range(first, first + len(waits))
     try:
-        start, *records = movement.hold_events(1 + len(groups))
+        start, *records = movement.spare_events or movement.hold_events(1 + len(groups))
+        movement.spare_events = []
         work = LayerWork(plan, groups.start, groups.stop, waits, start, records, scheduler.engine, movement.number)
         if len(groups) == len(plan.groups) and not scheduler.record_layer_times:
             work.report = report_of(movement)

@@ -76,7 +76,8 @@ class MemoryGroup:
 
     def notify(self) -> None:
         """Something has changed: all who wait look again."""
-        wake(self.waiters)
+        if self.waiters:
+            wake(self.waiters)
 
     def note(self, function: Callable[[], object]) -> None:
         """To be done by whoever runs the next section, or at the end of the one that runs."""

@@ -154,14 +154,16 @@ class Keeper:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
+        self._main = threading.main_thread().ident
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
         self._callbacks = Callbacks(self._put)
+        self.reporter: int | None = None  # a thread of the library that may do itself what it posts
         self._soon: deque[Callable[[], object]] = deque()
         self._is_at_soon = False
 
     def section(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not _in_main_thread():
+        if self._ended or not self._is_main():
             return function()
         if not (self._soon or self._is_at_soon):  # else that comes before
             result = _with_signals_held(function)
@@ -169,8 +171,11 @@ class Keeper:
                 return result
         return self.call(function)
 
+    def _is_main(self) -> bool:
+        return threading.get_ident() == self._main
+
     def call(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not _in_main_thread():
+        if self._ended or not self._is_main():
             return function()
         job = _Job(function)
         self._put(job)
@@ -178,14 +183,17 @@ class Keeper:
         return job.take()
 
     def soon(self, function: Callable[[], object]) -> None:
-        if self._ended or not _in_main_thread():
+        if self._ended or not self._is_main():
             function()
         else:
             self._soon.append(function)
             self._put(nothing)
 
     def post(self, function: Callable[[], object]) -> None:
-        self._put(function)
+        if threading.get_ident() == self.reporter:
+            self._do(function)
+        else:
+            self._put(function)
 
     def tell(self, callback: Callable[[], object]) -> None:
         self._callbacks.add(callback)
@@ -258,10 +266,6 @@ class Keeper:
     def after_fork_in_child(self) -> None:
         self.__init__()  # type: ignore[misc]
         _release_in_child()
-
-
-def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
 
 
 def nothing() -> None:

@@ -61,6 +61,21 @@ def test_other_threads_run_it_themselves(keeper):
     assert done == ["another", NAME]
 
 
+def test_the_thread_that_reports_does_itself_what_it_posts(keeper, caplog):
+    done = []
+
+    def report():
+        keeper.reporter = threading.get_ident()
+        keeper.post(lambda: done.append(name()))
+        keeper.post(lambda: 1 / 0)
+
+    elsewhere(report)
+    assert done == ["another"] and len(caplog.records) == 1
+    keeper.post(lambda: done.append(name()))
+    keeper.call(list)
+    assert done == ["another", NAME]
+
+
 def test_nobody_waits_for_what_is_to_be_done_soon_and_the_order_is_kept(caplog, keeper):
     gate, done = threading.Event(), []
 
