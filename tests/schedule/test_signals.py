@@ -15,7 +15,8 @@ import pytest
 
 import paddle_kv
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
-from paddle_kv.tracking import group
+from paddle_kv.errors import ReentryError
+from paddle_kv.tracking import group, keeper
 from paddle_kv.tracking.keeper import Deadline
 from tests.schedule.rig import WAIT_S, bytes_at, in_flight
 
@@ -161,6 +162,23 @@ def test_a_handler_raises_anywhere_in_a_call(name: str) -> None:
     assert server.pool.view("latent", 1, 2).reshape(-1).view("uint8").tolist() == [number % 251] * BLOCK_BYTES
     server.scheduler.close(WAIT_S)
     server.pool.close()
+
+
+def test_a_handler_raises_anywhere_where_changes_are_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where C code has taken a signal from Python."""
+    monkeypatch.setattr(keeper, "_with_signals_held", lambda function: NotImplemented)
+    test_a_handler_raises_anywhere_in_a_call("cancel")
+
+
+def test_an_exception_in_the_midst_of_a_change_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would leave something half done if handlers were not held back."""
+    monkeypatch.setattr(keeper, "_with_signals_held", lambda function: function())
+    pool = HostPool(SPEC, 5)
+    with pytest.raises(ReentryError):  # the group believes to be in a section for ever
+        for number in range(1, 1000):
+            At(number).run(lambda: pool.allocate(2))
+            for block_id in list(pool._allocated):
+                pool.free([block_id])
 
 
 def test_a_handler_raises_anywhere_in_allocate_and_free() -> None:
