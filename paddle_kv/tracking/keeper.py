@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -160,22 +161,39 @@ class Keeper:
         self._callbacks = Callbacks(self._put)
         self.reporter: int | None = None  # a thread of the library that may do itself what it posts
         self._soon: deque[Callable[[], object]] = deque()
-        self._is_at_soon = False
+        self._doing_soon = threading.Lock()  # of whoever does those: they keep their order
+        self._is_behind_soon = False  # the main thread does them
 
     def section(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not self._is_main():
+        if self._ended or not self._is_main() or self._is_behind_soon:
             return function()
-        if not (self._soon or self._is_at_soon):  # else that comes before
+        if self._soon or self._doing_soon.locked():
+            result = _with_signals_held(functools.partial(self._behind_soon, function))
+        else:
             result = _with_signals_held(function)
-            if result is not NotImplemented:
-                return result
-        return self.call(function)
+        return self.call(function) if result is NotImplemented else result
+
+    def _behind_soon(self, function: Callable[[], Any]) -> Any:
+        """Behind what this thread gave away before; NotImplemented where the keeper is doing it."""
+        if not self._doing_soon.acquire(blocking=False):
+            return NotImplemented
+        self._is_behind_soon = True  # they are sections themselves
+        try:
+            self._do_soon()
+        finally:
+            self._is_behind_soon = False
+            self._doing_soon.release()
+        return function()
+
+    def _do_soon(self) -> None:
+        while self._soon:
+            self._do(self._soon.popleft())
 
     def _is_main(self) -> bool:
         return threading.get_ident() == self._main
 
     def call(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not self._is_main():
+        if self._ended or not self._is_main() or self._is_behind_soon:
             return function()
         job = _Job(function)
         self._put(job)
@@ -251,10 +269,8 @@ class Keeper:
             end()
 
     def _run(self, job: Callable[[], object]) -> None:
-        self._is_at_soon = True  # before one is taken: :meth:`section` looks the other way round
-        while self._soon:
-            self._do(self._soon.popleft())
-        self._is_at_soon = False
+        with self._doing_soon:  # before one is taken: :meth:`section` looks the other way round
+            self._do_soon()
         self._do(job)
 
     def _do(self, job: Callable[[], object]) -> None:

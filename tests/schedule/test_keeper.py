@@ -234,13 +234,15 @@ def test_a_section_is_handed_over_where_handlers_cannot_be_held_back(keeper, mon
 
 @pytest.mark.parametrize("give", [lambda keeper, job: keeper.soon(job), lambda keeper, job: keeper.put(job)])
 def test_a_section_comes_behind_what_the_thread_gave_away_before(keeper, give):
-    gate, done = threading.Event(), []
-    keeper.post(lambda: gate.wait(WAIT_S))
-    give(keeper, lambda: done.append("first"))
+    gate, begun, done = threading.Event(), threading.Event(), []
+    keeper.post(lambda: begun.set() or gate.wait(WAIT_S))
+    assert begun.wait(WAIT_S)  # it is at other work
+    give(keeper, lambda: keeper.section(lambda: done.append(("first", name()))))
     keeper.wake(nothing)
-    threading.Timer(SHORT_S, gate.set).start()
-    keeper.section(lambda: done.append("second"))
-    assert done == ["first", "second"]
+    keeper.section(lambda: done.append(("second", name())))
+    gate.set()
+    keeper.call(list)
+    assert done == [("first", "MainThread"), ("second", "MainThread")]
 
 
 def test_a_section_comes_behind_what_is_being_done_of_that(keeper):
