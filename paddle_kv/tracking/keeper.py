@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 END_S = 5.0  # what the last job may take at exit
+ROOM = 200  # calls inside each other that a section may need
 LOOK_S = 0.001  # how often a callback that waits looks beside the jobs
 
 log = logging.getLogger("paddle_kv")
@@ -167,6 +169,8 @@ class Keeper:
     def section(self, function: Callable[[], Any]) -> Any:
         if self._ended or not self._is_main() or self._is_behind_soon:
             return function()
+        if _is_near_the_limit():
+            return self.call(function)
         if self._soon or self._doing_soon.locked():
             result = _with_signals_held(functools.partial(self._behind_soon, function))
         else:
@@ -286,6 +290,15 @@ class Keeper:
 
 def nothing() -> None:
     """A job that only comes behind others."""
+
+
+def _is_near_the_limit() -> bool:
+    """Whether the stack leaves no room: a section must not end half way by a RecursionError."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - ROOM))
+    except ValueError:
+        return False
+    return True
 
 
 def _cannot_hold(function: Callable[[], Any]) -> Any:

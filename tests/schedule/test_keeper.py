@@ -15,7 +15,7 @@ import pytest
 
 import paddle_kv.memory  # noqa: F401  it lets sections run in the main thread
 from paddle_kv.tracking import keeper as module
-from paddle_kv.tracking.keeper import Deadline, Keeper, Waiter, _Job, nothing
+from paddle_kv.tracking.keeper import ROOM, Deadline, Keeper, Waiter, _Job, nothing
 from tests.schedule.rig import SHORT_S, WAIT_S
 
 NAME = "paddle_kv-keeper"
@@ -258,6 +258,20 @@ def test_a_section_comes_behind_what_is_being_done_of_that(keeper):
     threading.Timer(SHORT_S, gate.set).start()
     keeper.section(lambda: done.append("second"))
     assert done == ["first", "second"]
+
+
+def test_a_section_is_handed_over_where_the_stack_leaves_no_room(keeper):
+    names = []
+
+    def descend():
+        names.append(keeper.section(name))
+        descend()
+
+    with pytest.raises(RecursionError):
+        descend()
+    assert names[0] == "MainThread" and names[-1] == NAME
+    assert ROOM / 2 < names.count(NAME) <= ROOM
+    assert keeper.section(name) == "MainThread"
 
 
 def test_at_its_end_sections_run_where_they_are_called():
