@@ -192,7 +192,7 @@ class BlockDomain:
             self._sharing.pop(number, None)
         writes = self._writes.pop(number, None)
         if writes is not None:
-            own = writes if len(self._transfers) == 1 else writes[self._writer[writes] == number]
+            own = writes[self._writer[writes] == number]
             self._writer[own] = NOBODY
             if written:
                 self.mark_rewritten(own[~np.isin(own, _array(lost))] if len(lost) else own)
