@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..tracking.keeper import END_S, keeper, log
 from . import transfer_queue
@@ -20,13 +21,20 @@ _thread: threading.Thread | None = None
 
 
 def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> None:
-    """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
-    thread: a signal handler could come in between."""
+    """``report`` is called once, in that thread, when all of the events were passed or have failed. In sections: a
+    signal handler could come in between."""
+    with reporting(report) as token:
+        transfer_queue.watch(device_id, token, events)
+
+
+@contextlib.contextmanager
+def reporting(report: Callable[[], Later | None]) -> Iterator[int]:
+    """The token for the library; :func:`watch` for a body that asks it for the report."""
     _start()
     token = next(_tokens)
     _reports[token] = report
     try:
-        transfer_queue.watch(device_id, token, events)
+        yield token
     except BaseException:
         del _reports[token]
         raise
@@ -44,6 +52,7 @@ def _start() -> None:
 
 
 def _serve(descriptor: int, end: int) -> None:
+    keeper.reporter = threading.get_ident()  # what is behind the end of a copy needs no other thread
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(end, select.POLLIN)

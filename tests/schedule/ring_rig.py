@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer
 from paddle_kv.integrations import ForwardPass
 from tests.schedule.rig import POISON, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
@@ -25,6 +25,7 @@ class RingRig:
         self.random = np.random.default_rng(seed)
         self.wrong: list[str] = []
         self.touched: set[int] = set()
+        self.saves: list[Transfer] = []  # of earlier passes
         for buffer in range(layer_buffers):
             for name in spec.tensor_names:
                 self.rows(name, buffer)[:] = POISON
@@ -53,8 +54,12 @@ class RingRig:
     def run(self, reads: dict[int, int], writes: dict[int, int]) -> None:
         """A pass of the model."""
         self.touched |= {*reads, *writes}
+        for before in self.saves:  # blocks that no load brings are written behind no load's waits
+            if ({*writes} - {*reads}) & {*before.plan.device_ids.tolist()}:
+                before.wait_over(WAIT_S)
         load = self.scheduler.onload(list(reads.values()), list(reads))
         save = self.scheduler.offload(list(writes), list(writes.values()), layerwise=True)
+        self.saves = [one for one in [*self.saves, save] if not one.done()]
         with ForwardPass([load], [save], timeout_s=WAIT_S) as layers:
             for layer in range(self.spec.num_layers):
                 with layers.layer(layer):
@@ -69,7 +74,7 @@ class RingRig:
     def check(self) -> None:
         """All bytes of the pool, and those of the cache that nobody was to touch."""
         self.scheduler.drain(WAIT_S)
-        assert not self.wrong
+        assert not self.wrong, self.wrong
         found = pool_memory(self.pool)
         for name in self.spec.tensor_names:
             np.testing.assert_array_equal(found[name], self.host[name], err_msg=name)
