@@ -32,7 +32,8 @@ pipeline() {
 
 engines() {
     measure calibrate $bench --calibrate --csv "$out/calibrate.csv"
-    measure engines python tools/bench_engines.py --engines auto --both --plain --csv "$out/engines.csv"
+    measure engines python tools/bench_engines.py --pipeline --csv "$out/engines.csv"
+    measure engines-large python tools/bench_engines.py --sizes 128 --both --plain --csv "$out/engines-large.csv"
     measure engines-each python tools/bench_engines.py --engines copy_engine,kernel,staging --csv "$out/engines-each.csv"
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "paddle_kv/transfer/host_rows.h"
+
 namespace paddle_kv {
 namespace {
 
@@ -10,6 +12,28 @@ constexpr std::int64_t kShareOfSmall = 32;  // one of so many bytes may lie in s
 // or 2 us inside a GPU, in which a kernel moves megabytes. But the model hardly notices, and a kernel beside it is
 // narrow.
 constexpr std::int64_t kCopyEngineBetweenCaches[2][2] = {{64 << 20, 256 << 10}, {8 << 20, 24 << 10}};
+constexpr double kMiB = 1 << 20;
+
+// Batches of loads reach a tenth of the link where a piece has 4 to 28 KiB, whatever was measured: the driver decides.
+constexpr std::int64_t kSmallestBatchedLoad = 28 << 10;
+constexpr double kSmallLoadNs = 3000;
+constexpr double kShareBeside = 0.1;  // of a transfer's time, beside compute
+// Of a scatter or a gather, for a block of a tensor; the copy engine works meanwhile.
+constexpr double kScatterNs = 20;
+
+// What a piece costs, between the sizes that were measured. Below the smallest a piece costs as if its bytes and a time
+// of its own made up all costs; above the largest, by its bytes.
+double CostOfPiece(const EngineCosts::OfSizes& ns_per_mib, std::int64_t bytes) {
+  constexpr std::int64_t kSmallest = EngineCosts::kSmallestBytes;
+  const auto measured = [&](int size) { return ns_per_mib[size] * static_cast<double>(kSmallest << size) / kMiB; };
+  int above = 1;
+  while (above < EngineCosts::kSizes - 1 && (kSmallest << above) < bytes) ++above;
+  const std::int64_t upper = kSmallest << above;
+  if (bytes >= upper) return measured(above) * bytes / upper;
+  const std::int64_t lower = upper / 2;
+  const double cost = measured(above) - (measured(above) - measured(above - 1)) * (upper - bytes) / (upper - lower);
+  return bytes >= lower ? cost : std::clamp(cost, measured(0) * bytes / lower, measured(0));
+}
 
 }  // namespace
 
@@ -17,14 +41,10 @@ void Pieces::Add(std::int64_t piece_bytes, std::int64_t count) {
   if (piece_bytes > 0 && count > 0) counts_[piece_bytes] += count;
 }
 
-std::int64_t Pieces::AverageBytes() const {
-  std::int64_t bytes = 0;
+std::int64_t Pieces::Count() const {
   std::int64_t pieces = 0;
-  for (const auto& [size, count] : counts_) {
-    bytes += size * count;
-    pieces += count;
-  }
-  return bytes / std::max<std::int64_t>(1, pieces);
+  for (const auto& [size, count] : counts_) pieces += count;
+  return pieces;
 }
 
 bool Pieces::AreLarge(std::int64_t smallest_bytes) const {
@@ -34,10 +54,22 @@ bool Pieces::AreLarge(std::int64_t smallest_bytes) const {
     bytes += size * count;
     if (size < smallest_bytes) small_bytes += size * count;
   }
-  return small_bytes <= bytes / kShareOfSmall && AverageBytes() >= smallest_bytes;
+  return small_bytes <= bytes / kShareOfSmall && bytes >= smallest_bytes * std::max<std::int64_t>(1, Count());
 }
 
-PieceSizes SizesOfPieces(const TransferPlan& plan, Direction direction, const std::vector<Run>& runs) {
+double Pieces::CostWithLeast(const EngineCosts::OfSizes& ns_per_mib, std::int64_t below_bytes, double least_ns) const {
+  double cost = 0;
+  for (const auto& [size, count] : counts_) {
+    const double of_piece = CostOfPiece(ns_per_mib, size);
+    cost += count * (size < below_bytes ? std::max(of_piece, least_ns) : of_piece);
+  }
+  return cost;
+}
+
+double Pieces::Cost(const EngineCosts::OfSizes& ns_per_mib) const { return CostWithLeast(ns_per_mib, 0, 0); }
+
+PieceSizes SizesOfPieces(const TransferPlan& plan, Direction direction, const std::vector<Run>& runs,
+                         std::int64_t layers_per_band) {
   const bool to_host = direction == Direction::kDeviceToHost;
   std::int64_t blocks = 0;
   std::map<std::int64_t, std::int64_t> runs_of_length;
@@ -56,42 +88,40 @@ PieceSizes SizesOfPieces(const TransferPlan& plan, Direction direction, const st
     blocks += run.length;
   }
   ++host_runs_of_length[host_length];
+  const auto add = [&](Pieces* pieces, const std::map<std::int64_t, std::int64_t>& counts, std::int64_t bytes,
+                       std::int64_t times, bool is_dense) {
+    if (!is_dense) pieces->Add(bytes, blocks * times);
+    for (const auto& [length, count] : counts) {
+      if (is_dense) pieces->Add(length * bytes, count * times);
+    }
+  };
   PieceSizes sizes;
-  std::int64_t block_bytes = 0;
+  const std::int64_t layers = std::min(layers_per_band, plan.layer_count);
   for (std::int64_t t = 0; t < plan.tensors_per_layer; ++t) {  // the layers are alike
     const LayerTensor& tensor = plan.tensors[t];
-    const auto add = [&](Pieces* pieces, const std::map<std::int64_t, std::int64_t>& counts, bool is_dense) {
-      if (!is_dense) pieces->Add(tensor.block_bytes, blocks);
-      for (const auto& [length, count] : counts) {
-        if (is_dense) pieces->Add(length * tensor.block_bytes, count);
-      }
-    };
-    const bool is_host_dense = tensor.host_stride == tensor.block_bytes;
-    add(&sizes.both, runs_of_length, is_host_dense && tensor.device_stride == tensor.block_bytes);
-    add(&sizes.host, host_runs_of_length, is_host_dense);
-    block_bytes += tensor.block_bytes;
+    const bool is_dense = tensor.host_stride == tensor.block_bytes && tensor.device_stride == tensor.block_bytes;
+    add(&sizes.both, runs_of_length, tensor.block_bytes, layers, is_dense);
   }
-  sizes.block = block_bytes / std::max<std::int64_t>(1, plan.tensors_per_layer);
+  for (const HostRow& row : HostRows(plan, 0, layers, kLargestStagedRow)) {
+    add(&sizes.host, host_runs_of_length, row.bytes, 1, row.IsDense());
+    sizes.blocks += blocks * static_cast<std::int64_t>(row.tensors.size());
+  }
   return sizes;
 }
 
-EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool beside_compute,
-                        const EngineThresholds& thresholds) {
-  const auto* copy_engine = thresholds.copy_engine[static_cast<int>(direction)];
-  const auto* staging = thresholds.staging[static_cast<int>(direction)];
-  const std::int64_t smallest = direction == Direction::kHostToDevice ? thresholds.smallest_load : 0;
-  if (sizes.both.AreLarge(std::max({copy_engine[false], copy_engine[beside_compute], smallest}))) {
-    return EngineKind::kCopyEngine;
-  }
-  // Nothing is gained by staging what is contiguous on both sides.
-  const std::int64_t host_bytes = sizes.host.AverageBytes();
-  const bool is_longer = host_bytes > sizes.both.AverageBytes();
-  if (is_longer && host_bytes >= staging[beside_compute] && sizes.block >= thresholds.staging_block) {
-    return EngineKind::kStaging;
-  }
-  // Not as fast, but the model hardly notices.
-  if (beside_compute && sizes.both.AreLarge(std::max(copy_engine[true], smallest))) return EngineKind::kCopyEngine;
-  return EngineKind::kKernel;
+EngineKind ChooseEngine(const PieceSizes& sizes, Direction direction, bool beside_compute, const EngineCosts& costs) {
+  const auto of = [&](const EngineCosts::Ways(&ways)[2]) -> const EngineCosts::OfSizes& {
+    const EngineCosts::Ways& way = ways[static_cast<int>(direction)];
+    return beside_compute ? way.beside : way.alone;
+  };
+  const double share = beside_compute ? kShareBeside : 1.0;
+  const std::int64_t batched = direction == Direction::kHostToDevice ? kSmallestBatchedLoad : 0;
+  const double copy_engine = sizes.both.CostWithLeast(of(costs.copy_engine), batched, share * kSmallLoadNs);
+  const double staging = std::max(sizes.host.CostWithLeast(of(costs.staging), batched, share * kSmallLoadNs),
+                                  static_cast<double>(sizes.blocks) * share * kScatterNs);
+  const double kernel = sizes.both.Cost(of(costs.kernel));
+  if (copy_engine <= std::min(staging, kernel)) return EngineKind::kCopyEngine;
+  return staging < kernel ? EngineKind::kStaging : EngineKind::kKernel;
 }
 
 EngineKind ChooseEngineBetweenCaches(const PieceSizes& sizes, bool on_other_gpu, bool beside_compute) {

@@ -1,4 +1,4 @@
-"""From which sizes on engine "auto" takes which engine: built in, or measured on this machine.
+"""What each engine costs, by which "auto" chooses: built in, or measured on this machine.
 
 ``paddle-kv bench --calibrate`` measures, and stores a file per kind of GPU in the user's cache directory; schedulers
 read it when they are made. The rule itself is in ``custom_ops/include/paddle_kv/transfer/engine_choice.h``.
@@ -6,61 +6,82 @@ read it when they are made. The rule itself is in ``custom_ops/include/paddle_kv
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
-NEVER = 1 << 40  # no transfer has pieces of that size
+SIZES_KIB = (4, 8, 16, 32, 64, 128, 256)  # of a piece
+MOST_NS_PER_MIB = 1 << 40
+Costs = tuple[int, ...]  # of the sizes
 
 
 @dataclass(frozen=True)
-class WaySizes:
-    """Smallest average sizes of a piece, in bytes: with nothing else running, and beside compute."""
+class WayCosts:
+    """Nanoseconds that a MiB costs in pieces of ``SIZES_KIB``: of the transfer, with nothing else running; beside
+    compute what the model loses, and a tenth of the transfer's."""
 
-    alone: int
-    beside: int
+    alone: Costs
+    beside: Costs
 
 
 @dataclass(frozen=True)
-class EngineSizes:
-    """``copy_engine_*``: of a piece that is contiguous on both sides; ``staging_*``: of one that is contiguous on the
-    host, if a block has at least ``staging_block`` bytes. What is smaller goes to the kernel. A load goes to the copy
-    engine with pieces of 28 KiB and more only, whatever was measured."""
+class EngineCosts:
+    """Of the copy engine and the kernel in pieces that are contiguous on both sides, of staging in what lies together
+    on the host; the built-in ones were measured on an H200."""
 
-    copy_engine_d2h: WaySizes = WaySizes(64 << 10, 24 << 10)
-    copy_engine_h2d: WaySizes = WaySizes(64 << 10, 28 << 10)
-    staging_d2h: WaySizes = WaySizes(256 << 10, 256 << 10)
-    staging_h2d: WaySizes = WaySizes(256 << 10, 256 << 10)
-    staging_block: int = 8 << 10
+    copy_engine_d2h: WayCosts = WayCosts(
+        (100000, 50000, 30000, 24000, 20000, 19500, 19000), (40000, 16000, 7000, 3300, 2600, 2300, 2200)
+    )
+    copy_engine_h2d: WayCosts = WayCosts(
+        (430000, 300000, 190000, 24000, 20000, 19500, 19000), (55000, 45000, 30000, 3300, 2600, 2300, 2200)
+    )
+    kernel_d2h: WayCosts = WayCosts(
+        (20600, 20400, 20200, 20200, 20200, 20200, 20200), (5200, 5200, 5200, 5000, 5000, 5000, 5000)
+    )
+    kernel_h2d: WayCosts = WayCosts(
+        (21000, 20800, 20600, 20600, 20600, 20600, 20600), (6500, 6300, 6000, 5800, 5500, 5500, 5500)
+    )
+    staging_d2h: WayCosts = WayCosts(
+        (100000, 50000, 30000, 27500, 24500, 22000, 20100), (42000, 18000, 8000, 3500, 2900, 2750, 2650)
+    )
+    staging_h2d: WayCosts = WayCosts(
+        (430000, 300000, 190000, 27500, 24500, 22000, 19800), (57000, 47000, 32000, 3600, 3000, 2700, 2650)
+    )
 
     def in_order(self) -> list[int]:
-        """As ``transfer_queue.set_thresholds`` takes them."""
-        ways = (self.copy_engine_d2h, self.copy_engine_h2d, self.staging_d2h, self.staging_h2d)
-        return [size for way in ways for size in (way.alone, way.beside)] + [self.staging_block]
+        """As ``transfer_queue.set_costs`` takes them."""
+        return list(itertools.chain.from_iterable(itertools.chain.from_iterable(astuple(self))))
 
 
 def path_of(gpu_name: str) -> Path:
-    """Where the sizes of this kind of GPU are stored."""
+    """Where the costs on this kind of GPU are stored."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return caches / "paddle_kv" / f"engines-{re.sub(r'[^A-Za-z0-9]+', '-', gpu_name).strip('-')}.json"
 
 
-def load(gpu_name: str) -> EngineSizes | None:
+def load(gpu_name: str) -> EngineCosts | None:
     """What was measured on this kind of GPU; None if nothing was, or the file is not one of ours."""
     try:
-        stored = json.loads(path_of(gpu_name).read_text())["sizes_bytes"]
-        block = stored.pop("staging_block")
-        sizes = EngineSizes(**{name: WaySizes(**way) for name, way in stored.items()}, staging_block=block)
+        stored = json.loads(path_of(gpu_name).read_text())
+        if stored["sizes_kib"] != list(SIZES_KIB):
+            return None
+        ways = {name: WayCosts(tuple(way["alone"]), tuple(way["beside"])) for name, way in stored["ns_per_mib"].items()}
+        costs = EngineCosts(**ways)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return sizes if all(type(size) is int and 0 <= size <= NEVER for size in sizes.in_order()) else None
+    of_ways = [getattr(costs, name) for name in asdict(costs)]
+    if len(ways) != len(of_ways) or any(len(of) != len(SIZES_KIB) for way in of_ways for of in (way.alone, way.beside)):
+        return None
+    return costs if all(type(cost) is int and 0 <= cost <= MOST_NS_PER_MIB for cost in costs.in_order()) else None
 
 
-def store(gpu_name: str, sizes: EngineSizes) -> Path:
+def store(gpu_name: str, costs: EngineCosts) -> Path:
     """Writes the file that :func:`load` reads; schedulers made from now on use it."""
     path = path_of(gpu_name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"gpu": gpu_name, "sizes_bytes": asdict(sizes)}, indent=2) + "\n")
+    content = {"gpu": gpu_name, "sizes_kib": SIZES_KIB, "ns_per_mib": asdict(costs)}
+    path.write_text(json.dumps(content, indent=2) + "\n")
     return path

@@ -65,8 +65,8 @@ class CupyBackend:
         # Transfers that were enqueued at some time after they were given back, events.
         self._resting_events: deque[tuple[int, list[int]]] = deque()
         self._saw_failure = False
-        sizes = calibration.load(device_name(device_id)) or calibration.EngineSizes()
-        transfer_queue.set_thresholds(device_id, sizes.in_order())
+        costs = calibration.load(device_name(device_id)) or calibration.EngineCosts()
+        transfer_queue.set_costs(device_id, costs.in_order())
 
     def bind(self, device_cache: Any, host_pool: Any) -> int:
         if device_cache.device_id != self._device_id:

@@ -21,6 +21,7 @@ from ..errors import CudaError
 from ..ops import _library
 
 NO_END = -1
+NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 1024  # sorted in less time than it takes to get the GIL back
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
 
@@ -75,7 +76,7 @@ def _functions(keeping_the_gil: bool = False) -> Any:
         "query": [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64],
         "push_device": [ctypes.c_int],
         "forget": [ctypes.c_int64],
-        "set_thresholds": [ctypes.c_int, ctypes.c_void_p],
+        "set_costs": [ctypes.c_int, ctypes.c_void_p],
         "cancel": [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p],
         "watch": [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
     }
@@ -282,12 +283,12 @@ def forget(event: int) -> bool:
     return checked(_functions(True).paddle_kv_queue_forget(event)) == 1
 
 
-def set_thresholds(device_id: int, sizes: Sequence[int]) -> None:
-    """From which sizes in bytes on engine "auto" takes which engine on this GPU: ``transfer/engine_choice.h``."""
-    nine = np.array(sizes, np.int64)
-    if nine.shape != (9,):
-        raise ValueError(f"sizes has {nine.size} entries; 9 are expected")
-    checked(_functions().paddle_kv_queue_set_thresholds(device_id, nine.ctypes.data))
+def set_costs(device_id: int, costs: Sequence[int]) -> None:
+    """What each engine costs on this GPU, for engine "auto": ``transfer/engine_choice.h``."""
+    given = np.array(costs, np.int64)
+    if given.shape != (NUM_COSTS,):
+        raise ValueError(f"costs has {given.size} entries; {NUM_COSTS} are expected")
+    checked(_functions().paddle_kv_queue_set_costs(device_id, given.ctypes.data))
 
 
 def _microseconds(timeout_s: float | None) -> int:

@@ -90,12 +90,16 @@ class CudaClock:
     def time_ms(self, enqueue: Callable[[], None], submission_us: float) -> float:
         with self.stream:
             self._evict.fill(0)
-        self._busy((1,), (1,), (np.uint64(1500 * submission_us + 20_000),), stream=self.stream)
+        self.occupy(self.stream, 1.5e-3 * submission_us + 0.02)
         self._start.record(self.stream)
         enqueue()
         self._end.record(self.stream)
         self._end.synchronize()
         return float(self._elapsed(self._start, self._end))
+
+    def occupy(self, stream: Any, milliseconds: float) -> None:
+        """A kernel of one thread that takes so long on the stream."""
+        self._busy((1,), (1,), (np.uint64(1e6 * milliseconds),), stream=stream)
 
 
 def measure(clock: Clock, enqueue: Callable[[], None], *, warmups: int, repeats: int) -> Timing:

@@ -1,6 +1,8 @@
 """Rates of the transfer engines through LayerwiseScheduler, alone and beside matrix products, from its own events.
 
-Beside a load, the rate counts the layers that were copied while the load ran.
+Beside a load, the rate counts the layers that were copied while the load ran. The load is measured in turn without
+anything, with one contiguous copy of the same bytes after the other, and with the transfers: what products take by
+themselves moves by several percent where they fill the power limit.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,12 @@ from ..schedule.transfer import Transfer
 from . import methods
 from .clock import CudaClock, measure
 from .load import ComputeLoad, beside
-from .setup import Way, in_one_piece, make_case
+from .setup import Case, Pattern, Way, in_one_piece, make_case
 
 LAYERS, HEAD_DIM, ITEM_BYTES = 16, 128, 2
 TARGET_BYTES = 512 << 20  # of one transfer
 SAMPLES = 64  # blocks whose bytes are checked
+IN_FLIGHT = 2  # transfers beside a load: the next one is there when one ends
 WAIT_S = 60.0
 COLUMNS = (
     "piece_kib",
@@ -35,20 +38,27 @@ COLUMNS = (
     "gbps",
     "of_link_percent",
     "slowed_percent",
+    "slowed_least",
+    "slowed_most",
+    "contiguous_gbps",
+    "contiguous_slowed_percent",
     "noise_percent",
 )
 Row = dict[str, Any]
 
 
 class EngineCase:
-    """Blocks of one size, K and V, in 16 layers; the same ids for all engines."""
+    """Blocks of one size, K and V, in 16 layers; the same ids for all engines. ``run_blocks``: so many blocks that
+    follow each other on the host, wherever they are on the device."""
 
-    def __init__(self, piece_bytes: int, pattern: str, loads: dict[str, ComputeLoad], repeats: int) -> None:
-        self.piece_bytes, self.pattern, self.loads, self.repeats = piece_bytes, pattern, loads, repeats
+    def __init__(self, piece_bytes: int, pattern: Pattern, run_blocks: int = 1) -> None:
         tokens = piece_bytes // (HEAD_DIM * ITEM_BYTES)
         spec = KVCacheSpec(num_layers=LAYERS, num_kv_heads=1, head_dim=HEAD_DIM, block_size=tokens, dtype="bfloat16")
         blocks = TARGET_BYTES // (spec.block_bytes * LAYERS)
-        self.case = make_case(spec, pattern, "h2d", blocks, pinned=True, seed=1)  # type: ignore[arg-type]
+        self.case = make_case(spec, pattern, "h2d", blocks, pinned=True, seed=1)
+        if run_blocks > 1:
+            runs = np.random.default_rng(2).permutation(blocks // run_blocks)[:, None] * run_blocks
+            self.case.host_ids = (runs + np.arange(run_blocks)).ravel().tolist()
         assert self.case.device_cache is not None and self.case.host_pool is not None
         self.cache, self.pool = self.case.device_cache, self.case.host_pool
         self.bytes = self.case.total_bytes
@@ -94,10 +104,10 @@ class EngineCase:
             for host_id in some
         ]
 
-    def alone(self, scheduler: LayerwiseScheduler, way: str) -> tuple[float, float]:
+    def alone(self, scheduler: LayerwiseScheduler, way: str, repeats: int) -> tuple[float, float]:
         """(GB/s, noise in percent) with nothing else running."""
         times = []
-        for _ in range(self.repeats + 1):
+        for _ in range(repeats + 1):
             transfer = self.submit(scheduler, way)
             transfer.wait(WAIT_S)
             times.append(transfer.elapsed_ms)
@@ -105,42 +115,91 @@ class EngineCase:
         median = statistics.median(times)
         return self.bytes / median / 1e6, 50 * (times[-1] - times[0]) / median
 
-    def beside(self, scheduler: LayerwiseScheduler, way: str, load_name: str) -> tuple[float, float]:
-        """(GB/s while the load ran, percent by which the load was slowed)."""
+    def while_it_runs(self, scheduler: LayerwiseScheduler, way: str, load: ComputeLoad) -> float:
+        """GB/s of transfers while the load ran, which this starts."""
         import cupy
 
-        load, elapsed = self.loads[load_name], cupy.cuda.runtime.eventElapsedTime
-        rates, slowed = [], []
         past = cupy.cuda.Event()
         past.record(load.stream)
-        self.submit(scheduler, way).wait(WAIT_S)
-        for _ in range(self.repeats):
-            alone_ms = load.alone_ms()
-            count = max(2, round(2.5 * alone_ms * 55e6 / self.bytes))  # they outlast the load
-            load.start()
+        load.start()
+        transfers: list[Transfer] = []
+        while not load.span[1].done:
             # The stream of the model waits for a layer now and then: so the library knows that it is busy.
             transfer_queue.wait_stream(self.device_id, load.stream.ptr, past.ptr, None)
-            transfers = [self.submit(scheduler, way) for _ in range(count)]
-            while not load.span[1].done:
-                transfer_queue.wait_stream(self.device_id, load.stream.ptr, past.ptr, None)
-                time.sleep(0.002)
-            load_ms = load.wait_ms()
-            for transfer in transfers:
-                transfer.wait(WAIT_S)
-            started, ended = (elapsed(scheduler.origin_event, event.ptr) for event in load.span)
-            times = list(itertools.chain.from_iterable(transfer.layer_times_ms for transfer in transfers))
-            inside = [(begin, end) for begin, end in times if begin >= started and end <= ended]
-            copied = len(inside) * self.bytes / LAYERS
-            rates.append(copied / (inside[-1][1] - inside[0][0]) / 1e6 if inside else 0.0)
-            slowed.append(100 * (load_ms / alone_ms - 1))
-        return statistics.median(rates), statistics.median(slowed)
+            if len(transfers) < IN_FLIGHT or transfers[-IN_FLIGHT].done():
+                transfers.append(self.submit(scheduler, way))
+            else:
+                time.sleep(0.0005)
+        for transfer in transfers:
+            transfer.wait(WAIT_S)
+        elapsed = cupy.cuda.runtime.eventElapsedTime
+        started, ended = (elapsed(scheduler.origin_event, event.ptr) for event in load.span)
+        times = itertools.chain.from_iterable(transfer.layer_times_ms for transfer in transfers)
+        ends = [end for _, end in times if started <= end <= ended]
+        if not ends or ends[-1] <= ends[0]:
+            return 0.0
+        # Several layers may arrive at once: of those that came with the first it is not known when they began.
+        return sum(end > ends[0] for end in ends) * self.bytes / LAYERS / (ends[-1] - ends[0]) / 1e6
+
+
+class Link:
+    """Contiguous copies of as many bytes as one transfer has."""
+
+    def __init__(self, case: Case, repeats: int) -> None:
+        ways: tuple[Way, Way] = ("h2d", "d2h")
+        self._clock = CudaClock()
+        self._bytes = case.total_bytes
+        self._copies: dict[str, methods.Enqueue] = {
+            way: methods.contiguous(in_one_piece(case, way), way, self._clock.stream) for way in ways
+        }
+        timings = {way: measure(self._clock, copy, warmups=1, repeats=repeats) for way, copy in self._copies.items()}
+        self.gbps: dict[str, float] = {way: self._bytes / timing.median_ms / 1e6 for way, timing in timings.items()}
+
+    def beside(self, load: ComputeLoad, way: str, load_ms: float) -> float:
+        """GB/s of copies while the load ran, which this starts."""
+        import cupy
+
+        copy, stream, elapsed = self._copies[way], self._clock.stream, cupy.cuda.get_elapsed_time
+        load.start()
+        marks = [stream.record()]
+        for _ in range(max(2, round(2.4 * load_ms * self.gbps[way] * 1e6 / self._bytes))):
+            copy()
+            marks.append(stream.record())
+        stream.synchronize()
+        load.wait_ms()
+        done = [mark for mark in marks[1:] if elapsed(mark, load.span[1]) >= 0] or marks[1:2]
+        return len(done) * self._bytes / float(elapsed(marks[0], done[-1])) / 1e6
+
+
+def beside_load(
+    measured: EngineCase, scheduler: LayerwiseScheduler, way: str, load: ComputeLoad, link: Link, repeats: int
+) -> Row:
+    """Rates and slowdowns, the load without, with contiguous copies and with the transfers in turn."""
+    measured.submit(scheduler, way).wait(WAIT_S)
+    load.alone_ms()
+    rates, slowed, contiguous, slowed_by_contiguous = [], [], [], []
+    for _ in range(repeats):
+        load.start()
+        without_ms = load.wait_ms()
+        contiguous.append(link.beside(load, way, without_ms))
+        slowed_by_contiguous.append(100 * (load.wait_ms() / without_ms - 1))
+        rates.append(measured.while_it_runs(scheduler, way, load))
+        slowed.append(100 * (load.wait_ms() / without_ms - 1))
+    return {
+        "gbps": statistics.median(rates),
+        "slowed_percent": round(statistics.median(slowed), 1),
+        "slowed_least": round(min(slowed), 1),
+        "slowed_most": round(max(slowed), 1),
+        "contiguous_gbps": round(statistics.median(contiguous), 1),
+        "contiguous_slowed_percent": round(statistics.median(slowed_by_contiguous), 1),
+    }
 
 
 def both_ways(piece_bytes: int, engine: str, repeats: int) -> tuple[float, float]:
     """GB/s of loads and saves together while both run: (two contiguous copies, the engine)."""
     import cupy
 
-    first, second = (EngineCase(piece_bytes, "scattered", {}, repeats) for _ in range(2))
+    first, second = (EngineCase(piece_bytes, "scattered") for _ in range(2))
     with first.scheduler(engine) as loader, second.scheduler(engine) as saver:
         rates = []
         for _ in range(repeats + 1):
@@ -185,45 +244,65 @@ def _rate_while_both(one: Sequence[tuple[float, float]], other: Sequence[tuple[f
 
 def rows(
     sizes_kib: Sequence[int],
-    patterns: Sequence[str],
+    patterns: Sequence[Pattern],
     engines: Sequence[str],
-    loads: dict[str, ComputeLoad],
+    loads: Mapping[str, ComputeLoad],
     *,
     repeats: int,
     plain: bool = False,
 ) -> Iterator[Row]:
-    """Everything measured, each case beside one contiguous copy of the same bytes in the same run. ``plain``: also one
+    """Everything measured, each case beside contiguous copies of the same bytes in the same run. ``plain``: also one
     cudaMemcpyAsync a block, and a kernel with one warp a block and 8-byte words over a full grid."""
-    clock = CudaClock()
+    link: Link | None = None
     for pattern, size in itertools.product(patterns, sizes_kib):
-        measured = EngineCase(size << 10, pattern, loads, repeats)
-        link: dict[str, float] = {}
-
-        def row(way: str, load: str, method: str, gbps: float, **more: float) -> Row:
-            percent = 100 * gbps / link.setdefault(way, gbps)  # noqa: B023  used in this turn only
-            common = {"piece_kib": size, "pattern": pattern, "way": way, "load": load, "method": method}  # noqa: B023
-            return {**common, "gbps": round(gbps, 1), "of_link_percent": round(percent), **more}
-
-        way: Way
-        for way in ("h2d", "d2h"):
-            whole = methods.contiguous(in_one_piece(measured.case, way), way, clock.stream)
-            timing = measure(clock, whole, warmups=1, repeats=repeats)
-            yield row(way, "none", "contiguous", measured.bytes / timing.median_ms / 1e6)
-            for name in ("memcpy_loop", "full_grid_warps") if plain else ():
-                enqueue = methods.METHODS[name](measured.case, way, clock.stream)
-                assert enqueue is not None
-                timing = measure(clock, enqueue, warmups=1, repeats=3)
-                yield row(way, "none", name, measured.bytes / timing.median_ms / 1e6)
-                for load_name, load in loads.items():
-                    ms, slowed = beside(load, enqueue, clock.stream, timing.median_ms)
-                    yield row(way, load_name, name, measured.bytes / ms / 1e6, slowed_percent=round(slowed, 1))
-        for engine in engines:
-            with measured.scheduler(engine) as scheduler:
-                measured.check(scheduler)
-                for way in ("h2d", "d2h"):
-                    gbps, noise = measured.alone(scheduler, way)
-                    yield row(way, "none", engine, gbps, noise_percent=round(noise))
-                    for load_name in loads:
-                        gbps, slowed = measured.beside(scheduler, way, load_name)
-                        yield row(way, load_name, engine, gbps, slowed_percent=round(slowed, 1))
+        measured = EngineCase(size << 10, pattern)
+        common = {"piece_kib": size, "pattern": pattern}
+        link = link or Link(measured.case, repeats)
+        for way, gbps in link.gbps.items():
+            yield _row(common, way, "none", "contiguous", link, {"gbps": gbps})
+        if plain:
+            yield from _plain_rows(measured, common, loads, link, repeats)
+        yield from engine_rows(measured, common, engines, loads, link, repeats)
         measured.case.close()
+
+
+def engine_rows(
+    measured: EngineCase,
+    common: Row,
+    engines: Sequence[str],
+    loads: Mapping[str, ComputeLoad],
+    link: Link,
+    repeats: int,
+) -> Iterator[Row]:
+    """Of each engine on one case, alone and beside each load; the bytes are checked first."""
+    for engine in engines:
+        with measured.scheduler(engine) as scheduler:
+            measured.check(scheduler)
+            for way in ("h2d", "d2h"):
+                gbps, noise = measured.alone(scheduler, way, repeats)
+                yield _row(common, way, "none", engine, link, {"gbps": gbps, "noise_percent": round(noise)})
+                for name, load in loads.items():
+                    of_load = beside_load(measured, scheduler, way, load, link, repeats)
+                    yield _row(common, way, name, engine, link, of_load)
+
+
+def _plain_rows(
+    measured: EngineCase, common: Row, loads: Mapping[str, ComputeLoad], link: Link, repeats: int
+) -> Iterator[Row]:
+    clock = CudaClock()
+    ways: tuple[Way, Way] = ("h2d", "d2h")
+    for way, name in itertools.product(ways, ("memcpy_loop", "full_grid_warps")):
+        enqueue = methods.METHODS[name](measured.case, way, clock.stream)
+        assert enqueue is not None
+        timing = measure(clock, enqueue, warmups=1, repeats=min(3, repeats))
+        yield _row(common, way, "none", name, link, {"gbps": measured.bytes / timing.median_ms / 1e6})
+        for load_name, load in loads.items():
+            ms, slowed = beside(load, enqueue, clock.stream, timing.median_ms)
+            of_load = {"gbps": measured.bytes / ms / 1e6, "slowed_percent": round(slowed, 1)}
+            yield _row(common, way, load_name, name, link, of_load)
+
+
+def _row(common: Row, way: str, load: str, method: str, link: Link, more: Row) -> Row:
+    gbps = more["gbps"]
+    row = {**common, "way": way, "load": load, "method": method, **more}
+    return {**row, "gbps": round(gbps, 1), "of_link_percent": round(100 * gbps / link.gbps[way])}

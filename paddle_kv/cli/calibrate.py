@@ -1,22 +1,22 @@
-"""``paddle-kv bench --calibrate``: measures the engines of this machine and stores the sizes for "auto"."""
+"""``paddle-kv bench --calibrate``: measures the engines of this machine and stores what they cost for "auto"."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import fields
 from pathlib import Path
 
 import rich.table
 
 from ..backend import calibration
-from ..backend.calibration import NEVER, EngineSizes
+from ..backend.calibration import SIZES_KIB, EngineCosts
 from ..bench import calibrate as measuring
 from ..bench import engines
 from ..devices import has_gpu
 
 
-def run(show: Callable[[int, int, str], None]) -> tuple[EngineSizes, Path, list[engines.Row]]:
+def run(show: Callable[[int, int, str], None]) -> tuple[EngineCosts, Path, list[engines.Row]]:
     """Measures and stores; the next scheduler uses it.
 
     Raises:
@@ -30,16 +30,21 @@ def run(show: Callable[[int, int, str], None]) -> tuple[EngineSizes, Path, list[
     for row in measuring.measure():
         rows.append(row)
         show(len(rows), measuring.NUM_ROWS, f"{row['method']} {row['way']} {row['piece_kib']} KiB beside {row['load']}")
-    sizes = measuring.sizes_from(rows, EngineSizes())
-    return sizes, calibration.store(device_name(0), sizes), rows
+    costs = measuring.costs_from(rows)
+    return costs, calibration.store(device_name(0), costs), rows
 
 
-def table(sizes: EngineSizes) -> rich.table.Table:
-    """The sizes for people."""
-    made = rich.table.Table("engine", "way", "alone", "beside compute", title='engine "auto" from these piece sizes on')
-    names = (("copy_engine", "d2h"), ("copy_engine", "h2d"), ("staging", "d2h"), ("staging", "h2d"))
-    for (engine, way), each in zip(names, astuple(sizes)[:4], strict=True):
-        made.add_row(engine, way, *(text(size) for size in each))
+def table(costs: EngineCosts) -> rich.table.Table:
+    """The costs for people."""
+    made = rich.table.Table(
+        "engine", "beside", *(f"{size} KiB" for size in SIZES_KIB), title="what a MiB costs in pieces of a size, us"
+    )
+    for field in fields(costs):
+        engine, _, way = field.name.rpartition("_")
+        for beside in ("alone", "beside"):
+            of_sizes = getattr(getattr(costs, field.name), beside)
+            load = "nothing" if beside == "alone" else "compute"
+            made.add_row(f"{engine}, {way}", load, *(f"{ns / 1e3:.1f}" for ns in of_sizes))
     return made
 
 
@@ -50,5 +55,9 @@ def write_csv(rows: list[engines.Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def text(size_bytes: int) -> str:
-    return "never" if size_bytes >= NEVER else f"{size_bytes >> 10} KiB"
+def copy_engine_from(costs: EngineCosts, way: str, beside: str) -> str:
+    """From which size on scattered pieces are cheapest by the copy engine."""
+    copy_engine, kernel = (getattr(getattr(costs, f"{engine}_{way}"), beside) for engine in ("copy_engine", "kernel"))
+    others = [size for size, own, other in zip(SIZES_KIB, copy_engine, kernel, strict=True) if own > other]
+    larger = [size for size in SIZES_KIB if size > max(others, default=0)]
+    return f"{larger[0]} KiB" if larger else "never"

@@ -21,7 +21,7 @@ from ..bench.clock import CudaClock, HostClock
 from ..bench.setup import OPERATIONS, Way, make_case
 from ..devices import has_gpu
 from ..memory.host_memory import available_bytes, can_page_lock
-from .calibrate import text
+from .calibrate import copy_engine_from
 
 PINNED_TRIAL_BYTES = 64 << 20
 ROUND_TRIP_BYTES = 1 << 20
@@ -50,7 +50,7 @@ def examine() -> Iterator[Finding]:
         ("GPU", _gpu),
         ("host memory", _host_memory),
         *((f"engine {engine}", _round_trip(engine)) for engine in ENGINES),
-        ("engine sizes", _engine_sizes),
+        ("engine costs", _engine_costs),
         ("tier in files", _tier),
         ("tier in a Mooncake Store", _mooncake),
         *((f"method {method}", _method(method)) for method in methods.METHODS),
@@ -170,21 +170,23 @@ def _there_and_back(engine: Any) -> None:
     pool.close()
 
 
-def _engine_sizes() -> str:
+def _engine_costs() -> str:
     if not has_gpu():
         raise NothingToCheck("of no use on the CPU")
     from ..backend.cupy_backend import device_name
 
-    sizes = calibration.load(device_name(0))
+    costs = calibration.load(device_name(0))
     where = (
         f"measured ({calibration.path_of(device_name(0))})"
-        if sizes
+        if costs
         else "built in; paddle-kv bench --calibrate measures"
     )
-    sizes = sizes or calibration.EngineSizes()
-    from_ = {way: getattr(sizes, f"copy_engine_{way}") for way in ("d2h", "h2d")}
-    each = ", ".join(f"{way} {text(size.alone)}, beside compute {text(size.beside)}" for way, size in from_.items())
-    return f"{where}: copy engine from {each}"
+    known = costs or calibration.EngineCosts()
+    each = ", ".join(
+        f"{way} {copy_engine_from(known, way, 'alone')}, beside compute {copy_engine_from(known, way, 'beside')}"
+        for way in ("d2h", "h2d")
+    )
+    return f"{where}: copy engine for scattered pieces from {each}"
 
 
 def _checksum(pool: HostPool, spec: KVCacheSpec, ids: list[int]) -> int:

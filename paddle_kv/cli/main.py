@@ -170,8 +170,8 @@ def bench(
 
         try:
             if calibrate:
-                sizes, path, rows = calibration.run(show)
-                _show(calibration.table(sizes))
+                costs, path, rows = calibration.run(show)
+                _show(calibration.table(costs))
                 _line(escape(f"stored in {path}"))
                 if csv:
                     with writing():

@@ -16,7 +16,7 @@ import pytest
 import paddle_kv.backend
 from paddle_kv import CaptureError, CudaError, streams
 from paddle_kv.backend import binding, calibration, completions, create, transfer_queue
-from paddle_kv.backend.calibration import EngineSizes, WaySizes
+from paddle_kv.backend.calibration import EngineCosts, WayCosts
 from paddle_kv.backend.work import LayerWork, TransferPlan
 
 NAME = "paddle_kv.backend.cupy_backend"
@@ -105,7 +105,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         runtime: ("eventCreateWithFlags", "eventDestroy", "eventRecord", "eventElapsedTime", "streamIsCapturing",
                   "streamDestroy", "getDeviceProperties"),
         cuda: ("Stream", "Event"),
-        transfer_queue: ("set_thresholds", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
+        transfer_queue: ("set_costs", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
                          "query", "forget", "enqueued", "submitted", "push_device", "pop_device"),
         streams: ("current", "cupy_stream", "resolve_on"),
         completions: ("watch",),
@@ -134,16 +134,14 @@ def test_a_cache_on_a_gpu_gets_it(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> 
         assert (made.name, made._device_id) == ("cupy", DEVICE)
 
 
-@pytest.mark.parametrize(
-    "measured", [None, EngineSizes(WaySizes(1, 2), WaySizes(3, 4), WaySizes(5, 6), WaySizes(7, 8), 9)]
-)
-def test_engine_auto_goes_by_what_was_measured_on_this_kind_of_gpu(gpu: Gpu, measured: EngineSizes | None) -> None:
+@pytest.mark.parametrize("measured", [None, EngineCosts(kernel_d2h=WayCosts((1,) * 7, (2,) * 7))])
+def test_engine_auto_goes_by_what_was_measured_on_this_kind_of_gpu(gpu: Gpu, measured: EngineCosts | None) -> None:
     gpu.answers["load"] = measured
     cupy_backend.CupyBackend(DEVICE)
     assert gpu.asked() == [
         ("getDeviceProperties", DEVICE),
         ("load", "NVIDIA H200"),
-        ("set_thresholds", DEVICE, (measured or EngineSizes()).in_order()),
+        ("set_costs", DEVICE, (measured or EngineCosts()).in_order()),
     ]
 
 

@@ -133,15 +133,13 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(library: Library, more: in
 def test_arguments_and_which_calls_give_up_the_gil(library: Library) -> None:
     """Those that may wait for CUDA or for another thread have to: that one may want the GIL."""
     seen: list[list[int]] = []
-    library.answers["set_thresholds"] = lambda device, nine: (
-        seen.append((ctypes.c_int64 * 9).from_address(nine)[:]) or 0
-    )
+    library.answers["set_costs"] = lambda device, costs: seen.append((ctypes.c_int64 * 84).from_address(costs)[:]) or 0
     transfer_queue.open_stream(1, 2, urgent=True)
     transfer_queue.close_stream(2)
     transfer_queue.watch(1, 3, [4, 5])
     transfer_queue.push_device(1)
     transfer_queue.pop_device()
-    transfer_queue.set_thresholds(1, list(range(9)))
+    transfer_queue.set_costs(1, list(range(84)))
     *calls, (gave_up, name, (device, _)) = library.calls
     assert calls == [
         (True, "open", (1, 2, True)),
@@ -150,7 +148,7 @@ def test_arguments_and_which_calls_give_up_the_gil(library: Library) -> None:
         (True, "push_device", (1,)),
         (True, "pop_device", ()),
     ]
-    assert (gave_up, name, device, seen) == (True, "set_thresholds", 1, [list(range(9))])
+    assert (gave_up, name, device, seen) == (True, "set_costs", 1, [list(range(84))])
 
 
 @pytest.mark.parametrize(
@@ -223,10 +221,10 @@ def test_without_a_thread_that_submits_there_is_no_count(library: Library) -> No
         transfer_queue.completions_count()
 
 
-@pytest.mark.parametrize("sizes", [[], [1] * 8, [1] * 10, [[1] * 3] * 3])
-def test_sizes_that_are_not_nine(library: Library, sizes: list[Any]) -> None:
-    with pytest.raises(ValueError, match=rf"sizes has {np.size(sizes)} entries; 9 are expected"):
-        transfer_queue.set_thresholds(0, sizes)
+@pytest.mark.parametrize("costs", [[], [1] * 83, [1] * 85, [[1] * 7] * 12])
+def test_costs_that_are_not_as_many_as_there_are(library: Library, costs: list[Any]) -> None:
+    with pytest.raises(ValueError, match=rf"costs has {np.size(costs)} entries; 84 are expected"):
+        transfer_queue.set_costs(0, costs)
     assert library.calls == []
 
 
@@ -276,7 +274,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
         lambda: transfer_queue.query(0, 1),
         lambda: transfer_queue.push_device(0),
         lambda: transfer_queue.forget(1),
-        lambda: transfer_queue.set_thresholds(0, [1] * 9),
+        lambda: transfer_queue.set_costs(0, [1] * 84),
         lambda: transfer_queue.register_device_plan(1, 0, 1, 1, [2], [3], [4], [4], [4], on_other_gpu=True),
     ]  # fmt: skip
     names = [

@@ -24,7 +24,8 @@ class Pools:
     """[layer][tensor] caches on the GPU, each guarded, and one page-locked piece of host memory.
 
     Host block i of a tensor starts at ``offset + i * stride``: in layer-first order the stride is the block's bytes, in
-    block-first order a row with all layers of a block (and some bytes that belong to nobody).
+    block-first order a row with all layers of a block (and some bytes that belong to nobody), in page-first order that
+    of one of the tensors.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Pools:
         layers: int = 4,
         device_blocks: int = 13,
         host_blocks: int = 17,
-        block_first: bool = False,
+        order: str = "layer_first",
         misalignment: int = 0,
         seed: int = 1,
         fill: bool = True,
@@ -43,11 +44,16 @@ class Pools:
         self.device_blocks, self.host_blocks = device_blocks, host_blocks
         self.random = np.random.default_rng(seed)
         sizes = np.array(self.block_bytes)
-        if block_first:
+        if order == "block_first":
             row = layers * int(sizes.sum()) + 16
             starts = np.concatenate([[0], np.cumsum(np.tile(sizes, layers))[:-1]])
             self.strides = [row] * len(sizes)
             total = row * host_blocks
+        elif order == "page_first":
+            of_tensors = np.concatenate([[0], np.cumsum(layers * sizes * host_blocks + GUARD)[:-1]])
+            starts = (of_tensors + np.arange(layers)[:, None] * sizes).ravel()
+            self.strides = (layers * sizes).tolist()
+            total = int((layers * sizes * host_blocks + GUARD).sum())
         else:
             starts = np.concatenate([[0], np.cumsum(np.tile(sizes * host_blocks + GUARD, layers))[:-1]])
             self.strides = self.block_bytes

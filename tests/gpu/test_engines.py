@@ -22,7 +22,8 @@ LONG_MS = 100.0
 
 engines = pytest.mark.parametrize("engine", ENGINES)
 both_ways = pytest.mark.parametrize("direction", [TO_HOST, TO_DEVICE])
-layouts = pytest.mark.parametrize("block_first", [False, True], ids=["layer_first", "block_first"])
+ORDERS = ["layer_first", "block_first", "page_first"]
+layouts = pytest.mark.parametrize("order", ORDERS)
 
 
 @pytest.fixture
@@ -42,8 +43,8 @@ def check(queue: Queue, pools: Pools, direction: int, ids, **how) -> None:
 @both_ways
 @layouts
 @pytest.mark.parametrize("layers_per_event", [1, 3, 9])
-def test_tensors_of_unlike_sizes(queue, engine, direction, block_first, layers_per_event):
-    pools = Pools([4099, 24, 32768], block_first=block_first)
+def test_tensors_of_unlike_sizes(queue, engine, direction, order, layers_per_event):
+    pools = Pools([4099, 24, 32768], order=order)
     check(queue, pools, direction, pools.ids(11), engine=engine, layers_per_event=layers_per_event)
     pools.close()
 
@@ -52,8 +53,8 @@ def test_tensors_of_unlike_sizes(queue, engine, direction, block_first, layers_p
 @both_ways
 @layouts
 @pytest.mark.parametrize("block_bytes", [1, 15, 16, 17, 2048, 4096, 8192, 8200, 16384, 65536 + 16, 1 << 20])
-def test_block_sizes(queue, engine, direction, block_first, block_bytes):
-    pools = Pools([block_bytes], layers=3, device_blocks=7, host_blocks=9, block_first=block_first)
+def test_block_sizes(queue, engine, direction, order, block_bytes):
+    pools = Pools([block_bytes], layers=3, device_blocks=7, host_blocks=9, order=order)
     check(queue, pools, direction, pools.ids(5), engine=engine)
     pools.close()
 
@@ -82,8 +83,8 @@ def test_addresses_that_are_not_aligned(queue, engine, direction, misalignment):
     ],
     ids=["none", "one", "run", "mixed", "host-run", "device-run"],
 )
-def test_runs(queue, engine, direction, block_first, ids):
-    pools = Pools([4096, 272], block_first=block_first)
+def test_runs(queue, engine, direction, order, ids):
+    pools = Pools([4096, 272], order=order)
     check(queue, pools, direction, ids, engine=engine)
     pools.close()
 
@@ -100,8 +101,8 @@ def test_one_source_for_many_targets(queue, engine):
 @engines
 @both_ways
 @layouts
-def test_more_pieces_than_any_call_takes(queue, engine, direction, block_first):
-    pools = Pools([528, 32], layers=2, device_blocks=9001, host_blocks=9203, block_first=block_first)
+def test_more_pieces_than_any_call_takes(queue, engine, direction, order):
+    pools = Pools([528, 32], layers=2, device_blocks=9001, host_blocks=9203, order=order)
     check(queue, pools, direction, pools.ids(8999), engine=engine)
     pools.close()
 
@@ -116,6 +117,19 @@ def test_more_bytes_than_one_call_takes(queue, engine, direction):
     queue.submit(pools, direction, device_ids[128:], host_ids[128:], engine="copy_engine")
     queue.finish()
     pools.check(direction, device_ids, host_ids)
+    pools.close()
+
+
+@engines
+@both_ways
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize("contiguous", [False, True], ids=["scattered", "contiguous"])
+def test_bands_that_are_longer_than_a_call(queue, engine, direction, order, contiguous):
+    """Layers 3 to 18 of 20; staging moves several of them together, and not all blocks of these in one call."""
+    pools = Pools([4096, 4096], layers=20, device_blocks=1250, host_blocks=1300, order=order)
+    device_ids, host_ids = pools.ids(1201)
+    host_ids = list(range(17, 1218)) if contiguous else host_ids
+    check(queue, pools, direction, (device_ids, host_ids), engine=engine, layers=range(3, 19), layers_per_event=3)
     pools.close()
 
 
@@ -188,9 +202,11 @@ def test_beyond_two_gibibytes(queue, engine, direction, blocks):
 
 
 @engines
-def test_an_event_stands_for_all_bytes_of_its_layers(queue, engine):
+@pytest.mark.parametrize("order", ORDERS[:2])
+def test_an_event_stands_for_all_bytes_of_its_layers(queue, engine, order):
     """A copy that waits for the event of a group alone sees that group's blocks; the last block is looked at, too."""
-    pools = Pools([65536, 4096], layers=6, device_blocks=200, host_blocks=200)
+    sizes = [65536, 4096] if order == "layer_first" else [20480, 4096]  # of the latter a band is three layers
+    pools = Pools(sizes, layers=6, device_blocks=200, host_blocks=200, order=order)
     for layers_per_event in (1, 2, 5):
         pools.refill()
         device_ids, host_ids = pools.ids(200)
@@ -212,8 +228,10 @@ def test_an_event_stands_for_all_bytes_of_its_layers(queue, engine):
 
 
 @engines
-def test_the_host_sees_all_bytes_behind_an_event(queue, engine):
-    pools = Pools([65536, 4096], layers=6, device_blocks=200, host_blocks=200)
+@pytest.mark.parametrize("order", ORDERS[:2])
+def test_the_host_sees_all_bytes_behind_an_event(queue, engine, order):
+    sizes = [65536, 4096] if order == "layer_first" else [20480, 4096]
+    pools = Pools(sizes, layers=6, device_blocks=200, host_blocks=200, order=order)
     device_ids, host_ids = pools.ids(200)
     events = queue.submit(pools, TO_HOST, device_ids, host_ids, engine=engine)
     expected, _ = pools.expected(TO_HOST, device_ids, host_ids, range(pools.layers))
@@ -221,9 +239,9 @@ def test_the_host_sees_all_bytes_behind_an_event(queue, engine):
         while not transfer_queue.query(0, event.ptr):
             pass
         for t, size in enumerate(pools.block_bytes):
-            first = pools.offsets[layer][t]
+            blocks = [slice(first := pools.offsets[layer][t] + i * pools.strides[t], first + size) for i in range(200)]
             np.testing.assert_array_equal(
-                pools.host[first : first + size * 200].copy(), expected[first : first + size * 200]
+                [pools.host[block] for block in blocks], [expected[block] for block in blocks]
             )
     queue.finish()
     pools.check(TO_HOST, device_ids, host_ids)
@@ -285,7 +303,7 @@ def test_any_transfer(data, machine, paddle_stream):
         layers=data.draw(st.integers(1, 5)),
         device_blocks=data.draw(st.integers(1, 40)),
         host_blocks=data.draw(st.integers(1, 40)),
-        block_first=data.draw(st.booleans()),
+        order=data.draw(st.sampled_from(ORDERS)),
         misalignment=data.draw(st.integers(0, 20)),
         seed=data.draw(st.integers(0, 1 << 30)),
     )

@@ -119,14 +119,15 @@ def test_view_of_what_is_not_there(pool, arguments, error, message):
         pool.view(*arguments)
 
 
-def test_close_gives_the_memory_back():
-    pool = HostPool(make_spec(), 11)
+@pytest.mark.parametrize(("layout", "count"), [("layer_first", 5), ("block_first", 1), ("page_first_direct", 4)])
+def test_close_gives_the_memory_back(layout, count):
+    pool = HostPool(make_spec(), 11, layout=layout)
     pieces = [weakref.ref(memory) for memory in pool._memory]
     pool.close()
     gc.collect()
     assert pool.pinned_bytes == 0
     assert pool.closed
-    assert [piece() for piece in pieces] == [None] * 5
+    assert [piece() for piece in pieces] == [None] * count
     pool.close()
 
 

@@ -90,7 +90,7 @@ def test_a_piece_that_cuda_refuses(cuda: Cuda, monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setattr(sys.modules["cupy.cuda.runtime"], "CUDARuntimeError", RuntimeError, raising=False)
     with pytest.raises(MemoryError, match=r"bytes of page-locked host memory were asked for, .* \(2\)"):
-        HostPool(make_spec(), 5, shared=True)
+        HostPool(make_spec(), 5, layout="layer_first", shared=True)
     assert cuda.additions == failing + 1
     gc.collect()  # what was refused is not given back
 

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <new>
 #include <numeric>
@@ -60,6 +61,10 @@ constexpr Direction kDirections[] = {Direction::kDeviceToHost, Direction::kHostT
 
 std::int64_t next_number = 1000;
 
+// Of the host: a tensor after the other, all layers of a block together, or those of each tensor of the layers.
+enum class Order { kLayerFirst, kBlockFirst, kPageFirst };
+constexpr Order kOrders[] = {Order::kLayerFirst, Order::kBlockFirst, Order::kPageFirst};
+
 // Memory of both sides, each byte other than its neighbours; some bytes belong to nobody.
 struct Pools {
   std::int64_t number = next_number++;
@@ -67,9 +72,9 @@ struct Pools {
   std::vector<std::uint8_t> device, host;
 
   Pools(const std::vector<std::int64_t>& sizes, std::int64_t layer_count, std::int64_t device_blocks,
-        std::int64_t host_blocks, bool block_first, bool inside_device = false, bool on_other_gpu = false)
+        std::int64_t host_blocks, Order order, bool inside_device = false, bool on_other_gpu = false)
       : layers(layer_count) {
-    constexpr std::int64_t kGap = 40;
+    constexpr std::int64_t kGap = 48;
     auto plan = std::make_shared<TransferPlan>();
     plan->device = 0;
     plan->inside_device = inside_device;
@@ -79,18 +84,28 @@ struct Pools {
     plan->layer_count = layers;
     plan->tensors_per_layer = static_cast<std::int64_t>(sizes.size());
     const std::int64_t block = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
-    const std::int64_t row = block * layers + kGap;
-    std::vector<std::pair<std::int64_t, std::int64_t>> places;  // device, host
+    struct Place {
+      std::int64_t device, host, host_stride;
+    };
+    std::vector<Place> places;
     std::int64_t on_device = kGap, on_host = kGap;
     for (std::int64_t layer = 0; layer < layers; ++layer) {
+      std::int64_t before = 0;  // bytes of the tensors before, of a block
       for (const std::int64_t size : sizes) {
-        places.push_back({on_device, on_host});
+        if (order == Order::kLayerFirst) {
+          places.push_back({on_device, on_host, size});
+          on_host += size * host_blocks + kGap;
+        } else if (order == Order::kBlockFirst) {
+          places.push_back({on_device, kGap + layer * block + before, layers * block + kGap});
+        } else {
+          places.push_back({on_device, kGap + before * layers * host_blocks + layer * size, layers * size});
+        }
         on_device += size * device_blocks + kGap;
-        on_host += block_first ? size : size * host_blocks + kGap;
+        before += size;
       }
     }
     device.resize(on_device);
-    host.resize(block_first ? kGap + row * host_blocks : on_host);
+    host.resize(on_host + (block * layers + kGap) * host_blocks);
     std::mt19937_64 random(number);
     for (auto* side : {&device, &host}) {
       for (std::size_t i = 0; i + 8 <= side->size(); i += 8) {
@@ -101,7 +116,7 @@ struct Pools {
     for (std::size_t i = 0; i < places.size(); ++i) {
       const std::int64_t size = sizes[i % sizes.size()];
       plan->tensors.push_back(
-          {device.data() + places[i].first, host.data() + places[i].second, size, block_first ? row : size, size});
+          {device.data() + places[i].device, host.data() + places[i].host, size, places[i].host_stride, size});
     }
     CHECK(AddTransferPlan(number, plan));
   }
@@ -131,6 +146,26 @@ struct Pools {
         std::memcpy(memory->device.data() + on_device, device.data() + on_device, bytes);
       }
     });
+  }
+
+  // Whether all blocks of a layer are as in `memory`, on both sides.
+  bool HasLayer(std::int64_t layer, const Memory& memory) const {
+    const auto plan = FindTransferPlan(number);
+    bool has = true;
+    for (std::int64_t t = 0; t < plan->tensors_per_layer; ++t) {
+      const LayerTensor& tensor = plan->tensors[layer * plan->tensors_per_layer + t];
+      const auto same = [&](const std::uint8_t* now, std::int64_t offset) {
+        return std::memcmp(now + offset, (now == host.data() ? memory.host : memory.device).data() + offset,
+                           tensor.block_bytes) == 0;
+      };
+      for (std::int64_t i = 0; i < plan->device_blocks; ++i) {
+        has &= same(device.data(), tensor.device - device.data() + i * tensor.device_stride);
+      }
+      for (std::int64_t i = 0; i < plan->host_blocks; ++i) {
+        has &= same(host.data(), tensor.host - host.data() + i * tensor.host_stride);
+      }
+    }
+    return has;
   }
 
  private:
@@ -210,7 +245,7 @@ void AnySequenceEndsAsIfOneAfterTheOther() {
     for (std::size_t t = 0; t < tensors; ++t)
       sizes.push_back(random() % 4 == 0 ? 16 << random() % 8 : 1 + random() % 900);
     const std::int64_t device_blocks = 1 + random() % 12, host_blocks = 1 + random() % 12;
-    Pools pools(sizes, 1 + random() % 5, device_blocks, host_blocks, random() % 2 == 0);
+    Pools pools(sizes, 1 + random() % 5, device_blocks, host_blocks, kOrders[random() % 3]);
     AnySequence(&pools, device_blocks, host_blocks, 10, &random);
   }
   SetCounterWaitsFail(false);
@@ -222,7 +257,7 @@ void LargeTransfersToo() {
   SetLongestDelay(2000);
   for (int seed = 0; seed < 4; ++seed) {
     std::mt19937 random(seed);
-    Pools pools({(3 << 20) + 8, 1 << 20}, 3, 11, 9, seed % 2 == 1);
+    Pools pools({(3 << 20) + 8, 1 << 20}, 3, 11, 9, kOrders[seed % 3]);
     AnySequence(&pools, 11, 9, 6, &random);
   }
   SetLongestDelay(0);
@@ -233,7 +268,7 @@ void LongLists() {
   constexpr std::int64_t kBlocks = 9001;
   for (const EngineKind engine : kEngines) {
     for (const Direction direction : kDirections) {
-      Pools pools({16, 5}, 2, kBlocks, kBlocks, false);
+      Pools pools({16, 5}, 2, kBlocks, kBlocks, Order::kLayerFirst);
       Pools::Memory expected = pools.Now();
       OpenStream stream;
       Gate gate(stream.stream);
@@ -261,7 +296,7 @@ void ManyPieces() {
   SetLongestDelay(300);
   for (int seed = 0; seed < 12; ++seed) {
     std::mt19937 random(seed);
-    Pools pools({48, 130}, 3, 400, 390, seed % 2 == 1);
+    Pools pools({48, 130}, 3, 400, 390, kOrders[seed % 3]);
     AnySequence(&pools, 400, 390, 6, &random);
   }
   SetLongestDelay(0);
@@ -269,7 +304,7 @@ void ManyPieces() {
 
 // The waits for the former counters are still to be met when there are more.
 void MoreLayersThanCounters() {
-  Pools pools({48}, 700, 6, 6, false);
+  Pools pools({48}, 700, 6, 6, Order::kLayerFirst);
   Pools::Memory expected = pools.Now();
   OpenStream stream;
   auto gate = std::make_unique<Gate>(stream.stream);
@@ -295,10 +330,10 @@ void MoreLayersThanCounters() {
 // Two transfers of five blocks, held up until both are submitted, of which the first has a failure in wait. Who has
 // seen its last event may use its blocks. Everything else is as without it.
 template <class Fail>
-void AFailureLeavesTheRestAlone(EngineKind engine, Direction direction, bool block_first, Fail fail) {
+void AFailureLeavesTheRestAlone(EngineKind engine, Direction direction, Order order, Fail fail) {
   const int events_before = EventsAlive();
   {
-    Pools pools({272, 48}, 4, 12, 12, block_first);
+    Pools pools({272, 48}, 4, 12, 12, order);
     Submission first, second;
     first.engine = second.engine = engine;
     first.direction = second.direction = direction;
@@ -360,17 +395,17 @@ template <class Test>
 void ForEachKind(Test test) {
   for (const EngineKind engine : kEngines) {
     for (const Direction direction : kDirections) {
-      for (const bool block_first : {false, true}) test(engine, direction, block_first);
+      for (const Order order : {Order::kLayerFirst, Order::kBlockFirst}) test(engine, direction, order);
     }
   }
 }
 
 void AnyCallMayFail() {
-  ForEachKind([](EngineKind engine, Direction direction, bool block_first) {
+  ForEachKind([](EngineKind engine, Direction direction, Order order) {
     for (const cudaError_t error : {cudaErrorLaunchFailure, cudaErrorMemoryAllocation}) {
       bool failed = true;
       for (int nth = 0; failed; ++nth) {
-        AFailureLeavesTheRestAlone(engine, direction, block_first, [&](bool begin) {
+        AFailureLeavesTheRestAlone(engine, direction, order, [&](bool begin) {
           if (!begin) failed = CallsSinceFailCall() > nth;
           FailCall(begin ? nth : -1, error);
         });
@@ -380,11 +415,11 @@ void AnyCallMayFail() {
 }
 
 void AnyAllocationMayFail() {
-  ForEachKind([](EngineKind engine, Direction direction, bool block_first) {
+  ForEachKind([](EngineKind engine, Direction direction, Order order) {
     for (const bool and_all_others : {false, true}) {
       bool failed = true;
       for (int nth = 0; failed; ++nth) {
-        AFailureLeavesTheRestAlone(engine, direction, block_first, [&](bool begin) {
+        AFailureLeavesTheRestAlone(engine, direction, order, [&](bool begin) {
           if (!begin) failed = allocations > nth;
           FailAllocation(begin ? nth : -1, and_all_others);
         });
@@ -409,7 +444,7 @@ void PartsComeBehindWhatTheirLayerWaitsForAndBeforeItsEvent() {
   cudaStream_t compute = MakeFakeStream();
   for (const bool second_stream : {true, false}) {
     SetStreamsFail(!second_stream);
-    Pools pools({kPartBytes}, 2, 3, 4, false);
+    Pools pools({kPartBytes}, 2, 3, 4, Order::kLayerFirst);
     OpenStream stream;
     Submission load = InParts(Direction::kHostToDevice);
     const Pools::Memory before = pools.Now();
@@ -456,7 +491,7 @@ Submission InHalves(Direction direction) {
 // One of the two streams is slow, and what follows is too short for a second one.
 void BothHalvesComeBeforeWhatFollowsOnTheStream() {
   for (const bool second_is_slow : {true, false}) {
-    Pools pools({80, 48}, 1, 300, 400, false);
+    Pools pools({80, 48}, 1, 300, 400, Order::kLayerFirst);
     Pools::Memory expected = pools.Now();
     SetDelayOfMade(second_is_slow ? 500 : 0);
     OpenStream stream;
@@ -475,21 +510,47 @@ void BothHalvesComeBeforeWhatFollowsOnTheStream() {
   SetDelayOfMade(0);
 }
 
+// Two layers of 600 blocks are one band, too long for one call, and the third layer another: of a load.
+Submission OfABand(Direction direction, std::int64_t blocks = 600) {
+  Submission given;
+  given.engine = EngineKind::kStaging;
+  given.direction = direction;
+  std::mt19937 random(5);
+  given.device_ids.resize(blocks);
+  std::iota(given.device_ids.begin(), given.device_ids.end(), 0);
+  given.host_ids = given.device_ids;
+  std::shuffle(given.device_ids.begin(), given.device_ids.end(), random);
+  std::shuffle(given.host_ids.begin(), given.host_ids.end(), random);
+  return given;
+}
+
 // fail(n) lets the nth of them fail, -1 none, and returns how many there were before.
 template <class Fail>
 void NothingMovesBehindTheEventOfAFailure(Fail fail) {
+  struct Case {
+    std::vector<std::int64_t> sizes;
+    std::int64_t layers, device_blocks, host_blocks;
+    Order order;
+    std::function<Submission(Direction)> given;
+    int delay_us, step;  // the latter where calls are copies, most of them
+  };
+  const std::vector<Case> cases = {
+      {{kPartBytes}, 1, 3, 4, Order::kLayerFirst, InParts, 3000, 1},
+      {{80, 48}, 1, 300, 300, Order::kLayerFirst, InHalves, 50, 149},
+      // Fills of staging, two at a time by two threads.
+      {{60 << 10}, 2, 140, 150, Order::kBlockFirst, [](Direction way) { return OfABand(way, 140); }, 100, 61},
+  };
   const int events_before = EventsAlive();
-  for (const bool in_halves : {false, true}) {
-    SetLongestDelay(in_halves ? 50 : 3000);
+  for (const Case& one : cases) {
+    SetLongestDelay(one.delay_us);
     for (const Direction direction : kDirections) {
-      Pools pools(in_halves ? std::vector<std::int64_t>{80, 48} : std::vector<std::int64_t>{kPartBytes}, 1,
-                  in_halves ? 300 : 3, in_halves ? 300 : 4, false);
+      Pools pools(one.sizes, one.layers, one.device_blocks, one.host_blocks, one.order);
       const bool to_host = direction == Direction::kDeviceToHost;
       auto& target = to_host ? pools.host : pools.device;
       bool failed = true;
-      for (int nth = 0; failed; nth += in_halves && nth > 9 ? 149 : 1) {  // most of its calls are copies
+      for (int nth = 0; failed; nth += nth > 9 ? one.step : 1) {
         {
-          const Submission given = in_halves ? InHalves(direction) : InParts(direction);
+          const Submission given = one.given(direction);
           Pools::Memory expected = pools.Now();
           pools.Apply(given, &expected);
           OpenStream stream;
@@ -531,7 +592,7 @@ void NothingMovesBehindTheEventOfAFailedAllocation() {
 void ASlotOfTheRingIsNotUsedAgainTooEarly() {
   for (const Direction direction : kDirections) {
     const bool to_host = direction == Direction::kDeviceToHost;
-    Pools pools({1 << 20}, 1, 60, 60, false);
+    Pools pools({1 << 20}, 1, 60, 60, Order::kLayerFirst);
     Submission given;
     given.engine = EngineKind::kStaging;
     given.direction = direction;
@@ -548,10 +609,66 @@ void ASlotOfTheRingIsNotUsedAgainTooEarly() {
   SetDelayOfMade(0);
 }
 
+void LayersOfABandComeTogetherInParts() {
+  SetLongestDelay(2000);
+  for (const Direction direction : kDirections) {
+    for (const bool in_steps : {false, true}) {
+      Pools pools({60 << 10}, 3, 600, 610, Order::kBlockFirst);
+      OpenStream stream;
+      Submission given = OfABand(direction);
+      Event mark;
+      cudaStream_t compute = MakeFakeStream();
+      auto gate = std::make_unique<Gate>(compute);
+      cudaEventRecord(mark.event, compute);
+      if (in_steps) given.waits = {{}, {mark.handle()}, {}};  // the first layer cannot be of a band with the second
+      const Pools::Memory before = pools.Now();
+      Pools::Memory after = before;
+      pools.Apply(given, &after);
+      Transfer transfer(pools, stream.handle(), given);
+      if (in_steps) {
+        WaitUntil([&] { return Query(transfer.records[0]->handle()) == 0; });
+        CHECK(Query(transfer.records[1]->handle()) == 1);
+      }
+      gate->Open();
+      for (std::int64_t layer = 0; layer < pools.layers; ++layer) {
+        WaitUntil([&] { return Query(transfer.records[layer]->handle()) == 0; });
+        CHECK(pools.HasLayer(layer, after));
+      }
+      CHECK(pools.Now() == after);
+      DestroyFakeStream(compute);
+    }
+  }
+  SetLongestDelay(0);
+}
+
+// The copy engine then moves all blocks of the band, those too that staging had been given.
+void AFullDeviceLeavesBandsToTheCopyEngine() {
+  std::vector<std::int64_t> costs(12 * EngineCosts::kSizes, 1000);
+  std::fill(costs.begin() + 8 * EngineCosts::kSizes, costs.end(), 1);  // of staging
+  CHECK(paddle_kv_queue_set_costs(0, costs.data()) == 0);
+  for (const Direction direction : kDirections) {
+    bool failed = true;
+    for (int nth = 0; failed; nth += nth < 9 ? 3 : 650) {  // most calls are copies
+      Pools pools({60 << 10}, 3, 600, 610, Order::kBlockFirst);
+      OpenStream stream;
+      Submission given = OfABand(direction);
+      given.engine = EngineKind::kAuto;
+      Pools::Memory after = pools.Now();
+      pools.Apply(given, &after);
+      FailCall(nth, cudaErrorMemoryAllocation);
+      Transfer transfer(pools, stream.handle(), given);
+      CHECK(paddle_kv_queue_flush(stream.handle(), 20'000'000) == 0);
+      failed = CallsSinceFailCall() > nth;
+      FailCall(-1, cudaErrorMemoryAllocation);
+      if (transfer.Wait() == 0) CHECK(pools.Now() == after);
+    }
+  }
+}
+
 // In the strictest mode what one thread may not do breaks the capture of the other.
 void ACaptureInAnotherThreadIsNotBroken() {
   for (const EngineKind engine : kEngines) {
-    Pools pools({4096, 300}, 5, 8, 8, false);
+    Pools pools({4096, 300}, 5, 8, 8, Order::kLayerFirst);
     cudaStream_t compute = MakeFakeStream(), stream = MakeFakeStream();
     BeginFakeCapture();
     std::thread([&] {
@@ -597,14 +714,16 @@ void KernelsBetweenCachesAreWideUnlessTheModelRuns() {
     const std::vector<Run> runs = {{0, 0, 3}};
     Event event;
     const std::int64_t record = event.handle();
-    EngineWork work = {plan.get(), Direction::kDeviceToHost, &runs, 0, pools.layers, pools.layers, &record};
+    EngineWork work = {plan.get(), Direction::kDeviceToHost, &runs, 0, pools.layers, pools.layers, pools.layers,
+                       &record};
     work.beside_compute = beside_compute;
     CHECK(MakeKernelEngine(0)->Copy(work, {0, Handle(stream)}).ok());
     WaitFor(event.event);
     DestroyFakeStream(stream);
     return CtasOfLastKernel();
   };
-  const Pools host({64}, 2, 4, 4, false), same({64}, 2, 4, 4, false, true), other({64}, 2, 4, 4, false, true, true);
+  constexpr Order kOrder = Order::kLayerFirst;
+  const Pools host({64}, 2, 4, 4, kOrder), same({64}, 2, 4, 4, kOrder, true), other({64}, 2, 4, 4, kOrder, true, true);
   CHECK(ctas(host, false) == 0 && ctas(host, true) == 0);
   CHECK(ctas(same, false) == 100 && ctas(other, false) == 100);
   CHECK(ctas(same, true) <= 8 && ctas(other, true) <= 8 && ctas(same, true) > 0 && ctas(other, true) > 0);
@@ -612,7 +731,7 @@ void KernelsBetweenCachesAreWideUnlessTheModelRuns() {
 
 // Nobody would catch there what is thrown.
 void WhatHasLandedNeedsNoMemory() {
-  Pools pools({64}, 1, 4, 4, false);
+  Pools pools({64}, 1, 4, 4, Order::kLayerFirst);
   OpenStream stream;
   Submission load;
   load.engine = EngineKind::kCopyEngine;
@@ -643,6 +762,8 @@ const Test kTests[] = {
     {"nothing_moves_behind_the_event_of_a_failed_call", NothingMovesBehindTheEventOfAFailedCall},
     {"nothing_moves_behind_the_event_of_a_failed_allocation", NothingMovesBehindTheEventOfAFailedAllocation},
     {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
+    {"layers_of_a_band_come_together_in_parts", LayersOfABandComeTogetherInParts},
+    {"a_full_device_leaves_bands_to_the_copy_engine", AFullDeviceLeavesBandsToTheCopyEngine},
     {"a_capture_in_another_thread_is_not_broken", ACaptureInAnotherThreadIsNotBroken},
     {"bulk_copies_need_kernels_that_have_them", BulkCopiesNeedKernelsThatHaveThem},
     {"kernels_between_caches_are_wide_unless_the_model_runs", KernelsBetweenCachesAreWideUnlessTheModelRuns},

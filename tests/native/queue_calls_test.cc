@@ -374,11 +374,16 @@ void ASlowDriverHoldsNobodyElse() {
   CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{1});
 }
 
-void EachDeviceHasItsThresholds() {
+void EachDeviceHasItsCosts() {
   Plan zero(1, 100, true, 0), one(1, 100, true, 1);
   OpenStream stream(false, 0), other(false, 1);
-  const std::int64_t small[] = {1, 1, 1, 1, 1 << 30, 1 << 30, 1 << 30, 1 << 30, 1};
-  CHECK(paddle_kv_queue_set_thresholds(1, small) == 0);
+  // Of the copy engine, the kernel and staging, [device to host, host to device][alone, beside compute].
+  const auto set = [](int device, std::vector<std::int64_t> of_ways) {
+    std::vector<std::int64_t> costs;
+    for (const std::int64_t of_way : of_ways) costs.insert(costs.end(), EngineCosts::kSizes, of_way);
+    CHECK(paddle_kv_queue_set_costs(device, costs.data()) == 0);
+  };
+  set(1, {1, 1, 9, 9, 2, 2, 1, 1, 2, 2, 2, 2});
   const auto engine_of = [](const Plan& plan, const OpenStream& stream) {
     ClearLog();
     Submission save;
@@ -390,8 +395,7 @@ void EachDeviceHasItsThresholds() {
   CHECK(engine_of(zero, stream) == EngineKind::kKernel && engine_of(one, other) == EngineKind::kCopyEngine);
 
   // Beside compute, which runs on GPU 1 alone.
-  const std::int64_t beside[] = {1000, 1, 1000, 1, 1 << 30, 1 << 30, 1 << 30, 1 << 30, 1};
-  for (const int device : {0, 1}) CHECK(paddle_kv_queue_set_thresholds(device, beside) == 0);
+  for (const int device : {0, 1}) set(device, {9, 1, 9, 9, 2, 2, 2, 2, 99, 99, 99, 99});
   cudaStream_t compute = MakeFakeStream();
   Event passed;
   {
@@ -535,7 +539,7 @@ const Test kTests[] = {
     {"a_watch_outlives_what_is_held_back", AWatchOutlivesWhatIsHeldBack},
     {"failures_are_reported_too", FailuresAreReportedToo},
     {"a_slow_driver_holds_nobody_else", ASlowDriverHoldsNobodyElse},
-    {"each_device_has_its_thresholds", EachDeviceHasItsThresholds},
+    {"each_device_has_its_costs", EachDeviceHasItsCosts},
     {"what_cannot_be_right_is_refused", WhatCannotBeRightIsRefused},
     {"a_missing_architecture_is_named", AMissingArchitectureIsNamed},
     {"nothing_is_asked_while_nothing_can_happen", NothingIsAskedWhileNothingCanHappen},

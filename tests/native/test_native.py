@@ -20,6 +20,7 @@ CPU_COPIES = [PLAN, SWAP / "transfer_blocks_cpu.cc", SWAP / "transfer_layers_cpu
 QUEUE = [
     FAKE / "fake_cuda.cc",
     TRANSFER / "engine_choice.cc",
+    TRANSFER / "host_rows.cc",
     TRANSFER / "thread_cores.cc",
     *(COMMON / f"{name}.cc" for name in ("missing_architecture", "pointer_facts", "cuda_device")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("c_call", "check_transfer", "completions", "device_plan")),
@@ -32,10 +33,12 @@ SOURCES = {
     "queue_calls_test": [*CPU_COPIES, *QUEUE],
     "queue_stress_test": [*CPU_COPIES, *QUEUE],
     "device_plan_test": [*CPU_COPIES, *QUEUE],
+    "engine_choice_test": [PLAN, TRANSFER / "engine_choice.cc", TRANSFER / "host_rows.cc"],
     "engines_test": [
         PLAN,
         *QUEUE,
         *(TRANSFER / f"cuda/{name}.cc" for name in ("bulk_copies", "copy_engine", "kernel_engine", "staging_engine")),
+        *(TRANSFER / f"cuda/{name}.cc" for name in ("host_copies", "row_pieces", "staging_fills")),
         FAKE / "fake_kernels.cc",
     ],
     "mapped_memory_test": [],

@@ -46,90 +46,6 @@ void WithoutAThreadThereIsNoQueue() {
   CHECK(paddle_kv_queue_flush(stream.handle(), 0) == 0);
 }
 
-void AutoTakesTheEngineForTheSizes() {
-  EngineThresholds thresholds;
-  const auto down = static_cast<int>(Direction::kDeviceToHost);
-  const auto up = static_cast<int>(Direction::kHostToDevice);
-  thresholds.copy_engine[down][false] = 60, thresholds.copy_engine[down][true] = 20;
-  thresholds.copy_engine[up][false] = 30, thresholds.copy_engine[up][true] = 50;
-  thresholds.staging[down][false] = 200, thresholds.staging[down][true] = 400;
-  thresholds.staging[up][false] = 100, thresholds.staging[up][true] = 300;
-  thresholds.staging_block = 8;
-  thresholds.smallest_load = 0;
-  const auto chosen = [&](std::int64_t both, std::int64_t host, std::int64_t block, Direction direction, bool beside) {
-    PieceSizes sizes;
-    sizes.both.Add(both, 100);
-    sizes.host.Add(host, 100);
-    sizes.block = block;
-    return ChooseEngine(sizes, direction, beside, thresholds);
-  };
-  const auto kDown = Direction::kDeviceToHost, kUp = Direction::kHostToDevice;
-  CHECK(chosen(60, 1000, 60, kDown, false) == EngineKind::kCopyEngine);  // large pieces need no staging
-  CHECK(chosen(60, 1000, 60, kDown, true) == EngineKind::kCopyEngine);
-  CHECK(chosen(59, 200, 8, kDown, false) == EngineKind::kStaging);
-  CHECK(chosen(59, 199, 8, kDown, false) == EngineKind::kKernel);
-  CHECK(chosen(59, 200, 7, kDown, false) == EngineKind::kKernel);
-  CHECK(chosen(59, 400, 8, kDown, true) == EngineKind::kStaging);  // nearly as easy on the model, and faster
-  CHECK(chosen(59, 399, 8, kDown, true) == EngineKind::kCopyEngine);
-  CHECK(chosen(20, 20, 20, kDown, true) == EngineKind::kCopyEngine);
-  CHECK(chosen(20, 20, 20, kDown, false) == EngineKind::kKernel);
-  CHECK(chosen(19, 19, 19, kDown, true) == EngineKind::kKernel);
-  CHECK(chosen(30, 30, 30, kUp, false) == EngineKind::kCopyEngine);
-  CHECK(chosen(49, 49, 49, kUp, true) == EngineKind::kKernel);
-  CHECK(chosen(49, 300, 49, kUp, true) == EngineKind::kStaging);
-  CHECK(chosen(50, 300, 50, kUp, true) == EngineKind::kCopyEngine);
-  CHECK(chosen(29, 100, 29, kUp, false) == EngineKind::kStaging);
-  constexpr std::int64_t kNever = std::int64_t{1} << 40;
-  thresholds.copy_engine[up][false] = kNever;  // as measured where another engine is better alone
-  CHECK(chosen(1000, 1000, 1000, kUp, true) == EngineKind::kCopyEngine);
-  CHECK(chosen(1000, 2000, 1000, kUp, true) == EngineKind::kStaging);
-  CHECK(chosen(1000, 1000, 1000, kUp, false) == EngineKind::kKernel);
-}
-
-// Batches of the copy engine are slow where the pieces of a load have 4 to 28 KiB.
-void LoadsOfMiddlingPiecesAreNotTheCopyEngines() {
-  EngineThresholds thresholds;
-  constexpr std::int64_t kKiB = 1 << 10;
-  const auto chosen = [&](Direction direction, std::vector<std::pair<std::int64_t, std::int64_t>> pieces) {
-    PieceSizes sizes;
-    for (const auto& [bytes, count] : pieces) sizes.both.Add(bytes, count), sizes.host.Add(bytes, count);
-    sizes.block = pieces[0].first;
-    return ChooseEngine(sizes, direction, true, thresholds);
-  };
-  for (const bool measured : {false, true}) {
-    if (measured) thresholds.copy_engine[1][0] = thresholds.copy_engine[1][1] = 4 * kKiB;
-    for (const std::int64_t size : {4, 16, 24, 27}) {
-      CHECK(chosen(Direction::kHostToDevice, {{size * kKiB, 50}}) == EngineKind::kKernel);
-    }
-    CHECK(chosen(Direction::kHostToDevice, {{28 * kKiB, 50}}) == EngineKind::kCopyEngine);
-    // Half of the bytes in small ones, which the average hides; and one of a hundred.
-    CHECK(chosen(Direction::kHostToDevice, {{16 * kKiB, 400}, {64 * kKiB, 100}}) == EngineKind::kKernel);
-    CHECK(chosen(Direction::kHostToDevice, {{16 * kKiB, 4}, {64 * kKiB, 100}}) == EngineKind::kCopyEngine);
-    // Hardly any bytes, but as many calls.
-    CHECK(chosen(Direction::kHostToDevice, {{512, 200}, {64 * kKiB, 100}}) == EngineKind::kKernel);
-  }
-  CHECK(chosen(Direction::kDeviceToHost, {{24 * kKiB, 50}}) == EngineKind::kCopyEngine);
-  CHECK(chosen(Direction::kDeviceToHost, {{16 * kKiB, 400}, {256 * kKiB, 100}}) == EngineKind::kKernel);
-}
-
-void PiecesAreWhatIsContiguous() {
-  TransferPlan plan;
-  plan.tensors_per_layer = 2;
-  plan.tensors = {{nullptr, nullptr, 100, 100, 100}, {nullptr, nullptr, 30, 50, 30}};  // the second: rows on the host
-  // On the host 0 to 4 and 7; on the device in three pieces.
-  const std::vector<Run> load = {{0, 10, 2}, {2, 20, 3}, {7, 30, 1}};
-  std::vector<Run> save = load;
-  for (Run& run : save) std::swap(run.source, run.target);
-  for (const auto& [direction, runs] : {std::pair(Direction::kHostToDevice, load), {Direction::kDeviceToHost, save}}) {
-    const PieceSizes sizes = SizesOfPieces(plan, direction, runs);
-    CHECK(sizes.both.AverageBytes() == (600 + 180) / (3 + 6));
-    CHECK(sizes.host.AverageBytes() == (600 + 180) / (2 + 6));
-    CHECK(sizes.block == 65);
-    CHECK(sizes.both.AreLarge(30) && !sizes.both.AreLarge(31));  // 180 of 780 bytes are in pieces of 30
-  }
-  CHECK(SizesOfPieces(plan, Direction::kHostToDevice, {}).both.AverageBytes() == 0);
-}
-
 void AllBytesArriveInBothDirections() {
   Plan plan(5, 300, true);
   OpenStream stream;
@@ -852,9 +768,6 @@ void SeveralThreads() {
 
 const Test kTests[] = {
     {"without_a_thread_there_is_no_queue", WithoutAThreadThereIsNoQueue},
-    {"auto_takes_the_engine_for_the_sizes", AutoTakesTheEngineForTheSizes},
-    {"loads_of_middling_pieces_are_not_the_copy_engines", LoadsOfMiddlingPiecesAreNotTheCopyEngines},
-    {"pieces_are_what_is_contiguous", PiecesAreWhatIsContiguous},
     {"all_bytes_arrive_in_both_directions", AllBytesArriveInBothDirections},
     {"one_event_for_all_layers", OneEventForAllLayers},
     {"a_group_is_held_back_until_what_it_waits_for_is_recorded", AGroupIsHeldBackUntilWhatItWaitsForIsRecorded},

@@ -198,7 +198,8 @@ def test_a_save_that_failed_keeps_nothing_alive():
 
 def test_stamps_are_known_to_every_scheduler_on_the_memory(rig):
     pointers = {name: [rig.pool.pointer(name, layer) for layer in range(5)] for name in rig.spec.tensor_names}
-    again = HostPool.adopt(rig.spec, pointers, 17)
+    strides = {name: rig.pool.stride_bytes(name) for name in rig.spec.tensor_names}
+    again = HostPool.adopt(rig.spec, pointers, 17, strides_bytes=strides)
     with LayerwiseScheduler(rig.cache, rig.pool) as one, LayerwiseScheduler(rig.cache, again) as other:
         one.offload([1], [4]).wait(WAIT_S)
         flip(rig.pool, 4)

@@ -96,7 +96,8 @@ def test_a_forked_child_keeps_the_leases_of_its_own_thread_alone(rig):
 
 def test_nothing_that_holds_memory_can_be_sent(rig):
     pointers = {name: [rig.pool.pointer(name, layer) for layer in range(5)] for name in rig.spec.tensor_names}
-    adopted = HostPool.adopt(rig.spec, pointers, 17)
+    strides = {name: rig.pool.stride_bytes(name) for name in rig.spec.tensor_names}
+    adopted = HostPool.adopt(rig.spec, pointers, 17, strides_bytes=strides)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         save = scheduler.offload([1], [4])
         for thing in (scheduler, save, rig.pool, adopted, rig.cache):

@@ -121,7 +121,11 @@ def test_wrong_arguments_are_named(rig: Rig) -> None:
         (lambda: Job(keys(1), [1], timeout_s=None), TypeError, "timeout_s is None"),  # type: ignore[arg-type]
         (lambda: rig.tier.store([Job(keys(1), [4])]), IndexError, r"block_ids\[0\] = 4"),
         (lambda: rig.tier.load([Job(keys(2), [1, 1])]), ValueError, "names block 1 more than once"),
-        (lambda: Tier(Silent(), HostPool(ALIGNED, 2), model=b"m"), ValueError, "layout='block_first'"),
+        (
+            lambda: Tier(Silent(), HostPool(ALIGNED, 2, layout="layer_first"), model=b"m"),
+            ValueError,
+            "layout='block_first'",
+        ),
         (lambda: Tier(Silent(), rig.pool, model="m"), TypeError, "model is str"),  # type: ignore[arg-type]
         (lambda: Tier(Silent(), rig.pool, model=b"m", max_objects=0), ValueError, "max_objects = 0"),
     ):

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 
+#include "paddle_kv/common/bulk_async.cuh"
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 
@@ -183,59 +184,6 @@ template <class Shape>
 constexpr int kSharedBytes = Shape::kWarps * static_cast<int>(sizeof(BulkShared<Shape>));
 
 #if __CUDA_ARCH__ >= 900
-__device__ std::uint32_t SharedAddress(const void* shared) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-}
-
-__device__ void InitBarrier(std::uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(SharedAddress(barrier)) : "memory");
-}
-
-__device__ void ExpectBytes(std::uint64_t* barrier, std::uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
-               : "memory");
-}
-
-__device__ void AwaitBytes(std::uint64_t* barrier, std::uint32_t parity) {
-  std::uint32_t arrived = 0;
-  while (arrived == 0) {
-    asm volatile(
-        "{\n"
-        ".reg .pred arrived;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 arrived, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, arrived;\n"
-        "}\n"
-        : "=r"(arrived)
-        : "r"(SharedAddress(barrier)), "r"(parity)
-        : "memory");
-  }
-}
-
-__device__ void LoadBulk(void* stage, const std::uint8_t* source, std::uint32_t bytes, std::uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   SharedAddress(stage)),
-               "l"(source), "r"(bytes), "r"(SharedAddress(barrier))
-               : "memory");
-}
-
-__device__ void StoreBulk(std::uint8_t* target, const void* stage, std::uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(SharedAddress(stage)),
-               "r"(bytes)
-               : "memory");
-}
-
-__device__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// At most kPending of the lane's last stores are not done. A store has left its stage before it is written.
-template <int kPending>
-__device__ void AwaitStores(bool written) {
-  if (written) {
-    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
-  } else {
-    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-  }
-}
-
 // As many items of one segment as there are lanes for their pieces: a lane holds one piece.
 template <class Shape>
 class Batches {

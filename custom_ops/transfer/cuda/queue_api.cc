@@ -1,6 +1,7 @@
 // The C interface of the queue: checks what it is given, and keeps exceptions from the caller's C.
 #include "paddle_kv/transfer/queue_api.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <list>
@@ -146,13 +147,18 @@ int paddle_kv_queue_forget(std::int64_t event) {
   return Guarded([&] { return TransferQueue::Get().Forget(event) ? 1 : 0; });
 }
 
-int paddle_kv_queue_set_thresholds(int device, const std::int64_t* nine) {
+int paddle_kv_queue_set_costs(int device, const std::int64_t* costs) {
   return Guarded([&] {
-    EngineThresholds thresholds;
-    for (int i = 0; i < 4; ++i) thresholds.copy_engine[i / 2][i % 2] = nine[i];
-    for (int i = 0; i < 4; ++i) thresholds.staging[i / 2][i % 2] = nine[4 + i];
-    thresholds.staging_block = nine[8];
-    TransferQueue::Get().SetThresholds(device, thresholds);
+    EngineCosts given;
+    for (EngineCosts::Ways* ways : {given.copy_engine, given.kernel, given.staging}) {
+      for (int direction = 0; direction < 2; ++direction) {
+        for (EngineCosts::OfSizes* of : {&ways[direction].alone, &ways[direction].beside}) {
+          std::copy_n(costs, EngineCosts::kSizes, of->begin());
+          costs += EngineCosts::kSizes;
+        }
+      }
+    }
+    TransferQueue::Get().SetCosts(device, given);
     return 0;
   });
 }

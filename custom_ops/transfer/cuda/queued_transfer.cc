@@ -4,6 +4,8 @@
 #include <numeric>
 #include <utility>
 
+#include "paddle_kv/transfer/host_rows.h"
+
 namespace paddle_kv {
 namespace {
 
@@ -28,7 +30,6 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   if (direction == Direction::kDeviceToHost) {
     for (Run& run : runs) std::swap(run.source, run.target);
   }
-  sizes_ = SizesOfPieces(*plan, direction, runs);
   const std::int64_t layers = end_layer_ - first_layer_;
   // Whoever wants one event for all may name any number: arithmetic with that would overflow.
   layers_per_event = std::clamp<std::int64_t>(given.layers_per_event, 1, layers);
@@ -37,6 +38,16 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   std::partial_sum(given.waits_per_group, given.waits_per_group + groups, first_wait.begin() + 1);
   wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
   record_events.assign(given.record_events, given.record_events + groups);
+  // Groups that have to wait for something begin a band.
+  const auto waiting = std::count_if(given.waits_per_group + 1, given.waits_per_group + groups,
+                                     [](std::int64_t waits) { return waits > 0; });
+  std::int64_t band = LayersOfRows(*plan, kStagedRowBytes[static_cast<int>(direction) % 2]);
+  if (direction == Direction::kHostToDevice) {
+    band = std::min(band, std::max(LayersOfRows(*plan, kShortestLoadedRow), layers / kBandsOfLoad));
+  }
+  const std::int64_t wanted = (band + layers_per_event - 1) / layers_per_event;
+  groups_per_band_ = std::min(wanted, (groups + waiting) / (1 + waiting));
+  sizes_ = SizesOfPieces(*plan, direction, runs, layers_per_band());
   end_copied_ = groups;
   for (std::int64_t t = 0; t < plan->tensors_per_layer; ++t) {
     layer_bytes_ += plan->tensors[t].block_bytes * block_count_;
@@ -47,13 +58,13 @@ std::int64_t QueuedTransfer::FirstLayer(std::int64_t group) const {
   return std::min(first_layer_ + group * layers_per_event, end_layer_);
 }
 
-std::int64_t QueuedTransfer::GroupBytes(std::int64_t group) const {
-  return (FirstLayer(group + 1) - FirstLayer(group)) * layer_bytes_;
+std::int64_t QueuedTransfer::GroupBytes(std::int64_t first_group, std::int64_t end_group) const {
+  return (FirstLayer(end_group) - FirstLayer(first_group)) * layer_bytes_;
 }
 
-// How many blocks of a group are the next part (one block at least); parts are about equal.
-std::int64_t QueuedTransfer::BlocksOfPart(std::int64_t largest_bytes) const {
-  const std::int64_t most = std::max<std::int64_t>(1, largest_bytes / (GroupBytes(next_group) / block_count_));
+// How many blocks of what has `bytes` are the next part (one block at least); parts are about equal.
+std::int64_t QueuedTransfer::BlocksOfPart(std::int64_t bytes, std::int64_t largest_bytes) const {
+  const std::int64_t most = std::max<std::int64_t>(1, largest_bytes / (bytes / block_count_));
   const std::int64_t parts = (block_count_ + most - 1) / most;
   return std::min((block_count_ + parts - 1) / parts, block_count_ - submitted_blocks_);
 }
@@ -62,45 +73,50 @@ bool QueuedTransfer::FollowsAtOnce(std::int64_t group) const {
   return group < end_copied_ && first_wait[group] == first_wait[group + 1];
 }
 
+std::int64_t QueuedTransfer::EndOfBand(std::int64_t group, EngineKind by) const {
+  std::int64_t end = group + 1;
+  if (by != EngineKind::kStaging) return end;
+  while (end < group + groups_per_band_ && FollowsAtOnce(end)) ++end;
+  return end;
+}
+
 std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) const {
   if (engine == EngineKind::kCopyEngine) return kCopyEngineBytes;
   return plan->inside_device ? kKernelBytesBetweenCaches : kKernelBytes;
 }
 
-EngineKind QueuedTransfer::NextEngine(bool beside_compute, const EngineThresholds& thresholds) const {
+EngineKind QueuedTransfer::NextEngine(bool beside_compute, const EngineCosts& costs) const {
   if (more_follows_) return last_engine_;
   if (next_group < end_without_memory) return EngineKind::kCopyEngine;
   if (engine != EngineKind::kAuto) return engine;
   return plan->inside_device ? ChooseEngineBetweenCaches(sizes_, plan->on_other_gpu, beside_compute)
-                             : ChooseEngine(sizes_, direction, beside_compute, thresholds);
+                             : ChooseEngine(sizes_, direction, beside_compute, costs);
 }
 
 Step QueuedTransfer::NextStep(EngineKind by, bool beside_compute) const {
   const std::int64_t largest = LargestBytes(by);
-  std::int64_t group = next_group;
   Step step;
-  step.first_group = group;
+  step.first_group = next_group;
+  step.end_group = EndOfBand(next_group, by);
   step.engine = by;
   step.beside_compute = beside_compute;
-  if (by == EngineKind::kCopyEngine && GroupBytes(group) > largest) {
-    step.blocks = BlocksOfPart(largest);
+  step.bytes = GroupBytes(step.first_group, step.end_group);
+  if (by != EngineKind::kKernel && step.bytes > largest) {
+    step.blocks = BlocksOfPart(step.bytes, largest);
     step.begins = submitted_blocks_ == 0;
     step.ends = submitted_blocks_ + step.blocks == block_count_;
-    step.bytes = GroupBytes(group) / block_count_ * step.blocks;
-    step.end_group = group + 1;
-    step.more_follows = !step.ends || FollowsAtOnce(group + 1);
+    step.bytes = step.bytes / block_count_ * step.blocks;
+    step.more_follows = !step.ends || FollowsAtOnce(step.end_group);
     return step;
   }
-  // Calls of kernels are worth more when they are long; what the copy engine is given has a bound.
-  const auto has_room = [&] {
-    return by == EngineKind::kCopyEngine ? step.bytes + GroupBytes(group) <= largest : step.bytes < largest;
-  };
-  do {
-    step.bytes += GroupBytes(group);
-    ++group;
-    step.more_follows = FollowsAtOnce(group);
-  } while (step.more_follows && has_room());
-  step.end_group = group;
+  while ((step.more_follows = FollowsAtOnce(step.end_group))) {
+    const std::int64_t end = EndOfBand(step.end_group, by);
+    const std::int64_t bytes = GroupBytes(step.first_group, end);
+    // Calls of kernels are worth more when they are long; what the other engines are given has a bound.
+    if (by == EngineKind::kKernel ? step.bytes >= largest : bytes > largest) break;
+    step.end_group = end;
+    step.bytes = bytes;
+  }
   return step;
 }
 
@@ -127,6 +143,12 @@ std::vector<Run> QueuedTransfer::TakePart(std::int64_t wanted) {
     }
   }
   return part;
+}
+
+void QueuedTransfer::TakeAllAgain() {
+  submitted_blocks_ = 0;
+  next_run_ = 0;
+  next_in_run_ = 0;
 }
 
 void QueuedTransfer::Advance(const Step& step) {

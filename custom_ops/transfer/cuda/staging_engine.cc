@@ -1,74 +1,44 @@
-// For blocks that are scattered on the device and lie side by side on the host. The link is at its full rate, and the
-// model hardly disturbed, when the copy engine moves large pieces; a kernel of few CTAs takes them apart, or puts them
-// together, in slots of device memory.
+// The link is at its full rate, and the model hardly disturbed, when the copy engine moves large pieces. Blocks are
+// small and scattered on the device, but on the host much lies together: neighbouring blocks, and, in pools in
+// block-first order, the tensors of several layers of each block. The copy engine moves these pieces between the host
+// and slots of device memory; there a kernel of few CTAs takes them apart, or puts them together.
 //
 // The slots form a ring. Loading: copies into a slot, on the transfer stream, then its scatter, on a stream of the
 // engine. Storing: the gather, on the stream of the engine, then copies out of the slot. So one stream orders what
 // happens to the host's blocks and the other what happens to the device's; calls overlap where nothing stands between
 // them.
 //
+// One thread describes a piece to the driver in 0.5 to 1 us, in which the link moves 27 to 55 KiB. So of two fills of
+// many pieces a helper submits one, to a stream of the engine: two threads take about half as long if each has a
+// stream.
+//
 // A kernel that resides on the device and is fed by stream memory operations would save launches, but an implicit
 // synchronisation by another thread (cudaFree, say) between its launch and its last copy would never end. Here every
 // wait is for an event that was recorded before it.
-#include <algorithm>
+#include <functional>
 #include <new>
 #include <utility>
 #include <vector>
 
 #include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/common/helper_thread.h"
 #include "paddle_kv/common/upload_buffers.cuh"
 #include "paddle_kv/transfer/copy_segments.h"
 #include "paddle_kv/transfer/engine.h"
+#include "paddle_kv/transfer/host_copies.h"
+#include "paddle_kv/transfer/staging_fills.h"
 
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kSlotBytes = 8 << 20;  // between two slots the link is idle for some microseconds
-constexpr int kSlots = 3;
-constexpr std::int64_t kSegmentAlignment = 256;  // of each tensor's part of a slot
-
-// Blocks in the order of the host.
-struct Pair {
-  std::int64_t host;
-  std::int64_t device;
-};
-
-// Blocks [first_pair, first_pair + pair_count) of one tensor, or of a range of bytes of its blocks: side by side in a
-// slot, from slot_offset on.
-struct Part {
-  LayerTensor tensor;
-  std::int64_t group;
-  std::int64_t slot_offset;
-  std::int64_t first_pair;
-  std::int64_t pair_count;
-};
-
-// What one slot holds at one time.
-struct Fill {
-  std::size_t first_part;
-  std::size_t end_part;
-  bool bulk;  // how it is scattered or gathered
-};
-
-std::vector<Pair> PairsByHost(const std::vector<Run>& runs, bool to_host) {
-  std::vector<Pair> pairs;
-  for (const Run& run : runs) {
-    for (std::int64_t i = 0; i < run.length; ++i) {
-      pairs.push_back(to_host ? Pair{run.target + i, run.source + i} : Pair{run.source + i, run.target + i});
-    }
-  }
-  // One host block may go to several device blocks.
-  std::sort(pairs.begin(), pairs.end(),
-            [](const Pair& a, const Pair& b) { return a.host != b.host ? a.host < b.host : a.device < b.device; });
-  return pairs;
-}
+constexpr int kSlots = 4;
 
 class StagingEngine : public Engine {
  public:
   explicit StagingEngine(int device) : device_(device) {}
   ~StagingEngine() override {
-    for (const CudaStream* stream : {&tables_stream_, &scatter_stream_}) {
+    for (const CudaStream* stream : {&tables_stream_, &scatter_stream_, &copies_stream_}) {
       if (*stream) cudaStreamSynchronize(stream->get());
     }
     for (const CudaEvent& event : events_) cudaEventSynchronize(event.get());
@@ -84,6 +54,11 @@ class StagingEngine : public Engine {
     } catch (const std::bad_alloc&) {
       status = OutOfHostMemory();
     }
+    if (is_helped_) {
+      is_helped_ = false;
+      const Status helped = Order(copies_stream_.get(), joined_, StreamOf(where));
+      if (status.ok()) status = helped;
+    }
     open_ = status.ok() && work.more_follows;
     if (open_) return {};
     const Status joined = Join(where);
@@ -98,29 +73,12 @@ class StagingEngine : public Engine {
  private:
   Status Enqueue(const EngineWork& work, cudaStream_t stream) {
     const bool to_host = work.direction == Direction::kDeviceToHost;
-    const std::vector<Pair> pairs = PairsByHost(*work.runs, to_host);
-    std::vector<Part> parts;
-    std::vector<Fill> fills;
-    Pack(work, static_cast<std::int64_t>(pairs.size()), &parts, &fills);
-
-    // The device's ids, then one segment a part.
-    const std::size_t table_bytes = pairs.size() * sizeof(std::int64_t) + parts.size() * sizeof(Segment);
+    const Packed packed = Pack(work, has_bulk_copies_);
     UploadBuffer* table = nullptr;
+    const std::size_t table_bytes = packed.TableBytes();
     PADDLE_KV_RETURN_IF_ERROR(tables_.Take(table_bytes, &table));
-    auto* ids = reinterpret_cast<std::int64_t*>(table->host());
-    for (std::size_t i = 0; i < pairs.size(); ++i) ids[i] = pairs[i].device;
-    auto* segments = reinterpret_cast<Segment*>(ids + pairs.size());
-    for (std::size_t f = 0; f < fills.size(); ++f) {
-      std::vector<BlockRows> rows;
-      for (std::size_t p = fills[f].first_part; p < fills[f].end_part; ++p) {
-        rows.push_back(RowsOfPart(parts[p], Slot(next_fill_ + f), to_host));
-      }
-      fills[f].bulk = has_bulk_copies_ && std::all_of(rows.begin(), rows.end(), BulkCopyable);
-      for (std::size_t p = fills[f].first_part; p < fills[f].end_part; ++p) {
-        segments[p] = CutSegment(rows[p - fills[f].first_part], parts[p].first_pair, parts[p].pair_count, fills[f].bulk,
-                                 Direction::kDeviceToDevice);
-      }
-    }
+    const auto slot_of = [&](std::size_t fill) { return Slot(next_fill_ + fill); };
+    WriteTable(packed, to_host, slot_of, table->device(), table->host());
     // The table of a load goes in front of its blocks: on the stream of scatters it would wait for the blocks of other
     // calls that the copy engine is busy with, and the slots would stay full. It takes a stream of its own, for which
     // the blocks wait: the copy engine stays with a stream as long as that has copies, and an urgent load is let in
@@ -133,71 +91,103 @@ class StagingEngine : public Engine {
     }
     if (!to_host || !open_) PADDLE_KV_RETURN_IF_ERROR(Order(stream, start_, scatter_stream_.get()));
     Status status = to_host ? table->Upload(table_bytes, scatter_stream_.get()) : Status{};
-    if (status.ok()) status = EnqueueFills(work, fills, parts, pairs, table->device(), stream);
+    if (status.ok()) status = EnqueueFills(work, packed, table->device(), stream);
     const Status released = table->ReleaseBehind(scatter_stream_.get());
     return status.ok() ? released : status;
   }
 
-  Status EnqueueFills(const EngineWork& work, const std::vector<Fill>& fills, const std::vector<Part>& parts,
-                      const std::vector<Pair>& pairs, const std::uint8_t* table, cudaStream_t stream) {
+  Status EnqueueFills(const EngineWork& work, const Packed& packed, const std::uint8_t* table, cudaStream_t stream) {
     const bool to_host = work.direction == Direction::kDeviceToHost;
-    const auto* ids = reinterpret_cast<const std::int64_t*>(table);
-    const auto* segments = reinterpret_cast<const Segment*>(ids + pairs.size());
+    const DeviceStream scatters = {device_, reinterpret_cast<std::int64_t>(scatter_stream_.get())};
     const auto launch = [&](const Fill& fill) {
-      SegmentCopy copy{};
-      copy.segments = segments + fill.first_part;
-      copy.segment_count = static_cast<int>(fill.end_part - fill.first_part);
-      copy.segments_per_group = copy.segment_count;
-      (to_host ? copy.source_ids : copy.target_ids) = ids;
-      return LaunchCopySegments(copy, fill.bulk, Direction::kDeviceToDevice,
-                                {device_, reinterpret_cast<std::int64_t>(scatter_stream_.get())});
-    };
-    const auto copy_runs = [&](const Fill& fill) -> Status {
-      for (std::size_t p = fill.first_part; p < fill.end_part; ++p) {
-        PADDLE_KV_RETURN_IF_ERROR(CopyHostRuns(parts[p], pairs, Slot(next_fill_), to_host, stream));
-      }
-      return {};
+      if (fill.by_rows) return LaunchCopyRows(packed.RowsOf(fill, to_host, table), scatters);
+      return LaunchCopySegments(packed.SegmentsOf(fill, to_host, table), fill.bulk, Direction::kDeviceToDevice,
+                                scatters);
     };
     const cudaStream_t last =
         to_host ? stream : scatter_stream_.get();  // the blocks of a fill have arrived behind this
     const std::int64_t groups = (work.end_layer - work.first_layer + work.layers_per_event - 1) / work.layers_per_event;
     std::int64_t group = 0;  // the first whose event is not recorded
     const auto record_until = [&](std::int64_t end) -> Status {
+      if (work.record_events == nullptr) return {};
       for (; group < end; ++group) {
         PADDLE_KV_CUDA(cudaEventRecord(reinterpret_cast<cudaEvent_t>(work.record_events[group]), last));
       }
       return {};
     };
-    for (const Fill& fill : fills) {
-      const std::size_t slot = next_fill_ % kSlots;
-      if (to_host) {
-        PADDLE_KV_CUDA(cudaStreamWaitEvent(scatter_stream_.get(), emptied_[slot].get(), 0));
-        PADDLE_KV_RETURN_IF_ERROR(launch(fill));
-        PADDLE_KV_RETURN_IF_ERROR(Order(scatter_stream_.get(), filled_[slot].get(), stream));
-        PADDLE_KV_RETURN_IF_ERROR(copy_runs(fill));
-      } else {
-        PADDLE_KV_CUDA(cudaStreamWaitEvent(stream, emptied_[slot].get(), 0));
-        PADDLE_KV_RETURN_IF_ERROR(copy_runs(fill));
-        PADDLE_KV_RETURN_IF_ERROR(Order(stream, filled_[slot].get(), scatter_stream_.get()));
-        PADDLE_KV_RETURN_IF_ERROR(launch(fill));
+    for (std::size_t f = 0; f < packed.fills.size();) {
+      const bool are_two = f + 1 < packed.fills.size() && HostCopies::AreMany(packed, packed.fills[f]) &&
+                           HostCopies::AreMany(packed, packed.fills[f + 1]) && ProvideHelper(stream);
+      const std::size_t count = are_two ? 2 : 1;
+      const Fill* const fills = &packed.fills[f];
+      const cudaStream_t streams[] = {stream, copies_stream_.get()};
+      const auto slot = [&](std::size_t i) { return (next_fill_ + i) % kSlots; };
+      for (std::size_t i = 0; i < count; ++i) {
+        const cudaStream_t first = to_host ? scatter_stream_.get() : streams[i];
+        PADDLE_KV_CUDA(cudaStreamWaitEvent(first, emptied_[slot(i)].get(), 0));
+        if (!to_host) continue;
+        PADDLE_KV_RETURN_IF_ERROR(launch(fills[i]));
+        PADDLE_KV_RETURN_IF_ERROR(Order(scatter_stream_.get(), filled_[slot(i)].get(), streams[i]));
       }
-      PADDLE_KV_CUDA(cudaEventRecord(emptied_[slot].get(), last));
-      ++next_fill_;
-      // The groups before the one that the next fill begins with.
-      if (fill.end_part < parts.size()) PADDLE_KV_RETURN_IF_ERROR(record_until(parts[fill.end_part].group));
+      PADDLE_KV_RETURN_IF_ERROR(CopyToOrFromHost(packed, fills, count, to_host, streams));
+      for (std::size_t i = 0; i < count; ++i) {
+        if (to_host) {
+          PADDLE_KV_RETURN_IF_ERROR(RecordEmptied(slot(i), streams[i], stream));
+        } else {
+          PADDLE_KV_RETURN_IF_ERROR(Order(streams[i], filled_[slot(i)].get(), scatter_stream_.get()));
+          PADDLE_KV_RETURN_IF_ERROR(launch(fills[i]));
+          PADDLE_KV_CUDA(cudaEventRecord(emptied_[slot(i)].get(), scatter_stream_.get()));
+        }
+        // The groups before those that the next fill begins with.
+        if (fills[i].end_part < packed.parts.size()) {
+          PADDLE_KV_RETURN_IF_ERROR(record_until(packed.rows[packed.parts[fills[i].end_part].row].group));
+        }
+      }
+      next_fill_ += count;
+      f += count;
     }
     return record_until(groups);
   }
 
-  std::uint8_t* Slot(std::size_t fill) const {
-    return static_cast<std::uint8_t*>(ring_.get()) + fill % kSlots * kSlotBytes;
+  // One fill, or two by two threads.
+  Status CopyToOrFromHost(const Packed& packed, const Fill* fills, std::size_t count, bool to_host,
+                          const cudaStream_t* streams) {
+    if (count == 1) return copies_[0].Enqueue(packed, fills[0], Slot(next_fill_), to_host, device_, streams[0]);
+    const auto enqueue = [&](int i) {
+      return copies_[i].EnqueueAnywhere(packed, fills[i], Slot(next_fill_ + i), to_host, device_, streams[i]);
+    };
+    Status of_other;
+    const std::function<void()> others = [&] { of_other = enqueue(1); };
+    const bool is_helped = helper_.Start(others);
+    const Status status = enqueue(0);
+    if (is_helped) {
+      helper_.Wait();
+    } else {
+      others();
+    }
+    return status.ok() ? of_other : status;
   }
 
-  static BlockRows RowsOfPart(const Part& part, std::uint8_t* slot, bool to_host) {
-    const LayerTensor& tensor = part.tensor;
-    std::uint8_t* staged = slot + part.slot_offset;
-    if (to_host) return {tensor.device, staged, tensor.device_stride, tensor.block_bytes, tensor.block_bytes};
-    return {staged, tensor.device, tensor.block_bytes, tensor.device_stride, tensor.block_bytes};
+  // Blocks that were saved have arrived behind this on `stream`, whichever one has copied them.
+  Status RecordEmptied(std::size_t slot, cudaStream_t copied_on, cudaStream_t stream) {
+    PADDLE_KV_CUDA(cudaEventRecord(emptied_[slot].get(), copied_on));
+    if (copied_on != stream) PADDLE_KV_CUDA(cudaStreamWaitEvent(stream, emptied_[slot].get(), 0));
+    return {};
+  }
+
+  // False: there is no second stream, on a full GPU. Else that comes behind what was on `stream` before this call.
+  bool ProvideHelper(cudaStream_t stream) {
+    if (is_helped_) return true;
+    if (!copies_stream_) {
+      const cudaError_t made = cudaStreamCreateWithFlags(copies_stream_.Receive(), cudaStreamNonBlocking);
+      if (!ToStatus(made, "cudaStreamCreateWithFlags").ok()) return false;
+    }
+    is_helped_ = Order(stream, joined_, copies_stream_.get()).ok();
+    return is_helped_;
+  }
+
+  std::uint8_t* Slot(std::size_t fill) const {
+    return static_cast<std::uint8_t*>(ring_.get()) + fill % kSlots * kSlotBytes;
   }
 
   // Later work on `after` waits for what is on `before` now.
@@ -207,71 +197,9 @@ class StagingEngine : public Engine {
     return {};
   }
 
-  static void Pack(const EngineWork& work, std::int64_t pairs, std::vector<Part>* parts, std::vector<Fill>* fills) {
-    if (pairs == 0) return;
-    std::int64_t used = kSlotBytes;  // of the last fill
-    const TransferPlan& plan = *work.plan;
-    for (std::int64_t layer = work.first_layer; layer < work.end_layer; ++layer) {
-      for (std::int64_t t = 0; t < plan.tensors_per_layer; ++t) {
-        const LayerTensor& whole = plan.tensors[layer * plan.tensors_per_layer + t];
-        for (std::int64_t begin = 0; begin < whole.block_bytes; begin += kSlotBytes) {
-          LayerTensor tensor = whole;
-          tensor.device += begin;
-          tensor.host += begin;
-          tensor.block_bytes = std::min<std::int64_t>(kSlotBytes, whole.block_bytes - begin);
-          for (std::int64_t pair = 0; pair < pairs;) {
-            if (used + tensor.block_bytes > kSlotBytes) {
-              fills->push_back({parts->size(), parts->size(), false});
-              used = 0;
-            }
-            const std::int64_t count = std::min(pairs - pair, (kSlotBytes - used) / tensor.block_bytes);
-            parts->push_back({tensor, (layer - work.first_layer) / work.layers_per_event, used, pair, count});
-            fills->back().end_part = parts->size();
-            pair += count;
-            used += (count * tensor.block_bytes + kSegmentAlignment - 1) / kSegmentAlignment * kSegmentAlignment;
-          }
-        }
-      }
-    }
-  }
-
-  Status CopyHostRuns(const Part& part, const std::vector<Pair>& pairs, std::uint8_t* slot, bool to_host,
-                      cudaStream_t stream) const {
-    const LayerTensor& tensor = part.tensor;
-    const std::int64_t end = part.first_pair + part.pair_count;
-    for (std::int64_t first = part.first_pair; first < end;) {
-      std::int64_t next = first + 1;
-      while (next < end && pairs[next].host == pairs[next - 1].host + 1) ++next;
-      std::uint8_t* staged = slot + part.slot_offset + (first - part.first_pair) * tensor.block_bytes;
-      std::uint8_t* host = tensor.host + pairs[first].host * tensor.host_stride;
-      PADDLE_KV_RETURN_IF_ERROR(CopyRows(to_host ? host : staged, to_host ? tensor.host_stride : tensor.block_bytes,
-                                         to_host ? staged : host, to_host ? tensor.block_bytes : tensor.host_stride,
-                                         tensor.block_bytes, next - first, stream));
-      first = next;
-    }
-    return {};
-  }
-
-  Status CopyRows(std::uint8_t* target, std::int64_t target_stride, const std::uint8_t* source,
-                  std::int64_t source_stride, std::int64_t row_bytes, std::int64_t rows, cudaStream_t stream) const {
-    if (rows == 1 || (target_stride == row_bytes && source_stride == row_bytes)) {
-      PADDLE_KV_CUDA(cudaMemcpyAsync(target, source, rows * row_bytes, cudaMemcpyDefault, stream));
-    } else if (target_stride <= largest_pitch_ && source_stride <= largest_pitch_) {
-      PADDLE_KV_CUDA(
-          cudaMemcpy2DAsync(target, target_stride, source, source_stride, row_bytes, rows, cudaMemcpyDefault, stream));
-    } else {
-      for (std::int64_t row = 0; row < rows; ++row) {
-        PADDLE_KV_CUDA(cudaMemcpyAsync(target + row * target_stride, source + row * source_stride, row_bytes,
-                                       cudaMemcpyDefault, stream));
-      }
-    }
-    return {};
-  }
-
   Status SetUp() {
     if (ring_) return {};
     PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(device_, &has_bulk_copies_));
-    PADDLE_KV_CUDA(cudaDeviceGetAttribute(&largest_pitch_, cudaDevAttrMaxPitch, device_));
     if (!scatter_stream_) {
       int lowest = 0;
       int highest = 0;
@@ -281,8 +209,8 @@ class StagingEngine : public Engine {
     if (!tables_stream_) {
       PADDLE_KV_CUDA(cudaStreamCreateWithFlags(tables_stream_.Receive(), cudaStreamNonBlocking));
     }
-    events_.reserve(2 * kSlots + 3);
-    while (events_.size() < 2 * kSlots + 3) {
+    events_.reserve(2 * kSlots + 4);
+    while (events_.size() < 2 * kSlots + 4) {
       CudaEvent event;
       PADDLE_KV_CUDA(MakeEvent(&event));
       events_.push_back(std::move(event));
@@ -290,26 +218,31 @@ class StagingEngine : public Engine {
     start_ = events_[0].get();
     end_ = events_[1].get();
     uploaded_ = events_[2].get();
-    filled_ = &events_[3];
-    emptied_ = &events_[3 + kSlots];
+    joined_ = events_[3].get();
+    filled_ = &events_[4];
+    emptied_ = &events_[4 + kSlots];
     PADDLE_KV_CUDA(cudaMalloc(ring_.Receive(), kSlots * kSlotBytes));
     return {};
   }
 
   int device_;
   bool has_bulk_copies_ = false;
-  int largest_pitch_ = 0;
   CudaStream scatter_stream_;  // scatters and gathers, before other kernels that wait
   CudaStream tables_stream_;   // tables of loads
+  CudaStream copies_stream_;   // of the helper
+  bool is_helped_ = false;     // in this call
   std::vector<CudaEvent> events_;
   cudaEvent_t start_ = nullptr;
   cudaEvent_t end_ = nullptr;
   cudaEvent_t uploaded_ = nullptr;
+  cudaEvent_t joined_ = nullptr;
   const CudaEvent* filled_ = nullptr;   // one a slot
   const CudaEvent* emptied_ = nullptr;  // one a slot
   DeviceMemory ring_;
   std::size_t next_fill_ = 0;  // counts over all calls; fill f lies in slot f modulo kSlots
   bool open_ = false;          // the last call said that more follows
+  HostCopies copies_[2];
+  HelperThread helper_;
   UploadBuffers tables_;
 };
 

@@ -73,6 +73,7 @@ Status StreamFeeder::Copy(QueuedTransfer& transfer, Step* step) {
                            transfer.FirstLayer(step->first_group),
                            transfer.FirstLayer(step->end_group),
                            transfer.layers_per_event,
+                           transfer.layers_per_band(),
                            step->ends ? &transfer.record_events[step->first_group] : nullptr,
                            step->more_follows,
                            step->beside_compute};
@@ -86,6 +87,8 @@ Status StreamFeeder::Copy(QueuedTransfer& transfer, Step* step) {
   // size. What has been enqueued is copied once more.
   PADDLE_KV_RETURN_IF_ERROR(engine.Join(where_));
   transfer.end_without_memory = step->end_group;
+  transfer.TakeAllAgain();
+  step->blocks = 0;
   step->bytes = 0;
   step->ends = step->more_follows = false;
   return {};

@@ -124,9 +124,9 @@ bool TransferQueue::Forget(std::int64_t event) {
   return events_.Forget(event);
 }
 
-void TransferQueue::SetThresholds(int device, const EngineThresholds& thresholds) {
+void TransferQueue::SetCosts(int device, const EngineCosts& costs) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  devices_[device].thresholds = thresholds;
+  devices_[device].costs = costs;
 }
 
 void TransferQueue::ComputeIsBusy(int device) {
@@ -256,7 +256,7 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
   const Device& device = devices_.find(stream.feeder.where().device)->second;
   // Between caches the slow ways are for layers that are not computed yet: whoever is behind the model has to catch up.
   const bool beside_compute = between_caches ? must_wait : Clock::now() - device.compute_seen < kComputeSeen;
-  const EngineKind engine = transfer.NextEngine(beside_compute, device.thresholds);
+  const EngineKind engine = transfer.NextEngine(beside_compute, device.costs);
   if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));
   return Fed::kStep;

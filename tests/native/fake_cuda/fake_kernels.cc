@@ -10,6 +10,7 @@
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/stream_waits.cuh"
 #include "paddle_kv/memcpy/memcpy_batch.h"
+#include "paddle_kv/transfer/copy_rows.h"
 #include "paddle_kv/transfer/copy_segments.h"
 
 namespace paddle_kv {
@@ -67,6 +68,22 @@ Status LaunchCopySegments(const SegmentCopy& copy, bool, Direction, const Device
   const InsideFakeCuda inside;
   last_ctas = copy.ctas;
   return ToStatus(Launch(StreamOf(where), [copy] { CopySegments(copy); }), "CopySegments");
+}
+
+Status LaunchCopyRows(const RowCopy& copy, const DeviceStream& where) {
+  const auto work = [copy] {
+    for (const RowPart* part = copy.parts; part != copy.parts + copy.part_count; ++part) {
+      for (std::int64_t item = 0; item < part->items; ++item) {
+        const RowPiece& piece = part->pieces[item % part->piece_count];
+        const std::int64_t pair = item / part->piece_count;
+        std::uint8_t* const staged = part->slot + pair * part->row_bytes + piece.offset;
+        std::uint8_t* const device = piece.device + part->ids[pair] * piece.device_stride;
+        std::memcpy(copy.to_slot ? staged : device, copy.to_slot ? device : staged, piece.bytes);
+      }
+    }
+  };
+  const InsideFakeCuda inside;
+  return ToStatus(Launch(StreamOf(where), work), "CopyRowsByBulk");
 }
 
 Status WaitUntilReached(const std::uint32_t* counter, std::uint32_t value, cudaStream_t stream) {

@@ -21,7 +21,8 @@ struct EngineWork {
   std::int64_t first_layer;
   std::int64_t end_layer;
   std::int64_t layers_per_event;
-  const std::int64_t* record_events;  // cudaEvent_t as integers, one a group; null: more blocks of the one group follow
+  std::int64_t layers_per_band;       // that staging moves together: a multiple of the above
+  const std::int64_t* record_events;  // cudaEvent_t as integers, one a group; null: more blocks of the groups follow
   // The next thing on the stream is another Copy of this engine, of other blocks or layers of the transfer, with
   // nothing in between but the recording of events. Then the stream need not come behind all of this copy, and the two
   // can overlap; the events of their groups are as without.
@@ -44,7 +45,8 @@ class Engine {
   virtual Status Join(const DeviceStream&) { return {}; }
 };
 
-// Merged runs, strided rows and batched copies by the copy engine: the only one that is given a part of a group.
+// Merged runs, strided rows and batched copies by the copy engine. This one and staging are given parts of the blocks
+// of a group or a band.
 std::unique_ptr<Engine> MakeCopyEngine(int device);
 // One kernel of few CTAs for all layers of a call.
 std::unique_ptr<Engine> MakeKernelEngine(int device);

@@ -95,8 +95,9 @@ void paddle_kv_queue_pop_device();
 // The failure of an event is forgotten; to be called before such an event is used again. 1: there was one.
 int paddle_kv_queue_forget(std::int64_t event);
 
-// Sizes for engine "auto" on a device (engine_choice.h): copy_engine[2][2], staging[2][2], staging_block.
-int paddle_kv_queue_set_thresholds(int device, const std::int64_t* nine);
+// Costs for engine "auto" on a device (EngineCosts of engine_choice.h): of copy_engine, kernel and staging, each device
+// to host and host to device, each alone and beside compute, each the seven sizes.
+int paddle_kv_queue_set_costs(int device, const std::int64_t* costs);
 
 // The token is reported once all of the events are recorded and passed (with or without a failure, as query tells), or
 // the device is lost. The events live until then.

@@ -14,13 +14,13 @@
 
 namespace paddle_kv {
 
-// Groups of a transfer that go to an engine in one call, or a part of one group.
+// Groups of a transfer that go to an engine in one call, or a part of their blocks.
 struct Step {
   std::int64_t first_group = 0;
   std::int64_t end_group = 0;
   std::int64_t bytes = 0;
   EngineKind engine{};
-  std::int64_t blocks = 0;    // of the one group: a part; 0: all of them
+  std::int64_t blocks = 0;    // of each of the groups: a part; 0: all of them
   bool begins = true;         // nothing of the groups has been submitted before
   bool ends = true;           // nothing of them is left: their events can be recorded
   bool more_follows = false;  // the next step on the stream is of the same transfer and engine, and waits for nothing
@@ -38,20 +38,25 @@ class QueuedTransfer {
   std::int64_t FirstLayer(std::int64_t group) const;
 
   // What is next, for the engine that NextEngine has named.
-  EngineKind NextEngine(bool beside_compute, const EngineThresholds& thresholds) const;
+  EngineKind NextEngine(bool beside_compute, const EngineCosts& costs) const;
   Step NextStep(EngineKind engine, bool beside_compute) const;
   // Whether the next group is copied, if nothing fails.
   bool IsCopied() const { return failure.ok() && next_group < end_copied_; }
   // The next group alone, of which nothing is copied (any more).
   Step PassedOverStep() const;
-  // The next `wanted` blocks of the next group.
+  // The next `wanted` blocks of the next groups.
   std::vector<Run> TakePart(std::int64_t wanted);
+  // No blocks of the next groups count as submitted.
+  void TakeAllAgain();
   // The step is the engine's from here on, though it may take it in several calls; and when that was submitted, or
   // passed over.
   void Begin(const Step& step) { end_given_ = std::max(end_given_, step.RecordedEnd()); }
   void Advance(const Step& step);
   // Whatever no engine was given is not copied: the first layer of that, -1: there is none.
   std::int64_t Drop();
+
+  // Layers that staging moves together.
+  std::int64_t layers_per_band() const { return groups_per_band_ * layers_per_event; }
 
   // How many bytes an engine is given in one call.
   std::int64_t LargestBytes(EngineKind engine) const;
@@ -72,16 +77,19 @@ class QueuedTransfer {
   Status failure;                       // of a step: no later group is copied
 
  private:
-  std::int64_t GroupBytes(std::int64_t group) const;
-  std::int64_t BlocksOfPart(std::int64_t largest_bytes) const;
+  std::int64_t GroupBytes(std::int64_t first_group, std::int64_t end_group) const;
+  std::int64_t BlocksOfPart(std::int64_t bytes, std::int64_t largest_bytes) const;
   bool FollowsAtOnce(std::int64_t group) const;
+  // Of the groups from this one on that an engine moves together.
+  std::int64_t EndOfBand(std::int64_t group, EngineKind by) const;
 
   PieceSizes sizes_;
   std::int64_t first_layer_;
   std::int64_t end_layer_;
   std::int64_t layer_bytes_ = 0;
   std::int64_t block_count_;
-  std::int64_t submitted_blocks_ = 0;  // of the next group
+  std::int64_t groups_per_band_;
+  std::int64_t submitted_blocks_ = 0;  // of the next group, or of the next band
   std::size_t next_run_ = 0;           // with the first block of it that is not
   std::int64_t next_in_run_ = 0;
   std::int64_t end_given_ = 0;  // of the groups that are an engine's

@@ -46,7 +46,7 @@ class TransferQueue {
   bool IsPending(std::int64_t event);
   bool Failure(std::int64_t event, Status* status);
   bool Forget(std::int64_t event);
-  void SetThresholds(int device, const EngineThresholds& thresholds);
+  void SetCosts(int device, const EngineCosts& costs);
   void ComputeIsBusy(int device);
 
   void OpenGates(GateWords* words);
@@ -75,7 +75,7 @@ class TransferQueue {
   };
 
   struct Device {
-    EngineThresholds thresholds;
+    EngineCosts costs;
     Clock::time_point compute_seen{};
   };
 

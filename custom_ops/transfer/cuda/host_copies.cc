@@ -1,0 +1,94 @@
+#include "paddle_kv/transfer/host_copies.h"
+
+#include <algorithm>
+#include <new>
+
+#include "paddle_kv/common/capture_tolerance.cuh"
+#include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/memcpy/memcpy_batch.h"
+
+namespace paddle_kv {
+namespace {
+
+constexpr std::int64_t kPiecesPerCall = 128;  // the driver's lock is held for the time of a call
+constexpr std::int64_t kPiecesOfAThread = 48;
+constexpr std::int64_t kRowsOfStridedCopy = 4;  // fewer are not worth a call of their own
+constexpr std::int64_t kLargestPitch = 0x7fffffff;
+
+// Calls use(part, row, first pair, how many follow each other on the host), until one fails.
+template <class Use>
+Status ForEachRun(const Packed& packed, const Fill& fill, Use use) {
+  for (std::size_t p = fill.first_part; p < fill.end_part; ++p) {
+    const Part& part = packed.parts[p];
+    const Pair* const pairs = &packed.pairs[part.first_pair];
+    for (std::int64_t first = 0, next = 1; first < part.pair_count; first = next++) {
+      while (next < part.pair_count && pairs[next].host == pairs[next - 1].host + 1) ++next;
+      PADDLE_KV_RETURN_IF_ERROR(use(part, packed.rows[part.row].row, first, next - first));
+    }
+  }
+  return {};
+}
+
+// All blocks of a run by one call.
+bool IsOneCall(const HostRow& row, std::int64_t count) {
+  return row.IsDense() || (count >= kRowsOfStridedCopy && row.host_stride <= kLargestPitch);
+}
+
+}  // namespace
+
+bool HostCopies::AreMany(const Packed& packed, const Fill& fill) {
+  std::int64_t pieces = 0;
+  ForEachRun(packed, fill, [&](const Part&, const HostRow& row, std::int64_t, std::int64_t count) {
+    pieces += IsOneCall(row, count) ? 1 : count;
+    return Status{};
+  });
+  return pieces >= kPiecesOfAThread;
+}
+
+Status HostCopies::Enqueue(const Packed& packed, const Fill& fill, std::uint8_t* slot, bool to_host, int device,
+                           cudaStream_t stream) {
+  pieces_.clear();
+  PADDLE_KV_RETURN_IF_ERROR(
+      ForEachRun(packed, fill, [&](const Part& part, const HostRow& row, std::int64_t first, std::int64_t count) {
+        std::uint8_t* const host = row.host + packed.pairs[part.first_pair + first].host * row.host_stride;
+        return AddRows(row, slot + part.slot_offset + first * row.bytes, host, count, to_host, stream);
+      }));
+  const DeviceStream where = {device, reinterpret_cast<std::int64_t>(stream)};
+  const auto count = static_cast<std::int64_t>(pieces_.size());
+  for (std::int64_t first = 0; first < count; first += kPiecesPerCall) {
+    const std::int64_t part = std::min(kPiecesPerCall, count - first);
+    PADDLE_KV_RETURN_IF_ERROR(MemcpyBatchCuda(&pieces_[first], part, part > 1 && HasMemcpyBatchAsync(), where));
+  }
+  return {};
+}
+
+Status HostCopies::EnqueueAnywhere(const Packed& packed, const Fill& fill, std::uint8_t* slot, bool to_host, int device,
+                                   cudaStream_t stream) {
+  PADDLE_KV_CUDA(cudaSetDevice(device));
+  const CaptureTolerance tolerance;
+  try {
+    return Enqueue(packed, fill, slot, to_host, device, stream);
+  } catch (const std::bad_alloc&) {
+    return OutOfHostMemory();
+  }
+}
+
+// Rows of neighbouring blocks.
+Status HostCopies::AddRows(const HostRow& row, std::uint8_t* staged, std::uint8_t* host, std::int64_t count,
+                           bool to_host, cudaStream_t stream) {
+  const auto add = [&](std::uint8_t* in_slot, std::uint8_t* on_host, std::int64_t bytes) {
+    pieces_.push_back(to_host ? CopyPair{in_slot, on_host, bytes} : CopyPair{on_host, in_slot, bytes});
+  };
+  if (row.IsDense()) {
+    add(staged, host, count * row.bytes);
+  } else if (IsOneCall(row, count)) {
+    PADDLE_KV_CUDA(cudaMemcpy2DAsync(to_host ? host : staged, to_host ? row.host_stride : row.bytes,
+                                     to_host ? staged : host, to_host ? row.bytes : row.host_stride, row.bytes, count,
+                                     cudaMemcpyDefault, stream));
+  } else {
+    for (std::int64_t i = 0; i < count; ++i) add(staged + i * row.bytes, host + i * row.host_stride, row.bytes);
+  }
+  return {};
+}
+
+}  // namespace paddle_kv
