@@ -18,9 +18,10 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@sed -n 's/^#   /  /p' $(MAKEFILE_LIST)
 
-demo: ## serve conversations whose KV cache does not fit, kill the server and start it again; check every token
+demo: ## serve conversations whose KV cache does not fit, kill the server and start it again, prefill in another process; check every token
 	$(python) examples/demo.py $(if $(filter plugin,$(PADDLE)),--device=gpu) $(ARGS)
 	$(python) examples/restart.py $(if $(filter plugin,$(PADDLE)),--device=gpu)
+	$(python) examples/prefill_decode.py
 
 # Modules that need CuPy cannot be imported where there is none; any other import error fails the tests themselves.
 test: ## all tests, and the examples in the docstrings
