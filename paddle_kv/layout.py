@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal
@@ -190,6 +190,53 @@ class KVCacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block of one layer, all tensors."""
         return sum(self.tensor_block_bytes(name) for name in self.tensor_names)
+
+    def head_axis(self, name: str) -> int:
+        """Which dimension of a block counts the heads: the first one; in NHD the second one, behind the tokens.
+
+        Tensors of ``extra`` are taken to lie as keys do.
+
+        Raises:
+            ValueError: ``name`` is not of :attr:`tensor_names`; a latent cache, which has no heads; a tensor of
+                ``extra`` with another size than ``num_kv_heads`` in that dimension.
+        """
+        shape = self.block_shape(name)
+        axis = 1 if self.layout == "NHD" else 0
+        if self.latent:
+            raise ValueError("a latent cache has no heads; each rank holds all of it")
+        if len(shape) <= axis or shape[axis] != self.num_kv_heads:
+            raise ValueError(
+                f"extra[{name!r}] has block shape {shape}; num_kv_heads = {self.num_kv_heads} is expected in dimension "
+                f"{axis}, where keys have it"
+            )
+        return axis
+
+    def head_pieces(self, name: str) -> int:
+        """In how many pieces a few neighbouring heads lie in a block: one, in NHD one for each token. Raises as
+        :meth:`head_axis`."""
+        return math.prod(self.block_shape(name)[: self.head_axis(name)])
+
+    def with_heads(self, num_kv_heads: int) -> KVCacheSpec:
+        """The same model with so many heads in this cache: that of a rank of another tensor-parallel size.
+
+        Raises:
+            ValueError: fewer than one head, or as :meth:`head_axis`.
+
+        Example:
+            >>> spec = KVCacheSpec(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16",
+            ...                    extra={"scale": ((8, 16), "float32")})
+            >>> half = spec.with_heads(4)
+            >>> half.num_kv_heads, half.block_shape("scale"), half.block_bytes * 2 == spec.block_bytes
+            (4, (4, 16), True)
+        """
+        num_kv_heads = check_positive(num_kv_heads, "num_kv_heads")
+        for name in self.tensor_names:
+            self.head_axis(name)
+        extra = {}
+        for name, (shape, dtype) in self.extra.items():
+            axis = self.head_axis(name)
+            extra[name] = ((*shape[:axis], num_kv_heads, *shape[axis + 1 :]), dtype)
+        return replace(self, num_kv_heads=num_kv_heads, extra=extra)
 
     def numpy_dtype(self, name: str) -> str:
         """The NumPy type in which ``paddle.Tensor.numpy()`` shows the tensor (bfloat16 as uint16, fp8 as int8).

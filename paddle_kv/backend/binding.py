@@ -26,17 +26,27 @@ def register(device_cache: Any, host_pool: Any, device: int) -> int:
         of_pool, of_cache = differences(host_pool.spec, spec)
         raise ValueError(f"host_pool has {of_pool}, device_cache has {of_cache}; both must have the same spec")
     number = next(_numbers)
-    names, layers = spec.tensor_names, range(spec.num_layers)
+    pieces = [1] * len(spec.tensor_names)  # in which a block lies on both sides
+    if device_cache.is_part or host_pool.is_part:
+        pieces = [spec.head_pieces(name) for name in spec.tensor_names]
+    moved = [
+        (name, piece, count) for name, count in zip(spec.tensor_names, pieces, strict=True) for piece in range(count)
+    ]
+
+    def pointers(memory: Any) -> list[int]:
+        steps = [(name, piece and piece * memory.piece_stride_bytes(name)) for name, piece, _ in moved]
+        return [memory.pointer(name, layer) + step for layer in range(spec.num_layers) for name, step in steps]
+
     plan = (
         number,
         device,
         device_cache.num_blocks,
         host_pool.num_blocks,
-        [device_cache.pointer(name, layer) for layer in layers for name in names],
-        [host_pool.pointer(name, layer) for layer in layers for name in names],
-        [spec.tensor_block_bytes(name) for name in names],
-        [host_pool.stride_bytes(name) for name in names],
-        [host_pool.moved_block_bytes(name) for name in names],
+        pointers(device_cache),
+        pointers(host_pool),
+        [device_cache.stride_bytes(name) for name, _, _ in moved],
+        [host_pool.stride_bytes(name) for name, _, _ in moved],
+        [host_pool.moved_block_bytes(name) // count for name, _, count in moved],
     )
     if device < 0 or host_pool.in_host_memory or not any(plan[-1]):
         call("register_transfer_plan", *plan)

@@ -61,6 +61,7 @@ class DeviceCache:
 
     _memory: Sequence[SharedMemory] | Sequence[DeviceMemory] = ()  # of a cache that is shared, on the CPU, or attached
     _exported: Exported | None = None
+    is_part = False  # see :func:`~paddle_kv.memory.heads.heads_of`
     is_attached_on_gpu = False  # it lies in device memory of another process: there are addresses, and no tensors
     on_other_gpu = False  # that memory is not of the GPU that reaches it here
 
@@ -312,6 +313,14 @@ class DeviceCache:
         :meth:`tensor`."""
         layer = self._check_layer(name, layer)
         return self._pointers[name][layer % self.layer_buffers]
+
+    def stride_bytes(self, name: str) -> int:
+        """Bytes from a block of a tensor to the next one. Raises ValueError as :meth:`tensor`."""
+        return self.spec.tensor_block_bytes(name)
+
+    def piece_stride_bytes(self, name: str) -> int:
+        """In a block, bytes from a piece of ``spec.head_pieces`` to the next one."""
+        return self.stride_bytes(name) // self.spec.head_pieces(name)
 
     def _check_layer(self, name: str, layer: int) -> int:
         if name not in self._pointers:

@@ -150,3 +150,19 @@ def available_bytes() -> int:
 def _message(size_bytes: int, pinned: bool, reason: str) -> str:
     kind = "page-locked host" if pinned else "host"
     return f"{size_bytes} bytes of {kind} memory were asked for, {available_bytes()} bytes are available ({reason})"
+
+
+class _Foreign:
+    """Memory that somebody else owns, as NumPy wants to see it."""
+
+    def __init__(self, address: int, size_bytes: int) -> None:
+        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def bytes_at(address: int, size_bytes: int, owned: Sequence[HostMemory]) -> np.ndarray:
+    """Memory as a writable array; where it lies in one of ``owned``, the array keeps it alive."""
+    for memory in owned:
+        if memory.address <= address < memory.address + memory.size_bytes:
+            offset = address - memory.address
+            return memory.array()[offset : offset + size_bytes]
+    return np.asarray(_Foreign(address, size_bytes))

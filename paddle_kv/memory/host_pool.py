@@ -23,7 +23,7 @@ from .exported import Exported, describe, refuse_overlap, resolve
 from .free_extents import FreeExtents
 from .host_layout import HostLayout, check_layout, placement
 from .host_lease import Lease
-from .host_memory import HostMemory, allocate, can_page_lock
+from .host_memory import HostMemory, allocate, bytes_at, can_page_lock
 from .shared_memory import SharedMemory
 
 
@@ -228,6 +228,12 @@ class HostPool:
     # As a pool is; see :class:`~paddle_kv.memory.peer_blocks.PeerBlocks`.
     in_host_memory = True
     on_other_gpu = False
+    is_part = False  # see :func:`~paddle_kv.memory.heads.heads_of`
+
+    @property
+    def heads(self) -> range:
+        """Which heads of the blocks in memory it has: all, if it is no part."""
+        return range(self.spec.num_kv_heads)
 
     def moved_block_bytes(self, name: str) -> int:
         """What a transfer moves of a block of a tensor."""
@@ -269,6 +275,10 @@ class HostPool:
             raise ValueError(f"name = {name!r} must be one of {self.spec.tensor_names}")
         return self._strides[name]
 
+    def piece_stride_bytes(self, name: str) -> int:
+        """In a block, bytes from a piece of ``spec.head_pieces`` to the next one."""
+        return self.spec.tensor_block_bytes(name) // self.spec.head_pieces(name)
+
     def view(self, name: str, layer: int, block_id: int) -> np.ndarray:
         """One block of one tensor as a writable array over the pool's memory, typed as ``paddle.Tensor.numpy()`` would
         be.
@@ -297,7 +307,7 @@ class HostPool:
 
     def bytes_at(self, address: int, size_bytes: int) -> np.ndarray:
         """Memory of the pool as a writable array, which keeps it alive if it is the pool's own."""
-        return _bytes_at(address, size_bytes, self._memory)
+        return bytes_at(address, size_bytes, self._memory)
 
     def close(self) -> None:
         """Gives the memory back. Again: does nothing.
@@ -491,18 +501,3 @@ class HostPool:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the host pool is closed")
-
-
-class _Foreign:
-    """Memory that somebody else owns, as NumPy wants to see it."""
-
-    def __init__(self, address: int, size_bytes: int) -> None:
-        self.__array_interface__ = {"shape": (size_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-
-def _bytes_at(address: int, size_bytes: int, owned: Sequence[HostMemory]) -> np.ndarray:
-    for memory in owned:
-        if memory.address <= address < memory.address + memory.size_bytes:
-            offset = address - memory.address
-            return memory.array()[offset : offset + size_bytes]
-    return np.asarray(_Foreign(address, size_bytes))

@@ -46,7 +46,7 @@ class PeerBlocks(HostPool):
         self.on_other_gpu = cache.on_other_gpu
         for name in cache.spec.tensor_names:
             self._pointers[name] = [cache.pointer(name, layer) for layer in range(cache.spec.num_layers)]
-            self._strides[name] = cache.spec.tensor_block_bytes(name)
+            self._strides[name] = cache.stride_bytes(name)
         self._attach(cache.extents())
         self._free.allocate(self.num_blocks)
         self._attached = True

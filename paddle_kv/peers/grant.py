@@ -9,7 +9,7 @@ import secrets
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 ID_CHARACTERS = 32  # 128 random bits
 
 
@@ -25,11 +25,12 @@ class Grant:
         pool_id: of the receiver's pool.
         host_block_ids: of that pool, one for each block that the sender has to give.
         num_layers: of the model.
+        first_head, num_heads: of the receiver's heads those that the sender writes.
         deadline_s: on the monotonic clock of the host; what is not handed over by then is lost.
 
     Example:
         >>> from paddle_kv.peers import Grant
-        >>> grant = Grant(1, "00" * 16, "pool", (4, 2), 5, 1234.5)
+        >>> grant = Grant(2, "00" * 16, "pool", (4, 2), 5, 0, 8, 1234.5)
         >>> Grant.from_json(grant.to_json()) == grant
         True
     """
@@ -39,6 +40,8 @@ class Grant:
     pool_id: str
     host_block_ids: tuple[int, ...]
     num_layers: int
+    first_head: int
+    num_heads: int
     deadline_s: float
 
     def to_json(self) -> str:
@@ -91,7 +94,9 @@ def check_grant(grant: Any) -> None:
     ids = grant.host_block_ids
     if not isinstance(ids, tuple) or not ids or not all(type(one) is int and one >= 0 for one in ids):
         raise ValueError("host_block_ids must be a tuple of ids of blocks, at least one")
-    if type(grant.num_layers) is not int or grant.num_layers < 1:
-        raise ValueError(f"num_layers = {grant.num_layers!r} must be an integer of at least 1")
+    for name, least in (("num_layers", 1), ("first_head", 0), ("num_heads", 1)):
+        value = getattr(grant, name)
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} = {value!r} must be an integer of at least {least}")
     if type(grant.deadline_s) is not float or not math.isfinite(grant.deadline_s):
         raise ValueError(f"deadline_s = {grant.deadline_s!r} must be a time")

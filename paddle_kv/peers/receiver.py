@@ -6,7 +6,7 @@ import functools
 import os
 import time
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from ..errors import ClosedError, LeasedError
 from ..ops import _arguments as arguments
 from ..schedule import arriving
 from ..schedule.at_exit import EXIT_TIMEOUT_S
-from ..schedule.movement import Movement, State
+from ..schedule.movement import State
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..timeouts import check_time, check_timeout
@@ -26,17 +26,11 @@ from ..tracking.keeper import log
 from ..values import check_bool, check_choice, check_methods
 from .at_exit import endpoints
 from .grant import VERSION, Grant, check_grant, make_grant_id
+from .granted import Granted, GrantedLoad, Peer
 from .landing import landing_scheduler
 from .messages import TO_RECEIVER, encode, heard
 
 REVOKE_EVERY_S = 1.0  # until it is answered: a channel may lose messages
-
-
-class Peer(Protocol):
-    """The way to one sender: an object of a channel. Two are the same peer if they are equal."""
-
-    def send(self, data: bytes) -> object:
-        """Leaves a message for it; waits for nothing. It may get lost, but not arrive at another one."""
 
 
 class Receiver:
@@ -78,7 +72,7 @@ class Receiver:
         self.pool_id = scheduler.device_cache.export().memory_id if direct else scheduler.host_pool.memory_id
         self.scheduler = scheduler
         self._loads = landing_scheduler(scheduler) if direct else scheduler
-        self._granted: dict[str, _Granted] = {}
+        self._granted: dict[str, Granted] = {}
         self._alarms = Alarms("paddle_kv-peers-deadlines")
         self._process_id = os.getpid()
         self._closed = False
@@ -113,6 +107,44 @@ class Receiver:
             ClosedError, ForkedError: closed, or made before a fork.
             As ``scheduler.onload``.
         """
+        every = self.scheduler.device_cache.spec.num_kv_heads
+        transfer, [grant] = self._grant(device_block_ids, [every], host_block_ids, timeout_s, urgent)
+        return transfer, grant
+
+    def grant_heads(
+        self,
+        device_block_ids: Any,
+        num_heads: Any,
+        *,
+        host_block_ids: Any = None,
+        timeout_s: float = 30.0,
+        urgent: bool | None = None,
+    ) -> tuple[Transfer, list[Grant]]:
+        """:meth:`grant` to several senders, of which each has some of the heads: ranks of a larger tensor-parallel
+        size. A layer is there when all of them have told it; if one fails, the load fails, and the others are told.
+
+        Args:
+            device_block_ids, host_block_ids, timeout_s, urgent: as of :meth:`grant`.
+            num_heads: of each sender, in the order of the heads; together ``spec.num_kv_heads``.
+
+        Returns:
+            the load, and a grant for each sender, which writes through
+            :func:`~paddle_kv.peers.heads_of` ``(..., grant.first_head, grant.num_heads)``.
+
+        Raises:
+            ValueError: ``num_heads`` is not that; a cache in which heads cannot be told apart (``spec.with_heads``).
+            As :meth:`grant`.
+        """
+        spec, counts = self.scheduler.device_cache.spec, arguments.block_ids(num_heads, "num_heads")
+        if min(counts, default=0) < 1 or sum(counts) != spec.num_kv_heads:
+            raise ValueError(f"num_heads = {counts} must be positive, and {spec.num_kv_heads} together")
+        for count in counts if len(counts) > 1 else ():
+            spec.with_heads(count)
+        return self._grant(device_block_ids, counts, host_block_ids, timeout_s, urgent)
+
+    def _grant(
+        self, device_block_ids: Any, counts: list[int], host_block_ids: Any, timeout_s: float, urgent: bool | None
+    ) -> tuple[Transfer, list[Grant]]:
         timeout_s = check_time(timeout_s)
         check_choice(urgent, "urgent")
         ids = arguments.block_id_array(device_block_ids, "device_block_ids")
@@ -123,11 +155,11 @@ class Receiver:
             raise ValueError("host_block_ids was given, but this receiver takes blocks straight into its device cache")
         compute = self.scheduler.compute_stream(None)
         if self.direct:
-            section = functools.partial(self._grant_direct_here, ids, timeout_s, compute)
+            section = functools.partial(self._grant_direct_here, ids, counts, timeout_s, compute)
         else:
-            section = functools.partial(self._grant_here, ids, given, timeout_s, compute, urgent)
-        transfer, grant = change(self.scheduler, section)
-        return transfer, grant
+            section = functools.partial(self._grant_here, ids, counts, given, timeout_s, compute, urgent)
+        transfer, load = change(self.scheduler, section)
+        return transfer, [part.grant for part in load.parts]
 
     def revoke(self, grant: Grant) -> None:
         """``transfer.cancel()``: what has not arrived is not wanted any more. One that has ended stays as it is.
@@ -137,7 +169,7 @@ class Receiver:
         """
         check_grant(grant)
         granted = self._granted.get(grant.grant_id)
-        movement = None if granted is None else granted.movement
+        movement = None if granted is None else granted.load.movement
         if movement is not None:
             (movement.handle() or Transfer(movement)).cancel()
 
@@ -187,7 +219,7 @@ class Receiver:
     def holds(self, peer: Peer) -> bool:
         """Whether the peer may write to blocks now. TypeError: not a peer."""
         check_peer(peer)
-        return any(granted.peer == peer for granted in list(self._granted.values()))
+        return any(granted.peer == peer and not granted.over for granted in list(self._granted.values()))
 
     def lost(self, peer: Peer) -> None:
         """Nothing more is heard of the peer, which may still be writing: its loads fail, its blocks are held.
@@ -203,20 +235,28 @@ class Receiver:
 
     # ---- sections ----
     def _grant_here(
-        self, device_ids: np.ndarray, host_ids: Any, timeout_s: float, compute: Any, urgent: bool | None
-    ) -> tuple[Transfer, Grant]:
+        self,
+        device_ids: np.ndarray,
+        counts: list[int],
+        host_ids: Any,
+        timeout_s: float,
+        compute: Any,
+        urgent: bool | None,
+    ) -> tuple[Transfer, GrantedLoad]:
         self._check_open()
         pool = self.scheduler.host_pool
         own = None if host_ids is not None else pool.allocate_here(len(device_ids)).take()
         try:
             plan = self.scheduler.plan("onload", device_ids, host_ids if own is None else own)
-            return self._start(plan, timeout_s, compute, urgent)
+            return self._start(plan, counts, timeout_s, compute, urgent)
         finally:
             if own is not None:
                 pool.free_here(own)  # it gives them out again when the transfer is over
 
-    def _grant_direct_here(self, device_ids: np.ndarray, timeout_s: float, compute: Any) -> tuple[Transfer, Grant]:
-        """The sender may write when a load of nothing into the same blocks is over: what used them before is then."""
+    def _grant_direct_here(
+        self, device_ids: np.ndarray, counts: list[int], timeout_s: float, compute: Any
+    ) -> tuple[Transfer, GrantedLoad]:
+        """Senders may write when a load of nothing into the same blocks is over: what used them before is then."""
         self._check_open()
         landing = self._loads.host_pool
         plan = self._loads.plan("onload", device_ids, device_ids)
@@ -226,62 +266,67 @@ class Receiver:
         waiting_ids = device_ids + self._loads.device_cache.num_blocks
         wait = self._loads.start_here(self._loads.plan("onload", device_ids, waiting_ids), compute, False, False)
         # On the other stream, which never waits for compute: or a layer that is there would, behind a later grant.
-        transfer, grant = self._start(plan, timeout_s, compute, True)
-        granted = self._granted[grant.grant_id]
-        granted.wait = wait._movement
-        if granted.wait.over:  # the start of the load has looked at it
-            self._may_write(granted)
+        transfer, load = self._start(plan, counts, timeout_s, compute, True)
+        load.wait = wait._movement
+        if load.wait.over:  # the start of the load has looked at it
+            self._may_write(load)
         else:
-            granted.wait.callbacks.append(functools.partial(self._may_write, granted))
-        return transfer, grant
+            load.wait.callbacks.append(functools.partial(self._may_write, load))
+        return transfer, load
 
     def _check_open(self) -> None:
         check_process(self._process_id, "receiver")
         if self._closed:
             raise ClosedError("the receiver is closed")
 
-    def _start(self, plan: TransferPlan, timeout_s: float, compute: Any, urgent: bool | None) -> tuple[Transfer, Grant]:
+    def _start(
+        self, plan: TransferPlan, counts: list[int], timeout_s: float, compute: Any, urgent: bool | None
+    ) -> tuple[Transfer, GrantedLoad]:
         deadline_s = time.monotonic() + timeout_s
-        ids = tuple(plan.host_ids.tolist())
-        grant = Grant(VERSION, make_grant_id(), self.pool_id, ids, plan.num_layers, deadline_s)
-        granted = _Granted(self, grant)
-        transfer = arriving.start(self._loads, plan, compute, urgent, granted)
-        granted.movement = transfer._movement
-        self._granted[grant.grant_id] = granted
-        self._counts["granted"] += 1
-        self._alarms.add(deadline_s, functools.partial(self._late, granted))
-        return transfer, grant
+        ids, first, grants = tuple(plan.host_ids.tolist()), 0, []
+        for count in counts:
+            made = Grant(VERSION, make_grant_id(), self.pool_id, ids, plan.num_layers, first, count, deadline_s)
+            grants.append(made)
+            first += count
+        load = GrantedLoad(self, grants)
+        transfer = arriving.start(self._loads, plan, compute, urgent, load)
+        load.movement = transfer._movement
+        self._granted.update((part.grant.grant_id, part) for part in load.parts)
+        self._counts["granted"] += len(load.parts)
+        self._alarms.add(deadline_s, functools.partial(self._late, load))
+        return transfer, load
 
     def _take(self, peer: Peer, message: dict[str, Any] | None) -> tuple[bool, bytes | None]:
         """Whether it was one to act upon, and what to answer."""
         granted = None if message is None else self._granted.get(message["grant_id"])
         if message is not None and message["kind"] == "begin":
             return self._begin(peer, granted, message)
-        if message is None or granted is None or granted.peer is None or granted.peer != peer:
+        if message is None or granted is None or granted.over or granted.peer is None or granted.peer != peer:
             return self._refuse()
-        movement = granted.movement
+        load, movement = granted.load, granted.load.movement
         assert movement is not None
         kind = message["kind"]
         if kind == "layers":
             in_order = message["first"] == granted.next_layer < message["end"] <= granted.grant.num_layers
             if not in_order or movement.failed:
                 return self._refuse()
+            first = load.next_layer
             granted.next_layer = message["end"]
-            arriving.mark(movement, range(message["first"], message["end"]))
+            arriving.mark(movement, range(first, load.next_layer))
         elif kind == "done":
             if granted.next_layer < granted.grant.num_layers and not movement.failed:
                 return self._refuse()
             self._end(granted)
         else:
-            self._fail(granted, f"the sender failed: {message['reason']}")
+            self._fail(load, f"the sender failed: {message['reason']}")
             self._end(granted)
         return True, None
 
-    def _begin(self, peer: Peer, granted: _Granted | None, message: dict[str, Any]) -> tuple[bool, bytes | None]:
+    def _begin(self, peer: Peer, granted: Granted | None, message: dict[str, Any]) -> tuple[bool, bytes | None]:
         if granted is not None and granted.peer == peer:
             return self._refuse()  # doubled; it was answered
         why = None
-        if granted is None or granted.movement is None or granted.movement.failed:
+        if granted is None or granted.load.movement is None or granted.load.movement.failed:
             why = "the grant is over, or not of this receiver"
         elif granted.peer is not None:
             why = "another sender has the grant"
@@ -290,7 +335,8 @@ class Receiver:
         if granted is None or why is not None:
             return self._refuse(encode("refused", message["grant_id"], reason=why))
         granted.peer = peer
-        if granted.wait is not None and granted.wait.state is not State.DONE:
+        wait = granted.load.wait
+        if wait is not None and wait.state is not State.DONE:
             return True, None  # answered when whatever used the blocks is through
         return True, encode("accepted", message["grant_id"])
 
@@ -298,10 +344,10 @@ class Receiver:
         self._counts["refused_messages"] += 1
         return False, reply
 
-    def _lost_here(self, peer: Peer) -> list[_Granted]:
-        found = [one for one in self._granted.values() if one.peer == peer]
+    def _lost_here(self, peer: Peer) -> list[Granted]:
+        found = [one for one in self._granted.values() if one.peer == peer and not one.over]
         for granted in found:
-            self._fail(granted, "the sender is gone")
+            self._fail(granted.load, "the sender is gone")
         return found
 
     def _gone_here(self, peer: Peer) -> None:
@@ -311,83 +357,62 @@ class Receiver:
     def _close_here(self) -> None:
         self._closed = True
         for granted in list(self._granted.values()):
-            self._fail(granted, "the receiver was closed")
+            self._fail(granted.load, "the receiver was closed")
 
-    def _fail(self, granted: _Granted, why: str) -> None:
-        if granted.movement is not None:
-            arriving.fail(granted.movement, f"{len(granted.block_ids)} blocks were not handed over: {why}")
+    def _fail(self, load: GrantedLoad, why: str) -> None:
+        if load.movement is not None:
+            arriving.fail(load.movement, f"{len(load.block_ids)} blocks were not handed over: {why}")
 
-    def _end(self, granted: _Granted) -> None:
-        """Nobody writes the blocks any more."""
-        movement, granted.movement = granted.movement, None
-        if movement is None:
+    def _end(self, granted: Granted) -> None:
+        """Nobody writes the blocks by this grant any more."""
+        granted.over = True
+        load = granted.load
+        if load.movement is None or not load.is_over:
             return
-        self._counts["failed" if movement.failed else "done"] += 1
-        del self._granted[granted.grant.grant_id]
+        movement, load.movement = load.movement, None
+        self._counts["failed" if movement.failed else "done"] += len(load.parts)
+        for part in load.parts:
+            del self._granted[part.grant.grant_id]
         arriving.end(movement)
         self.scheduler.group.notify()
 
-    def _may_write_here(self, granted: _Granted) -> tuple[Peer | None, bytes]:
-        """Who asked before the blocks were free, and the answer."""
-        assert granted.wait is not None
-        if granted.wait.state is not State.DONE:
-            self._fail(granted, "what used the blocks before failed")  # and the sender is told to stop
-        if granted.movement is None or granted.movement.failed:
-            return None, b""
-        return granted.peer, encode("accepted", granted.grant.grant_id)
+    def _may_write_here(self, load: GrantedLoad) -> list[Granted]:
+        """Whose senders have asked before the blocks were free, and may write now."""
+        assert load.wait is not None
+        if load.wait.state is not State.DONE:
+            self._fail(load, "what used the blocks before failed")  # and the senders are told to stop
+        if load.movement is None or load.movement.failed:
+            return []
+        return [part for part in load.parts if part.peer is not None]
 
     # ---- in threads of the library, in no section ----
-    def _may_write(self, granted: _Granted) -> None:
-        granted.wait.group.host.post(functools.partial(self._answer, granted))  # type: ignore[union-attr]
+    def _may_write(self, load: GrantedLoad) -> None:
+        load.wait.group.host.post(functools.partial(self._answer, load))  # type: ignore[union-attr]
 
-    def _answer(self, granted: _Granted) -> None:
+    def _answer(self, load: GrantedLoad) -> None:
         if self._process_id != os.getpid():
             return  # a forked child
-        peer, reply = change(self.scheduler, functools.partial(self._may_write_here, granted))
-        if peer is not None:
-            _send(peer, reply)
+        for part in change(self.scheduler, functools.partial(self._may_write_here, load)):
+            _send(part.peer, encode("accepted", part.grant.grant_id))
 
-    def _late(self, granted: _Granted) -> None:
-        change(self.scheduler, functools.partial(self._fail, granted, "the time was over"))
+    def _late(self, load: GrantedLoad) -> None:
+        change(self.scheduler, functools.partial(self._fail, load, "the time was over"))
 
-    def _stop(self, granted: _Granted) -> None:
-        """The load has failed: the sender is told, until it answers."""
+    def _stop(self, load: GrantedLoad) -> None:
+        """The load has failed: its senders are told, until they answer."""
         if self._process_id != os.getpid():
-            return  # a forked child: the sender is the parent's
-        peer = change(self.scheduler, functools.partial(self._stop_here, granted))
-        if peer is not None:
-            _send(peer, encode("revoke", granted.grant.grant_id))
+            return  # a forked child: the senders are the parent's
+        for part in change(self.scheduler, functools.partial(self._stop_here, load)):
+            _send(part.peer, encode("revoke", part.grant.grant_id))
 
-    def _stop_here(self, granted: _Granted) -> Peer | None:
-        if granted.peer is None:
-            self._end(granted)  # nobody has begun, and nobody may any more
-        if granted.movement is None:
-            return None
-        self._alarms.add(time.monotonic() + REVOKE_EVERY_S, functools.partial(self._stop, granted))
-        return granted.peer
-
-
-class _Granted:
-    """What writes to the host blocks of a load: see :class:`~paddle_kv.schedule.movement.Reading`.
-
-    Attributes:
-        peer: who has begun to write; None: nobody.
-        next_layer: the first one that was not told.
-        movement: the load; None once nobody writes any more.
-        wait: with ``direct``: it is over when the blocks may be written.
-    """
-
-    def __init__(self, receiver: Receiver, grant: Grant) -> None:
-        self.grant = grant
-        self.block_ids = list(grant.host_block_ids)
-        self.peer: Peer | None = None
-        self.next_layer = 0
-        self.movement: Movement | None = None
-        self.wait: Movement | None = None
-        self._receiver = receiver
-
-    def cancel(self) -> None:
-        self._receiver.scheduler.group.host.post(functools.partial(self._receiver._stop, self))
+    def _stop_here(self, load: GrantedLoad) -> list[Granted]:
+        for part in load.parts:
+            if part.peer is None:
+                self._end(part)  # nobody has begun, and nobody may any more
+        if load.movement is None:
+            return []
+        self._alarms.add(time.monotonic() + REVOKE_EVERY_S, functools.partial(self._stop, load))
+        return [part for part in load.parts if not part.over]
 
 
 def check_peer(peer: Any) -> None:

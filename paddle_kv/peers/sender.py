@@ -97,6 +97,12 @@ class Sender:
         num_layers = self.scheduler.device_cache.spec.num_layers
         if grant.num_layers != num_layers:
             raise ValueError(f"the grant has {grant.num_layers} layers; {num_layers} are expected")
+        granted, own = range(grant.first_head, grant.first_head + grant.num_heads), self.scheduler.host_pool.heads
+        if granted != own:
+            raise ValueError(
+                f"the grant is of heads {granted.start} to {granted.stop - 1}; this sender writes heads {own.start} to "
+                f"{own.stop - 1} of the receiver's blocks (heads_of takes some of them)"
+            )
         plan = self.scheduler.plan("offload", device_block_ids, list(grant.host_block_ids))
         compute = self.scheduler.compute_stream(None)
         left_s = grant.deadline_s - time.monotonic()

@@ -9,13 +9,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.backend import binding
 from paddle_kv.backend.work import TransferPlan
-from paddle_kv.peers import Grant, PeerBlocks, connect
+from paddle_kv.peers import Grant, PeerBlocks, connect, heads_of
 from paddle_kv.peers.connection import Line
 from tests.schedule.rig import Copies, make_spec, random_bits, set_cache
 
@@ -25,9 +26,9 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.peers.preload"])
 
 
-def bits() -> dict[str, Any]:
+def bits(spec: KVCacheSpec | None = None, seed: int = SEED) -> dict[str, Any]:
     """What is in its cache."""
-    return random_bits(make_spec(), BLOCKS, SEED)
+    return random_bits(spec or make_spec(), BLOCKS, seed)
 
 
 class Points:
@@ -67,10 +68,23 @@ def attach(spec: KVCacheSpec, exported: Any) -> HostPool:
     return PeerBlocks(DeviceCache.attach(spec, exported))
 
 
-def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None) -> None:
-    spec = make_spec()
-    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), attach(spec, exported)
-    set_cache(cache, bits())
+@dataclass(frozen=True)
+class Cut:
+    """A sender with another number of heads than the receiver: which of its own it sends, to which of the receiver."""
+
+    num_heads: int
+    own: tuple[int, int] | None = None  # the first one, and how many; None: all
+    theirs: tuple[int, int] | None = None
+    seed: int = SEED
+
+
+def serve(pipe: Connection, exported: Any, path: str, kill_at: int | None, cut: Cut | None) -> None:
+    spec = exported.spec if cut is None else exported.spec.with_heads(cut.num_heads)
+    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), attach(exported.spec, exported)
+    set_cache(cache, bits(spec, SEED if cut is None else cut.seed))
+    if cut is not None:
+        cache = cache if cut.own is None else heads_of(cache, *cut.own)
+        pool = pool if cut.theirs is None else heads_of(pool, *cut.theirs)
     copies = Copies(binding.copy)
     binding.copy = copies
     if kill_at is not None:
@@ -117,9 +131,9 @@ def fork_and_sleep() -> int:
 class Prefill:
     """The handle of such a process."""
 
-    def __init__(self, exported: Any, path: str, kill_at: int | None = None) -> None:
+    def __init__(self, exported: Any, path: str, kill_at: int | None = None, cut: Cut | None = None) -> None:
         self._pipe, there = multiprocessing.Pipe()
-        self.process = context.Process(target=serve, args=(there, exported, path, kill_at), daemon=True)
+        self.process = context.Process(target=serve, args=(there, exported, path, kill_at, cut), daemon=True)
         self.process.start()
         there.close()
 

@@ -225,7 +225,14 @@ def test_a_grant_that_was_changed_is_refused(decode: Decode, prefill: Prefill) -
     for change in changes:
         text = Grant(**{**fields, **change}).to_json()
         assert prefill.refused("send", "b", text, [4] * len({**fields, **change}["host_block_ids"]))[0] == "PeerError"
-    for change in ({"pool_id": "0" * 32}, {"num_layers": 4}, {"version": 2}, {"host_block_ids": ()}):
+    for change in (
+        {"pool_id": "0" * 32},
+        {"num_layers": 4},
+        {"version": 1},
+        {"host_block_ids": ()},
+        {"first_head": 1},
+        {"num_heads": 1},
+    ):
         assert prefill.refused("send", "b", Grant(**{**fields, **change}).to_json(), [4])[0] == "ValueError"
     assert prefill.refused("send", "b", Grant(**{**fields, "host_block_ids": (99,)}).to_json(), [4])[0] == "IndexError"
     assert prefill.refused("send", "b", grant.to_json(), [4, 5])[0] == "ValueError"

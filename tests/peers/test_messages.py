@@ -247,7 +247,7 @@ def test_a_grant_that_failed_in_this_moment_is_refused(ground: Ground) -> None:
     message = decode(encode("begin", grant.grant_id, digest=grant.digest), TO_RECEIVER)
 
     def section() -> Any:
-        ground.receiver._fail(ground.receiver._granted[grant.grant_id], "just now")
+        ground.receiver._fail(ground.receiver._granted[grant.grant_id].load, "just now")
         return ground.receiver._take(ground.peer, message)
 
     assert not change(ground.scheduler, section)[0]
@@ -370,6 +370,8 @@ def test_a_grant_is_checked_in_all_its_parts(ground: Ground) -> None:
                 made = Grant.from_json(json.dumps({**fields, name: wrong}))
                 if name in ("pool_id",) and isinstance(wrong, str):
                     raise ValueError(made.pool_id)  # any text is one
+                if (name, wrong) == ("first_head", 0):
+                    raise ValueError(made.first_head)  # what it is
                 if name == "deadline_s" and isinstance(wrong, float):
                     raise AssertionError
     load.cancel()

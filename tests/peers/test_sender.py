@@ -14,7 +14,7 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, LayerwiseScheduler, PeerError
 from paddle_kv.peers import Grant, Receiver, Sender
-from paddle_kv.peers.grant import make_grant_id
+from paddle_kv.peers.grant import VERSION, make_grant_id
 from paddle_kv.peers.messages import encode
 from paddle_kv.schedule import layer_ends
 from tests.peers.prefill import BLOCKS, bits, context, own_a_pool
@@ -67,8 +67,9 @@ class Ground:
 
     def grant(self, ids: tuple[int, ...] = (3,), **changes: Any) -> Grant:
         pool_id = self.pool.export().allocations[0].token
-        values = {"pool_id": pool_id, "num_layers": 5, "deadline_s": time.monotonic() + WAIT_S, **changes}
-        return Grant(1, make_grant_id(), host_block_ids=ids, **values)
+        values = {"pool_id": pool_id, "num_layers": 5, "first_head": 0, "num_heads": 2, **changes}
+        values.setdefault("deadline_s", time.monotonic() + WAIT_S)
+        return Grant(VERSION, make_grant_id(), host_block_ids=ids, **values)
 
     def until(self, kind: str, timeout_s: float = WAIT_S) -> dict[str, Any]:
         end_s = time.monotonic() + timeout_s

@@ -1,0 +1,67 @@
+"""What a receiver remembers of the blocks that it has given out."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Protocol
+
+from ..schedule.movement import Movement
+from .grant import Grant
+
+if TYPE_CHECKING:
+    from .receiver import Receiver
+
+
+class Peer(Protocol):
+    """The way to one sender: an object of a channel. Two are the same peer if they are equal."""
+
+    def send(self, data: bytes) -> object:
+        """Leaves a message for it; waits for nothing. It may get lost, but not arrive at another one."""
+
+
+class GrantedLoad:
+    """A load whose blocks senders write, each some of the heads: see :class:`~paddle_kv.schedule.movement.Reading`.
+
+    Attributes:
+        parts: a grant for each sender.
+        movement: the load; None once nobody writes any more.
+        wait: with ``direct``: it is over when the blocks may be written.
+    """
+
+    def __init__(self, receiver: Receiver, grants: list[Grant]) -> None:
+        self.parts = [Granted(self, grant) for grant in grants]
+        self.block_ids = list(grants[0].host_block_ids)
+        self.movement: Movement | None = None
+        self.wait: Movement | None = None
+        self._receiver = receiver
+
+    @property
+    def next_layer(self) -> int:
+        """The first one of which not all senders have told that it is there."""
+        return min(part.next_layer for part in self.parts)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no sender writes any more."""
+        return all(part.over for part in self.parts)
+
+    def cancel(self) -> None:
+        self._receiver.scheduler.group.host.post(functools.partial(self._receiver._stop, self))
+
+
+class Granted:
+    """One grant.
+
+    Attributes:
+        load: which it is for.
+        peer: who has begun to write; None: nobody.
+        next_layer: the first one that was not told.
+        over: nobody writes by it any more.
+    """
+
+    def __init__(self, load: GrantedLoad, grant: Grant) -> None:
+        self.load = load
+        self.grant = grant
+        self.peer: Peer | None = None
+        self.next_layer = 0
+        self.over = False
