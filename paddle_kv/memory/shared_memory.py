@@ -110,6 +110,13 @@ def map_shared(handle: SharedHandle, *, pinned: bool = False) -> SharedMemory:
     return known
 
 
+def mapped_at(address: int) -> SharedMemory | None:
+    """The shared memory of this process that has the address."""
+    with _mapping:
+        known = list(_mapped.values())
+    return next((one for one in known if one.address <= address < one.address + one.size_bytes), None)
+
+
 # Mapped twice it would be two memories for the tracking of blocks.
 _mapped: weakref.WeakValueDictionary[str, SharedMemory] = weakref.WeakValueDictionary()
 _mapping = threading.Lock()

@@ -6,7 +6,8 @@ from ..memory.peer_blocks import PeerBlocks
 from .grant import Grant
 from .granted import Peer
 from .receiver import Receiver
+from .remote_sender import RemoteSender
 from .sender import Sender
 from .unix_socket import Listener, connect
 
-__all__ = ["Grant", "Listener", "Peer", "PeerBlocks", "Receiver", "Sender", "connect", "heads_of"]
+__all__ = ["Grant", "Listener", "Peer", "PeerBlocks", "Receiver", "RemoteSender", "Sender", "connect", "heads_of"]

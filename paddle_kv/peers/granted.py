@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from ..schedule.movement import Movement
 from .grant import Grant
-
-if TYPE_CHECKING:
-    from .receiver import Receiver
 
 
 class Peer(Protocol):
@@ -22,18 +19,22 @@ class Peer(Protocol):
 class GrantedLoad:
     """A load whose blocks senders write, each some of the heads: see :class:`~paddle_kv.schedule.movement.Reading`.
 
+    Args:
+        grants: one for each sender.
+        stop: called once the load has failed.
+
     Attributes:
-        parts: a grant for each sender.
+        parts: what was granted.
         movement: the load; None once nobody writes any more.
         wait: with ``direct``: it is over when the blocks may be written.
     """
 
-    def __init__(self, receiver: Receiver, grants: list[Grant]) -> None:
+    def __init__(self, grants: list[Grant], stop: Callable[[GrantedLoad], object]) -> None:
         self.parts = [Granted(self, grant) for grant in grants]
         self.block_ids = list(grants[0].host_block_ids)
         self.movement: Movement | None = None
         self.wait: Movement | None = None
-        self._receiver = receiver
+        self._stop = stop
 
     @property
     def next_layer(self) -> int:
@@ -46,7 +47,7 @@ class GrantedLoad:
         return all(part.over for part in self.parts)
 
     def cancel(self) -> None:
-        self._receiver.scheduler.group.host.post(functools.partial(self._receiver._stop, self))
+        self._stop(self)
 
 
 class Granted:
@@ -56,6 +57,7 @@ class Granted:
         load: which it is for.
         peer: who has begun to write; None: nobody.
         next_layer: the first one that was not told.
+        stopped: its sender begins no more.
         over: nobody writes by it any more.
     """
 
@@ -64,4 +66,5 @@ class Granted:
         self.grant = grant
         self.peer: Peer | None = None
         self.next_layer = 0
+        self.stopped = False
         self.over = False

@@ -25,12 +25,14 @@ from ..tracking.group import change, wait_until
 from ..tracking.keeper import log
 from ..values import check_bool, check_choice, check_methods
 from .at_exit import endpoints
+from .fabrics.remote_pool import RemotePool, check_described
 from .grant import VERSION, Grant, check_grant, make_grant_id
 from .granted import Granted, GrantedLoad, Peer
 from .landing import landing_scheduler
 from .messages import TO_RECEIVER, encode, heard
 
 REVOKE_EVERY_S = 1.0  # until it is answered: a channel may lose messages
+SETTLE_S = 2.0  # what a network may still bring of a sender that has stopped
 
 
 class Receiver:
@@ -43,14 +45,17 @@ class Receiver:
         scheduler: its host pool is made with ``shared=True`` by this process; with ``direct`` its device cache is, or
             lies on a GPU.
         direct: senders write into the device cache, nothing goes through the host pool.
+        remote: senders are on other hosts: what :func:`~paddle_kv.peers.fabrics.describe` returned for the host pool,
+            which then need not be shared. What a network still holds of a sender that has failed or is gone may arrive
+            late: its blocks are given out again ``SETTLE_S`` after that.
 
     Attributes:
         direct: as it was given.
         pool_id: names the memory of the pool or of the cache, in grants.
 
     Raises:
-        TypeError: not a scheduler, or not a bool.
-        ValueError: the pool, or the cache, is not in memory that can be shared.
+        TypeError: not a scheduler, not a bool, or not a description.
+        ValueError: the pool, or the cache, is not in memory that can be shared; ``remote`` describes another pool.
 
     Example:
         >>> from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
@@ -65,11 +70,20 @@ class Receiver:
         (2, 'cancelled', 4)
     """
 
-    def __init__(self, scheduler: LayerwiseScheduler, *, direct: bool = False) -> None:
+    def __init__(
+        self, scheduler: LayerwiseScheduler, *, direct: bool = False, remote: RemotePool | None = None
+    ) -> None:
         check_scheduler(scheduler)
         check_bool(direct, "direct")
         self.direct = direct
-        self.pool_id = scheduler.device_cache.export().memory_id if direct else scheduler.host_pool.memory_id
+        self._settle_s = 0.0 if remote is None else SETTLE_S
+        if remote is not None:
+            check_described(remote, scheduler.host_pool)
+            if direct:
+                raise ValueError("direct = True is for senders on this host; remote was given")
+            self.pool_id = remote.pool_id
+        else:
+            self.pool_id = scheduler.device_cache.export().memory_id if direct else scheduler.host_pool.memory_id
         self.scheduler = scheduler
         self._loads = landing_scheduler(scheduler) if direct else scheduler
         self._granted: dict[str, Granted] = {}
@@ -288,7 +302,7 @@ class Receiver:
             made = Grant(VERSION, make_grant_id(), self.pool_id, ids, plan.num_layers, first, count, deadline_s)
             grants.append(made)
             first += count
-        load = GrantedLoad(self, grants)
+        load = GrantedLoad(grants, self._stop_soon)
         transfer = arriving.start(self._loads, plan, compute, urgent, load)
         load.movement = transfer._movement
         self._granted.update((part.grant.grant_id, part) for part in load.parts)
@@ -301,7 +315,14 @@ class Receiver:
         granted = None if message is None else self._granted.get(message["grant_id"])
         if message is not None and message["kind"] == "begin":
             return self._begin(peer, granted, message)
-        if message is None or granted is None or granted.over or granted.peer is None or granted.peer != peer:
+        if (
+            message is None
+            or granted is None
+            or granted.stopped
+            or granted.over
+            or granted.peer is None
+            or granted.peer != peer
+        ):
             return self._refuse()
         load, movement = granted.load, granted.load.movement
         assert movement is not None
@@ -319,7 +340,7 @@ class Receiver:
             self._end(granted)
         else:
             self._fail(load, f"the sender failed: {message['reason']}")
-            self._end(granted)
+            self._end_settled(granted)
         return True, None
 
     def _begin(self, peer: Peer, granted: Granted | None, message: dict[str, Any]) -> tuple[bool, bytes | None]:
@@ -352,7 +373,7 @@ class Receiver:
 
     def _gone_here(self, peer: Peer) -> None:
         for granted in self._lost_here(peer):
-            self._end(granted)
+            self._end_settled(granted)
 
     def _close_here(self) -> None:
         self._closed = True
@@ -362,6 +383,15 @@ class Receiver:
     def _fail(self, load: GrantedLoad, why: str) -> None:
         if load.movement is not None:
             arriving.fail(load.movement, f"{len(load.block_ids)} blocks were not handed over: {why}")
+
+    def _end_settled(self, granted: Granted) -> None:
+        """Nobody begins to write the blocks by this grant any more."""
+        if not self._settle_s:
+            self._end(granted)
+        elif not granted.stopped:
+            granted.stopped = True
+            settled = functools.partial(change, self.scheduler, functools.partial(self._end, granted))
+            self._alarms.add(time.monotonic() + self._settle_s, settled)
 
     def _end(self, granted: Granted) -> None:
         """Nobody writes the blocks by this grant any more."""
@@ -384,6 +414,9 @@ class Receiver:
         if load.movement is None or load.movement.failed:
             return []
         return [part for part in load.parts if part.peer is not None]
+
+    def _stop_soon(self, load: GrantedLoad) -> None:
+        self.scheduler.group.host.post(functools.partial(self._stop, load))
 
     # ---- in threads of the library, in no section ----
     def _may_write(self, load: GrantedLoad) -> None:
@@ -412,7 +445,7 @@ class Receiver:
         if load.movement is None:
             return []
         self._alarms.add(time.monotonic() + REVOKE_EVERY_S, functools.partial(self._stop, load))
-        return [part for part in load.parts if not part.over]
+        return [part for part in load.parts if not (part.over or part.stopped)]
 
 
 def check_peer(peer: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ..backend.work import Stream, TransferPlan
@@ -55,7 +56,7 @@ class Sender:
         check_callable(send, "send", "a function of a message")
         check_callable(hang_up, "hang_up", "a function without arguments")
         self.scheduler = scheduler
-        self._pool_id = scheduler.host_pool.memory_id
+        self._pool_id = self._find_pool_id()
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}
@@ -97,22 +98,20 @@ class Sender:
         num_layers = self.scheduler.device_cache.spec.num_layers
         if grant.num_layers != num_layers:
             raise ValueError(f"the grant has {grant.num_layers} layers; {num_layers} are expected")
-        granted, own = range(grant.first_head, grant.first_head + grant.num_heads), self.scheduler.host_pool.heads
-        if granted != own:
-            raise ValueError(
-                f"the grant is of heads {granted.start} to {granted.stop - 1}; this sender writes heads {own.start} to "
-                f"{own.stop - 1} of the receiver's blocks (heads_of takes some of them)"
-            )
-        plan = self.scheduler.plan("offload", device_block_ids, list(grant.host_block_ids))
-        compute = self.scheduler.compute_stream(None)
-        left_s = grant.deadline_s - time.monotonic()
+        self._check_heads(grant)
+        left_s = self._left_s(grant)
         if left_s <= 0:
             raise PeerError("the time of the grant is over")
+        with self._planned(grant, device_block_ids) as plan:
+            return self._begin(grant, plan, min(timeout_s, left_s))
+
+    def _begin(self, grant: Grant, plan: TransferPlan, timeout_s: float) -> Transfer:
+        compute = self.scheduler.compute_stream(None)
         sending = _Sending(grant)
         change(self.scheduler, functools.partial(self._register, sending))
         try:
             self._send(encode("begin", grant.grant_id, digest=grant.digest))
-            self.scheduler.group.host.park(sending.answered, min(timeout_s, left_s))
+            self.scheduler.group.host.park(sending.answered, timeout_s)
             started: Transfer = change(self.scheduler, functools.partial(self._start, sending, plan, compute))
         except BaseException:
             if change(self.scheduler, functools.partial(self._give_up, sending)):
@@ -139,6 +138,27 @@ class Sender:
 
     def __exit__(self, *raised: object) -> None:
         self.close(EXIT_TIMEOUT_S)
+
+    # ---- where the blocks are: in memory that is mapped here ----
+    def _find_pool_id(self) -> str:
+        return self.scheduler.host_pool.memory_id
+
+    def _check_heads(self, grant: Grant) -> None:
+        granted, own = range(grant.first_head, grant.first_head + grant.num_heads), self.scheduler.host_pool.heads
+        if granted != own:
+            raise ValueError(
+                f"the grant is of heads {granted.start} to {granted.stop - 1}; this sender writes heads {own.start} to "
+                f"{own.stop - 1} of the receiver's blocks (heads_of takes some of them)"
+            )
+
+    def _left_s(self, grant: Grant) -> float:
+        """Of the grant's time, on the clock that all processes of the host have."""
+        return grant.deadline_s - time.monotonic()
+
+    @contextlib.contextmanager
+    def _planned(self, grant: Grant, device_block_ids: Any) -> Iterator[TransferPlan]:
+        """The save; it was started, or will not be, at the end."""
+        yield self.scheduler.plan("offload", device_block_ids, list(grant.host_block_ids))
 
     # ---- what a channel calls ----
     def received(self, data: bytes) -> bool:
@@ -310,6 +330,7 @@ class _Sending:
         movement: the save, once it has begun.
         there: layers in host memory.
         next_layer: the first one that was not told.
+        pushes: what a fabric does with it, of a :class:`~paddle_kv.peers.RemoteSender`.
     """
 
     def __init__(self, grant: Grant) -> None:
@@ -319,6 +340,7 @@ class _Sending:
         self.movement: Movement | None = None
         self.there: set[int] = set()
         self.next_layer = 0
+        self.pushes: Any = None
 
 
 def _cancel(movement: Movement) -> None:

@@ -113,6 +113,11 @@ class Follower:
     def failed(self, movement: Movement) -> None:
         """Nothing more of it will be."""
 
+    def holds(self, movement: Movement) -> bool:
+        """Asked when nothing of it runs any more: whether its blocks are in use all the same, so that it is not over.
+        Who holds it looks at it (:mod:`.settling`) when he does no more."""
+        return False
+
     def loss_of(self, movement: Movement) -> Failure | None:
         """Asked when all of it was moved: whether it is worth nothing all the same."""
 

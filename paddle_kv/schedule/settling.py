@@ -56,11 +56,11 @@ def look(movement: Movement) -> None:
 
 
 def _ask_device(movement: Movement) -> list[Movement] | None:
-    """None while something of it runs, or what it reads is being written; behind that the device is asked no more. Else
+    """None while something of it runs, or somebody else uses its blocks; behind that the device is asked no more. Else
     what has nothing left to run by a failure that it told."""
     if movement.through:
         return []
-    if movement.reading is not None:
+    if movement.reading is not None or any(follower.holds(movement) for follower in movement.followers):
         return None
     failed = []
     try:

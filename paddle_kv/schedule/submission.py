@@ -129,7 +129,8 @@ def _number(movement: Movement) -> int:
 
 
 def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]:
-    """Drops what is not submitted, and what is but has not begun. Returns what has to be advanced."""
+    """Drops what is not submitted, and what is but has not begun, and what somebody does with its blocks behind that.
+    Returns what has to be advanced."""
     if movement.failed or movement.over:
         return []
     plan = movement.plan
@@ -141,9 +142,10 @@ def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]
         except Exception as error:  # noqa: BLE001  whatever it has dropped must not look as if it had arrived
             return fail(movement, Failure.of(f"the {plan.direction} could not be cancelled: {error}", None, error))
         first = min((layer for layer in (first, begun) if layer is not None), default=None)
-    if first is None:
+    if first is None and not any(follower.holds(movement) for follower in movement.followers):
         return []
-    message = f"{plan.direction} was cancelled before layer {first} was moved"
+    before = "it was over" if first is None else f"layer {first} was moved"
+    message = f"{plan.direction} was cancelled before {before}"
     return fail(movement, Failure(State.CANCELLED, message, first))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
-from paddle_kv.memory import host_memory, host_pool
+from paddle_kv.memory import host_memory
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, bytes_at, make_spec, pool_memory, random_bits, set_pool
 
@@ -158,7 +158,7 @@ def test_pieces_that_lie_side_by_side_are_told_apart():
         SimpleNamespace(address=half.ctypes.data, size_bytes=4, array=functools.partial(np.asarray, half))
         for half in (memory[:4], memory[4:])
     ]
-    assert host_pool._bytes_at(memory.ctypes.data + 4, 3, pieces).tolist() == [4, 5, 6]
+    assert host_memory.bytes_at(memory.ctypes.data + 4, 3, pieces).tolist() == [4, 5, 6]
 
 
 @pytest.mark.parametrize(

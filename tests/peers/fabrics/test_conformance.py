@@ -1,0 +1,52 @@
+"""Each fabric does what every fabric has to do."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from paddle_kv.peers.fabrics import Fabric
+from paddle_kv.peers.fabrics.mooncake import MooncakeFabric
+from paddle_kv.peers.fabrics.nixl import NixlFabric
+from paddle_kv.peers.fabrics.shared_memory import SharedMemoryFabric
+from paddle_kv.testing.peers import FabricConformance
+from tests.peers.fabrics import network
+from tests.tiers.mooncake_cluster import loopback_only, why_not
+
+
+def make_mooncake() -> MooncakeFabric:
+    return MooncakeFabric("127.0.0.1")
+
+
+def make_nixl() -> NixlFabric:
+    return NixlFabric()
+
+
+class TestSharedMemory(FabricConformance):
+    make_fabric = SharedMemoryFabric
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+class InNetwork(FabricConformance):
+    start = staticmethod(network.start)
+
+    @pytest.fixture(autouse=True)
+    def _loopback_only(self) -> Iterator[None]:
+        with loopback_only():
+            yield
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
+class TestNixl(InNetwork):
+    make_fabric = staticmethod(make_nixl)
+
+
+class TestMooncake(InNetwork):
+    make_fabric = staticmethod(make_mooncake)
+
+
+def test_protocols() -> None:
+    made: list[Fabric] = [SharedMemoryFabric()]
+    assert made[0].name == "shared_memory"
