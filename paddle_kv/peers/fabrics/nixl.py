@@ -17,6 +17,7 @@ from .protocol import Write
 from .queued import QueuedSink
 
 POLL_S = 0.0001
+_RDMA_DEVICES = "/sys/class/infiniband"
 
 
 class NixlFabric:
@@ -29,6 +30,9 @@ class NixlFabric:
     name = "nixl"
 
     def __init__(self) -> None:
+        if not (os.path.isdir(_RDMA_DEVICES) and os.listdir(_RDMA_DEVICES)):
+            # The module for them, of NIXL 1.5.1, ends each process by a segmentation fault behind everything else.
+            os.environ.setdefault("UCX_MODULES", "^ib")
         from nixl._api import nixl_agent, nixl_agent_config
 
         name = f"paddle_kv-{os.getpid()}-{secrets.token_hex(8)}"

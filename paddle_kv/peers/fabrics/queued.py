@@ -1,4 +1,4 @@
-"""A sink with a thread that takes one write after the other: what engines with blocking calls need."""
+"""A sink with a thread that takes one write after the other, and what waits together: for engines whose calls block."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 
+import numpy as np
+
 from ...errors import PeerError
 from ...timeouts import check_timeout
-from ...tracking.keeper import log
+from ...tracking.keeper import Deadline, log
 from ..at_exit import threads
 from .protocol import Addresses, Write
 
@@ -31,8 +33,8 @@ class QueuedSink(ABC):
 
     @abstractmethod
     def move(self, write: Write, first: int, end: int) -> None:
-        """These pieces of it are there when it returns; at least by the deadline. Whatever it raises has failed, and
-        nothing of it is read any more."""
+        """These pieces of it are there when it returns, soon after its deadline at the latest. Whatever it raises has
+        failed, and nothing of it is read any more."""
 
     @abstractmethod
     def disconnect(self) -> None:
@@ -62,31 +64,59 @@ class QueuedSink(ABC):
                 self._writes.put(None)
 
     def _run(self) -> None:
-        while (write := self._writes.get()) is not None:
-            _end(write, self._broken or self._moved(write))
-        while not self._writes.empty():  # nothing comes behind the end
-            left = self._writes.get()
-            if left is not None:
-                _end(left, self._broken)
+        goes_on = True
+        while goes_on:
+            writes, goes_on = self._next()
+            wanted = [write for write in writes if not self._broken and write.wanted()]
+            why = self._moved(wanted) if wanted else ""
+            for write in writes:
+                _end(write, why if write in wanted else self._broken or "it was cancelled")
         try:
             self.disconnect()
         except Exception:  # noqa: BLE001
             log.exception("an error at the end of a sink")
 
-    def _moved(self, write: Write) -> str:
+    def _next(self) -> tuple[list[Write], bool]:
+        """What waits, as much as one call of the engine takes; and whether there may be more."""
+        found, num_pieces, num_bytes = [], 0, 0
+        while not found or (num_pieces < MOST_PIECES and num_bytes < MOST_BYTES and not self._writes.empty()):
+            write = self._writes.get()
+            if write is None:
+                return found, False  # nothing comes behind it
+            found.append(write)
+            num_pieces += len(write.sizes)
+            num_bytes += int(write.sizes.sum())
+        return found, True
+
+    def _moved(self, writes: list[Write]) -> str:
         """Why not."""
-        if not write.wanted():
-            return "it was cancelled"
+        deadline = min((write.deadline for write in writes), key=_left_s)
+        together = Write(
+            np.concatenate([write.sources for write in writes]),
+            np.concatenate([write.targets for write in writes]),
+            np.concatenate([write.sizes for write in writes]),
+            deadline,
+            _nobody,
+        )
         try:
-            for first, end in calls(write.sizes):
-                if write.deadline.over:
+            for first, end in calls(together.sizes):
+                if deadline.over:
                     raise PeerError("it was not there in time")
-                self.move(write, first, end)
+                self.move(together, first, end)
         except Exception as error:  # noqa: BLE001  engines have many; the thread lives
             why = f"{type(error).__name__}: {error}"
             self._break(why)
             return why
         return ""
+
+
+def _left_s(deadline: Deadline) -> float:
+    left_s = deadline.left_s()
+    return float("inf") if left_s is None else left_s
+
+
+def _nobody(why: str) -> None:
+    pass
 
 
 def calls(sizes: Addresses) -> list[tuple[int, int]]:

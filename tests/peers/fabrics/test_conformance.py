@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +15,7 @@ from paddle_kv.peers.fabrics.nixl import NixlFabric
 from paddle_kv.peers.fabrics.shared_memory import SharedMemoryFabric
 from paddle_kv.testing.peers import FabricConformance
 from tests.peers.fabrics import network
+from tests.schedule.rig import WAIT_S
 from tests.tiers.mooncake_cluster import loopback_only, why_not
 
 
@@ -41,6 +44,11 @@ class InNetwork(FabricConformance):
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="nixl is not installed")
 class TestNixl(InNetwork):
     make_fabric = staticmethod(make_nixl)
+
+    def test_a_process_that_had_one_exits_as_others_do(self) -> None:
+        program = "from paddle_kv.peers.fabrics.nixl import NixlFabric; NixlFabric().close()"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WAIT_S)
+        assert done.returncode == 0, done.stderr
 
 
 class TestMooncake(InNetwork):
