@@ -78,7 +78,8 @@ class QueuedSink(ABC):
 
     def _next(self) -> tuple[list[Write], bool]:
         """What waits, as much as one call of the engine takes; and whether there may be more."""
-        found, num_pieces, num_bytes = [], 0, 0
+        found: list[Write] = []
+        num_pieces = num_bytes = 0
         while not found or (num_pieces < MOST_PIECES and num_bytes < MOST_BYTES and not self._writes.empty()):
             write = self._writes.get()
             if write is None:
