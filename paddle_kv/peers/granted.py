@@ -68,3 +68,16 @@ class Granted:
         self.next_layer = 0
         self.stopped = False
         self.over = False
+
+    def is_written_by(self, peer: Peer) -> bool:
+        """Whether it is this sender's, which may still write."""
+        return self.peer is not None and self.peer == peer and not (self.stopped or self.over)
+
+    def is_next(self, first: int, end: int) -> bool:
+        """Whether these layers come behind those that were told."""
+        return first == self.next_layer < end <= self.grant.num_layers
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all layers were told."""
+        return self.next_layer == self.grant.num_layers

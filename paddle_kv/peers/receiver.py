@@ -315,27 +315,19 @@ class Receiver:
         granted = None if message is None else self._granted.get(message["grant_id"])
         if message is not None and message["kind"] == "begin":
             return self._begin(peer, granted, message)
-        if (
-            message is None
-            or granted is None
-            or granted.stopped
-            or granted.over
-            or granted.peer is None
-            or granted.peer != peer
-        ):
+        if message is None or granted is None or not granted.is_written_by(peer):
             return self._refuse()
         load, movement = granted.load, granted.load.movement
         assert movement is not None
         kind = message["kind"]
         if kind == "layers":
-            in_order = message["first"] == granted.next_layer < message["end"] <= granted.grant.num_layers
-            if not in_order or movement.failed:
+            if movement.failed or not granted.is_next(message["first"], message["end"]):
                 return self._refuse()
             first = load.next_layer
             granted.next_layer = message["end"]
             arriving.mark(movement, range(first, load.next_layer))
         elif kind == "done":
-            if granted.next_layer < granted.grant.num_layers and not movement.failed:
+            if not (movement.failed or granted.is_complete):
                 return self._refuse()
             self._end(granted)
         else:
