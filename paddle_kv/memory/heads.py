@@ -104,6 +104,7 @@ class _PoolHeads(HostPool):
         self._whole = whole
         self._heads = range(first, first + count)
         self.in_host_memory = whole.in_host_memory
+        self.on_other_gpu = whole.on_other_gpu
         self.domain = whole.domain
         for name in whole.spec.tensor_names:
             self._pointers[name] = _moved(whole, name, first)

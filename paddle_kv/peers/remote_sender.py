@@ -115,23 +115,21 @@ class RemoteSender(Sender):
         sending.pushes.under_way += 1
         return movement
 
-    def _end_push(self, sending: _Sending, layers: range, why: str) -> bytes | None:
-        """What there is to be told."""
+    def _end_push(self, sending: _Sending, layers: list[int], why: str) -> None:
         movement, pushes = sending.movement, sending.pushes
         assert movement is not None and pushes is not None
         pushes.under_way -= 1
-        news = None
         if why:
-            failure = Failure(State.FAILED, f"layer {layers.start} did not reach the receiver: {why}", layers.start)
+            first = min(layers)
+            failure = Failure(State.FAILED, f"layer {first} did not reach the receiver: {why}", first)
             settling.progress(submission.fail(movement, failure))
         else:
             pushes.left -= len(layers)
-            news = self._layer_is_there(sending, layers)
+            self._are_there(sending, layers)
         settling.look(movement)
-        return news
 
-    # ---- in threads of the library, in no section; the keeper keeps their order ----
-    def _ended(self, sending: _Sending, layers: range) -> None:
+    # ---- in threads of the library, in no section ----
+    def _ended(self, sending: _Sending, layers: list[int]) -> None:
         """These layers are in own host memory."""
         movement = change(self.scheduler, functools.partial(self._begin_push, sending))
         if movement is None:
@@ -143,13 +141,12 @@ class RemoteSender(Sender):
         ended = functools.partial(self._pushed, sending, layers)
         self._sink.write(Write(*moved, deadline, ended, wanted=lambda: not movement.failed))
 
-    def _pushed(self, sending: _Sending, layers: range, why: str) -> None:
+    def _pushed(self, sending: _Sending, layers: list[int], why: str) -> None:
         self.scheduler.group.host.post(functools.partial(self._note_push, sending, layers, why))
 
-    def _note_push(self, sending: _Sending, layers: range, why: str) -> None:
-        news = change(self.scheduler, functools.partial(self._end_push, sending, layers, why))
-        if news is not None:
-            self._tell(news)
+    def _note_push(self, sending: _Sending, layers: list[int], why: str) -> None:
+        change(self.scheduler, functools.partial(self._end_push, sending, layers, why))
+        self._do_what_is_left()
 
 
 class _Pushes(Follower):

@@ -73,22 +73,25 @@ def _stop_once(self: Receiver, load: GrantedLoad) -> list[Granted]:
         self._alarms.add = added  # type: ignore[method-assign]
 
 
-def _finish_without(kind: str) -> Callable[..., list[bytes]]:
-    def finish(self: Sender, sending: Any, movement: Any) -> list[bytes]:
-        return [one for one in _finish_here(self, sending, movement) if json.loads(one[8:])["kind"] != kind]
+def _leave_but(kind: str) -> Callable[..., None]:
+    def leave(self: Sender, said: str, *given: Any, **values: Any) -> None:
+        if said != kind:
+            _leave(self, said, *given, **values)
 
-    return finish
+    return leave
 
 
 def _ended_when_submitted(self: Any, movement: Any, groups: range) -> None:
     for group in groups:
-        movement.group.host.post(functools.partial(self._ended, movement.plan.layers_of(group)))
+        movement.group.host.post(functools.partial(self._ended, list(movement.plan.layers_of(group))))
 
 
-def _news_of_all(self: Sender, sending: Any) -> bytes | None:
+def _tell_across(self: Sender, sending: Any, layers: Any) -> None:
+    sending.there.update(layers)
     first, end = sending.next_layer, max(sending.there, default=-1) + 1
-    sending.next_layer = max(first, end)
-    return encode("layers", sending.grant.grant_id, first=first, end=end) if end > first else None
+    if end > first:
+        sending.next_layer = end
+        self._leave("layers", sending, first=first, end=end)
 
 
 def _take_no_revokes(self: Sender, message: Any) -> Any:
@@ -122,7 +125,7 @@ def _heard_without_checks(data: bytes, kinds: Any) -> Any:
         return None
 
 
-_register, _take, _finish_here = Sender._register, Sender._take, Sender._finish_here
+_register, _take, _leave = Sender._register, Sender._take, Sender._leave
 _begin, _stop_here, _start = Receiver._begin, Receiver._stop_here, Receiver._start
 
 
@@ -138,12 +141,11 @@ REMOVALS: dict[str, tuple[Any, str, Any, str]] = {
     "grant: blocks go back when the load fails": (Receiver, "_stop_here", _stop_and_give_back, WRONG_BYTES),
     "grant: no deadline": (Receiver, "_late", _nothing, NEVER_ENDS),
     "layers: told when they are submitted": (layer_ends._LayerEnds, "submitted", _ended_when_submitted, WRONG_BYTES),
-    "layers: told across those that are missing": (Sender, "_news", _news_of_all, WRONG_BYTES),
-    "layers: taken in any order": (Granted, "is_next", lambda *_: True, NEVER_ENDS),
+    "layers: told across those that are missing": (Sender, "_are_there", _tell_across, WRONG_BYTES),
     "layers: the load does not wait for them": (Receiver, "_start", _start_with_all_layers, WRONG_BYTES),
-    "done: not told": (Sender, "_finish_here", _finish_without("done"), NEVER_ENDS),
+    "done: not told": (Sender, "_leave", _leave_but("done"), NEVER_ENDS),
     "done: taken before all layers were": (Granted, "is_complete", True, f"{WRONG_BYTES}|{NEVER_ENDS}"),
-    "failed: not told": (Sender, "_finish_here", _finish_without("failed"), NEVER_ENDS),
+    "failed: not told": (Sender, "_leave", _leave_but("failed"), NEVER_ENDS),
     "failed: told while copies run": (Sender, "_take", _take_and_say_failed_at_once, WRONG_BYTES),
     "failed: what did not come counts as usable": (BlockDomain, "poison", _nothing, "are poisoned"),
     "revoke: not sent": (receiver_module, "_send", _nothing, NEVER_ENDS),

@@ -233,7 +233,7 @@ class HandOver:
             (self.deliver, 12),
             (self.keep, 4),
             (self.fetch, 4),
-            (self.revoke, 0.3),
+            (self.revoke, 1),
             (self.cancel, 0.3),
             (self.alarm, 0.5),
             (self.forge, 4),
