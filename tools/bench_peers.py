@@ -1,4 +1,4 @@
-"""What a hand-over between two processes of this machine takes: python tools/bench_peers.py [--blocks 64]
+"""What a hand-over between two processes of this machine takes: python tools/bench_peers.py [--direct] [--blocks 64]
 
 A prefill and a decode process, on the CPU. In each round: a memcpy of the same bytes in one thread; one in each
 of the processes at once, which is what a hand-over has to move; a save of all blocks into the pool by the one process
@@ -26,13 +26,15 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in wh
 import numpy as np
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
-from paddle_kv.peers import Listener, Receiver, connect
+from paddle_kv.peers import Listener, PeerBlocks, Receiver, connect
 
 WAIT_S = 60.0
 
 
 def prefill(pipe: Connection, spec: KVCacheSpec, blocks: int, exported: Any, path: str) -> None:
-    cache, pool = DeviceCache(spec, blocks, "cpu"), HostPool.attach(spec, exported)
+    direct = exported.kind == "device_cache"
+    cache = DeviceCache(spec, blocks, "cpu")
+    pool = PeerBlocks(DeviceCache.attach(spec, exported)) if direct else HostPool.attach(spec, exported)
     for name in spec.tensor_names:
         for layer in range(spec.num_layers):
             cache.tensor(name, layer).fill_(1.0)
@@ -67,18 +69,19 @@ def main() -> None:
     options.add_argument("--blocks", type=int, default=64)
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--direct", action="store_true", help="straight into the other cache")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
     blocks = given.blocks
     spec = KVCacheSpec(num_layers=given.layers, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
     total_bytes = blocks * spec.num_layers * spec.block_bytes
-    cache, pool = DeviceCache(spec, blocks, "cpu"), HostPool(spec, blocks, shared=True)
+    cache, pool = DeviceCache(spec, blocks, "cpu", shared=given.direct), HostPool(spec, blocks, shared=True)
     source, target = np.ones(total_bytes, np.uint8), np.zeros(total_bytes, np.uint8)
     scheduler = LayerwiseScheduler(cache, pool)
-    receiver = Receiver(scheduler)
+    receiver = Receiver(scheduler, direct=given.direct)
     listener = Listener(receiver)
     pipe, there = multiprocessing.Pipe()
-    arguments = (there, spec, blocks, pool.export(), listener.path)
+    arguments = (there, spec, blocks, (cache if given.direct else pool).export(), listener.path)
     process = multiprocessing.get_context("spawn").Process(target=prefill, args=arguments)
     process.start()
     pipe.recv()
