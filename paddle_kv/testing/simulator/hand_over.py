@@ -100,6 +100,11 @@ class Process:
         if not (self.dead or self.cut):
             self.site.put(self, lambda: self.site.receiver.received(self, data), data)
 
+    def forget(self) -> None:
+        """How its saves have ended is told: nobody else asks."""
+        for save in self.saves:
+            _ = save.transfer.error
+
     @property
     def busy(self) -> set[int]:
         return {block for save in self.saves if not save.transfer.done() for block in save.blocks}
@@ -190,6 +195,7 @@ class HandOver:
     def kill(self, process: Process) -> None:
         """Nothing of it runs any more; the receiver hears of it."""
         self.note(f"sender {process.number} dies")
+        process.forget()
         process.dead = True
         log = self.simulation.log
         for stream in process.streams:
@@ -439,6 +445,7 @@ class HandOver:
             self.fetch()
         for process in self.all:
             process.sender.close(TIMEOUT_S)
+            process.forget()
             process.scheduler.close(TIMEOUT_S)
         self.receiver.close(TIMEOUT_S)
         self.scheduler.close(TIMEOUT_S)
@@ -453,6 +460,8 @@ class HandOver:
         for process in self.all:
             with contextlib.suppress(Exception):
                 self.kill(process)
+        for load in self.loads:
+            _ = load.transfer.error
         with contextlib.suppress(Exception):
             self.simulation.run()
         for scheduler in (self.scheduler, *(process.scheduler for process in self.all)):
