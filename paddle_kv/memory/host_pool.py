@@ -225,9 +225,7 @@ class HostPool:
         """Names the memory, the same in each process that has it. Raises as :meth:`export`."""
         return self.export().memory_id
 
-    # As a pool is; see :class:`~paddle_kv.memory.peer_blocks.PeerBlocks`.
-    in_host_memory = True
-    on_other_gpu = False
+    in_host_memory, on_other_gpu = True, False  # see :class:`~paddle_kv.memory.peer_blocks.PeerBlocks`
     is_part = False  # see :func:`~paddle_kv.memory.heads.heads_of`
 
     @property
