@@ -57,12 +57,17 @@ def _serve(descriptor: int, end: int) -> None:
     poll.register(descriptor, select.POLLIN)
     poll.register(end, select.POLLIN)
     while all(ready != end for ready, _ in poll.poll()):
-        laters = dict.fromkeys(_reports.pop(token)() for token in transfer_queue.take_completions())
-        for later in filter(None, laters):
-            try:
-                later.now()
-            except Exception:  # noqa: BLE001  the thread lives
-                log.exception("an error in what was to be done behind a transfer")
+        _hear()
+
+
+def _hear() -> None:
+    """A call of its own: while the thread waits, its frame must keep nothing of what was told last."""
+    laters = dict.fromkeys(_reports.pop(token)() for token in transfer_queue.take_completions())
+    for later in filter(None, laters):
+        try:
+            later.now()
+        except Exception:  # noqa: BLE001  the thread lives
+            log.exception("an error in what was to be done behind a transfer")
 
 
 def _end(thread: threading.Thread, end: int) -> None:

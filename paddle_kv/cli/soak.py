@@ -36,7 +36,7 @@ def soak(
     host_blocks: Annotated[int, typer.Option(min=1)] = 1024,
     blocks: Annotated[int, typer.Option(help="Most blocks of one transfer.", min=1)] = 48,
     in_flight: Annotated[int, typer.Option(help="Most transfers at once.", min=1)] = 8,
-    pool_layout: PoolLayout = PoolLayout.block_first,
+    pool_layout: PoolLayout = PoolLayout.layer_first,
     engine: Annotated[Engine, typer.Option(help="How bytes are moved on a GPU.")] = Engine.auto,
     layers_per_event: Annotated[int, typer.Option(min=1)] = 1,
     json_file: Annotated[

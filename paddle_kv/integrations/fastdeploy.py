@@ -134,8 +134,14 @@ class CacheTransferManager:
             ...     [manager.get_stats()[name] for name in ("num_layers", "num_host_blocks", "offload_transfers")]
             [2, 6, 1]
         """
-        owner = (local_rank, device_id)
-        cache, pool = adopt(cache_kvs_map, host_cache_kvs_map, num_host_blocks, owner, host_strides_bytes)
+        cache, pool = adopt(
+            cache_kvs_map,
+            host_cache_kvs_map,
+            num_host_blocks,
+            (local_rank, device_id),
+            host_strides_bytes,
+            layout="layer_first" if make_tier is None else "block_first",
+        )
         with contextlib.ExitStack() as failed:  # closes what was made, in the other order
             failed.enter_context(pool)
             scheduler = failed.enter_context(LayerwiseScheduler(cache, pool, **scheduler_options))

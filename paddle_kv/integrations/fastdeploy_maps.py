@@ -9,6 +9,7 @@ from typing import Any
 
 from ..layout import KVCacheSpec
 from ..memory import DeviceCache, HostPool
+from ..memory.host_layout import HostLayout
 from ..ops import _arguments as arguments
 
 _NAME = re.compile(r"([a-z_]+)_(\d+)_rank(\d+)\.device(\d+)")
@@ -21,8 +22,10 @@ def adopt(
     num_host_blocks: int,
     owner: tuple[int, int],
     host_strides_bytes: Mapping[str, int] | None,
+    layout: HostLayout,
 ) -> tuple[DeviceCache, HostPool]:
-    """``owner``: rank and device. See :meth:`CacheTransferManager.from_maps`."""
+    """``owner``: rank and device; ``layout``: of memory that is allocated here. See
+    :meth:`CacheTransferManager.from_maps`."""
     tensors = _by_role(cache_kvs_map, "cache_kvs_map", owner)
     if KEYS not in tensors:
         raise ValueError(f"cache_kvs_map has {sorted(tensors)}; {KEYS} are expected")
@@ -39,7 +42,7 @@ def adopt(
     if host_cache_kvs_map is None:
         if host_strides_bytes is not None:
             raise ValueError("host_strides_bytes was given without a host_cache_kvs_map, whose memory it describes")
-        return cache, HostPool(spec, num_host_blocks)
+        return cache, HostPool(spec, num_host_blocks, layout=layout)
     addresses = _by_role(host_cache_kvs_map, "host_cache_kvs_map", owner)
     if set(addresses) != set(tensors):
         raise ValueError(

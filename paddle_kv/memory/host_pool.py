@@ -30,8 +30,8 @@ from .shared_memory import SharedMemory
 class HostPool:
     """Blocks of all layers in host memory: page-locked where there is a GPU, plain RAM where there is none.
 
-    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece in which all layers of a block are
-    adjacent ("block_first"), one piece per layer ("layer_first"), or one piece per name in which all layers of it are
+    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first"), one piece in
+    which all layers of a block are adjacent ("block_first"), or one piece per name in which all layers of it are
     ("page_first_direct", as SGLang calls it: keys and values apart). They are given back by :meth:`close`.
 
     Args:
@@ -58,7 +58,7 @@ class HostPool:
     """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "block_first", shared: bool = False
+        self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "layer_first", shared: bool = False
     ) -> None:
         check_layout(layout)
         self._set_up(spec, num_blocks)

@@ -7,6 +7,8 @@ import functools
 import os
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -106,6 +108,17 @@ def test_what_is_to_be_done_behind_reports_is_done_once_for_those_that_came_toge
     assert done.get(timeout=WAIT_S) == ("one", 4)
     assert done.empty()
     assert [record.exc_info[0] for record in caplog.records if record.exc_info][:1] == [OSError]
+
+    last = Behind("last")
+    alive = weakref.ref(last)
+    completions.watch(0, [9], functools.partial(last.report, 9))
+    del last, behind
+    library.report(library.watched[-1][1])
+    assert done.get(timeout=WAIT_S) == ("last", 5)
+    give_up_s = time.monotonic() + WAIT_S
+    while alive() is not None:  # until the thread waits again: it keeps nothing then
+        assert time.monotonic() < give_up_s
+        time.sleep(1e-3)
 
 
 def test_it_is_there_before_anybody_is_told_that_the_events_have_passed(

@@ -28,7 +28,7 @@ SETUP = Setup(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"block_bytes": 37, "layers_per_event": 3}, {"pool_layout": "layer_first"}, {"block_bytes": 60_000}],
+    [{}, {"block_bytes": 37, "layers_per_event": 3}, {"pool_layout": "block_first"}, {"block_bytes": 60_000}],
     ids=["4 KiB", "odd sizes", "block first", "60 kB"],
 )
 def test_a_sound_run(changes):

@@ -123,8 +123,8 @@ void PageLockedMemoryMakesNoContextOnAnotherGpu() {
 // More than a thread takes for itself: in parts, the last of which is not whole, and none of which may be left out.
 void EachPageIsTakenAndStaysAsItIs() {
   constexpr std::size_t kBytes = (std::size_t{5} << 20) + 3 * 4096 + 100;
-  char* const memory = static_cast<char*>(
-      mmap(nullptr, kBytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  char* const memory =
+      static_cast<char*>(mmap(nullptr, kBytes + 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   CHECK(memory != MAP_FAILED && madvise(memory, kBytes + 4096, MADV_NOHUGEPAGE) == 0);
   constexpr std::size_t kPages = kBytes / 4096 + 1;
   memory[7 * 4096] = 0x5a;

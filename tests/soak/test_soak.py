@@ -33,7 +33,7 @@ def with_seed(seed: int, **changes) -> Setup:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"pool_layout": "layer_first", "layers_per_event": 2}], ids=["block_first", "layer_first"]
+    "changes", [{}, {"pool_layout": "block_first", "layers_per_event": 2}], ids=["layer_first", "block_first"]
 )
 def test_a_sound_run(changes):
     gc.collect()

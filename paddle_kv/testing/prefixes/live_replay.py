@@ -137,7 +137,8 @@ class _Server:
         self.hits: list[int] = []
         self.tier_hits: list[int] = []
         with ExitStack() as made:  # what is made is closed, also if a later part cannot be made
-            pool = made.enter_context(closing(HostPool(spec, capacity_blocks)))
+            layout: Any = "block_first" if tier_blocks else "layer_first"
+            pool = made.enter_context(closing(HostPool(spec, capacity_blocks, layout=layout)))
             tier = _tier(made, pool, tier_blocks, folder) if tier_blocks else None
             self._stream = _gpu_stream() if has_gpu() else None
             cache = DeviceCache(spec, longest, "gpu:0" if has_gpu() else "cpu")

@@ -34,7 +34,7 @@ class Setup:
     block_bytes: int = 64
     device_blocks: int = 384
     host_blocks: int = 1024
-    pool_layout: Any = "block_first"  # of the host pool
+    pool_layout: Any = "layer_first"  # of the host pool
     engine: str = "auto"
     layers_per_event: int = 1
     checkpoint_steps: int = 1000
