@@ -72,10 +72,6 @@ class NoBackend:
         return next(self._numbers)
 
     bind = create_stream = create_event = _number
-    destroy_events = _nothing
-
-    def create_events(self, count: int) -> list[int]:
-        return list(itertools.islice(self._numbers, count))
 
     def close(self) -> None:
         pass

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ..tracking.keeper import END_S, keeper, log
 from . import transfer_queue
@@ -21,20 +20,13 @@ _thread: threading.Thread | None = None
 
 
 def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> None:
-    """``report`` is called once, in that thread, when all of the events were passed or have failed. In sections: a
-    signal handler could come in between."""
-    with reporting(report) as token:
-        transfer_queue.watch(device_id, token, events)
-
-
-@contextlib.contextmanager
-def reporting(report: Callable[[], Later | None]) -> Iterator[int]:
-    """The token for the library; :func:`watch` for a body that asks it for the report."""
+    """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
+    thread: a signal handler could come in between."""
     _start()
     token = next(_tokens)
     _reports[token] = report
     try:
-        yield token
+        transfer_queue.watch(device_id, token, events)
     except BaseException:
         del _reports[token]
         raise
@@ -52,7 +44,6 @@ def _start() -> None:
 
 
 def _serve(descriptor: int, end: int) -> None:
-    keeper.reporter = threading.get_ident()  # what is behind the end of a copy needs no other thread
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.register(end, select.POLLIN)

@@ -169,14 +169,6 @@ class CupyBackend:
             raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
-        if work.report is None:
-            self._submit(binding, work, stream, 0)
-            return
-        with completions.reporting(work.report) as token:
-            self._submit(binding, work, stream, token)
-        work.report = None
-
-    def _submit(self, binding: int, work: LayerWork, stream: Any, watch: int) -> None:
         plan = work.plan
         transfer_queue.submit(
             plan=binding,
@@ -191,7 +183,6 @@ class CupyBackend:
             record_events=work.records,
             stream=stream.ptr,
             token=work.number,
-            watch=watch,
         )
 
     def watch(self, events: Sequence[int], report: Callable[[], Later | None]) -> None:

@@ -99,8 +99,7 @@ class Backend(Protocol):
         where compute has no stream, until it was passed. TimeoutError after ``timeout_s``."""
 
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
-        """Enqueues. If it raises, an unknown part of the work may have been enqueued. If there is a ``report``, a
-        backend may take it, and then does what ``watch`` would."""
+        """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
 
     def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
         """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All

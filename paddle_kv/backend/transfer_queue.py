@@ -43,7 +43,6 @@ class _Transfer(ctypes.Structure):
         ("record_events", ctypes.c_void_p),
         ("stream", ctypes.c_int64),
         ("token", ctypes.c_int64),
-        ("watch", ctypes.c_int64),
     )
 
 
@@ -157,12 +156,10 @@ def submit(
     record_events: Sequence[int],
     stream: int,
     token: int = 0,
-    watch: int = 0,
 ) -> None:
     """Enqueues groups of layers. The record events are pending from here on; the start event is recorded behind the
     waits of the first group. Ids are contiguous int64 arrays, which may go away on return. The token is what
-    :func:`cancel` knows the transfer by; several submissions of one have the same. ``watch`` is reported as by the
-    function of that name, of the last record event; 0: not.
+    :func:`cancel` knows the transfer by; several submissions of one have the same.
 
     Raises RuntimeError if something of this cannot be right; then nothing is enqueued."""
     wait_events = array("q", itertools.chain.from_iterable(waits))
@@ -184,7 +181,6 @@ def submit(
         records.buffer_info()[0],
         stream,
         token,
-        watch,
     )
     checked(_functions(len(device_ids) <= FEW_BLOCKS).paddle_kv_queue_submit(ctypes.byref(transfer)))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -16,39 +16,29 @@ Direction = Literal["onload", "offload"]
 ENGINES = ("auto", "copy_engine", "kernel", "staging")  # in the order of the library's codes
 
 
+@dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """Blocks ``device_ids[i]`` and ``host_ids[i]`` of each layer, in groups of layers that share an event. Nobody
-    changes it.
+    """Blocks ``device_ids[i]`` and ``host_ids[i]`` of each layer, in groups of layers that share an event."""
 
-    Attributes:
-        left_out: groups of which nothing is moved.
-        groups: those that are moved.
-    """
+    direction: Direction
+    device_ids: Ids
+    host_ids: Ids
+    num_layers: int
+    layers_per_event: int
+    left_out: frozenset[int] = frozenset()  # groups of which nothing is moved
+    num_groups: int = field(init=False, repr=False)
+    groups: Sequence[int] = field(init=False, repr=False)  # those that are moved
+    num_moved_layers: int = field(init=False, repr=False)
 
-    def __init__(
-        self,
-        direction: Direction,
-        device_ids: Ids,
-        host_ids: Ids,
-        num_layers: int,
-        layers_per_event: int,
-        left_out: frozenset[int] = frozenset(),
-    ) -> None:
-        self.direction = direction
-        self.device_ids = np.ascontiguousarray(device_ids, np.int64)
-        self.host_ids = np.ascontiguousarray(host_ids, np.int64)
-        self.num_layers = num_layers
-        self.layers_per_event = layers_per_event
-        self.left_out = left_out
-        self.num_groups = -(-num_layers // layers_per_event) if len(self.device_ids) else 0
-        self.groups: Sequence[int] = range(self.num_groups)
-        self.num_moved_layers = num_layers
-        if left_out:
-            self.groups = [group for group in self.groups if group not in left_out]
-            self.num_moved_layers -= sum(len(self.layers_of(group)) for group in left_out)
-        to_host = direction == "offload"
-        self.source_ids, self.target_ids = (
-            (self.device_ids, self.host_ids) if to_host else (self.host_ids, self.device_ids)
+    def __post_init__(self) -> None:
+        num_groups = -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
+        every = range(num_groups)
+        self.__dict__.update(  # it is frozen
+            device_ids=np.ascontiguousarray(self.device_ids, np.int64),
+            host_ids=np.ascontiguousarray(self.host_ids, np.int64),
+            num_groups=num_groups,
+            groups=[group for group in every if group not in self.left_out] if self.left_out else every,
+            num_moved_layers=self.num_layers - sum(len(self.layers_of(group)) for group in self.left_out),
         )
 
     @property
@@ -59,6 +49,14 @@ class TransferPlan:
         if found is None:
             found = self.__dict__["_id_lists"] = self.device_ids.tolist(), self.host_ids.tolist()
         return found
+
+    @property
+    def source_ids(self) -> Ids:
+        return self.device_ids if self.direction == "offload" else self.host_ids
+
+    @property
+    def target_ids(self) -> Ids:
+        return self.host_ids if self.direction == "offload" else self.device_ids
 
     def group_of(self, layer: int) -> int:
         return layer // self.layers_per_event
@@ -80,4 +78,3 @@ class LayerWork:
     records: Sequence[Event]  # for each group: recorded when its layers are copied
     engine: str = "auto"
     number: int = 0  # of the transfer, in this process: what ``cancel`` names
-    report: Callable[[], None] | None = None  # for ``watch`` of the last of the records; None when a backend took it

@@ -65,12 +65,12 @@ def _other_copy() -> str | None:
     return None
 
 
-def _python_functions() -> tuple[_Functions, ...]:
+def _python_functions() -> tuple[_Functions, _Functions]:
     ask = getattr(ctypes.PyDLL(str(LIBRARY)), "paddle_kv_python_functions", None)  # loaded already: the same library
     if ask is None:  # built in place from earlier sources
-        return ({},) * 4
+        return {}, {}
     ask.restype = ctypes.py_object
-    return (*ask(), {}, {})[:4]  # those of earlier sources are two
+    return ask()  # type: ignore[no-any-return]
 
 
 def tier_functions() -> _Functions:
@@ -83,7 +83,7 @@ def tier_functions() -> _Functions:
 
 
 _load()
-operators, facts, signals, ids = _python_functions()
+operators, facts = _python_functions()
 # 3.x has the call in _C_ops, where programs that are being traced are captured too; 2.6 has it elsewhere only.
 _captures_programs = hasattr(paddle._C_ops, "_run_custom_op")
 _run = getattr(paddle._C_ops, "_run_custom_op", None) or _eager._run_custom_op

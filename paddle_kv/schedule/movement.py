@@ -185,9 +185,10 @@ class Movement:
         self.sharing: dict[Movement, bool] = {}  # the same
         self.reading = reading  # what still writes some of its source blocks; None once nobody touches them
         self.unread = set(range(plan.num_layers)) if reading else set()  # layers that are not there yet
-        self.ready = list(plan.groups)  # marked, not submitted; ascending
-        if self.to_mark or self.unread:
-            self.ready = [group for group in plan.groups if not self.is_held_back(group)]
+        waits_for_layers = self.to_mark or self.unread
+        self.ready = [  # marked, not submitted; ascending
+            group for group in plan.groups if not (waits_for_layers and self.is_held_back(group))
+        ]
         self.after: list[Event] = []  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
@@ -202,8 +203,6 @@ class Movement:
         self.fence_event: Event | None = None  # behind a submission that failed half way
         self.followers: list[Follower] = []
         self.held: tuple[Events, ...] = ()  # all of the above and the marks
-        self.spare_events: list[Event] = []  # of those: for the only submission
-        self.is_watched = False  # the backend tells of its end already
         # The end
         self.state = State.PENDING
         self.failure: Failure | None = None
@@ -308,8 +307,7 @@ class Movement:
 
     def notify(self) -> None:
         """Something has changed that somebody may wait for."""
-        if self.waiters:
-            wake(self.waiters)
+        wake(self.waiters)
         self.group.notify()
 
     # ---- what the tracker asks ----

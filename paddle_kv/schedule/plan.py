@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,14 +35,11 @@ def make_plan(
             f"device_block_ids has {len(device_ids)} ids, host_block_ids has {len(host_ids)}; both need the same number"
         )
     check_distinct(*(("host_block_ids", host_ids) if direction == "offload" else ("device_block_ids", device_ids)))
-    ids = np.asarray(device_ids), np.asarray(host_ids)
-    plan = TransferPlan(direction, *ids, num_layers, layers_per_event)
+    plan = TransferPlan(direction, np.asarray(device_ids), np.asarray(host_ids), num_layers, layers_per_event)
     if layers is None:
         return plan
     check_ids(layers, "layers", num_layers)
-    if not plan.num_groups:
-        return plan
-    return TransferPlan(direction, *ids, num_layers, layers_per_event, _left_out(plan, layers))
+    return replace(plan, left_out=_left_out(plan, layers)) if plan.num_groups else plan
 
 
 def _left_out(plan: TransferPlan, layers: Sequence[int]) -> frozenset[int]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
-
-import numpy as np
 
 from .. import backend as backends
 from ..backend.protocol import Backend
@@ -17,7 +15,7 @@ from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
-from ..ops import _check, _library
+from ..ops import _check
 from ..tracking.group import change, unite
 from ..tracking.memories import check_access
 from ..values import check_bool, check_choice
@@ -33,14 +31,6 @@ from .transfer import Transfer
 from .uses import Use
 
 _check.access_checks.append(check_access)
-
-
-def _unknown(*_: object) -> None:
-    """Of a library without that function."""
-
-
-# Bytes of ids that are blocks, and, if asked, distinct; None where that is not so or not known.
-_packed_ids: Callable[[Any, int, bool], bytes | None] = _library.ids.get("packed_ids", _unknown)
 
 
 class LayerwiseScheduler(Lifetime):
@@ -222,24 +212,13 @@ class LayerwiseScheduler(Lifetime):
     def plan(self, direction: Direction, device_ids: Any, host_ids: Any, layers: Any = None) -> TransferPlan:
         """Checked."""
         self.check_open()
-        device_blocks, host_blocks = self.device_cache.num_blocks, self.host_pool.num_blocks
-        num_layers = self.device_cache.spec.num_layers
-        if layers is None:  # the rule: all that make_plan asks, by two calls
-            is_load = direction == "onload"
-            device, host = (
-                _packed_ids(device_ids, device_blocks, is_load),
-                _packed_ids(host_ids, host_blocks, not is_load),
-            )
-            if device is not None and host is not None and len(device) == len(host):
-                found = np.frombuffer(device, np.int64), np.frombuffer(host, np.int64)
-                return TransferPlan(direction, *found, num_layers, self._layers_per_event)
         return make_plan(
             direction,
             arguments.block_id_array(device_ids, "device_block_ids"),
             arguments.block_id_array(host_ids, "host_block_ids"),
-            device_blocks=device_blocks,
-            host_blocks=host_blocks,
-            num_layers=num_layers,
+            device_blocks=self.device_cache.num_blocks,
+            host_blocks=self.host_pool.num_blocks,
+            num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self._layers_per_event,
             layers=None if layers is None else arguments.block_ids(layers, "layers"),
         )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Iterable
 
 from ..backend.work import Event
+from ..tracking.group import change
 from ..tracking.keeper import log
 from .movement import Failure, Movement, State, movements
-from .submission import InOrder, advance, fail, report_of
+from .resources import Events
+from .submission import InOrder, advance, fail
 
 
 def progress(given: Iterable[Movement]) -> None:
@@ -24,17 +27,22 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
         if movement.last_event is None:
             at_an_end.append(movement)
             continue
-        if movement.is_watched:
-            continue
         backend = movement.scheduler.backend
         try:
-            backend.watch(_asked(movement), report_of(movement))
+            backend.watch(_asked(movement), functools.partial(_report, movement.number, movement.held))
         except Exception as error:  # noqa: BLE001  nobody would hear of the end
             at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
             with contextlib.suppress(Exception):
                 backend.wait(movement.last_event, None)
             at_an_end.append(movement)
     return at_an_end
+
+
+def _report(number: int, held: tuple[Events, ...]) -> None:
+    """The backend says, out of any of its threads, that all events of a transfer were passed. They live until then."""
+    movement = movements.get(number)
+    if movement is not None:
+        movement.group.host.post(functools.partial(change, movement.target, functools.partial(look, movement)))
 
 
 def look(movement: Movement) -> None:
@@ -83,9 +91,7 @@ def look_for_failure(movement: Movement) -> None:
     look(movement)
 
 
-def _look_at_all(given: Collection[Movement]) -> None:
-    if not given:
-        return
+def _look_at_all(given: Iterable[Movement]) -> None:
     queue = InOrder(given)
     while queue:
         queue.extend(_look(queue.pop()))
@@ -115,10 +121,9 @@ def _look_at_device(movement: Movement) -> list[Movement]:
         mismatch = scheduler.observer.over(movement, movement.failure or movement.loss)
         if mismatch is not None:
             found += _progress(fail(movement, mismatch))
-    for follower in movement.followers:
-        loss = None if movement.failed else follower.loss_of(movement)
-        if loss is not None:
-            found += _progress(fail(movement, loss))
+    losses = [] if movement.failed else [follower.loss_of(movement) for follower in movement.followers]
+    for loss in [loss for loss in losses if loss is not None][:1]:
+        found += _progress(fail(movement, loss))
     if movement.failure is None:
         with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown
             _measure(movement)
@@ -156,7 +161,6 @@ def _end(movement: Movement) -> None:
         log_untold(movement)
     elif movement.guard is not None and movement.state is not State.FAILED:
         movement.guard.cancel()
-        movement.guard = None  # or it would wake the keeper
 
 
 def log_untold(movement: Movement) -> None:

@@ -68,14 +68,11 @@ def start(
     if isinstance(compute, Events):
         movement.held, movement.after = (compute,), list(compute)
     elif plan.num_groups and not layerwise:
-        # Nothing holds it back: those of its submission are taken with this one.
-        is_next = not (holders or behind or movement.to_mark or reading or plan.left_out)
-        first, *movement.spare_events = movement.hold_events(2 + plan.num_groups if is_next else 1)
-        movement.after = [first]
+        movement.after = movement.hold_events(1)
         try:
             scheduler.backend.record(movement.after[0], compute)
         except BaseException:
-            movement.held, movement.spare_events = (), []  # the exception keeps this frame
+            movement.held = ()  # the exception keeps this frame
             raise
     if plan.num_groups and movement.to_mark:
         movement.unmarked = dict(zip(movement.to_mark, movement.hold_events(len(movement.to_mark)), strict=True))
@@ -104,7 +101,7 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     movement.depends_on = {*reads_from, *others, *behind}
     for before in movement.depends_on:
         before.dependents[movement] = None
-    if movement.depends_on and movement.num_unsubmitted:
+    if movement.num_unsubmitted:
         submission.inherit(movement)
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..backend.work import Event, LayerWork
-from ..tracking.group import change
 from . import rings
-from .movement import Failure, Movement, State, movements
-from .resources import Events
+from .movement import Failure, Movement, State
 
 Waits = Sequence[Event]  # of one group
 
@@ -226,32 +223,14 @@ def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Ev
     return waits
 
 
-def report_of(movement: Movement) -> Callable[[], None]:
-    """What the backend calls, out of any of its threads, when all events of a transfer were passed. They live until
-    then."""
-    return functools.partial(_report, movement.number, movement.held)
-
-
-def _report(number: int, held: tuple[Events, ...]) -> None:
-    movement = movements.get(number)
-    if movement is not None:
-        movement.group.host.post(functools.partial(change, movement.target, movement.look))
-
-
 def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement]:
     """One call of the backend. Returns what failed by it."""
     scheduler, plan = movement.scheduler, movement.plan
     groups = range(first, first + len(waits))
     try:
-        start, *records = movement.spare_events or movement.hold_events(1 + len(groups))
-        movement.spare_events = []
+        start, *records = movement.hold_events(1 + len(groups))
         work = LayerWork(plan, groups.start, groups.stop, waits, start, records, scheduler.engine, movement.number)
-        if len(groups) == len(plan.groups) and not scheduler.record_layer_times:
-            work.report = report_of(movement)
-        is_offered = work.report is not None
         scheduler.backend.copy_layers(scheduler.resources.binding, work, movement.stream)
-        movement.is_watched = is_offered and work.report is None
-        work.report = None  # it keeps events
     except BaseException as error:  # noqa: BLE001  whatever it is, the transfer carries it
         fence(movement)
         layer = plan.layers_of(first).start

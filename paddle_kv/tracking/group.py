@@ -76,8 +76,7 @@ class MemoryGroup:
 
     def notify(self) -> None:
         """Something has changed: all who wait look again."""
-        if self.waiters:
-            wake(self.waiters)
+        wake(self.waiters)
 
     def note(self, function: Callable[[], object]) -> None:
         """To be done by whoever runs the next section, or at the end of the one that runs."""
@@ -125,7 +124,7 @@ registry = threading.RLock()  # of groups and memories; whoever holds it may hol
 
 def change(member: Grouped, function: Callable[[], Any]) -> Any:
     """Runs a section of the member's group and returns what it returns."""
-    return member.group.host.section(functools.partial(_change_here, member, function))
+    return member.group.host.call(functools.partial(_change_here, member, function))
 
 
 def change_soon(member: Grouped, function: Callable[[], object]) -> None:
@@ -149,7 +148,6 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
 
     def __init__(self, owner: object, member: Grouped, function: Callable[[], object]) -> None:
         super().__init__(owner, member.group.host.put)  # type: ignore[call-arg]
-        self._wake = weakref.ref(owner, member.group.host.wake)
         self._section: tuple[Grouped, Callable[[], object]] | None = (member, function)
         _guards.add(self)
 

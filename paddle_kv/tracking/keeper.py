@@ -1,21 +1,18 @@
-"""How state changes in the main thread, and the thread of the library that does what nobody waits for.
+"""The thread in which state changes for the main thread.
 
 Python runs signal handlers in the main thread only, between any two of its instructions, and what they raise leaves
-whatever runs there half done. So the main thread changes state with the handlers held back: C code of the library puts
-others in their place, that only note what comes, and calls them behind the change. Where that cannot be, and for what
-may take long, it hands the change to the keeper, a thread, and waits: an exception of a handler then ends the waiting,
-never the change. Other threads see no signals and change state themselves.
+whatever runs there half done. So the main thread changes nothing itself: it hands the change to this thread and waits.
+An exception of a handler then ends the waiting, never the change. Other threads see no signals and change state
+themselves.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +20,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 END_S = 5.0  # what the last job may take at exit
-ROOM = 200  # calls inside each other that a section may need
 LOOK_S = 0.001  # how often a callback that waits looks beside the jobs
 
 log = logging.getLogger("paddle_kv")
@@ -64,15 +60,11 @@ class Deadline:
 class Host(Protocol):
     """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it."""
 
-    def section(self, function: Callable[[], Any]) -> Any:
-        """The function's result. Whatever signal handlers raise meanwhile, the function runs to its end; it waits for
-        nothing."""
-
     def call(self, function: Callable[[], Any]) -> Any:
-        """As :meth:`section`, of a function that may take long: an exception of a handler ends the wait for it."""
+        """The function's result. Whatever is raised into the caller meanwhile, the function runs to its end."""
 
     def soon(self, function: Callable[[], object]) -> None:
-        """As :meth:`section`, but the main thread does not wait for it. Calls of one thread keep their order."""
+        """As :meth:`call`, but the main thread does not wait for it. Calls of one thread keep their order."""
 
     def post(self, function: Callable[[], object]) -> None:
         """Runs it later, in a thread of the library. May be called by a finalizer in the middle of anything."""
@@ -82,12 +74,7 @@ class Host(Protocol):
 
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
-        """:meth:`soon` in C, whichever thread it is: no exception of a signal handler comes in between. It is done when
-        the keeper is woken."""
-
-    @property
-    def wake(self) -> Callable[[Any], object]:
-        """Wakes the keeper, in C; the argument is called, and has to do nothing."""
+        """:meth:`post` in C: no exception of a signal handler comes in between."""
 
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
         """Blocks the caller until the waiter is released (True) or the time is over (False)."""
@@ -157,47 +144,12 @@ class Keeper:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
-        self._main = threading.main_thread().ident
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
         self._callbacks = Callbacks(self._put)
-        self.reporter: int | None = None  # a thread of the library that may do itself what it posts
-        self._soon: deque[Callable[[], object]] = deque()
-        self._doing_soon = threading.Lock()  # of whoever does those: they keep their order
-        self._is_behind_soon = False  # the main thread does them
-
-    def section(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not self._is_main() or self._is_behind_soon:
-            return function()
-        if _is_near_the_limit():
-            return self.call(function)
-        if self._soon or self._doing_soon.locked():
-            result = _with_signals_held(functools.partial(self._behind_soon, function))
-        else:
-            result = _with_signals_held(function)
-        return self.call(function) if result is NotImplemented else result
-
-    def _behind_soon(self, function: Callable[[], Any]) -> Any:
-        """Behind what this thread gave away before; NotImplemented where the keeper is doing it."""
-        if not self._doing_soon.acquire(blocking=False):
-            return NotImplemented
-        self._is_behind_soon = True  # they are sections themselves
-        try:
-            self._do_soon()
-        finally:
-            self._is_behind_soon = False
-            self._doing_soon.release()
-        return function()
-
-    def _do_soon(self) -> None:
-        while self._soon:
-            self._do(self._soon.popleft())
-
-    def _is_main(self) -> bool:
-        return threading.get_ident() == self._main
 
     def call(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not self._is_main() or self._is_behind_soon:
+        if self._ended or not _in_main_thread():
             return function()
         job = _Job(function)
         self._put(job)
@@ -205,27 +157,19 @@ class Keeper:
         return job.take()
 
     def soon(self, function: Callable[[], object]) -> None:
-        if self._ended or not self._is_main():
-            function()
+        if _in_main_thread() and not self._ended:
+            self._put(function)
         else:
-            self._soon.append(function)
-            self._put(nothing)
+            function()
 
     def post(self, function: Callable[[], object]) -> None:
-        if threading.get_ident() == self.reporter:
-            self._do(function)
-        else:
-            self._put(function)
+        self._put(function)
 
     def tell(self, callback: Callable[[], object]) -> None:
         self._callbacks.add(callback)
 
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
-        return self._soon.append
-
-    @property
-    def wake(self) -> Callable[[Any], object]:
         if self._thread is None:
             self._start()
         return self._jobs.put
@@ -273,11 +217,6 @@ class Keeper:
             end()
 
     def _run(self, job: Callable[[], object]) -> None:
-        with self._doing_soon:  # before one is taken: :meth:`section` looks the other way round
-            self._do_soon()
-        self._do(job)
-
-    def _do(self, job: Callable[[], object]) -> None:
         try:
             job()
         except Exception:  # a _Job keeps its own; this is one that nobody waits for
@@ -285,35 +224,14 @@ class Keeper:
 
     def after_fork_in_child(self) -> None:
         self.__init__()  # type: ignore[misc]
-        _release_in_child()
+
+
+def _in_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 def nothing() -> None:
     """A job that only comes behind others."""
-
-
-def _is_near_the_limit() -> bool:
-    """Whether the stack leaves no room: a section must not end half way by a RecursionError."""
-    try:
-        sys._getframe(max(0, sys.getrecursionlimit() - ROOM))
-    except ValueError:
-        return False
-    return True
-
-
-def _cannot_hold(function: Callable[[], Any]) -> Any:
-    return NotImplemented
-
-
-_with_signals_held: Callable[[Callable[[], Any]], Any] = _cannot_hold
-_release_in_child: Callable[[], object] = nothing
-
-
-def hold_signals_with(functions: dict[str, Callable[..., Any]]) -> None:
-    """The library's functions for it: ``custom_ops/ops/common/held_signals.cc``."""
-    global _with_signals_held, _release_in_child
-    _with_signals_held = functions.get("with_signals_held", _cannot_hold)
-    _release_in_child = functions.get("release_in_child", nothing)
 
 
 keeper = Keeper()

@@ -436,7 +436,6 @@ def test_what_is_handed_to_the_queue(gpu: Gpu, backend: Any) -> None:
             "record_events": [15, 16],
             "stream": 71,
             "token": 18,
-            "watch": 0,
         }
 
 

@@ -104,7 +104,7 @@ def test_what_a_submission_hands_over(library: Library) -> None:
     ids = {"device_ids": np.array([7, 8, 9]), "host_ids": np.array([10, 11, 12])}
     transfer_queue.submit(**asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22])
     transfer_queue.submit(
-        **asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22], token=23, watch=24
+        **asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22], token=23
     )
     expected = {
         **asked,
@@ -117,7 +117,7 @@ def test_what_a_submission_hands_over(library: Library) -> None:
         "waits_per_group": [2, 1],
         "record_events": [21, 22],
     }
-    assert seen == [{**expected, "token": 0, "watch": 0}, {**expected, "token": 23, "watch": 24}]
+    assert seen == [{**expected, "token": 0}, {**expected, "token": 23}]
 
 
 @pytest.mark.parametrize(("more", "gives_up_the_gil"), [(0, False), (1, True)])

@@ -77,7 +77,6 @@ struct Submission {
   EngineKind engine = EngineKind::kAuto;
   std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
   std::int64_t token = 0;
-  std::int64_t watch = 0;
 };
 
 // The events of a transfer, one a group.
@@ -116,8 +115,7 @@ struct Transfer {
                                        start.handle(),
                                        handles.data(),
                                        stream,
-                                       given.token,
-                                       given.watch};
+                                       given.token};
     return paddle_kv_queue_submit(&transfer);
   }
   std::int64_t last() const { return records.back()->handle(); }

@@ -43,8 +43,8 @@ class Rebel(Lru[bytes]):
 
 
 def interrupted(call: Callable[[], object], lines: int) -> bool:
-    """Whether the call was ended by an interrupt, of the handler of a signal that came at so many lines of the package
-    that the main thread executes."""
+    """Whether the call was ended by an interrupt, as of a signal handler: at so many lines of the package that the
+    main thread executes."""
     left = lines
     package = str(Path(books.__file__).parents[1])
 
@@ -55,7 +55,7 @@ def interrupted(call: Callable[[], object], lines: int) -> bool:
         if event == "line":
             left -= 1
             if left == 0:
-                signal.raise_signal(signal.SIGINT)
+                raise KeyboardInterrupt
         return trace
 
     sys.settrace(trace)

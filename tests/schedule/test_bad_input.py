@@ -208,13 +208,13 @@ def test_a_closed_pool(rig):
 def test_a_scheduler_that_is_closed_during_the_call(rig, monkeypatch):
     """By another thread, between the look at the arguments and the submission."""
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
-    inner = scheduling.TransferPlan
+    inner = scheduling.make_plan
 
-    def close_and_plan(*arguments):
+    def close_and_plan(*arguments, **named):
         scheduler.close()
-        return inner(*arguments)
+        return inner(*arguments, **named)
 
-    monkeypatch.setattr(scheduling, "TransferPlan", close_and_plan)
+    monkeypatch.setattr(scheduling, "make_plan", close_and_plan)
     with pytest.raises(RuntimeError, match=r"the scheduler is closed"):
         scheduler.offload([1], [2])
     rig.check()

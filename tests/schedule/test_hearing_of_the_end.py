@@ -11,7 +11,6 @@ import threading
 import pytest
 
 from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
-from paddle_kv.backend.cpu_backend import CpuBackend
 from tests.schedule import rig as rig_module
 from tests.schedule.rig import WAIT_S
 
@@ -27,62 +26,6 @@ def settled(scheduler):
     heard = queue.SimpleQueue()
     scheduler.offload([], []).add_done_callback(heard.put)
     heard.get(timeout=WAIT_S)
-
-
-class Taking(CpuBackend):
-    """Takes the report that comes with a transfer, as the backend of a GPU does."""
-
-    def __init__(self):
-        self.taken = self.watched = 0
-
-    def copy_layers(self, binding, work, stream):
-        super().copy_layers(binding, work, stream)
-        if work.report is not None:
-            self.taken += 1
-            work.records[-1].watch(work.report)
-            work.report = None
-
-    def watch(self, events, report):
-        self.watched += 1
-        super().watch(events, report)
-
-
-@pytest.mark.parametrize(
-    ("call", "options", "taken"),
-    [
-        (lambda scheduler: scheduler.onload([3], [2]), {}, 1),
-        (lambda scheduler: scheduler.offload([3], [2]), {"layers_per_event": 2}, 1),
-        (lambda scheduler: scheduler.onload([3], [2], layers=[1, 3]), {}, 0),
-        (lambda scheduler: scheduler.offload([3], [2]), {"record_layer_times": True}, 0),
-        (lambda scheduler: marked(scheduler.offload([3], [2], layerwise=True)), {}, 0),
-    ],
-)
-def test_a_transfer_that_is_submitted_as_a_whole_takes_its_report_along(rig, call, options, taken):
-    heard, backend = queue.SimpleQueue(), Taking()
-    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, **options) as scheduler:
-        transfer = call(scheduler)
-        transfer.add_done_callback(heard.put)
-        assert heard.get(timeout=WAIT_S) is transfer
-        assert (backend.taken, backend.watched) == (taken, 1 - taken)
-        assert transfer.state.value == "done"
-
-
-def test_a_report_is_not_taken_along_by_a_submission_that_breaks(rig, monkeypatch):
-    backend = Taking()
-    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
-        monkeypatch.setattr(CpuBackend, "copy_layers", lambda *_: (_ for _ in ()).throw(OSError("broken")))
-        with pytest.raises(TransferError, match="broken"):
-            scheduler.onload([3], [2])
-        monkeypatch.undo()
-        assert backend.watched == 1  # of the fence
-        scheduler.drain(WAIT_S)
-        rig.cache.mark_rewritten([2])
-
-
-def marked(save):
-    for layer in range(save.num_layers):
-        save.mark_layer_written(layer)
-    return save
 
 
 # ---- callbacks ----

@@ -1,4 +1,4 @@
-"""An exception of a signal handler behind each section of the main thread: nothing is lost, everything still ends."""
+"""An exception of a signal handler behind each hand-over of the main thread: nothing is lost, everything still ends."""
 
 from __future__ import annotations
 
@@ -24,19 +24,13 @@ class Interrupted(BaseException):
 
 
 class InterruptingHost:
-    """The keeper; the section with this number, counted from 1, raises when it was done."""
+    """The keeper; the call with this number, counted from 1, raises when it was handed over and done."""
 
     def __init__(self, number: int) -> None:
         self.left = number
 
     def call(self, function: Callable[[], Any]) -> Any:
-        return self._behind(keeper.call, function)
-
-    def section(self, function: Callable[[], Any]) -> Any:
-        return self._behind(keeper.section, function)
-
-    def _behind(self, run: Callable[[Callable[[], Any]], Any], function: Callable[[], Any]) -> Any:
-        result = run(function)
+        result = keeper.call(function)
         if threading.current_thread() is threading.main_thread():
             self.left -= 1
             if self.left == 0:
@@ -70,7 +64,7 @@ def program(rig: Rig, made: list[LayerwiseScheduler], owned: list[int]) -> None:
     scheduler.close(WAIT_S)
 
 
-def test_an_exception_behind_each_section():
+def test_an_exception_behind_each_hand_over():
     number, fired = 0, True
     while fired:
         number += 1
@@ -89,9 +83,9 @@ def test_an_exception_behind_each_section():
             closing = threading.Thread(target=scheduler.close, args=(WAIT_S,), daemon=True)
             closing.start()
             closing.join(WAIT_S)
-            assert not closing.is_alive(), f"close does not end behind an exception at section {number}"
+            assert not closing.is_alive(), f"close does not end behind an exception at hand-over {number}"
         rig.pool.free(owned)
-        assert rig.pool.num_free_blocks == 17, f"section {number}"
+        assert rig.pool.num_free_blocks == 17, f"hand-over {number}"
     assert number > 15
 
 

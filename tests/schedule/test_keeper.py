@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import signal
 import sys
 import threading
 import time
@@ -13,9 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-import paddle_kv.memory  # noqa: F401  it lets sections run in the main thread
-from paddle_kv.tracking import keeper as module
-from paddle_kv.tracking.keeper import ROOM, Deadline, Keeper, Waiter, _Job, nothing
+from paddle_kv.tracking.keeper import Deadline, Keeper, Waiter, _Job
 from tests.schedule.rig import SHORT_S, WAIT_S
 
 NAME = "paddle_kv-keeper"
@@ -57,21 +54,6 @@ def test_other_threads_run_it_themselves(keeper):
     elsewhere(lambda: keeper.soon(lambda: done.append(name())))
     assert done == ["another"]
     elsewhere(lambda: keeper.post(lambda: done.append(name())))
-    keeper.call(list)
-    assert done == ["another", NAME]
-
-
-def test_the_thread_that_reports_does_itself_what_it_posts(keeper, caplog):
-    done = []
-
-    def report():
-        keeper.reporter = threading.get_ident()
-        keeper.post(lambda: done.append(name()))
-        keeper.post(lambda: 1 / 0)
-
-    elsewhere(report)
-    assert done == ["another"] and len(caplog.records) == 1
-    keeper.post(lambda: done.append(name()))
     keeper.call(list)
     assert done == ["another", NAME]
 
@@ -209,76 +191,7 @@ def test_callbacks_come_one_after_the_other_also_where_one_waits(caplog, keeper)
 def test_what_is_put_is_done_by_a_keeper_that_did_nothing_before(keeper):
     done = threading.Event()
     keeper.put(done.set)
-    keeper.wake(nothing)
     assert done.wait(WAIT_S)
-
-
-def test_the_main_thread_runs_sections_itself_with_handlers_held_back(keeper):
-    asked = functools.partial(signal.getsignal, signal.SIGINT)
-    handler = asked()
-    assert keeper.section(threading.current_thread) is threading.main_thread()
-    assert keeper.section(asked) is not handler
-    assert asked() is handler
-    assert elsewhere(lambda: keeper.section(name)) == "another"
-    with pytest.raises(ZeroDivisionError):
-        keeper.section(lambda: 1 / 0)
-    assert asked() is handler
-
-
-def test_a_section_is_handed_over_where_handlers_cannot_be_held_back(keeper, monkeypatch):
-    for attribute in ("_with_signals_held", "_release_in_child"):
-        monkeypatch.setattr(module, attribute, getattr(module, attribute))  # put back at the end
-    module.hold_signals_with({})  # of an earlier library
-    assert keeper.section(name) == NAME
-
-
-@pytest.mark.parametrize("give", [lambda keeper, job: keeper.soon(job), lambda keeper, job: keeper.put(job)])
-def test_a_section_comes_behind_what_the_thread_gave_away_before(keeper, give):
-    gate, begun, done = threading.Event(), threading.Event(), []
-    keeper.post(lambda: begun.set() or gate.wait(WAIT_S))
-    assert begun.wait(WAIT_S)  # it is at other work
-    give(keeper, lambda: keeper.section(lambda: done.append(("first", name()))))
-    keeper.wake(nothing)
-    keeper.section(lambda: done.append(("second", name())))
-    gate.set()
-    keeper.call(list)
-    assert done == [("first", "MainThread"), ("second", "MainThread")]
-
-
-def test_a_section_comes_behind_what_is_being_done_of_that(keeper):
-    gate, begun, done = threading.Event(), threading.Event(), []
-
-    def first():
-        begun.set()
-        gate.wait(WAIT_S)
-        done.append("first")
-
-    keeper.soon(first)
-    assert begun.wait(WAIT_S)
-    threading.Timer(SHORT_S, gate.set).start()
-    keeper.section(lambda: done.append("second"))
-    assert done == ["first", "second"]
-
-
-def test_a_section_is_handed_over_where_the_stack_leaves_no_room(keeper):
-    names = []
-
-    def descend():
-        names.append(keeper.section(name))
-        descend()
-
-    with pytest.raises(RecursionError):
-        descend()
-    assert names[0] == "MainThread" and names[-1] == NAME
-    assert ROOM / 2 < names.count(NAME) <= ROOM
-    assert keeper.section(name) == "MainThread"
-
-
-def test_at_its_end_sections_run_where_they_are_called():
-    ended = Keeper()
-    ended.end()
-    handler = signal.getsignal(signal.SIGINT)
-    assert ended.section(lambda: signal.getsignal(signal.SIGINT)) is handler
 
 
 class Noted(Exception):

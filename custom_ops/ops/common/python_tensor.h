@@ -2,7 +2,6 @@
 // version of Python. Weak: a Paddle without them has the registered operators still. Include Python.h before this.
 #pragma once
 
-#include <cstddef>
 #include <exception>
 
 #include "paddle_api.h"
@@ -19,8 +18,5 @@ namespace paddle_kv {
 // New dictionaries of Python functions, by their names; null with a Python exception set.
 PyObject* EagerFunctions();
 PyObject* FactFunctions();
-PyObject* IdFunctions();
-PyObject* SignalFunctions();
-PyObject* FunctionsOf(PyMethodDef* methods, std::size_t count);
 
 }  // namespace paddle_kv

@@ -3,8 +3,6 @@
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include <iterator>
-
 #include "device_of.h"
 #include "paddle/phi/core/dense_tensor.h"
 #include "paddle_kv/common/python_functions.h"
@@ -81,14 +79,10 @@ PyObject* FactFunctions() {
                                   {"device", Device, METH_O, nullptr},
                                   {"strided", Strided, METH_O, nullptr},
                                   {"checks", Checks, METH_NOARGS, nullptr}};
-  return FunctionsOf(methods, std::size(methods));
-}
-
-PyObject* FunctionsOf(PyMethodDef* methods, std::size_t count) {
   PyObject* functions = PyDict_New();
-  for (PyMethodDef* method = methods; method != methods + count; ++method) {
-    PyObject* function = PyCFunction_New(method, nullptr);
-    const bool added = function != nullptr && PyDict_SetItemString(functions, method->ml_name, function) == 0;
+  for (PyMethodDef& method : methods) {
+    PyObject* function = PyCFunction_New(&method, nullptr);
+    const bool added = function != nullptr && PyDict_SetItemString(functions, method.ml_name, function) == 0;
     Py_XDECREF(function);
     if (!added) {
       Py_DECREF(functions);
@@ -102,9 +96,8 @@ PyObject* FunctionsOf(PyMethodDef* methods, std::size_t count) {
 
 void* paddle_kv_python_functions() {
   namespace lent = paddle::pybind;
-  using namespace paddle_kv;
   if (!lent::PyCheckTensor || !lent::CastPyArg2Tensor || !lent::ToPyObject || !lent::ThrowExceptionToPython) {
-    return Py_BuildValue("({}{}NN)", SignalFunctions(), IdFunctions());
+    return Py_BuildValue("({}{})");
   }
-  return Py_BuildValue("(NNNN)", EagerFunctions(), FactFunctions(), SignalFunctions(), IdFunctions());
+  return Py_BuildValue("(NN)", paddle_kv::EagerFunctions(), paddle_kv::FactFunctions());
 }

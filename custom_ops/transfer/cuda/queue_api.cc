@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <list>
 #include <memory>
 #include <string>
 #include <utility>
@@ -74,9 +73,7 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     if (!wrong.empty()) return Fail(wrong);
     if (given->end_layer == given->first_layer) return 0;
     QueuedTransfer transfer(*given, plan);
-    std::list<Watch> watches;
-    if (given->watch != 0) watches.push_back({plan->device, given->watch, {transfer.record_events.back()}});
-    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer), std::move(watches))) {
+    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) {
       return Fail("stream = " + std::to_string(given->stream) + " is not open on GPU " + std::to_string(plan->device));
     }
     return 0;

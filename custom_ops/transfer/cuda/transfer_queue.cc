@@ -48,7 +48,7 @@ Status TransferQueue::Close(std::int64_t handle) {
   return stream->feeder.Close();
 }
 
-bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer, std::list<Watch> watches) {
+bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer) {
   EventStates::Entries entries = EventStates::EntriesOf(transfer.record_events);
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = streams_.find(handle);
@@ -58,7 +58,6 @@ bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer, std::li
   // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
   ++enqueued_;
   events_.Add(std::move(entries));
-  completions_.Add(std::move(watches));
   work_.notify_one();
   return true;
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import sys
@@ -28,7 +27,6 @@ class SimulatedHost:
         self._device = device
         self._posted: deque[Callable[[], object]] = deque()
         self._callbacks = Callbacks(self.post)
-        self._num_soon = 0  # of what was posted
         self._depth = 0
         self._ending = False
 
@@ -93,12 +91,6 @@ class SimulatedHost:
     # ---- what the library asks ----
     def call(self, function: Callable[[], Any]) -> Any:
         threads = self._device.threads
-        if threads is not None and threads.current.number == 1 and threads.current.depth == 0:
-            self._device.run_until(lambda: not self._posted, None)  # it is done by the thread that does those
-        return self.section(function)
-
-    def section(self, function: Callable[[], Any]) -> Any:
-        threads = self._device.threads
         if threads is None:
             self._run_posted()
             self._depth += 1
@@ -107,8 +99,8 @@ class SimulatedHost:
             finally:
                 self._depth -= 1
         me = threads.current
-        if me.number == 1 and me.depth == 0:  # what it gave away before comes before
-            self._device.run_until(lambda: not self._num_soon, None)
+        if me.number == 1 and me.depth == 0:  # its calls keep their order
+            self._device.run_until(lambda: not self._posted, None)
         me.depth += 1
         try:
             return function()
@@ -119,16 +111,9 @@ class SimulatedHost:
     def soon(self, function: Callable[[], object]) -> None:
         threads = self._device.threads
         if threads is not None and threads.current.number == 1:
-            self._num_soon += 1
-            self.post(functools.partial(self._do_soon, function))
+            self.post(function)
         else:
-            self.section(function)
-
-    def _do_soon(self, function: Callable[[], object]) -> None:
-        try:
-            function()
-        finally:
-            self._num_soon -= 1
+            self.call(function)
 
     def post(self, function: Callable[[], object]) -> None:
         self._posted.append(function)
@@ -139,8 +124,6 @@ class SimulatedHost:
     @property
     def put(self) -> Callable[[Callable[[], object]], object]:
         return self._posted.append
-
-    wake = put  # of what does nothing
 
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
         over = False

@@ -3,9 +3,8 @@
 
 extern "C" {
 
-// A new tuple, of type PyObject*, of four dictionaries of functions by their names: one for each operator, which runs
-// it without Paddle's call of custom operators; those that answer in one call what is asked of each tensor; those that
-// keep handlers of signals away; and one that looks through block ids. The first two are empty where Paddle does not
-// have the names that this needs. The caller holds the GIL.
+// A new tuple, of type PyObject*, of two dictionaries of functions by their names: one for each operator, which runs it
+// without Paddle's call of custom operators; and those that answer in one call what is asked of each tensor. Both
+// are empty where Paddle does not have the names that this needs. The caller holds the GIL.
 void* paddle_kv_python_functions();
 }

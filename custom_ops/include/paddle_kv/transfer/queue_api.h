@@ -26,7 +26,6 @@ struct PaddleKvTransfer {
   const std::int64_t* record_events;    // one a group
   std::int64_t stream;
   std::int64_t token;  // the transfer's, chosen by the caller; several parts of one have the same
-  std::int64_t watch;  // a token to report as paddle_kv_queue_watch does, of the last record event; 0: none
 };
 
 // The pointers of a pair of caches that both lie on GPUs: one in this process, one of another process that was opened

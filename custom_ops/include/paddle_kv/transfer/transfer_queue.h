@@ -6,7 +6,6 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -35,8 +34,8 @@ class TransferQueue {
 
   void Open(const DeviceStream& where, bool urgent);
   Status Close(std::int64_t handle);
-  // False: the stream is not open on the device of the transfer's plan. `watches`: added with it.
-  bool Submit(std::int64_t handle, QueuedTransfer transfer, std::list<Watch> watches = {});
+  // False: the stream is not open on the device of the transfer's plan.
+  bool Submit(std::int64_t handle, QueuedTransfer transfer);
   // False: the stream is not open.
   bool Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer);
   std::int64_t Enqueued();
