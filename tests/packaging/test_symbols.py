@@ -23,5 +23,5 @@ def test_only_the_c_interfaces_are_exported():
     }
     assert len(declared) >= 20
     assert exported <= declared
-    assert "paddle_kv_python_functions" in exported
-    assert len(exported) == 1 or exported == declared  # a build without CUDA has none of the others
+    without_cuda = {"paddle_kv_python_functions", "paddle_kv_tier_functions"}  # and none of the others
+    assert exported in (without_cuda, declared)
