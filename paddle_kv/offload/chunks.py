@@ -228,6 +228,11 @@ def make_request(
         chunk_tokens = arguments.integer(chunk_tokens, "chunk_tokens")
         if chunk_tokens < 1 or chunk_tokens % size:
             raise ValueError(f"chunk_tokens = {chunk_tokens} must be a positive multiple of the block size, {size}")
+        if manager.device_cache.is_ring:  # nothing of a chunk stays there for the next one
+            raise ValueError(
+                f"chunk_tokens = {chunk_tokens} must be None: the layers of the device cache share buffers; make a "
+                "request for each part of the prompt, when the saves of the one before are over"
+            )
     if isinstance(token_ids, PrefixHasher):
         if request_salt:
             raise ValueError("request_salt must be empty with token_ids of prefix(), which takes one itself")

@@ -208,14 +208,15 @@ class KVOffloadManager(Keeping, LookAhead):
             device_block_ids: the blocks of the prompt, one for each ``block_size`` tokens and one for the rest.
             request_salt: see :meth:`block_hashes`.
             chunk_tokens: the prompt is computed in chunks of so many tokens (of whole blocks), which begin at
-                multiples of it: ask :meth:`Request.next_chunk`. None: in one pass.
+                multiples of it: ask :meth:`Request.next_chunk`. None: in one pass, as it has to be on a ring of layer
+                buffers.
             how: what becomes of the prefix that is found: ``"load"`` all of it; ``"compute"`` all of it; ``"sooner"``:
                 what is there sooner by the rates that were measured so far, with ``chunk_tokens`` part by part, loads
                 from the back and computation from the front. None: "sooner" with ``chunk_tokens``, else "load".
 
         Raises:
-            ValueError: a token without a block, a block twice, chunks that are not whole blocks, another ``how``, a
-                ``request_salt`` beside what :meth:`prefix` has made.
+            ValueError: a token without a block, a block twice, chunks that are not whole blocks, or chunks on a ring of
+                layer buffers, another ``how``, a ``request_salt`` beside what :meth:`prefix` has made.
             As :meth:`block_hashes`, :meth:`onload` and :meth:`save`.
         """
         return make_request(self, token_ids, device_block_ids, request_salt, chunk_tokens, how)

@@ -59,11 +59,12 @@ def mark(movement: Movement, layers: Iterable[int]) -> None:
 
 
 def lose(movement: Movement, host_ids: Iterable[int], message: str) -> None:
-    """These host blocks do not come; all others are there."""
+    """These host blocks do not come; all others are there. On a ring of layer buffers the load is lost with them: a
+    pass that fails has left no layer of the others on the device, and marks no more."""
     if movement.over or movement.failed:
         return
     lost = np.isin(movement.plan.host_ids, list(host_ids))
-    if lost.all():
+    if lost.all() or movement.ring:
         fail(movement, message)
         return
     settling.progress(_lose(movement, lost, Failure(State.FAILED, message)))
@@ -83,7 +84,7 @@ def _lose(movement: Movement, lost: np.ndarray, loss: Failure) -> list[Movement]
             ids = plan.host_ids if one.direction == "onload" else plan.device_ids
             wrong = np.isin(one.plan.source_ids, ids[lost])
             message = f"it reads blocks of a transfer that failed ({loss.message})"
-            if wrong.any() and one.direction == "onload":
+            if wrong.any() and one.direction == "onload" and not one.ring:
                 failed += _lose(one, wrong, Failure(State.FAILED, message, reason=loss.message))
             elif wrong.any():
                 failed += submission.fail(one, Failure(State.FAILED, message, reason=loss.message))

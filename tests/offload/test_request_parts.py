@@ -443,6 +443,7 @@ def asked(block_size: int, chunk_tokens: int, how: Any = "compute", tokens: int 
     log: list[Any] = []
     manager: Any = ChunkManager([HERE], [], log)
     manager.device_cache.spec.block_size, manager.device_cache.num_blocks = block_size, 64
+    manager.device_cache.is_ring = False
 
     def block_hashes(tokens: Any, *, request_salt: bytes) -> list[bytes]:
         log.append((list(tokens), request_salt))

@@ -25,7 +25,7 @@ class RingRig:
         self.random = np.random.default_rng(seed)
         self.wrong: list[str] = []
         self.touched: set[int] = set()
-        self.saves: list[Transfer] = []  # of earlier passes
+        self.earlier: list[Transfer] = []  # of the passes so far
         for buffer in range(layer_buffers):
             for name in spec.tensor_names:
                 self.rows(name, buffer)[:] = POISON
@@ -54,17 +54,24 @@ class RingRig:
     def run(self, reads: dict[int, int], writes: dict[int, int]) -> None:
         """A pass of the model."""
         self.touched |= {*reads, *writes}
-        for before in self.saves:  # blocks that no load brings are written behind no load's waits
-            if ({*writes} - {*reads}) & {*before.plan.device_ids.tolist()}:
-                before.wait_over(WAIT_S)
+        self.wait_for_earlier([one for one in writes if one not in reads])
         load = self.scheduler.onload(list(reads.values()), list(reads))
+        self.earlier.append(load)
         save = self.scheduler.offload(list(writes), list(writes.values()), layerwise=True)
-        self.saves = [one for one in [*self.saves, save] if not one.done()]
+        self.earlier.append(save)
         with ForwardPass([load], [save], timeout_s=WAIT_S) as layers:
             for layer in range(self.spec.num_layers):
                 with layers.layer(layer):
                     self.compute(layer, reads, writes)
         load.wait(WAIT_S)
+
+    def wait_for_earlier(self, device_ids: list[int], timeout_s: float = WAIT_S) -> None:
+        """Compute is about to write blocks that the pass does not load: what earlier passes move of them has to be over
+        (clause 5). Their last layers may be on their way while the pass is at its first ones, in the same buffers."""
+        self.earlier = [one for one in self.earlier if not one.done()]
+        for transfer in self.earlier:
+            if np.isin(transfer.plan.device_ids, device_ids).any():
+                transfer.wait_over(timeout_s)
 
     def table(self, host_ids: Sequence[int]) -> dict[int, int]:
         """These host blocks in device blocks of any order."""

@@ -165,11 +165,11 @@ class Source:
         pass
 
 
-def arriving_load(ring: RingRig) -> Transfer:
-    """Of host block 4, which a tier is about to write, to device block 1."""
+def arriving_load(ring: RingRig, host_ids: tuple[int, ...] = (4,), device_ids: tuple[int, ...] = (1,)) -> Transfer:
+    """Of host blocks that a tier is about to write."""
     scheduler = ring.scheduler
-    plan = scheduler.plan("onload", [1], [4])
-    started = functools.partial(arriving.start, scheduler, plan, scheduler.compute_stream(None), False, Source([4]))
+    plan, source = scheduler.plan("onload", list(device_ids), list(host_ids)), Source(list(host_ids))
+    started = functools.partial(arriving.start, scheduler, plan, scheduler.compute_stream(None), False, source)
     return change(scheduler, started)
 
 
@@ -209,6 +209,20 @@ def test_two_loads_of_a_pass_out_of_a_block_that_is_being_read_from_storage(ring
     second.wait(WAIT_S)
     ring.touched |= {1, 2}
     ring.check()
+
+
+def test_loads_that_lose_a_block_fail_as_a_whole(ring: RingRig) -> None:
+    """They end, though nobody can mark their layers any more; and no block of them is called usable."""
+    load = arriving_load(ring, (4, 5), (1, 2))
+    reader = ring.scheduler.onload([5, 6], [3, 7])
+    change(ring.scheduler, functools.partial(arriving.mark, load._movement, [0]))
+    load.wait_layer(0, timeout_s=WAIT_S)
+    change(ring.scheduler, functools.partial(arriving.lose, load._movement, [5], "5 was not there"))
+    change(ring.scheduler, functools.partial(arriving.end, load._movement))
+    for one, device_ids in ((load, [1, 2]), (reader, [3, 7])):
+        with pytest.raises(TransferError, match="5 was not there") as caught:
+            one.wait(WAIT_S)
+        assert caught.value.block_ids == device_ids
 
 
 @pytest.mark.parametrize("layers_per_event", [1, 2, 3])

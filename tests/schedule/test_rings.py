@@ -14,6 +14,7 @@ from paddle_kv import CancelledError, DeviceCache, LayerwiseScheduler, TransferE
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.schedule import rings
 from paddle_kv.schedule.movement import Movement
+from paddle_kv.tracking.memories import check_access
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, make_spec
 from tests.schedule.ring_rig import SPEC, RingRig, chunks
 
@@ -272,6 +273,38 @@ def test_a_save_that_was_cancelled_is_not_waited_for(made: Callable[..., RingRig
     del backend.copy_layers
     assert waits and not events & set(waits)
     load.cancel()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_pass_writes_what_the_one_before_it_saves_behind_a_wait(
+    made: Callable[..., RingRig], copies: Copies, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Clause 5: nothing is loaded into the block, so only the caller knows that it is about to be written. Without the
+    wait layer 0 of one pass is saved as layer 6 of the other. The debug mode sees it."""
+    rig = made(2)
+    copies.hold("offload", 6)
+    rig.run({}, {1: 9})
+    with pytest.raises(RuntimeError, match="block 1 of layer buffer 0 is used while a transfer is reading it"):
+        check_access(rig.cache.pointer("key", 0), [1], True, None)
+    if waits:
+        with pytest.raises(TimeoutError):
+            rig.wait_for_earlier([1], SHORT_S)
+        copies.go_on()
+    else:
+        monkeypatch.setattr(rig, "wait_for_earlier", lambda _: None)
+    compute = rig.compute
+
+    def computing(layer: int, *tables: dict[int, int]) -> None:
+        compute(layer, *tables)
+        copies.go_on()  # what was held comes behind layer 0
+
+    monkeypatch.setattr(rig, "compute", computing)
+    rig.run({}, {1: 10})
+    if waits:
+        rig.check()
+    else:
+        with pytest.raises(AssertionError):
+            rig.check()
 
 
 # ---- what each protection is good for: without it something wrong is read or saved ----

@@ -126,6 +126,25 @@ def ring_is_written_behind_its_save(s: Setting) -> None:
     assert_saved(s, 2, "prompt")
 
 
+def ring_is_written_behind_the_save_of_the_last_pass(s: Setting) -> None:
+    """Nothing is loaded into the block: the caller waits."""
+    ring(s)
+    scheduler = s.scheduler()
+    saves = []
+    for host_block, version in ((2, "prompt"), (4, "next prompt")):
+        if saves:
+            saves[-1].wait_on()
+        saves.append(scheduler.offload([1], [host_block], layerwise=True))
+        with ForwardPass([], [saves[-1]]) as layers:
+            for layer in range(RING_LAYERS):
+                with layers.layer(layer):
+                    compute(s, layer, writes=1, version=version)
+    for save in saves:
+        save.wait(1.0)
+    assert_saved(s, 2, "prompt")
+    assert_saved(s, 4, "next prompt")
+
+
 def ring_is_loaded_behind_the_save_of_the_last_pass(s: Setting) -> None:
     ring(s)
     fill(s, 3, "prefix")

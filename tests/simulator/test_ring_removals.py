@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paddle_kv import Transfer
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.schedule import rings
 from paddle_kv.schedule.movement import Movement
@@ -81,6 +82,9 @@ REMOVALS: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
     ),
     "without_waits_for_buffers": (
         ForwardPass, "_wait_for_buffer", lambda *_: None, "ring_is_written_behind_its_save", "write after read",
+    ),
+    "without_the_wait_between_passes": (
+        Transfer, "wait_on", lambda self: None, "ring_is_written_behind_the_save_of_the_last_pass", "write after read",
     ),
 }  # fmt: skip
 
