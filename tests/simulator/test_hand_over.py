@@ -21,8 +21,9 @@ from paddle_kv.peers.sender import Sender
 from paddle_kv.schedule import arriving, layer_ends
 from paddle_kv.testing.simulator.hand_over import LAYERS, play
 from paddle_kv.tracking.domain import BlockDomain
+from tests.schedule.conftest import nothing_left  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("small_heap")
+pytestmark = pytest.mark.usefixtures("small_heap", "nothing_left")
 
 SEEDS = range(60)
 WRONG_BYTES = r"holds |held .* when it was read|without an edge between them"

@@ -92,8 +92,9 @@ def test_it_is_settled_once_and_over_when_all_is_let_go(count: int) -> None:
     job.begin("store", 1, 1.0)
     for position in range(count):
         assert job.settle() is False
-        assert job.end(position, Outcome.DONE if position else Outcome.MISSING)
-        assert not job.end(position, Outcome.LATE)  # what is known stays
+        outcome = Outcome.DONE if position else Outcome.MISSING
+        assert job.end([(position, outcome)]) == [outcome]
+        assert job.end([(position, Outcome.LATE)]) == []  # what is known stays
     outcomes = [Outcome.MISSING, Outcome.DONE, Outcome.DONE][:count]
     assert job.done == (count == 0)
     assert (job.settle(), job.settle()) == (True, False)
@@ -111,21 +112,22 @@ def test_what_is_let_go_of_before_it_is_settled() -> None:
     job, heard = made(2)
     job.begin("load", 1, 1.0)
     job.let_go(2)
-    assert job.end(1, Outcome.DONE)
-    assert (job.end_all(Outcome.FAILED), job.end_all(Outcome.LATE)) == (1, 0)
+    assert job.end([(1, Outcome.DONE)]) == [Outcome.DONE]
+    assert job.end([(0, Outcome.FAILED), (1, Outcome.FAILED)]) == [Outcome.FAILED]
+    assert job.end((position, Outcome.LATE) for position in range(2)) == []
     assert heard.calls == [] and not job.over
     assert job.settle()
     assert heard.calls == [("settled", True, False, [Outcome.FAILED, Outcome.DONE]), ("over", True, True)]
     assert not job.done
     good, _ = made(2)
-    assert good.end_all(Outcome.DONE) == 2 and good.done
+    assert good.end([(0, Outcome.DONE), (0, Outcome.LATE), (1, Outcome.DONE)]) == [Outcome.DONE] * 2 and good.done
 
 
 def test_nobody_has_to_listen() -> None:
     job = Job([b"k"], [0])
     job.begin("load", 1, 1.0)
     job.stage_arrived(0, [range(5)])
-    job.end_all(Outcome.DONE)
+    job.end([(0, Outcome.DONE)])
     assert job.settle()
     job.let_go()
     assert job.over
@@ -182,7 +184,7 @@ def test_an_observer_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture)
     job = Job([b"k"], [0], observer=heard)
     job.begin("load", 1, 1.0)
     job.stage_arrived(0, STAGES[:1])
-    job.end(0, Outcome.DONE)
+    job.end([(0, Outcome.DONE)])
     assert job.settle()
     job.let_go()
     assert heard.calls == [STAGES[0], ("settled", True, False, [Outcome.DONE]), ("over", True, True)]

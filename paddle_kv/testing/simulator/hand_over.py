@@ -466,7 +466,7 @@ class HandOver:
             self.simulation.run()
         for scheduler in (self.scheduler, *(process.scheduler for process in self.all)):
             with contextlib.suppress(Exception):
-                change(scheduler, lambda one=scheduler: [m.abandon() for m in one.group.transfers.values()])  # type: ignore[misc]
+                change(scheduler, lambda one=scheduler: [m.abandon() for m in list(one.group.transfers.values())])  # type: ignore[misc]
 
 
 class SimulatedSender(Sender):
