@@ -23,7 +23,7 @@ add() {  # program, sources: each is compiled once, for all programs
 transfer=custom_ops/transfer
 cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
 queue=(tests/native/fake_cuda/fake_cuda.cc
-  custom_ops/kernels/common/cuda/{missing_architecture,pointer_facts,cuda_device}.cc "$transfer"/{engine_choice,thread_cores}.cc
+  custom_ops/kernels/common/cuda/{missing_architecture,pointer_facts,cuda_device}.cc "$transfer"/{engine_choice,host_rows,thread_cores}.cc
   "$transfer"/cuda/{c_call,check_transfer,completions,device_plan,event_states}.cc
   "$transfer"/cuda/{gate_work,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
 programs=(host_threads transfer_queue queue_calls queue_stress engines pointer_facts)
