@@ -32,7 +32,7 @@ add transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${que
 add queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"
 add queue_stress tests/native/queue_stress_test.cc "${cpu_copies[@]}" "${queue[@]}"
 add engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
-  "${queue[@]}" "$transfer"/cuda/{bulk_copies,{copy,kernel,staging}_engine}.cc
+  "${queue[@]}" "$transfer"/cuda/{bulk_copies,{copy,kernel,staging}_engine,host_copies,row_pieces,staging_fills}.cc
 add pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
   custom_ops/kernels/common/cuda/{pointer_facts,cuda_device,page_locked}.cc
 # shellcheck disable=SC2086  CXX may be "ccache g++", and the sources of a program are words
