@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Generic
@@ -34,14 +35,14 @@ class Hanging(Generic[Key]):
         self._slots, self._capacity = slots, capacity_blocks
         self._parents = array("i")  # slot -> that of the block before it
         self._children: array[int] | None = None  # slot -> how many have it as parent; None: nobody has asked
-        self._coming: dict[Key, list[Coming[Key]]] = {}  # by the first block that is to come
+        self._coming: OrderedDict[Key, list[Coming[Key]]] = OrderedDict()  # by the first block that is to come
         self._num_coming = 0
         self._max_coming = max(MIN_COMING, capacity_blocks // COMING_SHARE)
 
     def saw(self, prompt: Sequence[Key], found: int) -> None:
         """A prompt, of which the blocks from ``found`` on may be let in. Kept for a while: it must not change."""
-        known = self._coming.pop(prompt[found], [])
-        self._coming[prompt[found]] = known  # behind the others
+        known = self._coming.setdefault(prompt[found], [])
+        self._coming.move_to_end(prompt[found])
         if (prompt, found) in known:
             known.remove((prompt, found))  # the one seen last is behind the others
             self._num_coming -= len(prompt)
@@ -50,8 +51,8 @@ class Hanging(Generic[Key]):
         if len(known) > MOST_AT_ONCE:
             self._num_coming -= len(known.pop(0)[0])
         while self._num_coming > self._max_coming and len(self._coming) > 1:
-            for one, _ in self._coming.pop(next(iter(self._coming))):
-                self._num_coming -= len(one)
+            _, oldest = self._coming.popitem(last=False)
+            self._num_coming -= sum(len(one) for one, _ in oldest)
 
     def path(self, keys: Sequence[Key], first: int) -> tuple[Sequence[Key], int, list[Coming[Key]]]:
         """The prompt in which ``keys[first]`` stands, and where, as far as that is known; and what :meth:`goes_on` is
@@ -61,11 +62,12 @@ class Hanging(Generic[Key]):
         for start in range(first, -1, -1):  # blocks may have come since they were looked up
             for prompt, found in reversed(self._coming.get(keys[start], ())):
                 rest, new = prompt[found:], keys[start:]
-                if rest != new:
+                all_of_it = rest == new
+                if not all_of_it:
                     others.append((prompt, found))
                 if path is not keys:
                     continue
-                if rest[: len(new)] == new:
+                if all_of_it or rest[: len(new)] == new:
                     path, at = prompt, found + first - start
                 elif set(new) <= set(rest):  # a part lies elsewhere
                     path, at = prompt, found

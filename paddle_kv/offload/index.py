@@ -133,13 +133,16 @@ class BlockIndex(Generic[Key]):
             self._on_save(keys)
         slots = self.slots
         first = self._first_absent(keys)
-        path, at = keys, first
-        others: list[Coming[Key]] = []
-        if first < len(keys):
-            path, at, others = self.ended.hanging.path(keys, first)
-        there = self._hold_present(keys if path is keys else [*path[:at], *keys])  # a prompt loses no head to its end
+        if first == len(keys):
+            return admitted
+        path, at, others = self.ended.hanging.path(keys, first)
+        behind = list(filter(slots.__contains__, keys[first:]))
+        held = [*keys[:first], *behind]  # a save must not evict what it relies on,
+        if path is not keys:
+            held += filter(slots.__contains__, path[:at])  # and a prompt loses no head to its end
+        self.pin(held)
         try:
-            self._admit(keys, first, free_slots, admitted)
+            self._admit(keys, first, not behind, free_slots, admitted)
             if admitted:
                 self._let_in(path, at)
         except BaseException:
@@ -152,7 +155,7 @@ class BlockIndex(Generic[Key]):
             self._tell_anew()
             raise
         finally:
-            self.unpin([*there, *list(admitted)[1:]])
+            self.unpin([*held, *list(admitted)[1:]])
             if others:
                 self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)
@@ -171,20 +174,17 @@ class BlockIndex(Generic[Key]):
         slots = self.slots
         return len(list(takewhile(slots.__contains__, keys))) if keys and keys[0] in slots else 0
 
-    def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
-        """Pins those that are there or arriving: a save must not evict what it relies on."""
-        there = list(filter(self.slots.__contains__, keys))
-        self.pin(there)
-        return there
-
     def _let_in(self, path: Sequence[Key], at: int) -> None:
         """These of a prompt are there now, as far as there was room; those before ``at`` are what they hang on."""
         if self._on_end is None:  # else the policy knows by itself what hangs on what
             self.ended.let_in(path, at)
-        if self._by_order:  # else what they hang on were older than they are
+        if self._by_order and at:  # else what they hang on were older than they are
             self._use(list(filter(self.slots.__contains__, path[:at])))
 
-    def _admit(self, keys: Sequence[Key], first: int, free_slots: list[int], admitted: dict[Key, int]) -> None:
+    def _admit(
+        self, keys: Sequence[Key], first: int, all_absent: bool, free_slots: list[int], admitted: dict[Key, int]
+    ) -> None:
+        """Of these from ``first`` on; ``all_absent``: none of them is there."""
         slots, pins, evicted = self.slots, self.pins, self.evicted
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
         replace, replace_all = self._replace, self._replace_all
@@ -194,7 +194,7 @@ class BlockIndex(Generic[Key]):
         make_room = replace or (self._victim if hints else self._policy.victim)
         free = min(len(free_slots), self.capacity_blocks - len(slots))
         wanted = list(reversed(keys[first : len(slots) + free]))
-        if replace_all is not None and (len(set(wanted)) < len(wanted) or not slots.keys().isdisjoint(wanted)):
+        if not all_absent or len(wanted) <= FEW or len(set(wanted)) < len(wanted):
             replace_all = None
         at = 0
         while at < len(wanted):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import takewhile
 from typing import Generic
 
@@ -13,9 +11,6 @@ from .policy import Key
 from .run import Run
 
 NOBODY = 0
-
-
-_is_there = partial(operator.is_not, None)
 
 
 class Owners(Generic[Key]):
@@ -46,7 +41,7 @@ class Owners(Generic[Key]):
 
     def of(self, keys: Iterable[Key]) -> Iterator[Run[Key] | None]:
         """:meth:`get` of each, up to the first one that is not there."""
-        return self.of_slots(takewhile(_is_there, map(self.slots.get, keys)))  # type: ignore[arg-type]
+        return self.of_slots(self.slots_of(takewhile(self.slots.__contains__, keys)))
 
     def of_slots(self, slots: Iterable[int]) -> Iterator[Run[Key] | None]:
         return map(self._runs.__getitem__, map(self.numbers.__getitem__, slots))

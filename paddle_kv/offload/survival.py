@@ -77,11 +77,13 @@ class Survival(Generic[Key]):
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
         parts: list[tuple[Run[Key], int]] = []
-        for run, keys in groupby(self._owner.of(prompt)):
+        found = 0
+        for run, blocks in groupby(self._owner.of(prompt)):
             if run is None:
                 break
-            parts.append((run, len(list(keys))))
-        found = sum(count for _, count in parts)
+            count = len(list(blocks))
+            parts.append((run, count))
+            found += count
         self._guard.saw(prompt, found, now_s)
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
@@ -141,6 +143,7 @@ class Survival(Generic[Key]):
         run.length, run.facts = length, facts
         self._take(run, prompt[own:found])
         self._watch(run)
+        self._queues.enter(run)
         coming = self._coming
         if len(coming) > self._max_coming:
             coming.clear()
@@ -231,6 +234,7 @@ class Survival(Generic[Key]):
         run.end = len(run.keys)
         if run.live == 1:
             self._appear(run)
+            self._queues.enter(run)
 
     def on_access(self, key: Key) -> None:
         run = self._owner.get(key)
@@ -240,11 +244,10 @@ class Survival(Generic[Key]):
 
     def on_use(self, keys: Sequence[Key]) -> None:
         """:meth:`on_access` of each, the last one first."""
-        last = None
-        for run in reversed(list(self._owner.of(keys))):
-            if run is not last and run is not None:
+        owner = self._owner
+        for run, _ in groupby(owner.of_slots(owner.slots_of(reversed(keys)))):
+            if run is not None:
                 self._queues.use_again(run)
-            last = run
 
     def on_remove(self, key: Key) -> None:
         run = self._owner.pop(key)
@@ -257,20 +260,22 @@ class Survival(Generic[Key]):
         """``incoming`` itself: it shall not be let in."""
         self._giving = None
         if not self._guard.trusts:
-            key = self._oldest(pinned, incoming)
-            if key is not None:
-                self._giving = self._owner.get(key)
-                self.on_remove(key)
+            chosen = self._oldest(pinned, incoming)
+            if chosen is None:
+                return None
+            self._giving, key = chosen
+            self.on_remove(key)
             return key
         run = self._going
         key = self._last(run) if run is not None else None
         if run is None or key is None or key in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
-                key = self._oldest(pinned, incoming)
-                if key is not None:
-                    self.on_remove(key)
-                return key
+                chosen = self._oldest(pinned, incoming)
+                if chosen is None:
+                    return None
+                self.on_remove(chosen[1])
+                return chosen[1]
             run, key = chosen
             self._going = run
         if incoming is not None and incoming not in pinned:
@@ -336,32 +341,39 @@ class Survival(Generic[Key]):
                 return run, key
         return None
 
-    def _oldest(self, pinned: Container[Key], incoming: Key | None) -> Key | None:
-        """The block used longest ago; before all others those of sessions that are over, unless it is known better."""
-        blocked, found = [], None
-        for run in self._over if not self._guard.warm or self._guard.trusts else ():
-            key = self._last(run)
-            if key in self._hanging:
-                blocked.append(run)  # until what hangs on it has gone
-            elif key not in pinned:
-                found = key
-                break
-        for run in blocked:
-            del self._over[run]
-        if found is not None:
-            return found
+    def _oldest(self, pinned: Container[Key], incoming: Key | None) -> tuple[Run[Key], Key] | None:
+        """The block used longest ago, and its run; before all others those of sessions that are over, unless it is
+        known better."""
+        if self._over and (not self._guard.warm or self._guard.trusts):
+            chosen = self._over_first(pinned)
+            if chosen is not None:
+                return chosen
         own = None if incoming is None else self._coming.get(incoming)
         for run in self._order:
             key = self._last(run)
             if key not in pinned and key not in self._hanging and run is not own:
-                return key
+                return run, key
         owner = self._owner
         for run in self._order:  # what hangs on them is held
             for position in range(run.end - 1, -1, -1):
                 key = run.keys[position]
                 if owner.get(key) is run and key not in pinned:
-                    return key
+                    return run, key
         return None
+
+    def _over_first(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
+        """The run of a session that is over, and its last block."""
+        blocked, found = [], None
+        for run in self._over:
+            key = self._last(run)
+            if key in self._hanging:
+                blocked.append(run)  # until what hangs on it has gone
+            elif key not in pinned:
+                found = run, key
+                break
+        for run in blocked:
+            del self._over[run]
+        return found
 
     def _last(self, run: Run[Key]) -> Key:
         """Its last block that is there."""
@@ -373,12 +385,11 @@ class Survival(Generic[Key]):
 
     # ---- runs ----
     def _appear(self, run: Run[Key]) -> None:
-        """The first of its blocks is there."""
+        """The first of its blocks is there; whether it may go is for the caller to say."""
         if run.parent is not None:
             self._hanging[run.parent] = self._hanging.get(run.parent, 0) + 1
         self._ghosts.pop(run, None)
         self._order[run] = None
-        self._queues.enter(run)
 
     def _disappear(self, run: Run[Key]) -> None:
         """The last of its blocks has gone."""
