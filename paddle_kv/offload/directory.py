@@ -5,7 +5,6 @@ and imports no Paddle, nor NumPy before a policy that learns has seen enough to 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -289,8 +288,8 @@ class Directory(Contents):
         if not keys:  # all was found
             return SavePlan(None)
         self._holds.end_lost()
-        index, source = self.index, dict(zip(keys, device_ids, strict=True))
-        wanted = list(source)
+        index = self.index
+        wanted = named = list(dict.fromkeys(keys))
         if min_uses > 1:
             wanted = self._uses.often(wanted, min_uses, index.slots)
         if not self.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
@@ -303,15 +302,18 @@ class Directory(Contents):
             admitted = {}
         self.counters["saved_blocks"] += len(admitted)
         left_out: tuple[int, ...] = ()
-        if len(admitted) < len(source):
+        if len(admitted) < len(named):
             left_out = tuple(i for i, key in enumerate(keys) if key not in index.slots)
             num_left_out = len({keys[i] for i in left_out})
-            self.counters["deduplicated_blocks"] += len(source) - len(admitted) - num_left_out
+            self.counters["deduplicated_blocks"] += len(named) - len(admitted) - num_left_out
             self.counters["left_out_blocks"] += num_left_out
         if not admitted:
             return SavePlan(None, left_out)
-        ids = map(source.__getitem__, admitted)
-        job = self._begin("save", admitted, admitted.values(), ids, timeout_s, computed_from, layerwise=layerwise)
+        if len(admitted) < len(keys):  # else all of them, in their order
+            id_of = dict(zip(keys, device_ids, strict=True))
+            device_ids = [id_of[key] for key in admitted]
+        slots = admitted.values()
+        job = self._begin("save", admitted, slots, device_ids, timeout_s, computed_from, layerwise=layerwise)
         return SavePlan(job, left_out)
 
     def undo(self, job: Job, damaged: Iterable[int] = ()) -> list[Outcome]:

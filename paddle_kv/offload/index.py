@@ -8,7 +8,6 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Generic
 
-from .hanging import Coming
 from .hints import Ended, Expected
 from .policy import Key, Policy
 
@@ -140,7 +139,8 @@ class BlockIndex(Generic[Key]):
         held = [*keys[:first], *behind]  # a save must not evict what it relies on,
         if path is not keys:
             held += filter(slots.__contains__, path[:at])  # and a prompt loses no head to its end
-        self.pin(held)
+        if held:
+            self.pin(held)
         try:
             self._admit(keys, first, not behind, free_slots, admitted)
             if admitted:
@@ -155,7 +155,8 @@ class BlockIndex(Generic[Key]):
             self._tell_anew()
             raise
         finally:
-            self.unpin([*held, *list(admitted)[1:]])
+            if held or len(admitted) > 1:
+                self.unpin([*held, *list(admitted)[1:]])
             if others:
                 self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)

@@ -142,7 +142,8 @@ class Ranks:
         """TypeError: not a result, or not of its form. ValueError: another version, no such rank, or positions that the
         job has not."""
         check_result(result)
-        self.check_rank(result.rank)
+        if not 0 <= result.rank < len(self.epochs):
+            self.check_rank(result.rank)
         if not result.failed and not result.damaged:
             return
         pending = self.pending.get(result.job_id)

@@ -39,16 +39,13 @@ class Owners(Generic[Key]):
         slot = self.slots.get(key)
         return None if slot is None or slot >= len(self.numbers) else self._runs[self.numbers[slot]]
 
-    def of(self, keys: Iterable[Key]) -> Iterator[Run[Key] | None]:
-        """:meth:`get` of each, up to the first one that is not there."""
-        return self.of_slots(self.slots_of(takewhile(self.slots.__contains__, keys)))
-
     def of_slots(self, slots: Iterable[int]) -> Iterator[Run[Key] | None]:
         return map(self._runs.__getitem__, map(self.numbers.__getitem__, slots))
 
     def slots_of(self, keys: Iterable[Key]) -> list[int]:
-        """Of blocks that are there."""
-        return list(map(self.slots.__getitem__, keys))
+        """Up to the first one that is not there."""
+        slots = self.slots
+        return list(map(slots.__getitem__, takewhile(slots.__contains__, keys)))
 
     def give(self, slots: Collection[int], run: Run[Key]) -> None:
         """The blocks there are of this run."""

@@ -76,9 +76,10 @@ class Survival(Generic[Key]):
             return
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
+        slots = self._owner.slots_of(prompt)
         parts: list[tuple[Run[Key], int]] = []
         found = 0
-        for run, blocks in groupby(self._owner.of(prompt)):
+        for run, blocks in groupby(self._owner.of_slots(slots)):
             if run is None:
                 break
             count = len(list(blocks))
@@ -94,10 +95,11 @@ class Survival(Generic[Key]):
             parts.pop()
         heads, start = [], 0
         for run, count in parts:
-            heads.append(self._head_of(run, prompt[start : start + count], back, now_s))
-            start += count
+            end = start + count
+            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
+            start = end
         if own < len(prompt):
-            self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+            self._begin(prompt, own, slots[own:found], [run for run in back if not run.head], now_s)
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
@@ -118,7 +120,9 @@ class Survival(Generic[Key]):
                 run.facts = None
         self._unwatch(run)
 
-    def _head_of(self, run: Run[Key], keys: Sequence[Key], back: list[Run[Key]], now_s: float) -> Run[Key]:
+    def _head_of(
+        self, run: Run[Key], keys: Sequence[Key], slots: list[int], back: list[Run[Key]], now_s: float
+    ) -> Run[Key]:
         """These blocks of its front are shared by a prompt that goes elsewhere behind them."""
         if run in back:
             run.head = True
@@ -126,12 +130,16 @@ class Survival(Generic[Key]):
             return run
         head = Run(list(keys), run.parent, keys[-1], now_s, run.turn + 1, HEAD * CLASSES)
         head.head = True
-        self._take(head, keys)
+        self._take(head, keys, slots)
         return head
 
-    def _begin(self, prompt: Sequence[Key], own: int, found: int, before: list[Run[Key]], now_s: float) -> None:
-        """A run of all behind the heads: of the session that goes on, or of a first turn."""
-        length = len(prompt)
+    def _begin(
+        self, prompt: Sequence[Key], own: int, slots: list[int], before: list[Run[Key]], now_s: float
+    ) -> None:
+        """A run of all behind the heads: of the session that goes on, or of a first turn. ``slots``: of its blocks that
+        are there."""
+        length, found = len(prompt), own + len(slots)
+        fresh = prompt[found:]
         turn, gap_s, known = 1, 0.0, found
         if before:
             last = max(before, key=lambda run: run.turn)
@@ -141,23 +149,22 @@ class Survival(Generic[Key]):
         parent = prompt[own - 1] if own else None
         run = Run(list(prompt[own:]), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
         run.length, run.facts = length, facts
-        self._take(run, prompt[own:found])
+        if slots:
+            self._take(run, prompt[own:found], slots)
         self._watch(run)
         self._queues.enter(run)
         coming = self._coming
         if len(coming) > self._max_coming:
             coming.clear()
-        if found < len(prompt) and prompt[found] in coming:  # another one, not saved yet, begins like this one
-            for other, shared in groupby(prompt[found:], coming.get):
+        if fresh and fresh[0] in coming:  # another one, not saved yet, begins like this one
+            for other, shared in groupby(fresh, coming.get):
                 if other is not None and other is not run:
                     self._hang_on(other, list(shared)[-1])
-        coming.update(dict.fromkeys(prompt[found:], run))
+        coming.update(dict.fromkeys(fresh, run))
 
-    def _take(self, run: Run[Key], keys: Sequence[Key]) -> None:
+    def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int]) -> None:
         """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
-        if not keys:
-            return
-        start, slots = 0, self._owner.slots_of(keys)
+        start = 0
         for before, part in groupby(list(self._owner.of_slots(slots))):
             assert before is not None
             count = len(list(part))
@@ -263,9 +270,9 @@ class Survival(Generic[Key]):
             chosen = self._oldest(pinned, incoming)
             if chosen is None:
                 return None
-            self._giving, key = chosen
-            self.on_remove(key)
-            return key
+            self._giving = chosen[0]
+            self.on_remove(chosen[1])
+            return chosen[1]
         run = self._going
         key = self._last(run) if run is not None else None
         if run is None or key is None or key in self._hanging or key in pinned:
