@@ -9,9 +9,10 @@ from itertools import takewhile
 from typing import Generic
 
 from .policy import Key
+from .slot_numbers import with_room
 
 NOTHING = -1  # in the place of a slot: a block hangs on none that is known
-COMING_SHARE = 8  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
+COMING_SHARE = 64  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
 MIN_COMING = 4096  # and at least so many
 MOST_AT_ONCE = 8  # prompts that begin with the same block to come
 
@@ -85,13 +86,14 @@ class Hanging(Generic[Key]):
     def link(self, path: Sequence[Key], at: int) -> list[int]:
         """From ``at`` on they were let in, as many as there is room for, or were there. Slots on which nothing hangs
         any more, of those on which something did; none before :meth:`is_leaf` was asked."""
-        slots, parents, children = self._slots, self._parents, self._children
+        slots = self._slots
         bare: list[int] = []
         above = slots.get(path[at - 1], NOTHING) if at else NOTHING
         chain = [above, *map(slots.__getitem__, takewhile(slots.__contains__, path[at:]))]
         highest = max(chain)
-        if highest >= len(parents):
-            self._grow(highest)
+        if highest >= len(self._parents):
+            self._make_room(highest)
+        parents, children = self._parents, self._children
         before = list(map(parents.__getitem__, chain[1:]))
         if before == chain[:-1]:
             return bare  # as those whose places they have
@@ -111,13 +113,11 @@ class Hanging(Generic[Key]):
             above = slot
         return bare
 
-    def _grow(self, slot: int) -> None:
-        """Room for a slot that was never used before: a capacity may be more than there is memory."""
-        count = len(self._parents)
-        size = max(1 + slot, min(2 * count, self._capacity)) - count
-        self._parents.extend(array("i", [NOTHING]) * size)
+    def _make_room(self, slot: int) -> None:
+        """For a slot that was never used before."""
+        self._parents = with_room(self._parents, slot, self._capacity, NOTHING)
         if self._children is not None:
-            self._children.extend(array("i", [0]) * size)
+            self._children = with_room(self._children, slot, self._capacity, 0)
 
     def gone(self, slot: int) -> int:
         """The block that was there is not any more. The slot on which nothing hangs now, or ``NOTHING``; always that

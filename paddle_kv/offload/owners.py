@@ -9,6 +9,7 @@ from typing import Generic
 
 from .policy import Key
 from .run import Run
+from .slot_numbers import with_room
 
 NOBODY = 0
 
@@ -49,7 +50,7 @@ class Owners(Generic[Key]):
 
     def give(self, slots: Collection[int], run: Run[Key]) -> None:
         """The blocks there are of this run."""
-        self._grow(max(slots))
+        self._make_room(max(slots))
         numbers, number = self.numbers, run.number or self._number(run)
         for slot in slots:
             numbers[slot] = number
@@ -57,7 +58,7 @@ class Owners(Generic[Key]):
     def put(self, key: Key, run: Run[Key]) -> None:
         """It is of this run."""
         slot = self.slots[key]
-        self._grow(slot)
+        self._make_room(slot)
         self.numbers[slot] = run.number or self._number(run)
 
     def _number(self, run: Run[Key]) -> int:
@@ -70,12 +71,10 @@ class Owners(Generic[Key]):
             self._runs.append(run)
         return run.number
 
-    def _grow(self, slot: int) -> None:
-        """Room for a slot, which may never have been used before: a capacity may be more than there is memory."""
-        count = len(self.numbers)
-        if slot >= count:
-            size = max(1 + slot, min(2 * count, self._capacity))
-            self.numbers.extend(array("i", [NOBODY]) * (size - count))
+    def _make_room(self, slot: int) -> None:
+        """For a slot, which may never have been used before."""
+        if slot >= len(self.numbers):
+            self.numbers = with_room(self.numbers, slot, self._capacity, NOBODY)
 
     def pop(self, key: Key) -> Run[Key]:
         """KeyError where the block is nobody's."""

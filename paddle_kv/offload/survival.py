@@ -133,9 +133,7 @@ class Survival(Generic[Key]):
         self._take(head, keys, slots)
         return head
 
-    def _begin(
-        self, prompt: Sequence[Key], own: int, slots: list[int], before: list[Run[Key]], now_s: float
-    ) -> None:
+    def _begin(self, prompt: Sequence[Key], own: int, slots: list[int], before: list[Run[Key]], now_s: float) -> None:
         """A run of all behind the heads: of the session that goes on, or of a first turn. ``slots``: of its blocks that
         are there."""
         length, found = len(prompt), own + len(slots)
