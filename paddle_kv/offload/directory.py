@@ -218,7 +218,7 @@ class Directory(Contents):
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
         index = self.index
         slots = list(map(index.slots.get, keys))
-        if None in slots or not index.arriving.keys().isdisjoint(keys):
+        if None in slots or (index.arriving and not index.arriving.keys().isdisjoint(keys)):
             self._raise_not_present(keys)
         self.counters["loaded_blocks"] += len(keys)
         return self._begin("load", keys, slots, device_ids, timeout_s)

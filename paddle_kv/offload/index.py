@@ -54,12 +54,15 @@ class BlockIndex(Generic[Key]):
         last one first: of blocks that were used together, the head of a prefix goes last. ``prompt``: all of it, where
         ``keys`` leaves out what lies elsewhere."""
         count = self.peek(keys)
+        whole, found = (keys, count) if prompt is None else (prompt, self._first_absent(prompt))
         try:
-            if prompt is None:
-                self._saw(keys, count)
-            else:
-                self._saw(prompt, self._first_absent(prompt))
-            self._use(keys[:count])
+            self.ended.saw(whole, found)
+            if self.expected.blocks:
+                self.expected.came(whole)
+            if self._on_prompt is not None:
+                self._on_prompt(whole)
+            if count:
+                self._use(keys[:count])
         except BaseException:
             self._tell_anew()
             raise
@@ -74,13 +77,6 @@ class BlockIndex(Generic[Key]):
         on_access = self._policy.on_access
         for key in reversed(keys):
             on_access(key)
-
-    def _saw(self, prompt: Sequence[Key], found: int) -> None:
-        self.ended.saw(prompt, found)
-        if self.expected.blocks:
-            self.expected.came(prompt)
-        if self._on_prompt is not None:
-            self._on_prompt(prompt)
 
     # ---- hints ----
     def expect(self, keys: Sequence[Key], due_s: float) -> None:

@@ -49,8 +49,7 @@ class Owners(Generic[Key]):
         return list(map(slots.__getitem__, takewhile(slots.__contains__, keys)))
 
     def give(self, slots: Collection[int], run: Run[Key]) -> None:
-        """The blocks there are of this run."""
-        self._make_room(max(slots))
+        """The blocks there, which were of others, are of this run."""
         numbers, number = self.numbers, run.number or self._number(run)
         for slot in slots:
             numbers[slot] = number

@@ -89,17 +89,22 @@ class Survival(Generic[Key]):
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
             self._came_back(known, now_s)
-        own = found
-        while parts and parts[-1][0] in back and not parts[-1][0].head:
-            own -= parts[-1][1]
-            parts.pop()
+        own, num_heads = found, len(parts)
+        while num_heads and parts[num_heads - 1][0] in back and not parts[num_heads - 1][0].head:
+            num_heads -= 1
+            own -= parts[num_heads][1]
         heads, start = [], 0
-        for run, count in parts:
+        for run, count in parts[:num_heads]:
             end = start + count
             heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
             start = end
         if own < len(prompt):
-            self._begin(prompt, own, slots[own:found], [run for run in back if not run.head], now_s)
+            run = self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+            if own < found:
+                self._take(run, prompt[own:found], slots[own:found], parts[num_heads:])
+            self._watch(run)
+            self._queues.enter(run)
+            self._expect(run, prompt[found:])
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
@@ -130,14 +135,12 @@ class Survival(Generic[Key]):
             return run
         head = Run(list(keys), run.parent, keys[-1], now_s, run.turn + 1, HEAD * CLASSES)
         head.head = True
-        self._take(head, keys, slots)
+        self._take(head, keys, slots, [(run, len(keys))])
         return head
 
-    def _begin(self, prompt: Sequence[Key], own: int, slots: list[int], before: list[Run[Key]], now_s: float) -> None:
-        """A run of all behind the heads: of the session that goes on, or of a first turn. ``slots``: of its blocks that
-        are there."""
-        length, found = len(prompt), own + len(slots)
-        fresh = prompt[found:]
+    def _begin(self, prompt: Sequence[Key], own: int, found: int, before: list[Run[Key]], now_s: float) -> Run[Key]:
+        """A run of all behind the heads: of the session that goes on, or of a first turn."""
+        length = len(prompt)
         turn, gap_s, known = 1, 0.0, found
         if before:
             last = max(before, key=lambda run: run.turn)
@@ -147,10 +150,10 @@ class Survival(Generic[Key]):
         parent = prompt[own - 1] if own else None
         run = Run(list(prompt[own:]), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
         run.length, run.facts = length, facts
-        if slots:
-            self._take(run, prompt[own:found], slots)
-        self._watch(run)
-        self._queues.enter(run)
+        return run
+
+    def _expect(self, run: Run[Key], fresh: Sequence[Key]) -> None:
+        """These blocks of it may come."""
         coming = self._coming
         if len(coming) > self._max_coming:
             coming.clear()
@@ -160,15 +163,14 @@ class Survival(Generic[Key]):
                     self._hang_on(other, list(shared)[-1])
         coming.update(dict.fromkeys(fresh, run))
 
-    def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int]) -> None:
-        """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
-        start = 0
-        for before, part in groupby(list(self._owner.of_slots(slots))):
-            assert before is not None
-            count = len(list(part))
-            start += count
+    def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
+        """Blocks that are there, along a path, become its own. What is left of those who had them, so many each, hangs
+        behind them."""
+        end = 0
+        for before, count in parts:
+            end += count
             before.live -= count
-            self._move(before, keys[start - 1])
+            self._move(before, keys[end - 1])
         self._owner.give(slots, run)
         run.live += len(keys)
         if run.live == len(keys):
