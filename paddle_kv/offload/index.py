@@ -132,11 +132,7 @@ class BlockIndex(Generic[Key]):
             return admitted
         path, at, others = self.ended.hanging.path(keys, first)
         behind = list(filter(slots.__contains__, keys[first:]))
-        held = [*keys[:first], *behind]  # a save must not evict what it relies on,
-        if path is not keys:
-            held += filter(slots.__contains__, path[:at])  # and a prompt loses no head to its end
-        if held:
-            self.pin(held)
+        held = self._hold_present([*keys[:first], *behind], () if path is keys else path[:at])
         try:
             self._admit(keys, first, not behind, free_slots, admitted)
             if admitted:
@@ -170,6 +166,14 @@ class BlockIndex(Generic[Key]):
         """Where the first block without a slot stands: other than for :meth:`peek`, one that is arriving has one."""
         slots = self.slots
         return len(list(takewhile(slots.__contains__, keys))) if keys and keys[0] in slots else 0
+
+    def _hold_present(self, there: list[Key], head: Sequence[Key]) -> list[Key]:
+        """Pins what is there or arriving: a save must not evict what it relies on, nor a prompt lose its head to its
+        end."""
+        there += filter(self.slots.__contains__, head)
+        if there:
+            self.pin(there)
+        return there
 
     def _let_in(self, path: Sequence[Key], at: int) -> None:
         """These of a prompt are there now, as far as there was room; those before ``at`` are what they hang on."""
