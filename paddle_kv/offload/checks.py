@@ -52,10 +52,10 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
     """As many as keys; of loads, each once."""
     if len(ids) != len(keys):
         raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
-    if not set(map(type, ids)) <= {int}:
-        raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
     if not ids:
         return
+    if not set(map(type, ids)) <= {int}:
+        raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
     if min(ids) < 0:
         raise ValueError(f"device_block_ids names block {min(ids)}; it must not be negative")
     if max(ids) >= 2**63:

@@ -186,7 +186,8 @@ class Contents:
         try:
             return index.admit(keys, free_slots)
         finally:
-            self._slots.give_back(free_slots)
+            if free_slots:
+                self._slots.give_back(free_slots)
             self.tell_evicted()
 
     def _forget(self, keys: Iterable[bytes]) -> None:

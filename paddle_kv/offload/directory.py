@@ -5,7 +5,6 @@ and imports no Paddle, nor NumPy before a policy that learns has seen enough to 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -219,10 +218,10 @@ class Directory(Contents):
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
         index = self.index
         slots = list(map(index.slots.get, keys))
-        if None in slots or not index.arriving.keys().isdisjoint(keys):
+        if None in slots or (index.arriving and not index.arriving.keys().isdisjoint(keys)):
             self._raise_not_present(keys)
         self.counters["loaded_blocks"] += len(keys)
-        return self._begin(self._job("load", keys, slots, device_ids, timeout_s))
+        return self._begin("load", keys, slots, device_ids, timeout_s)
 
     def _raise_not_present(self, keys: list[bytes]) -> None:
         slots = self.index.slots
@@ -244,7 +243,7 @@ class Directory(Contents):
         self._forget(key for key in keys[count:] if key in admitted)
         self.counters["loaded_blocks"] += count
         slots = [admitted[key] for key in keys[:count]]
-        return self._begin(self._job("load", keys[:count], slots, device_ids[:count], timeout_s, tier=tier))
+        return self._begin("load", keys[:count], slots, device_ids[:count], timeout_s, tier=tier)
 
     def plan_save(
         self,
@@ -284,15 +283,16 @@ class Directory(Contents):
         check_bool(all_or_nothing, "all_or_nothing")
         min_uses = checked_count(min_uses, "min_uses", least=1)
         computed_from = checked_list(computed_from, "computed_from", "int")
-        self.ranks.check_loads(computed_from)
+        if computed_from:
+            self.ranks.check_loads(computed_from)
         if not keys:  # all was found
             return SavePlan(None)
         self._holds.end_lost()
-        index, source = self.index, dict(zip(keys, device_ids, strict=True))
-        wanted = list(source)
+        index = self.index
+        wanted = named = list(dict.fromkeys(keys))
         if min_uses > 1:
             wanted = self._uses.often(wanted, min_uses, index.slots)
-        if not self.ready or any(map(self.ranks.has_failed, computed_from)):
+        if not self.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
             wanted = [key for key in wanted if key in index.slots]
         if all_or_nothing and not self._has_room(wanted):
             wanted = [key for key in wanted if key in index.slots]
@@ -300,18 +300,21 @@ class Directory(Contents):
         if all_or_nothing and not all(key in index.slots for key in wanted):  # a policy has its own ideas
             self._forget(admitted)
             admitted = {}
-        left_out: tuple[int, ...] = ()
-        if len(admitted) < len(source):
-            left_out = tuple(i for i, key in enumerate(keys) if key not in index.slots)
-        num_left_out = len({keys[i] for i in left_out})
         self.counters["saved_blocks"] += len(admitted)
-        self.counters["deduplicated_blocks"] += len(source) - len(admitted) - num_left_out
-        self.counters["left_out_blocks"] += num_left_out
+        left_out: tuple[int, ...] = ()
+        if len(admitted) < len(named):
+            left_out = tuple(i for i, key in enumerate(keys) if key not in index.slots)
+            num_left_out = len({keys[i] for i in left_out})
+            self.counters["deduplicated_blocks"] += len(named) - len(admitted) - num_left_out
+            self.counters["left_out_blocks"] += num_left_out
         if not admitted:
             return SavePlan(None, left_out)
-        ids = map(source.__getitem__, admitted)
-        job = self._job("save", admitted, admitted.values(), ids, timeout_s, layerwise=layerwise)
-        return SavePlan(self._begin(job, computed_from), left_out)
+        if len(admitted) < len(keys):  # else all of them, in their order
+            id_of = dict(zip(keys, device_ids, strict=True))
+            device_ids = [id_of[key] for key in admitted]
+        slots = admitted.values()
+        job = self._begin("save", admitted, slots, device_ids, timeout_s, computed_from, layerwise=layerwise)
+        return SavePlan(job, left_out)
 
     def undo(self, job: Job, damaged: Iterable[int] = ()) -> list[Outcome]:
         """It was begun on no rank and never will be: as if it had not been planned, but what was computed from it has
@@ -361,45 +364,52 @@ class Directory(Contents):
             "another Directory, which the ranks join after restart()"
         )
 
-    def _job(
+    def _begin(
         self,
         kind: Kind,
         keys: Iterable[bytes],
         slots: Iterable[Any],
         ids: Iterable[int],
         timeout_s: float | None,
-        **form: Any,
+        computed_from: Sequence[int] = (),
+        *,
+        layerwise: bool = False,
+        tier: str | None = None,
     ) -> Job:
-        epochs = tuple([epoch or 0 for epoch in self.ranks.epochs])
+        """A job: its blocks are held until it is over, whatever becomes of them."""
+        ranks, number = self.ranks, self.ranks.next_id()
         bound_s = self.timeout_s if timeout_s is None else timeout_s
-        number = self.ranks.next_id()
-        return Job(number, kind, self.space, tuple(keys), tuple(slots), tuple(ids), epochs, bound_s, **form)
-
-    def _begin(self, job: Job, computed_from: Iterable[int] = ()) -> Job:
-        """Its blocks are held until it is over, whatever becomes of them."""
+        epochs = tuple([epoch or 0 for epoch in ranks.epochs])
+        named, slots, ids = tuple(keys), tuple(slots), tuple(ids)
+        job = Job(number, kind, self.space, named, slots, ids, epochs, bound_s, layerwise, tier)
         if job.fills_host:
-            self.index.arriving.update(dict.fromkeys(job.keys, job.id))
-        self.index.pin(job.keys)
-        self.ranks.add(job, computed_from)
+            self.index.arriving.update(dict.fromkeys(named, number))
+        self.index.pin(named)
+        ranks.add(job, computed_from)
         return job
 
     def _settle(self, pending: Pending) -> None:
         """It is decided how the job ends, for all ranks."""
         job, failed = pending.job, pending.failed
         self.index.unpin(job.keys)
-        self.counters["failed_saves" if job.kind == "save" else "failed_loads"] += bool(failed)
+        if failed:
+            self.counters["failed_saves" if job.kind == "save" else "failed_loads"] += 1
         if job.fills_host:
             arriving = self.index.arriving
             brought_by = list(map(arriving.get, job.keys))
             own: Sequence[bytes] = job.keys
             if brought_by.count(job.id) < len(own):  # some were dropped meanwhile
                 own = [key for key, number in zip(own, brought_by, strict=True) if number == job.id]
-            wrong = {job.keys[position] for position in failed}
-            arrived = [key for key in own if key not in wrong] if wrong else own
-            deque(map(arriving.pop, arrived), 0)
+            arrived, wrong = own, []
+            if failed:
+                named = {job.keys[position] for position in failed}
+                arrived = [key for key in own if key not in named]
+                wrong = [key for key in own if key in named]
+            for key in arrived:
+                del arriving[key]
             self._events.add("stored", HOST, arrived)
             if wrong:
-                self._forget(key for key in own if key in wrong)
+                self._forget(wrong)
         if pending.damaged:
             self._drop_damaged(job, pending.damaged)
 

@@ -60,8 +60,8 @@ class Guard:
             self._started_s = now_s
         every, order = self._every, self._order
         if every > 1:
-            there = self._sampled(prompt[:found])
-            found, prompt = len(there), there + self._sampled(prompt[found:])
+            there, prompt = prompt[:found], self._sampled(prompt)
+            found = len(self._sampled(there)) if prompt else 0
         count = 0
         for key in prompt:
             if key not in order:

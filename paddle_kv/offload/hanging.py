@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Generic
 
 from .policy import Key
+from .slot_numbers import with_room
 
 NOTHING = -1  # in the place of a slot: a block hangs on none that is known
-COMING_SHARE = 8  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
+COMING_SHARE = 64  # blocks of prompts that were looked up and not let in: one in so many of the capacity is remembered,
 MIN_COMING = 4096  # and at least so many
 MOST_AT_ONCE = 8  # prompts that begin with the same block to come
 
@@ -34,14 +36,14 @@ class Hanging(Generic[Key]):
         self._slots, self._capacity = slots, capacity_blocks
         self._parents = array("i")  # slot -> that of the block before it
         self._children: array[int] | None = None  # slot -> how many have it as parent; None: nobody has asked
-        self._coming: dict[Key, list[Coming[Key]]] = {}  # by the first block that is to come
+        self._coming: OrderedDict[Key, list[Coming[Key]]] = OrderedDict()  # by the first block that is to come
         self._num_coming = 0
         self._max_coming = max(MIN_COMING, capacity_blocks // COMING_SHARE)
 
     def saw(self, prompt: Sequence[Key], found: int) -> None:
         """A prompt, of which the blocks from ``found`` on may be let in. Kept for a while: it must not change."""
-        known = self._coming.pop(prompt[found], [])
-        self._coming[prompt[found]] = known  # behind the others
+        known = self._coming.setdefault(prompt[found], [])
+        self._coming.move_to_end(prompt[found])
         if (prompt, found) in known:
             known.remove((prompt, found))  # the one seen last is behind the others
             self._num_coming -= len(prompt)
@@ -50,8 +52,8 @@ class Hanging(Generic[Key]):
         if len(known) > MOST_AT_ONCE:
             self._num_coming -= len(known.pop(0)[0])
         while self._num_coming > self._max_coming and len(self._coming) > 1:
-            for one, _ in self._coming.pop(next(iter(self._coming))):
-                self._num_coming -= len(one)
+            _, oldest = self._coming.popitem(last=False)
+            self._num_coming -= sum(len(one) for one, _ in oldest)
 
     def path(self, keys: Sequence[Key], first: int) -> tuple[Sequence[Key], int, list[Coming[Key]]]:
         """The prompt in which ``keys[first]`` stands, and where, as far as that is known; and what :meth:`goes_on` is
@@ -61,11 +63,12 @@ class Hanging(Generic[Key]):
         for start in range(first, -1, -1):  # blocks may have come since they were looked up
             for prompt, found in reversed(self._coming.get(keys[start], ())):
                 rest, new = prompt[found:], keys[start:]
-                if rest != new:
+                all_of_it = rest == new
+                if not all_of_it:
                     others.append((prompt, found))
                 if path is not keys:
                     continue
-                if rest[: len(new)] == new:
+                if all_of_it or rest[: len(new)] == new:
                     path, at = prompt, found + first - start
                 elif set(new) <= set(rest):  # a part lies elsewhere
                     path, at = prompt, found
@@ -83,13 +86,14 @@ class Hanging(Generic[Key]):
     def link(self, path: Sequence[Key], at: int) -> list[int]:
         """From ``at`` on they were let in, as many as there is room for, or were there. Slots on which nothing hangs
         any more, of those on which something did; none before :meth:`is_leaf` was asked."""
-        slots, parents, children = self._slots, self._parents, self._children
+        slots = self._slots
         bare: list[int] = []
         above = slots.get(path[at - 1], NOTHING) if at else NOTHING
         chain = [above, *map(slots.__getitem__, takewhile(slots.__contains__, path[at:]))]
         highest = max(chain)
-        if highest >= len(parents):
-            self._grow(highest)
+        if highest >= len(self._parents):
+            self._make_room(highest)
+        parents, children = self._parents, self._children
         before = list(map(parents.__getitem__, chain[1:]))
         if before == chain[:-1]:
             return bare  # as those whose places they have
@@ -109,13 +113,11 @@ class Hanging(Generic[Key]):
             above = slot
         return bare
 
-    def _grow(self, slot: int) -> None:
-        """Room for a slot that was never used before: a capacity may be more than there is memory."""
-        count = len(self._parents)
-        size = max(1 + slot, min(2 * count, self._capacity)) - count
-        self._parents.extend(array("i", [NOTHING]) * size)
+    def _make_room(self, slot: int) -> None:
+        """For a slot that was never used before."""
+        self._parents = with_room(self._parents, slot, self._capacity, NOTHING)
         if self._children is not None:
-            self._children.extend(array("i", [0]) * size)
+            self._children = with_room(self._children, slot, self._capacity, 0)
 
     def gone(self, slot: int) -> int:
         """The block that was there is not any more. The slot on which nothing hangs now, or ``NOTHING``; always that

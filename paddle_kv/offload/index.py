@@ -8,7 +8,6 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Generic
 
-from .hanging import Coming
 from .hints import Ended, Expected
 from .policy import Key, Policy
 
@@ -55,12 +54,15 @@ class BlockIndex(Generic[Key]):
         last one first: of blocks that were used together, the head of a prefix goes last. ``prompt``: all of it, where
         ``keys`` leaves out what lies elsewhere."""
         count = self.peek(keys)
+        whole, found = (keys, count) if prompt is None else (prompt, self._first_absent(prompt))
         try:
-            if prompt is None:
-                self._saw(keys, count)
-            else:
-                self._saw(prompt, self._first_absent(prompt))
-            self._use(keys[:count])
+            self.ended.saw(whole, found)
+            if self.expected.blocks:
+                self.expected.came(whole)
+            if self._on_prompt is not None:
+                self._on_prompt(whole)
+            if count:
+                self._use(keys[:count])
         except BaseException:
             self._tell_anew()
             raise
@@ -75,13 +77,6 @@ class BlockIndex(Generic[Key]):
         on_access = self._policy.on_access
         for key in reversed(keys):
             on_access(key)
-
-    def _saw(self, prompt: Sequence[Key], found: int) -> None:
-        self.ended.saw(prompt, found)
-        if self.expected.blocks:
-            self.expected.came(prompt)
-        if self._on_prompt is not None:
-            self._on_prompt(prompt)
 
     # ---- hints ----
     def expect(self, keys: Sequence[Key], due_s: float) -> None:
@@ -133,13 +128,13 @@ class BlockIndex(Generic[Key]):
             self._on_save(keys)
         slots = self.slots
         first = self._first_absent(keys)
-        path, at = keys, first
-        others: list[Coming[Key]] = []
-        if first < len(keys):
-            path, at, others = self.ended.hanging.path(keys, first)
-        there = self._hold_present(keys if path is keys else [*path[:at], *keys])  # a prompt loses no head to its end
+        if first == len(keys):
+            return admitted
+        path, at, others = self.ended.hanging.path(keys, first)
+        behind = list(filter(slots.__contains__, keys[first:]))
+        held = self._hold_present([*keys[:first], *behind], () if path is keys else path[:at])
         try:
-            self._admit(keys, first, free_slots, admitted)
+            self._admit(keys, first, not behind, free_slots, admitted)
             if admitted:
                 self._let_in(path, at)
         except BaseException:
@@ -152,7 +147,8 @@ class BlockIndex(Generic[Key]):
             self._tell_anew()
             raise
         finally:
-            self.unpin([*there, *list(admitted)[1:]])
+            if held or len(admitted) > 1:
+                self.unpin([*held, *list(admitted)[1:]])
             if others:
                 self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)
@@ -171,20 +167,25 @@ class BlockIndex(Generic[Key]):
         slots = self.slots
         return len(list(takewhile(slots.__contains__, keys))) if keys and keys[0] in slots else 0
 
-    def _hold_present(self, keys: Sequence[Key]) -> list[Key]:
-        """Pins those that are there or arriving: a save must not evict what it relies on."""
-        there = list(filter(self.slots.__contains__, keys))
-        self.pin(there)
+    def _hold_present(self, there: list[Key], head: Sequence[Key]) -> list[Key]:
+        """Pins what is there or arriving: a save must not evict what it relies on, nor a prompt lose its head to its
+        end."""
+        there += filter(self.slots.__contains__, head)
+        if there:
+            self.pin(there)
         return there
 
     def _let_in(self, path: Sequence[Key], at: int) -> None:
         """These of a prompt are there now, as far as there was room; those before ``at`` are what they hang on."""
         if self._on_end is None:  # else the policy knows by itself what hangs on what
             self.ended.let_in(path, at)
-        if self._by_order:  # else what they hang on were older than they are
+        if self._by_order and at:  # else what they hang on were older than they are
             self._use(list(filter(self.slots.__contains__, path[:at])))
 
-    def _admit(self, keys: Sequence[Key], first: int, free_slots: list[int], admitted: dict[Key, int]) -> None:
+    def _admit(
+        self, keys: Sequence[Key], first: int, all_absent: bool, free_slots: list[int], admitted: dict[Key, int]
+    ) -> None:
+        """Of these from ``first`` on; ``all_absent``: none of them is there."""
         slots, pins, evicted = self.slots, self.pins, self.evicted
         on_access, on_insert = self._policy.on_access, self._policy.on_insert
         replace, replace_all = self._replace, self._replace_all
@@ -194,7 +195,7 @@ class BlockIndex(Generic[Key]):
         make_room = replace or (self._victim if hints else self._policy.victim)
         free = min(len(free_slots), self.capacity_blocks - len(slots))
         wanted = list(reversed(keys[first : len(slots) + free]))
-        if replace_all is not None and (len(set(wanted)) < len(wanted) or not slots.keys().isdisjoint(wanted)):
+        if not all_absent or len(wanted) <= FEW or len(set(wanted)) < len(wanted):
             replace_all = None
         at = 0
         while at < len(wanted):

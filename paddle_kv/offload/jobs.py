@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from ..block_keys import BlockKey as BlockKey
 from ..block_keys import Namespace as Namespace
+from .slot_constructor import slot_constructor
 
 FORMAT_VERSION = 1
 
@@ -31,6 +32,7 @@ class Hello:
     version: int = FORMAT_VERSION
 
 
+@slot_constructor
 @dataclass(frozen=True, slots=True)
 class Job:
     """Blocks that all ranks move, each its own part. ``keys[i]`` lies in host block ``host_slots[i]`` and in device
@@ -65,6 +67,7 @@ class Job:
         return self.kind == "save" or self.tier is not None
 
 
+@slot_constructor
 @dataclass(frozen=True, slots=True)
 class Result:
     """How a job ended on one rank; nothing of it touches memory there any more.
@@ -84,6 +87,7 @@ class Result:
     version: int = FORMAT_VERSION
 
 
+@slot_constructor
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of a job on all ranks together.
@@ -108,6 +112,7 @@ class Outcome:
     reason: str = ""
 
 
+@slot_constructor
 @dataclass(frozen=True, slots=True)
 class SavePlan:
     """What :meth:`Directory.plan_save` gives.

@@ -40,8 +40,9 @@ class Pending:
 
     def outcome(self) -> Outcome:
         job = self.job
-        late = tuple(sorted(self.waiting))
-        return Outcome(job.id, job.kind, job.keys, job.device_ids, tuple(sorted(self.failed)), late, self.reason)
+        failed = tuple(sorted(self.failed)) if self.failed else ()
+        late = tuple(sorted(self.waiting)) if self.waiting else ()
+        return Outcome(job.id, job.kind, job.keys, job.device_ids, failed, late, self.reason)
 
 
 class Ranks:
@@ -141,7 +142,10 @@ class Ranks:
         """TypeError: not a result, or not of its form. ValueError: another version, no such rank, or positions that the
         job has not."""
         check_result(result)
-        self.check_rank(result.rank)
+        if not 0 <= result.rank < len(self.epochs):
+            self.check_rank(result.rank)
+        if not result.failed and not result.damaged:
+            return
         pending = self.pending.get(result.job_id)
         if pending is not None:
             count = len(pending.job.keys)
@@ -217,7 +221,10 @@ class Ranks:
         """With the saves that wait for it."""
         pending.decided = True
         self._settle(pending)
-        return [pending.outcome() if pending.waiting else self._end(pending), *self._decide_saves_of(pending)]
+        own = pending.outcome() if pending.waiting else self._end(pending)
+        if pending.job.kind == "save":  # nothing is computed from what one saves
+            return [own]
+        return [own, *self._decide_saves_of(pending)]
 
     def undo(self, pending: Pending) -> list[Outcome]:
         """It was begun on no rank: nothing of it is settled, and what was computed from it has failed."""
@@ -231,7 +238,7 @@ class Ranks:
 
     def _decide_saves_of(self, pending: Pending) -> list[Outcome]:
         """It is decided how a load ends: so may be the saves that were computed from it."""
-        if pending.job.kind == "load" and pending.failed:
+        if pending.failed and pending.job.kind == "load":
             self._failed[pending.job.id] = None
             if len(self._failed) > REMEMBERED_FAILURES:
                 oldest = next(iter(self._failed))

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import takewhile
 from typing import Generic
 
 from .policy import Key
 from .run import Run
+from .slot_numbers import with_room
 
 NOBODY = 0
-
-
-_is_there = partial(operator.is_not, None)
 
 
 class Owners(Generic[Key]):
@@ -44,20 +40,16 @@ class Owners(Generic[Key]):
         slot = self.slots.get(key)
         return None if slot is None or slot >= len(self.numbers) else self._runs[self.numbers[slot]]
 
-    def of(self, keys: Iterable[Key]) -> Iterator[Run[Key] | None]:
-        """:meth:`get` of each, up to the first one that is not there."""
-        return self.of_slots(takewhile(_is_there, map(self.slots.get, keys)))  # type: ignore[arg-type]
-
     def of_slots(self, slots: Iterable[int]) -> Iterator[Run[Key] | None]:
         return map(self._runs.__getitem__, map(self.numbers.__getitem__, slots))
 
     def slots_of(self, keys: Iterable[Key]) -> list[int]:
-        """Of blocks that are there."""
-        return list(map(self.slots.__getitem__, keys))
+        """Up to the first one that is not there."""
+        slots = self.slots
+        return list(map(slots.__getitem__, takewhile(slots.__contains__, keys)))
 
     def give(self, slots: Collection[int], run: Run[Key]) -> None:
-        """The blocks there are of this run."""
-        self._grow(max(slots))
+        """The blocks there, which were of others, are of this run."""
         numbers, number = self.numbers, run.number or self._number(run)
         for slot in slots:
             numbers[slot] = number
@@ -65,7 +57,7 @@ class Owners(Generic[Key]):
     def put(self, key: Key, run: Run[Key]) -> None:
         """It is of this run."""
         slot = self.slots[key]
-        self._grow(slot)
+        self._make_room(slot)
         self.numbers[slot] = run.number or self._number(run)
 
     def _number(self, run: Run[Key]) -> int:
@@ -78,12 +70,10 @@ class Owners(Generic[Key]):
             self._runs.append(run)
         return run.number
 
-    def _grow(self, slot: int) -> None:
-        """Room for a slot, which may never have been used before: a capacity may be more than there is memory."""
-        count = len(self.numbers)
-        if slot >= count:
-            size = max(1 + slot, min(2 * count, self._capacity))
-            self.numbers.extend(array("i", [NOBODY]) * (size - count))
+    def _make_room(self, slot: int) -> None:
+        """For a slot, which may never have been used before."""
+        if slot >= len(self.numbers):
+            self.numbers = with_room(self.numbers, slot, self._capacity, NOBODY)
 
     def pop(self, key: Key) -> Run[Key]:
         """KeyError where the block is nobody's."""

@@ -76,26 +76,35 @@ class Survival(Generic[Key]):
             return
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
+        slots = self._owner.slots_of(prompt)
         parts: list[tuple[Run[Key], int]] = []
-        for run, keys in groupby(self._owner.of(prompt)):
+        found = 0
+        for run, blocks in groupby(self._owner.of_slots(slots)):
             if run is None:
                 break
-            parts.append((run, len(list(keys))))
-        found = sum(count for _, count in parts)
+            count = len(list(blocks))
+            parts.append((run, count))
+            found += count
         self._guard.saw(prompt, found, now_s)
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
             self._came_back(known, now_s)
-        own = found
-        while parts and parts[-1][0] in back and not parts[-1][0].head:
-            own -= parts[-1][1]
-            parts.pop()
+        own, num_heads = found, len(parts)
+        while num_heads and parts[num_heads - 1][0] in back and not parts[num_heads - 1][0].head:
+            num_heads -= 1
+            own -= parts[num_heads][1]
         heads, start = [], 0
-        for run, count in parts:
-            heads.append(self._head_of(run, prompt[start : start + count], back, now_s))
-            start += count
+        for run, count in parts[:num_heads]:
+            end = start + count
+            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
+            start = end
         if own < len(prompt):
-            self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+            run = self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+            if own < found:
+                self._take(run, prompt[own:found], slots[own:found], parts[num_heads:])
+            self._watch(run)
+            self._queues.enter(run)
+            self._expect(run, prompt[found:])
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
@@ -116,7 +125,9 @@ class Survival(Generic[Key]):
                 run.facts = None
         self._unwatch(run)
 
-    def _head_of(self, run: Run[Key], keys: Sequence[Key], back: list[Run[Key]], now_s: float) -> Run[Key]:
+    def _head_of(
+        self, run: Run[Key], keys: Sequence[Key], slots: list[int], back: list[Run[Key]], now_s: float
+    ) -> Run[Key]:
         """These blocks of its front are shared by a prompt that goes elsewhere behind them."""
         if run in back:
             run.head = True
@@ -124,10 +135,10 @@ class Survival(Generic[Key]):
             return run
         head = Run(list(keys), run.parent, keys[-1], now_s, run.turn + 1, HEAD * CLASSES)
         head.head = True
-        self._take(head, keys)
+        self._take(head, keys, slots, [(run, len(keys))])
         return head
 
-    def _begin(self, prompt: Sequence[Key], own: int, found: int, before: list[Run[Key]], now_s: float) -> None:
+    def _begin(self, prompt: Sequence[Key], own: int, found: int, before: list[Run[Key]], now_s: float) -> Run[Key]:
         """A run of all behind the heads: of the session that goes on, or of a first turn."""
         length = len(prompt)
         turn, gap_s, known = 1, 0.0, found
@@ -139,28 +150,27 @@ class Survival(Generic[Key]):
         parent = prompt[own - 1] if own else None
         run = Run(list(prompt[own:]), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
         run.length, run.facts = length, facts
-        self._take(run, prompt[own:found])
-        self._watch(run)
+        return run
+
+    def _expect(self, run: Run[Key], fresh: Sequence[Key]) -> None:
+        """These blocks of it may come."""
         coming = self._coming
         if len(coming) > self._max_coming:
             coming.clear()
-        if found < len(prompt) and prompt[found] in coming:  # another one, not saved yet, begins like this one
-            for other, shared in groupby(prompt[found:], coming.get):
+        if fresh and fresh[0] in coming:  # another one, not saved yet, begins like this one
+            for other, shared in groupby(fresh, coming.get):
                 if other is not None and other is not run:
                     self._hang_on(other, list(shared)[-1])
-        coming.update(dict.fromkeys(prompt[found:], run))
+        coming.update(dict.fromkeys(fresh, run))
 
-    def _take(self, run: Run[Key], keys: Sequence[Key]) -> None:
-        """Blocks that are there, along a path, become its own. What is left of those who had them hangs behind them."""
-        if not keys:
-            return
-        start, slots = 0, self._owner.slots_of(keys)
-        for before, part in groupby(list(self._owner.of_slots(slots))):
-            assert before is not None
-            count = len(list(part))
-            start += count
+    def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
+        """Blocks that are there, along a path, become its own. What is left of those who had them, so many each, hangs
+        behind them."""
+        end = 0
+        for before, count in parts:
+            end += count
             before.live -= count
-            self._move(before, keys[start - 1])
+            self._move(before, keys[end - 1])
         self._owner.give(slots, run)
         run.live += len(keys)
         if run.live == len(keys):
@@ -231,6 +241,7 @@ class Survival(Generic[Key]):
         run.end = len(run.keys)
         if run.live == 1:
             self._appear(run)
+            self._queues.enter(run)
 
     def on_access(self, key: Key) -> None:
         run = self._owner.get(key)
@@ -240,11 +251,10 @@ class Survival(Generic[Key]):
 
     def on_use(self, keys: Sequence[Key]) -> None:
         """:meth:`on_access` of each, the last one first."""
-        last = None
-        for run in reversed(list(self._owner.of(keys))):
-            if run is not last and run is not None:
+        owner = self._owner
+        for run, _ in groupby(owner.of_slots(owner.slots_of(reversed(keys)))):
+            if run is not None:
                 self._queues.use_again(run)
-            last = run
 
     def on_remove(self, key: Key) -> None:
         run = self._owner.pop(key)
@@ -257,20 +267,22 @@ class Survival(Generic[Key]):
         """``incoming`` itself: it shall not be let in."""
         self._giving = None
         if not self._guard.trusts:
-            key = self._oldest(pinned, incoming)
-            if key is not None:
-                self._giving = self._owner.get(key)
-                self.on_remove(key)
-            return key
+            chosen = self._oldest(pinned, incoming)
+            if chosen is None:
+                return None
+            self._giving = chosen[0]
+            self.on_remove(chosen[1])
+            return chosen[1]
         run = self._going
         key = self._last(run) if run is not None else None
         if run is None or key is None or key in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
-                key = self._oldest(pinned, incoming)
-                if key is not None:
-                    self.on_remove(key)
-                return key
+                chosen = self._oldest(pinned, incoming)
+                if chosen is None:
+                    return None
+                self.on_remove(chosen[1])
+                return chosen[1]
             run, key = chosen
             self._going = run
         if incoming is not None and incoming not in pinned:
@@ -336,32 +348,39 @@ class Survival(Generic[Key]):
                 return run, key
         return None
 
-    def _oldest(self, pinned: Container[Key], incoming: Key | None) -> Key | None:
-        """The block used longest ago; before all others those of sessions that are over, unless it is known better."""
-        blocked, found = [], None
-        for run in self._over if not self._guard.warm or self._guard.trusts else ():
-            key = self._last(run)
-            if key in self._hanging:
-                blocked.append(run)  # until what hangs on it has gone
-            elif key not in pinned:
-                found = key
-                break
-        for run in blocked:
-            del self._over[run]
-        if found is not None:
-            return found
+    def _oldest(self, pinned: Container[Key], incoming: Key | None) -> tuple[Run[Key], Key] | None:
+        """The block used longest ago, and its run; before all others those of sessions that are over, unless it is
+        known better."""
+        if self._over and (not self._guard.warm or self._guard.trusts):
+            chosen = self._over_first(pinned)
+            if chosen is not None:
+                return chosen
         own = None if incoming is None else self._coming.get(incoming)
         for run in self._order:
             key = self._last(run)
             if key not in pinned and key not in self._hanging and run is not own:
-                return key
+                return run, key
         owner = self._owner
         for run in self._order:  # what hangs on them is held
             for position in range(run.end - 1, -1, -1):
                 key = run.keys[position]
                 if owner.get(key) is run and key not in pinned:
-                    return key
+                    return run, key
         return None
+
+    def _over_first(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
+        """The run of a session that is over, and its last block."""
+        blocked, found = [], None
+        for run in self._over:
+            key = self._last(run)
+            if key in self._hanging:
+                blocked.append(run)  # until what hangs on it has gone
+            elif key not in pinned:
+                found = run, key
+                break
+        for run in blocked:
+            del self._over[run]
+        return found
 
     def _last(self, run: Run[Key]) -> Key:
         """Its last block that is there."""
@@ -373,12 +392,11 @@ class Survival(Generic[Key]):
 
     # ---- runs ----
     def _appear(self, run: Run[Key]) -> None:
-        """The first of its blocks is there."""
+        """The first of its blocks is there; whether it may go is for the caller to say."""
         if run.parent is not None:
             self._hanging[run.parent] = self._hanging.get(run.parent, 0) + 1
         self._ghosts.pop(run, None)
         self._order[run] = None
-        self._queues.enter(run)
 
     def _disappear(self, run: Run[Key]) -> None:
         """The last of its blocks has gone."""

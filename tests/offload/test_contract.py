@@ -356,7 +356,7 @@ MUTATIONS: dict[int, tuple[Any, str, Any]] = {
     3: (moving.Moving, "failed", property(lambda self: self.movement.failed)),
     4: (books.Books, "unpin", lambda self, keys: None),
     5: (books.Books, "users_of", lambda self, device_ids: []),
-    6: (index.BlockIndex, "_hold_present", lambda self, keys: []),
+    6: (index.BlockIndex, "_hold_present", lambda self, there, head: []),
     7: (index, "reversed", list),
     8: (index, "reversed", list),
     9: (directory.Directory, "_drop_damaged", lambda self, job, positions: None),

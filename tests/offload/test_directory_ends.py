@@ -281,3 +281,13 @@ def test_a_save_of_nothing_changes_nothing(policy: str) -> None:
     assert (directory.stats(), directory.snapshot(), list(directory.index.slots)) == before
     with pytest.raises(ValueError, match=r"computed_from\[0\] = 3 must be a load"):
         directory.plan_save([], [], computed_from=[3])
+
+
+def test_a_saved_block_comes_from_the_device_block_that_was_named_for_it() -> None:
+    directory = made(8)
+    job = directory.plan_save([b"a", b"b", b"a"], [7, 8, 9]).job  # of one that is named twice, from the last
+    assert job is not None and (job.keys, job.device_ids) == ((b"a", b"b"), (9, 8))
+    job = directory.plan_save([b"a", b"c", b"b", b"d"], [1, 2, 3, 4]).job
+    assert job is not None and (job.keys, job.device_ids) == ((b"c", b"d"), (2, 4))
+    job = directory.plan_save([b"f", b"e"], [6, 5]).job
+    assert job is not None and (job.keys, job.device_ids) == ((b"f", b"e"), (6, 5))

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
+from collections import OrderedDict
 from itertools import pairwise
 
+import pytest
+
+from paddle_kv.offload import slot_numbers
 from paddle_kv.offload.hanging import COMING_SHARE, MIN_COMING, MOST_AT_ONCE, NOTHING, Hanging
 
 
@@ -73,15 +78,38 @@ def test_a_block_before_may_be_in_a_slot_that_was_never_used() -> None:
         assert not hanging.is_leaf(slot) and hanging.is_leaf(0)
 
 
-def test_memory_grows_by_doubling_up_to_the_capacity() -> None:
+def test_memory_grows_by_steps_up_to_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_numbers, "SLOTS_AT_ONCE", 2)
     slots: dict[int, int] = {}
     hanging: Hanging[int] = Hanging(slots, 5)
     sizes = []
     for slot in range(5):
         slots[slot] = slot
-        hanging.link([slot], 0)
+        hanging.link([slot - 1, slot] if slot else [0], min(slot, 1))
         sizes.append(len(hanging._parents))
-    assert sizes == [1, 2, 4, 4, 5]
+        assert hanging.is_leaf(slot) and (not slot or not hanging.is_leaf(slot - 1))
+    assert sizes == [2, 2, 4, 4, 5] and len(hanging._children or ()) == 5
+
+
+def test_a_slot_far_behind_the_others_gets_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slot_numbers, "SLOTS_AT_ONCE", 2)
+    numbers = slot_numbers.with_room(array("i"), 6, 100, -1)
+    assert numbers.tolist() == [-1] * 7
+    numbers[6] = 5
+    assert slot_numbers.with_room(numbers, 7, 100, -1).tolist() == [-1] * 6 + [5, -1, -1]
+    assert slot_numbers.with_room(numbers, 9, 3, -1).tolist() == [-1] * 6 + [5, -1, -1, -1]  # more than was said
+
+
+def test_the_oldest_prompts_to_come_are_found_without_a_search() -> None:
+    """Behind those that are forgotten the next one stands in front: a table would be searched through its gaps."""
+    hanging: Hanging[int] = Hanging({}, 1)
+    for number in range(MIN_COMING + 10):
+        hanging.saw([number], 0)
+    assert isinstance(hanging._coming, OrderedDict)
+    assert list(hanging._coming) == list(range(10, MIN_COMING + 10))
+    hanging.saw([10], 0)
+    hanging.saw([-1], 0)
+    assert 10 in hanging._coming and 11 not in hanging._coming  # the one seen last is behind the others
 
 
 def test_how_many_hang_on_a_block_is_known_from_the_first_question_on() -> None:

@@ -179,9 +179,9 @@ def test_blocks_of_an_answer_belong_to_its_prompt() -> None:
     served = Served("survival", 20)
     served.use(0.0, [1, 2, 3])
     served.index.admit([2, 3, 4, 5], served.free)
-    assert len(set(served.policy._owner.of(served.index.slots))) == 1
+    assert len(set(served.policy._owner.of_slots(served.index.slots.values()))) == 1
     assert served.use(9.0, [1, 2, 3, 4, 5, 6]) == 5
-    (run,) = set(served.policy._owner.of(served.index.slots))
+    (run,) = set(served.policy._owner.of_slots(served.index.slots.values()))
     assert run.turn == 2
     check(served)
 

@@ -1,0 +1,90 @@
+"""A message is in all that can be seen what a frozen dataclass is."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload.jobs import Job, Outcome, Result, SavePlan
+from paddle_kv.offload.slot_constructor import slot_constructor
+
+MESSAGES = [Job, Result, Outcome, SavePlan]
+
+
+@slot_constructor
+@dataclass(frozen=True, slots=True)
+class Made:
+    """In two ways."""
+
+    number: int
+    names: tuple[str, ...]
+    late: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """In two ways."""
+
+    number: int
+    names: tuple[str, ...]
+    late: bool = False
+    reason: str | None = None
+
+
+BOTH: Any = (Made, Expected)
+
+
+def told(call: Any, kind: Any) -> str:
+    with pytest.raises((TypeError, FrozenInstanceError, AttributeError)) as raised:
+        call(kind)
+    return repr(raised.value).replace("Expected", "Made")
+
+
+def test_it_is_made_alike() -> None:
+    made, expected = (kind.__init__ for kind in BOTH)
+    assert inspect.signature(made) == inspect.signature(expected)
+    assert made.__module__ == Made.__module__ and made.__qualname__ == "Made.__init__"
+    for kind in BOTH:
+        one = kind(1, names=("a",), reason="why")
+        assert (one.number, one.names, one.late, one.reason) == (1, ("a",), False, "why")
+        assert kind(1, ("a",), True, None) == kind(number=1, names=("a",), late=True)
+        assert not hasattr(one, "__dict__") and is_dataclass(one)
+    assert [one.name for one in fields(Made)] == [one.name for one in fields(Expected)]  # type: ignore[arg-type]
+    assert repr(Made(1, ())) == repr(Expected(1, ())).replace("Expected", "Made")
+    assert hash(Made(1, ())) == hash(Expected(1, ())) and Made(1, ()) != Expected(1, ())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kind: kind(1),
+        lambda kind: kind(1, (), False, None, 5),
+        lambda kind: kind(1, (), number=2),
+        lambda kind: kind(1, (), other=2),
+        lambda kind: setattr(kind(1, ()), "number", 2),
+        lambda kind: delattr(kind(1, ()), "number"),
+        lambda kind: setattr(kind(1, ()), "other", 2),
+    ],
+)
+def test_it_refuses_alike(call: Any) -> None:
+    assert told(call, Made) == told(call, Expected)
+
+
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_is_copied_and_sent(kind: Any) -> None:
+    needed = [one for one in inspect.signature(kind).parameters.values() if one.default is inspect.Parameter.empty]
+    one = kind(*range(len(needed)))
+    assert [getattr(one, parameter.name) for parameter in needed] == list(range(len(needed)))
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert pickle.loads(pickle.dumps(one, protocol)) == one
+    assert copy.copy(one) == one == copy.deepcopy(one)
+    last = fields(kind)[-1].name
+    changed = replace(one, **{last: "another"})
+    assert getattr(changed, last) == "another" and changed != one
+    assert type(one).__match_args__ == tuple(one.name for one in fields(kind))
