@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 FIRST_S = 2.0  # the first part ends here
-PARTS_PER_OCTAVE = 2
+PARTS_PER_OCTAVE = 4
 OCTAVES = 11  # up to 4096 s
 EDGES_S = [0.0, *(FIRST_S * 2 ** (step / PARTS_PER_OCTAVE) for step in range(PARTS_PER_OCTAVE * OCTAVES + 1))]
 NUM_PARTS = len(EDGES_S) - 1

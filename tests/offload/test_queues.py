@@ -120,12 +120,12 @@ def test_worths_count_as_they_were_at_the_last_pricing(rig: Rig) -> None:
 # ---- who grows older ----
 def test_a_run_enters_the_next_part_when_it_is_old_enough(rig: Rig) -> None:
     old, young = rig.watched("old", 1, -2.0), rig.watched("young", 1, -1.5)
-    rig.queues.advance(0.0)  # the first part ends at 2 s
+    rig.queues.advance(0.0)  # the first part ends at 2 s, the second at 2.4 s
     assert (old.part, young.part) == (1, 0) and old.watched and young.watched
     assert rig.survived() == [(1, 0, 1.0)]
     rig.queues.advance(0.5)
-    assert (old.part, young.part) == (1, 1) and rig.survived() == [(1, 0, 2.0)]
-    assert rig.passed == [] and rig.faded == []
+    assert (old.part, young.part) == (2, 1) and rig.survived() == [(1, 0, 2.0), (1, 1, 1.0)]
+    assert rig.passed == [old] and rig.faded == []
 
 
 def test_a_part_is_looked_at_four_times_in_its_width(rig: Rig) -> None:
@@ -188,7 +188,7 @@ def test_whatever_comes_the_next_one_is_the_first_of_all(rig: Rig, seed: int) ->
     rig.queues.price()
     runs = [rig.watched(str(number), rng.randrange(CLASSES), number / 8) for number in range(12)]
     rig.queues.advance(3.0)
-    assert {run.part for run in runs} == {0, 1, 2}
+    assert {run.part for run in runs} == {0, 1, 2, 3}
     for _ in range(150):
         run, what = rng.choice(runs), rng.randrange(5)
         if what == 0 and not run.leaf:
