@@ -218,8 +218,8 @@ def test_what_is_forgotten_while_its_engine_closes_does_not_come_back(make: Make
     rig.engine.writes.clear()
     rig.fill(KEYS[:3], [0, 1, 2])
     rig.manager.save(KEYS[:3], [0, 1, 2]).wait(WAIT_S)
-    until(lambda: rig.tier.stats()["jobs_in_flight"])
-    until(lambda: not rig.engine.roots[0]._writes)  # a thread has each of them
+    [root] = rig.engine.roots
+    until(lambda: root.queued_bytes and not root._writes)  # a thread has each of them
     rig.manager.drop(KEYS[1:2])
     rig.manager.close()
     with pytest.raises(TimeoutError):
