@@ -111,10 +111,22 @@ class WriteItem(Item):
     __slots__ = ()
 
     def buffers(self) -> list[memoryview] | None:
-        if not self._lend():
-            return None
-        self._tier.format.write_header(self.header, self.key, self._payload)
-        return [self.header, self._payload]
+        return self.buffers_together([self])[0]
+
+    @staticmethod
+    def buffers_together(items: Sequence[WriteItem]) -> list[list[memoryview] | None]:
+        """``buffers`` of each: their headers, with the checksums, are made by one call for each tier."""
+        found: list[list[memoryview] | None] = []
+        objects: dict[ObjectFormat, list[tuple[memoryview, bytes, memoryview]]] = {}
+        for item in items:
+            if item._lend():
+                objects.setdefault(item._tier.format, []).append((item.header, item.key, item._payload))
+                found.append([item.header, item._payload])
+            else:
+                found.append(None)
+        for form, some in objects.items():
+            form.write_headers(some)
+        return found
 
 
 class ReadItem(Item):

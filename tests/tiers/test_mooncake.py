@@ -145,6 +145,20 @@ OUTCOMES = [(-704, Outcome.MISSING), (-703, Outcome.MISSING), (-712, Outcome.MIS
 FAILURES = [-1, -706, -707, -800, -900, -901, -1010, -424242]
 
 
+def test_measuring_a_store_without_a_node_says_what_is_missing(fake: FakeStore) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from paddle_kv.cli.main import app
+
+    fake.answer = mooncake_store.NO_ROOM
+    words = ["tier", "bench", "mooncake:10.0.0.1:50051", "--objects", "3", "--kib", "64", "--repeats", "1"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 2
+    told = " ".join(ran.output.replace("│", " ").split())
+    assert "tier store: of 3 objects 3 dropped; has the store of 10.0.0.1:50051 a node, with room for 393216" in told
+
+
 @pytest.mark.parametrize(("code", "outcome"), [*OUTCOMES, *((code, Outcome.FAILED) for code in FAILURES)])
 def test_codes_have_a_meaning_and_an_unknown_one_is_a_failure(
     fake: FakeStore, rig: Rig, code: int, outcome: Outcome
