@@ -187,10 +187,42 @@ def test_a_positive_number_that_is_not_the_size_is_a_failure(fake: FakeStore, ri
 def test_a_call_moves_so_many_objects_and_bytes_at_most(
     fake: FakeStore, rig: Rig, monkeypatch: pytest.MonkeyPatch, objects: float, calls: list[int]
 ) -> None:
-    monkeypatch.setattr(mooncake, "CALL_BYTES", int(objects * rig.tier.format.object_bytes))
+    for name in ("CALL_BYTES", "STORE_CALL_BYTES"):
+        monkeypatch.setattr(mooncake, name, int(objects * rig.tier.format.object_bytes))
     assert rig.store(keys(8)).done
     assert rig.load(keys(8), layerwise=False).done
     assert sorted(fake.counts, reverse=True) == sorted([*calls, *calls], reverse=True)
+
+
+def test_the_next_store_is_made_ready_while_one_is_under_way(fake: FakeStore, rig: Rig) -> None:
+    """One call at a time, and one store that waits with its headers made; closing drops it and what is behind it."""
+    called, going = threading.Event(), threading.Event()
+
+    class Gate(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            called.set()
+            return going.wait(WAIT_S)
+
+    fake.gate = Gate()
+    for block, key in enumerate(keys(32)):
+        rig.rows[block] = rig.content(key)
+    job = Job(keys(32), range(32))
+    rig.tier.store([job])
+    assert called.wait(WAIT_S)
+    engine = rig.tier.engine
+    end_s = time.monotonic() + WAIT_S
+    while not engine._ready and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert (len(engine._ready), len(engine._writes), fake.calls) == (1, 2, ["put"])
+    assert all(bytes(move.buffers[0][:8]) == b"PDKVTIER" for move in engine._ready[0].moves)
+    engine._closed = True
+    going.set()
+    rig.tier.drain(WAIT_S)
+    engine._closed = False
+    assert job.outcomes == [Outcome.DONE] * 8 + [Outcome.DROPPED] * 24
+    assert rig.load(keys(8)).done
+    assert rig.store(keys(32)).done
+    assert rig.wrong(rig.load(keys(32))) == []
 
 
 def test_what_rests_is_not_asked(fake: FakeStore, rig: Rig) -> None:
