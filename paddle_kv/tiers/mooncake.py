@@ -293,7 +293,8 @@ class MooncakeEngine:
             self._preparing.release()
 
     def _make_ready(self, work: _Work) -> None:
-        work.moves = self._moves(work, [buffers and (0, buffers) for buffers in buffers_of(work.items)])
+        found = buffers_of(work.items)
+        work.moves = self._moves(work, [None if buffers is None else (0, buffers) for buffers in found])
         work.items = [move.item for move in work.moves]
 
     def _do(self, work: _Work, serve: Callable[[_Work], None], health: Health) -> None:
