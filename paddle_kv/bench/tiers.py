@@ -77,7 +77,7 @@ class _Watch:
 
 def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row]:
     """Each round runs every way once; the first round does not count."""
-    pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first")
+    pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first", room_bytes=HEADER_BYTES)
     rows = block_rows(pool)
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
     capacity = case.num_objects * (case.object_bytes + HEADER_BYTES)

@@ -40,6 +40,7 @@ class Item:
         "_payload",
         "_tier",
         "aligned",
+        "block_id",
         "deadline",
         "header",
         "key",
@@ -58,7 +59,8 @@ class Item:
         self._tier = tier
         self._job = job
         self.position = position
-        self._payload = tier.payload(job.block_ids[position])
+        self.block_id = job.block_ids[position]
+        self._payload = tier.payload(self.block_id)
         self._open = True
         self._lent = False  # whether the engine has the addresses
         self._ending = threading.Lock()

@@ -225,6 +225,59 @@ def test_the_next_store_is_made_ready_while_one_is_under_way(fake: FakeStore, ri
     assert rig.wrong(rig.load(keys(32))) == []
 
 
+def test_with_room_before_its_block_an_object_is_one_buffer(fake: FakeStore) -> None:
+    engine = MooncakeEngine("fake")
+    rig = Rig(engine, room_bytes=8192)
+    plain = Tier(engine, rig.pool, model=b"model")  # the room is the first one's
+    size = rig.tier.format.object_bytes
+    start, step = rig.rows.ctypes.data, rig.rows.strides[0]
+    assert rig.store(keys(20), range(5, 25)).done
+    assert sorted(fake.touched) == [(start + block * step - 4096, size) for block in range(5, 25)]
+    fake.touched.clear()
+    job = rig.load(keys(20), range(10, 30), layerwise=False)
+    assert job.done
+    assert rig.wrong(job) == []
+    assert sorted(fake.touched) == [(start + block * step - 4096, size) for block in range(10, 30)]
+    fake.touched.clear()
+    again = Job(keys(20), range(10, 30), layerwise=False)
+    plain.load([again])
+    plain.drain(WAIT_S)
+    assert again.done
+    assert len(fake.touched) == 40  # header and block
+    assert all(not any(row[: 8192 - 4096]) for row in rig.tier._whole)  # no more than a header is written to
+    plain.close()
+    rig.close()
+    assert not rig.pool.room_lent
+    third = Tier(engine, rig.pool, model=b"model")
+    assert third._has_room
+    third.close()
+    engine.close(WAIT_S)
+
+
+def test_two_objects_of_one_block_at_once_have_headers_of_their_own(fake: FakeStore) -> None:
+    engine = MooncakeEngine("fake", threads=1)
+    rig = Rig(engine, room_bytes=4096, max_objects=3)
+    rig.rows[2] = rig.content(b"key-0")
+    fake.gate.clear()
+    jobs = [Job([key], [2]) for key in keys(3)]
+    rig.tier.store(jobs)
+    fake.gate.set()
+    rig.tier.drain(WAIT_S)
+    assert [job.done for job in jobs] == [True] * 3
+    for key in keys(3):
+        load = Job([key], [7])
+        rig.tier.load([load])
+        rig.tier.drain(WAIT_S)
+        assert load.done
+        assert bytes(rig.rows[7]) == bytes(rig.content(b"key-0"))
+    assert len(rig.tier._headers) == 3
+    assert not rig.tier._in_room
+    rooms = {rig.tier._whole[block].ctypes.data for block in range(40)}
+    assert not rooms & {np.frombuffer(one, np.uint8).ctypes.data for one in rig.tier._headers}
+    rig.close()
+    engine.close(WAIT_S)
+
+
 def test_what_rests_is_not_asked(fake: FakeStore, rig: Rig) -> None:
     rig.store(keys(2))
     fake.answer = -900
