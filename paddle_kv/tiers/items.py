@@ -219,7 +219,8 @@ def stages_of(form: ObjectFormat, least_bytes: int, *, layerwise: bool, aligned:
         stop = first + -(-count // step) * step
         while aligned and stop < num_layers and stop * size % ALIGN_BYTES:
             stop += step
-        if not layerwise or num_layers - stop < least:
+        rest = num_layers - stop
+        if not layerwise or rest < least or 2 * rest < count:  # no short one at the end: each costs a round of calls
             stop = num_layers
         stages.append(range(first, stop))
         first = stop
