@@ -6,20 +6,19 @@
 
 #include <cxxabi.h>
 
-#include <algorithm>
 #include <exception>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "paddle_kv/tiers/file_ranges.h"
+#include "paddle_kv/tiers/object_headers.h"
 
 namespace paddle_kv {
 namespace {
 
 // Less than this is done before another thread would have got the lock.
 constexpr Py_ssize_t kKeepGilBytes = 128 << 10;
-
-using Checksum = std::uint64_t (*)(const void*, std::size_t);
 
 // A Python exception is set already.
 struct PythonError {};
@@ -106,7 +105,20 @@ PyObject* Guarded(Body body) {
   }
 }
 
-PyObject* ReadRanges(PyObject*, PyObject* asked) {
+[[noreturn]] void Refuse(const char* why) {
+  PyErr_SetString(PyExc_ValueError, why);
+  throw PythonError();
+}
+
+std::size_t PositiveIn(PyObject* object, const char* otherwise) {
+  const long long value = IntegerIn(object);
+  if (value <= 0) Refuse(otherwise);
+  return static_cast<std::size_t>(value);
+}
+
+using MoveRanges = void (*)(std::vector<FileRange>*, const std::vector<iovec>&);
+
+PyObject* Moved(PyObject* asked, int flags, MoveRanges move) {
   return Guarded([&] {
     Buffers held;
     std::vector<iovec> buffers;
@@ -118,18 +130,45 @@ PyObject* ReadRanges(PyObject*, PyObject* asked) {
       ranges[i].first_buffer = buffers.size();
       PyObject* parts = Entry(range, 2);
       for (Py_ssize_t part = 0; part < SizeOf(parts); ++part) {
-        buffers.push_back(held.Take(PyList_GetItem(parts, part), PyBUF_WRITABLE));
+        buffers.push_back(held.Take(PyList_GetItem(parts, part), flags));
       }
       ranges[i].end_buffer = buffers.size();
     }
-    WithoutGil([&] { ReadFileRanges(&ranges, buffers); });
+    WithoutGil([&] { move(&ranges, buffers); });
     return ListOf(ranges.size(), [&](Py_ssize_t i) { return PyLong_FromLong(ranges[i].result); });
   });
 }
 
+PyObject* ReadRanges(PyObject*, PyObject* asked) { return Moved(asked, PyBUF_WRITABLE, ReadFileRanges); }
+
+PyObject* WriteRanges(PyObject*, PyObject* asked) { return Moved(asked, PyBUF_SIMPLE, WriteFileRanges); }
+
+PyObject* WriteTable(PyObject*, PyObject* given) {
+  return Guarded([&] {
+    Buffers held;
+    const int folder = static_cast<int>(IntegerIn(Entry(given, 0)));
+    const iovec path = held.Take(Entry(given, 1), PyBUF_SIMPLE);
+    const std::string name(static_cast<const char*>(path.iov_base), path.iov_len);
+    const int slab = static_cast<int>(IntegerIn(Entry(given, 2)));
+    PyObject* asked = Entry(given, 3);
+    std::vector<Entries> entries(SizeOf(asked));
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      PyObject* one = PyList_GetItem(asked, i);
+      entries[i] = {IntegerIn(Entry(one, 0)), held.Take(Entry(one, 1), PyBUF_SIMPLE)};
+    }
+    int result = 0;
+    WithoutGil([&] { result = WriteEntries(folder, name.c_str(), slab, entries); });
+    return PyLong_FromLong(result);
+  });
+}
+
+Checksum ChecksumAt(PyObject* address) {
+  return reinterpret_cast<Checksum>(PositiveIn(address, "the address of the checksum must be positive"));
+}
+
 PyObject* Checksums(PyObject*, PyObject* given) {
   return Guarded([&] {
-    const auto checksum = reinterpret_cast<Checksum>(IntegerIn(Entry(given, 0)));
+    const Checksum checksum = ChecksumAt(Entry(given, 0));
     PyObject* asked = Entry(given, 1);
     Buffers held;
     std::vector<std::pair<iovec, std::size_t>> buffers(SizeOf(asked));
@@ -137,19 +176,14 @@ PyObject* Checksums(PyObject*, PyObject* given) {
     std::size_t total_bytes = 0;
     for (std::size_t i = 0; i < buffers.size(); ++i) {
       PyObject* one = PyList_GetItem(asked, i);
-      buffers[i] = {held.Take(Entry(one, 0), PyBUF_SIMPLE), static_cast<std::size_t>(IntegerIn(Entry(one, 1)))};
-      const auto& [buffer, piece_bytes] = buffers[i];
-      sums[i].resize((buffer.iov_len + piece_bytes - 1) / piece_bytes);
+      const iovec buffer = held.Take(Entry(one, 0), PyBUF_SIMPLE);
+      buffers[i] = {buffer, PositiveIn(Entry(one, 1), "the bytes of a piece must be positive")};
+      sums[i].resize(PiecesOf(buffer.iov_len, buffers[i].second));
       total_bytes += buffer.iov_len;
     }
     const auto run = [&] {
       for (std::size_t i = 0; i < buffers.size(); ++i) {
-        const auto& [buffer, piece_bytes] = buffers[i];
-        const char* start = static_cast<const char*>(buffer.iov_base);
-        for (std::size_t piece = 0; piece < sums[i].size(); ++piece) {
-          const std::size_t at = piece * piece_bytes;
-          sums[i][piece] = checksum(start + at, std::min(piece_bytes, buffer.iov_len - at));
-        }
+        PieceChecksums(checksum, buffers[i].first, buffers[i].second, sums[i].data());
       }
     };
     if (total_bytes > kKeepGilBytes) {
@@ -163,13 +197,41 @@ PyObject* Checksums(PyObject*, PyObject* given) {
   });
 }
 
+PyObject* WriteObjectHeaders(PyObject*, PyObject* given) {
+  return Guarded([&] {
+    const Checksum checksum = ChecksumAt(Entry(given, 0));
+    PyObject* said = Entry(given, 1);
+    Buffers held;
+    HeaderForm form{held.Take(Entry(said, 0), PyBUF_SIMPLE), 0, 0, 0, 0};
+    std::size_t* const sizes[] = {&form.key_at, &form.sum_at, &form.sums_at, &form.piece_bytes};
+    for (Py_ssize_t i = 0; i < 4; ++i) {
+      *sizes[i] = PositiveIn(Entry(said, i + 1), "the form of a header has a number that is not positive");
+    }
+    PyObject* asked = Entry(given, 2);
+    std::vector<HeaderToWrite> headers(SizeOf(asked));
+    for (std::size_t i = 0; i < headers.size(); ++i) {
+      PyObject* one = PyList_GetItem(asked, i);
+      headers[i].header = held.Take(Entry(one, 0), PyBUF_WRITABLE);
+      headers[i].key = held.Take(Entry(one, 1), PyBUF_SIMPLE);
+      headers[i].payload = held.Take(Entry(one, 2), PyBUF_SIMPLE);
+      if (!Fits(form, headers[i])) Refuse("an object does not fit the form of its header");
+    }
+    WithoutGil([&] { WriteHeaders(checksum, form, headers); });
+    Py_INCREF(Py_None);
+    return Py_None;
+  });
+}
+
 }  // namespace
 }  // namespace paddle_kv
 
 void* paddle_kv_tier_functions() {
   using namespace paddle_kv;
   static PyMethodDef methods[] = {{"read_ranges", ReadRanges, METH_O, nullptr},
-                                  {"checksums", Checksums, METH_VARARGS, nullptr}};
+                                  {"write_ranges", WriteRanges, METH_O, nullptr},
+                                  {"write_table", WriteTable, METH_VARARGS, nullptr},
+                                  {"checksums", Checksums, METH_VARARGS, nullptr},
+                                  {"write_headers", WriteObjectHeaders, METH_VARARGS, nullptr}};
   PyObject* functions = PyDict_New();
   for (PyMethodDef& method : methods) {
     PyObject* function = functions == nullptr ? nullptr : PyCFunction_New(&method, nullptr);

@@ -11,16 +11,18 @@ import statistics
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ..errors import TierError
 from ..layout import KVCacheSpec
 from ..memory import HostPool
 from ..memory.host_rows import block_rows
-from ..tiers import FilesEngine, Job, Tier
+from ..tiers import FilesEngine, Job, Outcome, Tier
 from ..tiers.mooncake import MooncakeEngine
 from ..tiers.root import BATCH_BYTES, MOST_BATCHED
 
@@ -75,7 +77,7 @@ class _Watch:
 
 def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row]:
     """Each round runs every way once; the first round does not count."""
-    pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first")
+    pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first", room_bytes=HEADER_BYTES)
     rows = block_rows(pool)
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
     capacity = case.num_objects * (case.object_bytes + HEADER_BYTES)
@@ -122,7 +124,7 @@ def _bare_store_round(case: Case, engine: MooncakeEngine, rows: np.ndarray) -> I
         codes: list[int] = []
         rate, cpu, _ = _timed(case, lambda call=call, codes=codes: codes.extend(call(names, starts, sizes)))  # type: ignore[misc]
         if set(codes) != {wanted}:
-            raise RuntimeError(f"{what}: {set(codes)}; has the store room for {2 * case.total_bytes} bytes?")
+            raise TierError(f"{what}: {set(codes) - {wanted}}; {_needs(case)}")
         yield what, (rate, cpu, None)
     engine.store.batch_remove(names, True)
 
@@ -160,12 +162,24 @@ def _tier_round(case: Case, tier: Tier, number: int) -> Iterator[Result]:
             watch.end.wait(WAIT_S)
 
         rate, cpu, start_s = _timed(case, run)
-        if not job.done:
-            raise RuntimeError(f"{what}: not all objects went well; is there room in {case.folder or case.master}?")
+        _check(what, job, case)
         took_s = case.total_bytes / 2**20 / rate
         yield what, (rate, cpu, (watch.first_s - start_s) / took_s if layerwise else None)
     if case.folder is None:
         tier.delete(keys)
+
+
+def _check(what: str, job: Job, case: Case) -> None:
+    ends = Counter(outcome.value for outcome in job.outcomes if outcome not in (None, Outcome.DONE))
+    if ends:
+        told = ", ".join(f"{count} {end}" for end, count in ends.items())
+        raise TierError(f"{what}: of {len(job.keys)} objects {told}; {_needs(case)}")
+
+
+def _needs(case: Case) -> str:
+    if case.folder is not None:
+        return f"is there room in {case.folder}?"
+    return f"has the store of {case.master} a node, with room for {2 * case.total_bytes} bytes?"
 
 
 def _bare_round(case: Case, inside: Path, rows: np.ndarray) -> Iterator[Result]:

@@ -21,7 +21,7 @@ from ..tracking.group import OnItsWay, change, wait_until
 from ..tracking.memories import Extent, attach, interleaved
 from .exported import Exported, describe, refuse_overlap, resolve
 from .free_extents import FreeExtents
-from .host_layout import HostLayout, check_layout, placement
+from .host_layout import HostLayout, adopted, check_layout, check_room, placement
 from .host_lease import Lease
 from .host_memory import HostMemory, allocate, bytes_at, can_page_lock
 from .shared_memory import SharedMemory
@@ -30,9 +30,10 @@ from .shared_memory import SharedMemory
 class HostPool:
     """Blocks of all layers in host memory: page-locked where there is a GPU, plain RAM where there is none.
 
-    Exactly ``num_blocks * spec.num_layers * spec.block_bytes`` bytes, one piece per layer ("layer_first"), one piece in
-    which all layers of a block are adjacent ("block_first"), or one piece per name in which all layers of it are
-    ("page_first_direct", as SGLang calls it: keys and values apart). They are given back by :meth:`close`.
+    Exactly ``num_blocks * (spec.num_layers * spec.block_bytes + room_bytes)`` bytes, one piece per layer
+    ("layer_first"), one piece in which all layers of a block are adjacent ("block_first"), or one piece per name in
+    which all layers of it are ("page_first_direct", as SGLang calls it: keys and values apart). They are given back by
+    :meth:`close`.
 
     Args:
         spec: shapes and dtypes.
@@ -40,6 +41,8 @@ class HostPool:
         layout: order of the memory. Where the layers of a block are adjacent the GPU's copy engine moves small blocks
             in large pieces (docs/performance.md), and tiers store a block as one object.
         shared: in memory that other processes can :meth:`attach`.
+        room_bytes: before each block of a "block_first" pool that is not shared: a tier writes the header of an object
+            there, which so becomes one buffer. A multiple of 4,096; 4,096 is enough for 163 layers.
 
     Attributes:
         pinned_bytes: bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`.
@@ -58,11 +61,20 @@ class HostPool:
     """
 
     def __init__(
-        self, spec: KVCacheSpec, num_blocks: int, *, layout: HostLayout = "layer_first", shared: bool = False
+        self,
+        spec: KVCacheSpec,
+        num_blocks: int,
+        *,
+        layout: HostLayout = "layer_first",
+        shared: bool = False,
+        room_bytes: int = 0,
     ) -> None:
         check_layout(layout)
+        room_bytes = arguments.integer(room_bytes, "room_bytes")
+        check_room(room_bytes, layout, shared=shared)
         self._set_up(spec, num_blocks)
-        where = placement(spec, self.num_blocks, layout)
+        self.room_bytes = room_bytes
+        where = placement(spec, self.num_blocks, layout, room_bytes)
         make = SharedMemory if shared else HostMemory
         self._memory += allocate(where.sizes_bytes, pinned=can_page_lock(), make=make)
         self._strides.update(where.strides_bytes)
@@ -113,31 +125,9 @@ class HostPool:
         """
         made = cls.__new__(cls)
         made._set_up(spec, num_blocks)
-        if not isinstance(pointers, Mapping):
-            raise TypeError(
-                f"pointers is {type(pointers).__name__}; a mapping name -> one address per layer is expected"
-            )
-        if set(pointers) != set(spec.tensor_names):
-            raise ValueError(f"pointers has the names {sorted(pointers)}; {sorted(spec.tensor_names)} are expected")
-        if strides_bytes is not None and not isinstance(strides_bytes, Mapping):
-            raise TypeError(f"strides_bytes is {strides_bytes!r}; a mapping name -> bytes, or None, is expected")
-        strides = dict(strides_bytes or {})
-        if not set(strides) <= set(spec.tensor_names):
-            raise ValueError(
-                f"strides_bytes has the names {sorted(strides)}; only {sorted(spec.tensor_names)} are known"
-            )
-        for name in spec.tensor_names:
-            addresses = arguments.block_ids(pointers[name], f"pointers[{name!r}]")
-            if len(addresses) != spec.num_layers:
-                raise ValueError(f"pointers[{name!r}] has {len(addresses)} layers; {spec.num_layers} are expected")
-            for layer, address in enumerate(addresses):
-                if address <= 0:
-                    raise ValueError(f"pointers[{name!r}][{layer}] = {address} must be the address of host memory")
-            made._pointers[name] = addresses
-            own = spec.tensor_block_bytes(name)
-            made._strides[name] = arguments.integer(strides.get(name, own), f"strides_bytes[{name!r}]")
-            if made._strides[name] < own:
-                raise ValueError(f"strides_bytes[{name!r}] = {made._strides[name]} must be at least {own}, a block")
+        found = adopted(spec, pointers, strides_bytes)
+        made._pointers.update(found[0])
+        made._strides.update(found[1])
         made._attach(interleaved(made._tensor_extents()))
         return made
 
@@ -203,6 +193,8 @@ class HostPool:
         self._memory: list[HostMemory] = []
         self._pointers: dict[str, list[int]] = {}
         self._strides: dict[str, int] = {}
+        self.room_bytes = 0
+        self.room_lent = False  # to a tier: it is one's alone
         self._allocated: set[int] = set()
         self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
         self._attached = False

@@ -45,10 +45,19 @@ def block_rows(pool: HostPool) -> np.ndarray:
     """
     spec = pool.spec
     names, size = spec.tensor_names, spec.num_layers * spec.block_bytes
+    stride = size + pool.room_bytes
     start = pool.pointer(names[0], 0)
     for name in names:
         offset = spec.tensor_offset_bytes(name)
         apart = [pool.pointer(name, layer) - start - offset for layer in range(spec.num_layers)]
-        if pool.stride_bytes(name) != size or apart != [layer * spec.block_bytes for layer in range(spec.num_layers)]:
+        if pool.stride_bytes(name) != stride or apart != [layer * spec.block_bytes for layer in range(spec.num_layers)]:
             raise ValueError("the layers of a block are not adjacent in the pool; make it with layout='block_first'")
-    return pool.bytes_at(start, pool.num_blocks * size).reshape(pool.num_blocks, size)
+    return rows_with_room(pool)[:, pool.room_bytes :]
+
+
+def rows_with_room(pool: HostPool) -> np.ndarray:
+    """The same with the room before each block: ``pool.room_bytes``."""
+    spec = pool.spec
+    stride = pool.room_bytes + spec.num_layers * spec.block_bytes
+    start = pool.pointer(spec.tensor_names[0], 0) - pool.room_bytes
+    return pool.bytes_at(start, pool.num_blocks * stride).reshape(pool.num_blocks, stride)

@@ -18,6 +18,9 @@ except ImportError:
     raise ImportError("paddle_kv.tiers needs xxhash: pip install 'paddle_kv[tiers]'") from None
 
 SUM_BYTES = 8
+# Of headers: all that they have in common, and in it where the key is, the checksum of the header and those of the
+# pieces; and the bytes of a piece.
+Form = tuple[bytes, int, int, int, int]
 _IN_C = ("XXH3_64bits_dispatch", "XXH3_64bits")  # the first one takes the widest vectors that this processor has
 _Function = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -33,6 +36,9 @@ def function_in(library: object) -> Any:
 
 
 _checksums: Callable[[int, list[tuple[memoryview, int]]], list[bytes]] = tier_functions()["checksums"]
+_write_headers: Callable[[int, Form, list[tuple[memoryview, bytes, memoryview]]], None] = tier_functions()[
+    "write_headers"
+]
 _function = function_in(ctypes.CDLL(import_module("xxhash._xxhash").__file__))
 _address = ctypes.cast(_function, ctypes.c_void_p).value or 0
 
@@ -41,6 +47,12 @@ def checksums(asked: Sequence[tuple[memoryview, int]]) -> list[bytes]:
     """Of the pieces of each buffer, 8 bytes each. Each buffer comes with the bytes of a piece; its last one may be
     shorter. Much at once goes without the interpreter's lock."""
     return _checksums(_address, list(asked))
+
+
+def write_headers(form: Form, asked: list[tuple[memoryview, bytes, memoryview]]) -> None:
+    """Fills the header of each object, which comes with its key as the header tells it and its payload: checksums and
+    all, in one call and without the interpreter's lock."""
+    _write_headers(_address, form, asked)
 
 
 def checksum_of(*contents: memoryview | bytes) -> int:

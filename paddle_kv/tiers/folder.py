@@ -259,7 +259,7 @@ class Folder:
             _close(descriptors)
 
     def end_write(self, places: Sequence[Place], *, complete: bool, bad: bool = False) -> None:
-        """Makes the objects visible, or gives up what was made of them. All are neighbours in one slab. ``bad``: the
+        """Makes the objects visible, or gives up what was made of them. All are in one slab, by slot. ``bad``: the
         slots are used again as late as possible.
 
         Raises:

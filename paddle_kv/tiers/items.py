@@ -40,6 +40,7 @@ class Item:
         "_payload",
         "_tier",
         "aligned",
+        "block_id",
         "deadline",
         "header",
         "key",
@@ -58,7 +59,8 @@ class Item:
         self._tier = tier
         self._job = job
         self.position = position
-        self._payload = tier.payload(job.block_ids[position])
+        self.block_id = job.block_ids[position]
+        self._payload = tier.payload(self.block_id)
         self._open = True
         self._lent = False  # whether the engine has the addresses
         self._ending = threading.Lock()
@@ -111,10 +113,22 @@ class WriteItem(Item):
     __slots__ = ()
 
     def buffers(self) -> list[memoryview] | None:
-        if not self._lend():
-            return None
-        self._tier.format.write_header(self.header, self.key, self._payload)
-        return [self.header, self._payload]
+        return self.buffers_together([self])[0]
+
+    @staticmethod
+    def buffers_together(items: Sequence[WriteItem]) -> list[list[memoryview] | None]:
+        """``buffers`` of each: their headers, with the checksums, are made by one call for each tier."""
+        found: list[list[memoryview] | None] = []
+        objects: dict[ObjectFormat, list[tuple[memoryview, bytes, memoryview]]] = {}
+        for item in items:
+            if item._lend():
+                objects.setdefault(item._tier.format, []).append((item.header, item.key, item._payload))
+                found.append([item.header, item._payload])
+            else:
+                found.append(None)
+        for form, some in objects.items():
+            form.write_headers(some)
+        return found
 
 
 class ReadItem(Item):
@@ -205,7 +219,8 @@ def stages_of(form: ObjectFormat, least_bytes: int, *, layerwise: bool, aligned:
         stop = first + -(-count // step) * step
         while aligned and stop < num_layers and stop * size % ALIGN_BYTES:
             stop += step
-        if not layerwise or num_layers - stop < least:
+        rest = num_layers - stop
+        if not layerwise or rest < least or 2 * rest < count:  # no short one at the end: each costs a round of calls
             stop = num_layers
         stages.append(range(first, stop))
         first = stop

@@ -22,9 +22,10 @@ from ..tracking.keeper import Deadline, log
 from . import at_exit
 from .health import Health
 from .mooncake_store import GIVES_UP_S, SIZE_CODES, MooncakeError, Move, connect, is_fault, outcome_of
-from .protocol import Outcome, Read, Write, arrived, ended
+from .protocol import Outcome, Read, Write, arrived, buffers_of, ended
 
 CALL_BYTES = 256 << 20  # that one call moves, or one object
+STORE_CALL_BYTES = 64 << 20  # of stores: while one call is under way the checksums for the next one are made
 DELETE_S = 2.0  # what a deletion is waited for
 _METRICS = {
     "master_key_count": "objects",
@@ -42,6 +43,7 @@ class _Work:
         self.stage = 0
         self.whole = whole  # without a session, all stages at once
         self.session: list[str] = []  # names of which the store has been asked where they are
+        self.moves: list[Move] | None = None  # of a store that is ready for its call
 
 
 class MooncakeEngine:
@@ -56,8 +58,8 @@ class MooncakeEngine:
         prefix: of the names in the store.
         metrics: ``host:port`` of the master's metrics, for :meth:`stats`.
         threads: calls of the store at once.
-        objects_per_call: the most that one call moves; no more than 256 MiB, or one object. A larger call costs less of
-            the processor, but goes on when its objects are not wanted any more.
+        objects_per_call: the most that one call moves; of a load no more than 256 MiB, of a store than 64 MiB, or one
+            object. A larger call costs less of the processor, but goes on when its objects are not wanted any more.
         answer_s: what :meth:`exists` and :meth:`stats` wait for the master; what is not known by then is not there.
 
     Attributes:
@@ -103,9 +105,11 @@ class MooncakeEngine:
         self._lost: list[Read | Write] = []  # the store may still touch their memory, until it is closed
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._preparing = threading.Lock()
         self._in_session: set[str] = set()
         self._reads: deque[_Work] = deque()
         self._writes: deque[_Work] = deque()
+        self._ready: deque[_Work] = deque()  # the next store; one more where two threads meet
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each piece of work; False: the end
         self._questions: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._counts = dict.fromkeys(_METRICS.values(), 0.0)
@@ -131,11 +135,11 @@ class MooncakeEngine:
 
     def write(self, items: Sequence[Write]) -> None:
         self._check_process()
-        self._queue(items, self.writes, self._writes)
+        self._queue(items, self.writes, self._writes, STORE_CALL_BYTES)
 
     def read(self, items: Sequence[Read]) -> None:
         self._check_process()
-        self._queue(items, self.reads, self._reads)
+        self._queue(items, self.reads, self._reads, CALL_BYTES)
 
     def exists(self, names: Sequence[bytes]) -> list[bool]:
         """What the master says within ``answer_s``; else False."""
@@ -230,9 +234,9 @@ class MooncakeEngine:
         self._counts = {ours: float(told.get(theirs, 0)) for theirs, ours in _METRICS.items()}
 
     # ---- work ----
-    def _queue(self, items: Sequence[Any], health: Health, work: deque[_Work]) -> None:
+    def _queue(self, items: Sequence[Any], health: Health, work: deque[_Work], call_bytes: int) -> None:
         refused = list(items)
-        most = max(1, min(self._objects_per_call, CALL_BYTES // max((item.size_bytes for item in items), default=1)))
+        most = max(1, min(self._objects_per_call, call_bytes // max((item.size_bytes for item in items), default=1)))
         step = -(-len(items) // max(1, -(-len(items) // most)))  # calls of one size: each costs as much as any other
         with self._lock:
             if not (self._closed or health.resting):
@@ -251,23 +255,47 @@ class MooncakeEngine:
 
     def _serve(self) -> bool:
         """Whether there was something to do. Reads come first; one call stores at a time, since those that wait for
-        their bytes to leave cost a core each."""
+        their bytes to leave cost a core each. The checksums of the next one are made meanwhile."""
         with contextlib.suppress(IndexError):
             self._do(self._reads.popleft(), self._read_stage, self.reads)
             return True
         if not self._writing.acquire(blocking=False):
-            return False  # whoever stores goes on with it
+            self._prepare()  # whoever stores goes on with it
+            return False
         try:
-            work = self._writes.popleft()
+            work = (self._ready or self._writes).popleft()
         except IndexError:
             return False
         else:
+            if self._writes:
+                self._tickets.put(True)
             self._do(work, self._write, self.writes)
             return True
         finally:
             self._writing.release()
-            if self._writes:
+            if self._ready or self._writes:
                 self._tickets.put(True)
+
+    def _prepare(self) -> None:
+        """The next store, while another one's call is under way."""
+        if self._ready or not self._preparing.acquire(blocking=False):
+            return
+        try:
+            work = self._writes.popleft()
+        except IndexError:
+            return
+        else:
+            self._do(work, self._make_ready, self.writes)
+            if work.moves:
+                self._ready.append(work)
+                self._tickets.put(True)
+        finally:
+            self._preparing.release()
+
+    def _make_ready(self, work: _Work) -> None:
+        found = buffers_of(work.items)
+        work.moves = self._moves(work, [None if buffers is None else (0, buffers) for buffers in found])
+        work.items = [move.item for move in work.moves]
 
     def _do(self, work: _Work, serve: Callable[[_Work], None], health: Health) -> None:
         items = list(work.items)
@@ -285,7 +313,9 @@ class MooncakeEngine:
             self._end_session(work)
 
     def _write(self, work: _Work) -> None:
-        moves = self._moves(work, _all_buffers)
+        if work.moves is None:
+            self._make_ready(work)
+        moves, work.items = work.moves or [], []
         store = self.store.batch_put_from_multi_buffers
         codes, gave_up = self._call(self.writes, moves, lambda: store(*_columns(moves)))
         outcomes = [Outcome.DONE if code == 0 else outcome_of(code) for code in codes]
@@ -298,7 +328,7 @@ class MooncakeEngine:
         if not work.items:
             return
         stages = range(work.stage, work.stage + 1 if work.session else work.items[0].num_stages)
-        moves = self._moves(work, lambda item: _buffers(item, stages))
+        moves = self._moves(work, [_buffers(item, stages) for item in work.items])
         if work.session:
             offsets = [move.offsets for move in moves]
             get = functools.partial(self.store.batch_get_into_multi_buffer_ranges, *_columns(moves), offsets)
@@ -362,12 +392,11 @@ class MooncakeEngine:
             with self._lock:
                 self._in_session.difference_update(names)
 
-    def _moves(self, work: _Work, buffers_of: Callable[[Any], Any]) -> list[Move]:
+    def _moves(self, work: _Work, found: Sequence[tuple[int, list[memoryview]] | None]) -> list[Move]:
         """Of what is still wanted; the rest is dropped."""
         items, work.items = work.items, []
         moves = []
-        for item in items:
-            asked = buffers_of(item)
+        for item, asked in zip(items, found, strict=True):
             if asked is None:
                 item.ended(Outcome.DROPPED)
             else:
@@ -411,11 +440,6 @@ class MooncakeEngine:
 
 def _columns(moves: list[Move]) -> tuple[list[str], list[list[int]], list[list[int]]]:
     return [move.key for move in moves], [move.starts for move in moves], [move.sizes for move in moves]
-
-
-def _all_buffers(item: Write) -> tuple[int, list[memoryview]] | None:
-    buffers = item.buffers()
-    return None if buffers is None else (0, buffers)
 
 
 def _buffers(item: Read, stages: range) -> tuple[int, list[memoryview]] | None:

@@ -38,11 +38,16 @@ def read_range(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> b
 
 
 Range = tuple[int, int, list[memoryview]]  # descriptor, offset, buffers
-ALL_READ, FILE_ENDED = 0, -1
+ALL_MOVED, FILE_ENDED = 0, -1
 
 # Many ranges in one call, without the interpreter's lock; those that lie side by side in a file by one call of the
-# system. For each ALL_READ, FILE_ENDED if not all of it was there, or the number of an error.
+# system. For each ALL_MOVED, FILE_ENDED if not all of it was there to be read, or the number of an error.
 read_ranges: Callable[[list[Range]], list[int]] = tier_functions()["read_ranges"]
+write_ranges: Callable[[list[Range]], list[int]] = tier_functions()["write_ranges"]
+
+# (folder, path, slab, [(offset, content)]): entries into a table, again in one call. ALL_MOVED or the number of an
+# error: ENOENT also if ``slab`` is the descriptor of a file that has been deleted; -1: that is not asked.
+write_table: Callable[[int, bytes, int, list[tuple[int, bytes]]], int] = tier_functions()["write_table"]
 
 
 def _all(

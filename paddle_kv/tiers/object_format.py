@@ -14,7 +14,7 @@ from hashlib import blake2b
 from ..block_keys import BlockKey, Namespace, spec_digest
 from ..layout import KVCacheSpec, check_spec
 from ..ops import _arguments as arguments
-from .checksum import SUM_BYTES, checksum_of, checksums
+from .checksum import SUM_BYTES, checksum_of, write_headers
 from .protocol import Outcome
 
 MAGIC = b"PDKVTIER"
@@ -95,7 +95,8 @@ class ObjectFormat:
         self._table = struct.pack(f"<{2 * self.num_pieces}Q", *starts, *sizes_of_pieces)
         self._sums_at = _TABLE_AT + len(self._table)
         self._sums_end = self._sums_at + SUM_BYTES * self.num_pieces
-        self._rest = bytes(self.header_bytes - self._sums_end)
+        common = (self._front.ljust(_TABLE_AT, b"\0") + self._table).ljust(self.header_bytes, b"\0")
+        self._form = (common, _KEY_AT, _FIXED.size, self._sums_at, self.piece_bytes)
 
     def name_of(self, key: bytes) -> bytes:
         """The name of the object: a hash that tells nothing of what is in it."""
@@ -103,15 +104,10 @@ class ObjectFormat:
         name.update(len(key).to_bytes(4, "little") + key)
         return name.digest()
 
-    def write_header(self, header: memoryview, key: bytes, payload: memoryview) -> None:
-        """Fills the header of an object with this payload."""
-        [sums] = checksums([(payload, self.piece_bytes)])
-        header[:_KEY_AT] = self._front
-        _KEY.pack_into(header, _KEY_AT, len(key), self.num_pieces, key)
-        header[_TABLE_AT : self._sums_at] = self._table
-        header[self._sums_at : self._sums_end] = sums
-        header[self._sums_end :] = self._rest
-        _SUM.pack_into(header, _FIXED.size, _checksum_of_header(header))
+    def write_headers(self, objects: Sequence[tuple[memoryview, bytes, memoryview]]) -> None:
+        """Fills the header of each object, which comes with its key and its payload."""
+        pack, pieces = _KEY.pack, self.num_pieces
+        write_headers(self._form, [(header, pack(len(key), pieces, key), payload) for header, key, payload in objects])
 
     def read_header(self, header: memoryview, key: bytes) -> bytes | Outcome:
         """The checksums of the pieces, 8 bytes each, or why this is not the object of the key."""

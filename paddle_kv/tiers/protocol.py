@@ -65,8 +65,14 @@ class Read(Protocol):
         """To be called once: from then on the engine does not touch the memory. ``DONE``: all that was wanted came."""
 
 
-# Of many items at once, which costs less of the processor. Items of the tier have the methods ``arrived_together`` and
-# ``ended_together`` for it; those that are not of one class are told one by one.
+# Of many items at once, which costs less of the processor. Items of the tier have the methods ``buffers_together``,
+# ``arrived_together`` and ``ended_together`` for it; those that are not of one class are asked and told one by one.
+def buffers_of(items: Sequence[Write]) -> list[list[memoryview] | None]:
+    """``buffers`` of each write."""
+    together = _together("buffers_together", [(item, None) for item in items])
+    return together(items) if together else [item.buffers() for item in items]
+
+
 def arrived(reads: Sequence[tuple[Read, int]]) -> list[bool]:
     """``arrived`` of each read with its stage."""
     together = _together("arrived_together", reads)

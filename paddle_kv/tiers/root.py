@@ -20,9 +20,9 @@ from ..tracking.keeper import Deadline, log
 from . import object_file
 from .folder import Folder
 from .health import OF_ONE_OBJECT, Health
-from .object_file import FILE_ENDED, write_range
+from .object_file import ALL_MOVED, FILE_ENDED
 from .object_format import ALIGN_BYTES
-from .protocol import Outcome, Read, Write, arrived, ended
+from .protocol import Outcome, Read, Write, arrived, buffers_of, ended
 from .recovery import recover
 from .slab import Slab
 from .space import Place, Spot
@@ -47,11 +47,10 @@ class _Writing:
         self.outcome: Outcome | None = Outcome.FAILED
 
     def padded(self, slot_bytes: int) -> list[memoryview]:
-        """What goes into the slot; nothing if nobody wants that."""
-        if self.buffers is None:
-            self.buffers = self.item.buffers()
+        """What goes into the slot."""
+        assert self.buffers is not None
         rest = slot_bytes - self.item.size_bytes
-        return [*self.buffers, _PADDING[:rest]] if self.buffers and rest else self.buffers or []
+        return [*self.buffers, _PADDING[:rest]] if rest else self.buffers
 
 
 class _Reading:
@@ -218,7 +217,7 @@ class Root:
     def _write(self, items: list[Write]) -> None:
         writings, started_s = [_Writing(item) for item in items], time.monotonic()
         try:
-            lost = self._store([one for one in writings if self._wanted(one)])
+            lost = self._store(self._wanted(writings))
             if lost:
                 self.folder.check()
                 lost = self._store(lost)
@@ -236,19 +235,21 @@ class Root:
                     self.rate += RATE_WEIGHT * (rate - self.rate)
             ended([(one.item, one.outcome) for one in writings if one.outcome is not None])
 
-    def _wanted(self, one: _Writing) -> bool:
+    def _wanted(self, writings: Sequence[_Writing]) -> list[_Writing]:
         """What is not wanted any more must not make others go."""
-        if one.item.deadline.over:
-            one.outcome = Outcome.LATE
-        elif self._closed or self.writes.resting:
-            one.outcome = Outcome.DROPPED
-        elif one.item.name in self.folder:
-            return True  # nothing to write, as it seems
-        else:
-            one.buffers = one.item.buffers()
+        dropped, asked = self._closed or self.writes.resting, []
+        for one in writings:
+            if one.item.deadline.over:
+                one.outcome = Outcome.LATE
+            elif dropped:
+                one.outcome = Outcome.DROPPED
+            elif one.item.name not in self.folder:  # else there is nothing to write, as it seems
+                asked.append(one)
+        _ask(asked)
+        for one in asked:
             if one.buffers is None:
                 one.outcome = Outcome.DROPPED
-        return one.buffers is not None
+        return [one for one in writings if one.outcome is Outcome.FAILED]
 
     def _store(self, writings: Sequence[_Writing]) -> list[_Writing]:
         """Returns those for which a file was missing."""
@@ -266,48 +267,58 @@ class Root:
         for failure in failures.values():
             self.writes.failed(failure)
         placed.sort(key=lambda one: (one.place.slab.number, one.place.slot))
-        runs = deque(_runs(placed, lambda one: (one.place.slab, one.place.slot, one.place.slot + 1)))
+        slabs = deque(list(some) for _, some in itertools.groupby(placed, lambda one: one.place.slab))
         try:
-            while runs:
-                lost += self._write_run(runs.popleft())
+            while slabs:
+                lost += self._write_slots(slabs.popleft())
         finally:
-            for run in runs:
-                self._end_run(run, complete=False)
+            for some in slabs:
+                self._end_slots(some, complete=False)
         return lost
 
-    def _write_run(self, run: Sequence[_Writing]) -> list[_Writing]:
-        """Neighbours, at once. Every place is ended. Returns those for which a file was missing."""
-        slab, failure = run[0].place.slab, None
+    def _write_slots(self, writings: list[_Writing]) -> list[_Writing]:
+        """Those of one slab, by slot. Every place is ended. Returns those for which a file was missing."""
+        lost: list[_Writing] = []
+        left: deque[tuple[int | None, list[_Writing]]] = deque([(None, writings)])
         try:
-            buffers = [one.padded(slab.slot_bytes) for one in run]
-            complete = all(buffers)
-            if complete:
-                direct = self.folder.direct and run[0].item.aligned
-                at = run[0].place.slot * slab.slot_bytes
-                write_range(slab.file(direct=direct), at, list(itertools.chain.from_iterable(buffers)))
-        except OSError as error:
-            complete, failure = False, error
-        except BaseException:
-            self._end_run(run, complete=False)
-            raise
-        if not complete and len(run) > 1 and (failure is None or failure.errno in OF_ONE_OBJECT):
-            return [lost for one in run for lost in self._write_run([one])]
-        failure = self._end_run(run, complete=complete, failure=failure)
-        if isinstance(failure, FileNotFoundError):
-            return list(run)
-        if failure is not None:
-            self.writes.failed(failure)
-        elif complete:
-            self.writes.worked()
-        return []
+            codes = dict(zip(writings, self._written(writings), strict=True))
+            left = deque((code, list(some)) for code, some in itertools.groupby(writings, codes.__getitem__))
+            while left:
+                code, some = left.popleft()
+                failure = OSError(code, os.strerror(code)) if code else None
+                failure = self._end_slots(some, complete=code == ALL_MOVED, failure=failure)
+                if isinstance(failure, FileNotFoundError):
+                    lost += some
+                elif failure is not None:
+                    for _ in some if failure.errno in OF_ONE_OBJECT else some[:1]:
+                        self.writes.failed(failure)
+                elif code is not None:
+                    self.writes.worked()
+        finally:
+            for _, some in left:
+                self._end_slots(some, complete=False)
+        return lost
 
-    def _end_run(self, run: Sequence[_Writing], *, complete: bool, failure: OSError | None = None) -> OSError | None:
-        places = [one.place for one in run]
+    def _written(self, writings: Sequence[_Writing]) -> list[int | None]:
+        """What the system says of each, in one call; None: nobody wants it any more."""
+        slab = writings[0].place.slab
+        _ask([one for one in writings if one.buffers is None])
+        try:
+            descriptor = slab.file(direct=self.folder.direct and writings[0].item.aligned)
+        except OSError as error:
+            return [error.errno or errno.EIO] * len(writings)
+        size = slab.slot_bytes
+        ranges = [(descriptor, one.place.slot * size, one.padded(size)) for one in writings if one.buffers]
+        codes = iter(object_file.write_ranges(ranges))
+        return [next(codes) if one.buffers else None for one in writings]
+
+    def _end_slots(self, some: Sequence[_Writing], *, complete: bool, failure: OSError | None = None) -> OSError | None:
+        places = [one.place for one in some]
         try:
             self.folder.end_write(places, complete=complete, bad=failure is not None)
         except OSError as error:
             failure = error
-        for one in run:
+        for one in some:
             if one.place.kept:
                 one.outcome = Outcome.DONE
             elif failure is None:
@@ -408,15 +419,7 @@ def _batch(items: deque[Any], most: int) -> list[Any]:
     return batch
 
 
-def _runs(found: Sequence[Any], where: Callable[[Any], tuple[Slab, int, int]]) -> list[list[Any]]:
-    """Those of one slab of which each begins where the one before ends, together."""
-    runs: list[list[Any]] = []
-    before: tuple[Slab, int] | None = None
-    for one in found:
-        slab, start, stop = where(one)
-        if before == (slab, start):
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-        before = slab, stop
-    return runs
+def _ask(writings: Sequence[_Writing]) -> None:
+    """For what is to be written."""
+    for one, buffers in zip(writings, buffers_of([one.item for one in writings]), strict=True):
+        one.buffers = buffers

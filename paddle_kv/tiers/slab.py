@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import re
 import stat
@@ -91,22 +90,22 @@ class Slab:
         return self.buffered
 
     def write_records(self, slots: Sequence[int], records: Sequence[tuple[bytes, int, int]]) -> None:
-        """Of neighbours: these objects are complete. Each record is name, age and bytes of the object."""
-        if os.fstat(self.descriptor).st_nlink == 0:
-            raise FileNotFoundError(errno.ENOENT, "somebody has deleted the slab", self.path)
-        self._write_table(slots[0], b"".join(with_sum(_RECORD.pack(*record)) for record in records))
+        """These objects are complete. Each record is name, age and bytes of the object. The slots ascend."""
+        said = b"".join([with_sum(_RECORD.pack(*record)) for record in records])
+        entries, at = [], 0
+        for first, count in runs(slots):
+            entries.append((first, said[at : (at := at + count * ENTRY_BYTES)]))
+        self._write_table(entries, self.descriptor)
 
     def clear_records(self, slots: Iterable[int]) -> None:
         """There is no object any more."""
-        for first, count in runs(slots):
-            self._write_table(first, bytes(count * ENTRY_BYTES))
+        self._write_table([(first, bytes(count * ENTRY_BYTES)) for first, count in runs(slots)])
 
-    def _write_table(self, first: int, content: bytes) -> None:
-        descriptor = object_file.open_file(self._folder, self.table_path, os.O_WRONLY)
-        try:
-            object_file.write_range(descriptor, (first + 1) * ENTRY_BYTES, [memoryview(content)])
-        finally:
-            os.close(descriptor)
+    def _write_table(self, entries: Iterable[tuple[int, bytes]], slab: int = -1) -> None:
+        at = [((first + 1) * ENTRY_BYTES, content) for first, content in entries]
+        code = object_file.write_table(self._folder, self.table_path.encode(), slab, at)
+        if code != object_file.ALL_MOVED:
+            raise OSError(code, os.strerror(code), self.table_path)
 
     def punch(self, slots: Iterable[int]) -> None:
         """Gives their bytes back to the file system. Raises OSError."""

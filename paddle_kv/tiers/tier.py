@@ -18,7 +18,7 @@ from ..checks import check_distinct, check_ids, check_process
 from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import HostPool
-from ..memory.host_rows import block_rows
+from ..memory.host_rows import block_rows, rows_with_room
 from ..ops import _arguments as arguments
 from ..timeouts import check_timeout
 from ..tracking.group import wake
@@ -105,7 +105,12 @@ class Tier:
         memory = memoryview(self._header_memory)
         self._headers = deque(memory[start : start + size] for start in range(0, len(memory), size))
         engine.register(np.frombuffer(memory, np.uint8))
-        engine.register(self._rows)
+        self._whole = rows_with_room(pool)
+        engine.register(self._whole)
+        # Where a header lies before its block they are one buffer. None of two tiers may have that.
+        self._has_room = pool.room_bytes >= size and not pool.room_lent
+        pool.room_lent = pool.room_lent or self._has_room
+        self._in_room: dict[int, tuple[memoryview, memoryview]] = {}  # by block; and the header not needed meanwhile
         self._stages = {
             way: stages_of(self.format, self.least_stage_bytes, layerwise=way, aligned=self.aligned)
             for way in (False, True)
@@ -245,6 +250,8 @@ class Tier:
             if not self._closed:
                 self._closed = True
                 os.close(self._descriptor)
+                if self._has_room:
+                    self.pool.room_lent = False
 
     def __enter__(self) -> Tier:
         return self
@@ -299,27 +306,48 @@ class Tier:
             self._look(job)
 
     def _writes_of(self, job: Job) -> list[WriteItem]:
-        room = self._take(len(job.keys), self.format.object_bytes)
+        room = self._take(job.block_ids, self.format.object_bytes)
         return [WriteItem(self, job, position, header) for position, header in enumerate(room)]
 
     def _reads_of(self, job: Job) -> list[ReadItem]:
-        room, stages = self._take(len(job.keys), 0), self._stages[job.layerwise]
+        room, stages = self._take(job.block_ids, 0), self._stages[job.layerwise]
         return [ReadItem(self, job, position, header, stages) for position, header in enumerate(room)]
 
-    def _take(self, count: int, store_bytes: int) -> list[memoryview]:
+    def _take(self, block_ids: Sequence[int], store_bytes: int) -> list[memoryview]:
         """A header for as many objects as there is room for."""
         with self._lock:
+            count = len(block_ids)
             if store_bytes:
                 count = min(count, max(0, self._max_store_bytes - self._store_bytes) // store_bytes)
             count = min(count, len(self._headers))
             self._store_bytes += count * store_bytes
-            return [self._headers.popleft() for _ in range(count)]
+            return [self._header_of(block_id) for block_id in block_ids[:count]]
+
+    def _header_of(self, block_id: int) -> memoryview:
+        """Before the block, unless another object of that block has its header there."""
+        header = self._headers.popleft()
+        if not self._has_room or block_id in self._in_room:
+            return header
+        end = self.pool.room_bytes
+        mine = memoryview(self._whole[block_id][end - self.format.header_bytes : end])
+        self._in_room[block_id] = mine, header
+        return mine
+
+    def _give_back(self, item: Item) -> None:
+        mine, other = self._in_room.get(item.block_id, (None, item.header))
+        if mine is item.header:
+            del self._in_room[item.block_id]
+        self._headers.append(other if mine is item.header else item.header)
 
     # ---- the end ----
     def items_ended(self, job: Job, ends: Sequence[tuple[Item, Outcome]]) -> None:
         """In a thread of the engine: nothing touches their blocks any more."""
         with self._lock:
-            self._headers.extend(item.header for item, _ in ends)
+            if self._in_room:
+                for item, _ in ends:
+                    self._give_back(item)
+            else:
+                self._headers.extend(item.header for item, _ in ends)
             self._store_bytes -= sum(item.size_bytes for item, _ in ends if isinstance(item, WriteItem))
         bad = (Outcome.DAMAGED, Outcome.MISSING)
         lost = [item.name for item, outcome in ends if outcome in bad and isinstance(item, ReadItem)]

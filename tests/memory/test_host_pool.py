@@ -202,6 +202,31 @@ def test_number_of_blocks(num_blocks):
         HostPool(make_spec(), num_blocks)
 
 
+@pytest.mark.parametrize("room", [-4096, 1, 4095, 4097])
+def test_a_room_that_is_no_multiple(room):
+    with pytest.raises(ValueError, match=rf"room_bytes = {room} must be 0 or a multiple of 4096"):
+        HostPool(make_spec(), 3, layout="block_first", room_bytes=room)
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "page_first_direct"}, {"layout": "block_first", "shared": True}])
+def test_blocks_that_can_have_no_room_before_them(options):
+    with pytest.raises(ValueError, match=r"room_bytes = 4096 needs layout='block_first' and shared=False"):
+        HostPool(make_spec(), 3, room_bytes=4096, **options)
+    with pytest.raises(TypeError, match="room_bytes"):
+        HostPool(make_spec(), 3, layout="block_first", room_bytes="4096")
+
+
+def test_room_before_each_block():
+    spec = make_spec()
+    with HostPool(spec, 3, layout="block_first", room_bytes=8192) as pool:
+        name, size = spec.tensor_names[0], 8192 + spec.num_layers * spec.block_bytes
+        assert (pool.room_bytes, pool.stride_bytes(name), pool.pinned_bytes) == (8192, size, 3 * size)
+        assert pool.pointer(name, 0) == pool._memory[0].address + 8192
+        assert pool.pointer(name, 1) == pool.pointer(name, 0) + spec.block_bytes
+    with HostPool(spec, 3, layout="block_first") as pool:
+        assert pool.room_bytes == 0
+
+
 def test_wrong_layout_and_spec():
     with pytest.raises(
         ValueError, match=r"layout = 'layers' must be 'layer_first', 'block_first' or 'page_first_direct'"

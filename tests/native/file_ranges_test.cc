@@ -1,4 +1,5 @@
 // Reads of many ranges, over a system that does less than it was asked for.
+#include <fcntl.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -69,6 +70,26 @@ extern "C" ssize_t preadv(int descriptor, const iovec* buffers, int count, off_t
 
 namespace {
 
+std::string written;
+
+}  // namespace
+
+extern "C" ssize_t pwritev(int descriptor, const iovec* buffers, int count, off_t offset) {
+  std::string given;
+  for (int i = 0; i < count; ++i) given.append(static_cast<const char*>(buffers[i].iov_base), buffers[i].iov_len);
+  calls.push_back({descriptor, offset, given.size()});
+  if (bad_from >= 0 && offset <= bad_from && bad_from < offset + static_cast<std::int64_t>(given.size())) {
+    errno = EIO;
+    return -1;
+  }
+  given.resize(std::min(most, given.size()));
+  written.resize(std::max(written.size(), offset + given.size()), '.');
+  written.replace(offset, given.size(), given);
+  return static_cast<ssize_t>(given.size());
+}
+
+namespace {
+
 // `ranges`: descriptor, offset and the bytes of each buffer.
 struct Asked {
   int descriptor;
@@ -105,7 +126,7 @@ Found Read(const std::vector<Asked>& asked) {
 }
 
 void CheckRead(const Found& found, const std::vector<Asked>& asked, std::size_t i) {
-  CHECK(found.results[i] == paddle_kv::kAllRead);
+  CHECK(found.results[i] == paddle_kv::kAllMoved);
   CHECK(found.read[i] == content.substr(asked[i].offset, found.read[i].size()));
 }
 
@@ -161,12 +182,70 @@ void TheEndOfTheFile() {
   CHECK(found.results[2] == paddle_kv::kFileEnded);
 }
 
+std::vector<int> Write(const std::vector<std::string>& contents) {
+  written.clear();
+  std::vector<iovec> buffers;
+  std::vector<paddle_kv::FileRange> ranges;
+  std::int64_t at = 5;
+  for (const std::string& one : contents) {
+    const auto first = static_cast<std::int64_t>(buffers.size());
+    buffers.push_back({const_cast<char*>(one.data()), one.size()});
+    ranges.push_back({kDescriptor, at, first, first + 1, 99});
+    at += static_cast<std::int64_t>(one.size());
+  }
+  paddle_kv::WriteFileRanges(&ranges, buffers);
+  std::vector<int> results;
+  for (const auto& range : ranges) results.push_back(range.result);
+  return results;
+}
+
+void WritesNeighboursTogether() {
+  Reset();
+  CHECK(Write({"abc", "de", "f"}) == std::vector<int>(3, paddle_kv::kAllMoved));
+  CHECK(written == ".....abcdef");
+  CHECK(calls.size() == 1);
+}
+
+void WritesAllWhereTheSystemDoesLess() {
+  Reset();
+  most = 2;
+  CHECK(Write({"abc", "de", "f"}) == std::vector<int>(3, paddle_kv::kAllMoved));
+  CHECK(written == ".....abcdef");
+  most = 0;
+  CHECK(Write({"abc"}) == std::vector<int>{EIO});
+}
+
+void ASectorThatCannotBeWritten() {
+  Reset();
+  bad_from = 9;
+  CHECK((Write({"abc", "de", "f"}) == std::vector<int>{paddle_kv::kAllMoved, EIO, paddle_kv::kAllMoved}));
+  CHECK(written == ".....abc..f");
+}
+
+void EntriesOfATable() {
+  Reset();
+  written.clear();
+  std::string first = "ab", second = "c";
+  const std::vector<paddle_kv::Entries> entries = {{1, {&first[0], 2}}, {5, {&second[0], 1}}};
+  CHECK(paddle_kv::WriteEntries(AT_FDCWD, "/dev/null", -1, entries) == paddle_kv::kAllMoved);
+  CHECK(written == ".ab..c");
+  bad_from = 1;
+  CHECK(paddle_kv::WriteEntries(AT_FDCWD, "/dev/null", -1, entries) == EIO);
+  CHECK(calls.size() == 3);  // nothing behind an error
+  CHECK(paddle_kv::WriteEntries(AT_FDCWD, "/no/such/table", -1, entries) == ENOENT);
+  CHECK(paddle_kv::WriteEntries(AT_FDCWD, "/dev/null", 1 << 20, entries) == EBADF);
+}
+
 const Test kTests[] = {
     {"neighbours_together", NeighboursTogether},
     {"no_more_buffers_than_the_system_takes", NoMoreBuffersThanTheSystemTakes},
     {"less_than_asked_for", LessThanAskedFor},
     {"a_bad_sector_takes_its_range_alone", ABadSectorTakesItsRangeAlone},
     {"the_end_of_the_file", TheEndOfTheFile},
+    {"writes_neighbours_together", WritesNeighboursTogether},
+    {"writes_all_where_the_system_does_less", WritesAllWhereTheSystemDoesLess},
+    {"a_sector_that_cannot_be_written", ASectorThatCannotBeWritten},
+    {"entries_of_a_table", EntriesOfATable},
 };
 
 }  // namespace

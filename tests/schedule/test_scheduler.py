@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.memory.host_rows import rows_with_room
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import (
     POISON,
@@ -42,10 +43,14 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("pool_layout", ["layer_first", "block_first", "page_first_direct"])
+@pytest.mark.parametrize("pool_layout", ["layer_first", "block_first", "page_first_direct", "with room"])
 @pytest.mark.parametrize("changes", LAYOUTS, ids=str)
 def test_every_byte_arrives_and_no_other_changes(changes, pool_layout):
-    rig = Rig(make_spec(**changes), layout=pool_layout)
+    room = {"layout": "block_first", "room_bytes": 4096}
+    rig = Rig(make_spec(**changes), **(room if pool_layout == "with room" else {"layout": pool_layout}))
+    if pool_layout == "with room":
+        rooms = rows_with_room(rig.pool)[:, :4096]
+        rooms[:] = 0x5A
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         out = scheduler.offload([12, 0, 7], [3, 16, 0])
         out.wait(WAIT_S)
@@ -61,6 +66,7 @@ def test_every_byte_arrives_and_no_other_changes(changes, pool_layout):
             assert transfer.error is None
             assert transfer.elapsed_ms >= 0
     rig.check()
+    assert pool_layout != "with room" or (rooms == 0x5A).all()
 
 
 @pytest.mark.parametrize("layers_per_event", [1, 2, 3, 5, 8, 2**63 - 1, 2**64])

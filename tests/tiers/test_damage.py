@@ -364,16 +364,11 @@ def test_what_is_cleared_is_not_there_after_a_restart_whatever_fails(
     rig = make_rig()
     rig.store(keys(6))
 
-    def failing(folder: int, path: str, flags: int, call: Any = object_file.open_file, **more: Any) -> Any:
-        if path.endswith(".table") and flags & os.O_WRONLY:
-            raise OSError(errno.EMFILE, "too many open files")
-        return call(folder, path, flags, **more)
-
     def refused(path: str, **more: Any) -> None:
         raise OSError(errno.EROFS, "read-only")
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_file, "open_file", failing)
+        patch.setattr(object_file, "write_table", lambda *_: errno.EMFILE)
         if stuck:
             patch.setattr(os, "unlink", refused)
             with pytest.raises(OSError, match="after a restart"):

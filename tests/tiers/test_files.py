@@ -84,13 +84,16 @@ def test_small_objects_that_are_stored_together_are_written_and_read_together(
 ) -> None:
     rig, writes = make_rig(num_blocks=70), []
 
-    def counted(fd: int, buffers: Any, offset: int, call: Any = os.pwritev) -> Any:
-        writes.append(sum(map(len, buffers)))
-        return call(fd, buffers, offset)
+    def counted(ranges: list[Any], call: Any = object_file.write_ranges) -> Any:
+        writes.append([offset for _, offset, _ in ranges])
+        return call(ranges)
 
-    monkeypatch.setattr(os, "pwritev", counted)
-    rig.store(keys(70))
-    assert sum(size > OBJECT_BYTES for size in writes) == 2  # at most 64 at once
+    monkeypatch.setattr(object_file, "write_ranges", counted)
+    rig.store(keys(6))
+    rig.store(keys(70)[6:])
+    assert list(map(len, writes)) == [6, 64]
+    for starts in writes:
+        assert starts == list(range(starts[0], starts[0] + len(starts) * OBJECT_BYTES, OBJECT_BYTES))
     reads, call = [], object_file.read_ranges
     monkeypatch.setattr(object_file, "read_ranges", lambda ranges: reads.append(ranges) or call(ranges))
     job = rig.load(keys(70), layerwise=False)
@@ -99,6 +102,9 @@ def test_small_objects_that_are_stored_together_are_written_and_read_together(
     for ranges in reads:
         starts = [offset for _, offset, _ in ranges]
         assert starts == list(range(starts[0], starts[0] + len(starts) * OBJECT_BYTES, OBJECT_BYTES))
+    writes.clear()
+    rig.store(keys(70, "more"))
+    assert sorted(map(len, writes)) == [6, 64]  # at most 64 at once
 
 
 def test_neighbours_are_read_by_one_call_of_the_system(tmp_path: Path) -> None:
@@ -112,7 +118,7 @@ def test_neighbours_are_read_by_one_call_of_the_system(tmp_path: Path) -> None:
     views = [memoryview(found[at : at + 100]) for at in range(0, 60_000, 150)]
     ranges = [(descriptor, 100 * number, [view]) for number, view in enumerate(views)]
     before = calls()
-    assert object_file.read_ranges(ranges) == [object_file.ALL_READ] * 400
+    assert object_file.read_ranges(ranges) == [object_file.ALL_MOVED] * 400
     assert calls() - before < 10  # and those of this test
     found = found.reshape(-1, 150)
     assert found[:, :100].tobytes() == content.tobytes()
@@ -122,6 +128,50 @@ def test_neighbours_are_read_by_one_call_of_the_system(tmp_path: Path) -> None:
     assert object_file.read_ranges([]) == []
     with pytest.raises(BufferError):
         object_file.read_ranges([(0, 0, [memoryview(b"constant")])])
+
+
+def test_ranges_and_tables_are_written_by_the_library(tmp_path: Path) -> None:
+    content = np.random.default_rng(1).integers(0, 256, 60_000, np.uint8)
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    parts = [memoryview(content[at : at + 100]).toreadonly() for at in range(0, 60_000, 150)]
+    apart = lambda number: 100 * number + 1000 * (number >= 200)  # noqa: E731
+    ranges = [(descriptor, apart(number), [part[:30], part[30:]]) for number, part in enumerate(parts)]
+    ranges[300] = (-1, *ranges[300][1:])
+    expected = [object_file.ALL_MOVED] * 400
+    expected[300] = errno.EBADF
+    assert object_file.write_ranges(ranges) == expected
+    wanted = bytearray(b"".join(parts[:200]) + bytes(1000) + b"".join(parts[200:]))
+    wanted[apart(300) : apart(301)] = bytes(100)
+    assert (tmp_path / "file").read_bytes() == wanted
+    folder = os.open(tmp_path, os.O_RDONLY)
+    assert object_file.write_table(folder, b"file", descriptor, [(3, b"abc"), (9, b"d")]) == object_file.ALL_MOVED
+    wanted[3:6], wanted[9:10] = b"abc", b"d"
+    assert (tmp_path / "file").read_bytes() == wanted
+    os.symlink("file", tmp_path / "other")
+    assert object_file.write_table(folder, b"other", -1, [(0, b"wrong")]) == errno.ELOOP
+    assert object_file.write_table(folder, b"none", -1, [(0, b"wrong")]) == errno.ENOENT
+    assert object_file.write_table(folder, b"file", 1 << 20, [(0, b"wrong")]) == errno.EBADF
+    os.rename(tmp_path / "file", tmp_path / "kept")
+    gone = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.unlink(tmp_path / "file")
+    assert object_file.write_table(folder, b"kept", gone, [(0, b"wrong")]) == errno.ENOENT
+    assert (tmp_path / "kept").read_bytes() == wanted
+    for one in (descriptor, folder, gone):
+        os.close(one)
+
+
+NONSENSE = [None, 7, "text", b"bytes", (), [None], [()], [(1, 2)], [(None, 0, [])], [(0, 0, [7])], [(1 << 80, 0, [])]]
+
+
+@pytest.mark.parametrize("given", NONSENSE)
+def test_nonsense_for_the_library_is_an_error_of_python(given: Any) -> None:
+    for call in (object_file.read_ranges, object_file.write_ranges):
+        with pytest.raises((TypeError, SystemError, IndexError, OverflowError, BufferError)):
+            call(given)
+    with pytest.raises((TypeError, SystemError, IndexError, OverflowError, BufferError)):
+        object_file.write_table(-1, b"name", -1, given)
+    with pytest.raises((TypeError, SystemError, IndexError, OverflowError, BufferError)):
+        object_file.write_table(given, given, given, given)
 
 
 def test_each_range_has_its_own_result(tmp_path: Path) -> None:
@@ -137,7 +187,7 @@ def test_each_range_has_its_own_result(tmp_path: Path) -> None:
         ranges = [(descriptor, offset, [view]) for offset, view in zip(offsets, views, strict=True)]
         ranges[50] = (descriptor, 1 << 20, ranges[50][2])
         ranges[120] = (-1, 0, ranges[120][2])
-        expected = [object_file.ALL_READ] * 200
+        expected = [object_file.ALL_MOVED] * 200
         expected[50], expected[120] = object_file.FILE_ENDED, errno.EBADF
         assert object_file.read_ranges(ranges) == expected
         for number, (offset, view) in enumerate(zip(offsets, views, strict=True)):
@@ -435,38 +485,26 @@ def test_the_index_is_small(in_memory: Path) -> None:
 
 # ---- what does not work ----
 class Broken:
-    """Calls of the system that fail, or do less than asked for, while it is set."""
+    """Calls of the library that fail while it is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.errors: dict[str, int] = {}
-        self.short = False
         self.now_s = 1000.0  # how long a root rests does not depend on how busy the machine is
         monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        for name in ("pwritev", "open"):
-            monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name)))
-        monkeypatch.setattr(object_file, "read_ranges", self._reading(object_file.read_ranges))
+        for name in ("read_ranges", "write_ranges"):
+            monkeypatch.setattr(object_file, name, self._ranges(name, getattr(object_file, name)))
+        monkeypatch.setattr(object_file, "write_table", self._table(object_file.write_table))
 
     def mend(self) -> None:
         """It works again, and every root has rested."""
         self.errors.clear()
         self.now_s += health.LONGEST_REST_S
 
-    def _wrapped(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*given: Any, **named: Any) -> Any:
-            if name in self.errors and (name != "open" or "dir_fd" in named):
-                raise OSError(self.errors[name], os.strerror(self.errors[name]))
-            if self.short and name != "open":
-                descriptor, [buffer, *_], offset = given
-                return call(descriptor, [buffer[: max(1, len(buffer) // 2)]], offset)
-            return call(*given, **named)
+    def _ranges(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda ranges: [self.errors[name]] * len(ranges) if name in self.errors else call(ranges)
 
-        return wrapped
-
-    def _reading(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def reading(ranges: list[Any]) -> Any:
-            return [self.errors["read"]] * len(ranges) if "read" in self.errors else call(ranges)
-
-        return reading
+    def _table(self, call: Callable[..., int]) -> Callable[..., int]:
+        return lambda *given: self.errors.get("write_table", 0) or call(*given)
 
 
 @pytest.fixture
@@ -479,7 +517,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("call", "code"), [("pwritev", errno.ENOSPC), ("pwritev", errno.EIO), ("open", errno.EROFS), ("open", errno.EMFILE)]
+    ("call", "code"),
+    [
+        ("write_ranges", errno.ENOSPC),
+        ("write_ranges", errno.EIO),
+        ("write_table", errno.EROFS),
+        ("write_table", errno.EMFILE),
+    ],
 )
 def test_writing_fails_for_a_while(
     make_rig: MakeRig, tmp_path: Path, broken: Broken, caplog: pytest.LogCaptureFixture, call: str, code: int
@@ -511,7 +555,7 @@ def test_what_is_queued_behind_an_error_is_dropped(tmp_path: Path, broken: Broke
     engine = FilesEngine({tmp_path: 1 << 30}, threads_per_root=1)
     rig = Rig(engine, num_blocks=80)
     rig.store(keys(1, "first"))
-    broken.errors["pwritev"] = errno.ENOSPC
+    broken.errors["write_ranges"] = errno.ENOSPC
     job = rig.store(keys(80))
     assert job.outcomes == [Outcome.FAILED] * 64 + [Outcome.DROPPED] * 16  # those of one call, and all others
     assert rig.tier.stats()["engine_errors"] == 1
@@ -522,7 +566,7 @@ def test_what_is_queued_behind_an_error_is_dropped(tmp_path: Path, broken: Broke
 def test_reading_fails_for_a_while(make_rig: MakeRig, broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
     rig = make_rig()
     rig.store(keys(30))
-    broken.errors["read"] = errno.EIO
+    broken.errors["read_ranges"] = errno.EIO
     gone = set()
     for _ in range(3):
         job = rig.load(keys(5))
@@ -547,7 +591,7 @@ def test_a_sector_that_fails_takes_its_object_alone(
     rig = make_rig()
     rig.store(keys(12))
     bad = objects(tmp_path)[4]
-    hit, write, read = [], os.pwritev, object_file.read_ranges
+    hit, write, read = [], object_file.write_ranges, object_file.read_ranges
 
     def is_bad(fd: int, offset: int, buffers: Any) -> bool:
         start, stop = bad.slot * OBJECT_BYTES, (bad.slot + 1) * OBJECT_BYTES
@@ -555,10 +599,8 @@ def test_a_sector_that_fails_takes_its_object_alone(
         hit.append(mine and "slab" in os.readlink(f"/proc/self/fd/{fd}"))
         return bool(hit[-1])
 
-    def writing(fd: int, buffers: Any, offset: int) -> Any:
-        if is_bad(fd, offset, buffers):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return write(fd, buffers, offset)
+    def writing(ranges: list[Any]) -> list[int]:
+        return [errno.EIO if is_bad(*one) else code for one, code in zip(ranges, write(ranges), strict=True)]
 
     def reading(ranges: list[Any]) -> list[int]:
         return [errno.EIO if is_bad(*one) else code for one, code in zip(ranges, read(ranges), strict=True)]
@@ -568,7 +610,7 @@ def test_a_sector_that_fails_takes_its_object_alone(
         rig.tier.delete(keys(12))
         while objects(tmp_path):  # the slots are free when their records are gone
             time.sleep(0.001)
-    monkeypatch.setattr(os, "pwritev", writing)
+    monkeypatch.setattr(object_file, "write_ranges", writing)
     monkeypatch.setattr(object_file, "read_ranges", reading)
     job = rig.load(keys(12), layerwise=False) if direction == "reading" else rig.store(keys(12))
     assert any(hit)
@@ -587,10 +629,14 @@ def test_a_sector_that_fails_takes_its_object_alone(
         assert rig.wrong(job) == []
 
 
-@pytest.mark.parametrize("spec", [ODD])
-def test_a_system_that_does_less_than_asked(make_rig: MakeRig, broken: Broken, spec: Any) -> None:
-    rig = make_rig(spec)
-    broken.short = True
+def test_a_system_that_does_less_than_asked(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python writes and reads: tables that are made, and headers that are looked up."""
+
+    def half(fd: int, buffers: Any, offset: int, call: Any = os.pwritev) -> Any:
+        return call(fd, [buffers[0][: max(1, len(buffers[0]) // 2)]], offset)
+
+    monkeypatch.setattr(os, "pwritev", half)
+    rig = make_rig(ODD)
     assert rig.store(keys(3)).done
     job = rig.load(keys(3))
     assert job.done
@@ -671,22 +717,21 @@ def test_direct_io_is_used_where_it_can_be(make_rig: MakeRig, monkeypatch: pytes
 def test_the_engine_writes_from_and_reads_into_the_pool(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """No copy on the host: the addresses that the system is given are those of the pool."""
     rig, seen = make_rig(), []
-    write, read = os.pwritev, object_file.read_ranges
+    write, read = object_file.write_ranges, object_file.read_ranges
 
-    def see(fd: int, buffers: Any) -> None:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith(".slab"):
+    def see(ranges: list[Any]) -> None:
+        for _, _, buffers in ranges:
             seen.extend((np.frombuffer(one, np.uint8).ctypes.data, len(one)) for one in buffers[-1:])
 
-    def writing(fd: int, buffers: Any, offset: int) -> Any:
-        see(fd, buffers)
-        return write(fd, buffers, offset)
+    def writing(ranges: list[Any]) -> list[int]:
+        see(ranges)
+        return write(ranges)
 
     def reading(ranges: list[Any]) -> list[int]:
-        for fd, _, buffers in ranges:
-            see(fd, buffers)
+        see(ranges)
         return read(ranges)
 
-    monkeypatch.setattr(os, "pwritev", writing)
+    monkeypatch.setattr(object_file, "write_ranges", writing)
     monkeypatch.setattr(object_file, "read_ranges", reading)
     rig.store(keys(1), [3])
     rig.load(keys(1), [5])
@@ -696,14 +741,14 @@ def test_the_engine_writes_from_and_reads_into_the_pool(make_rig: MakeRig, monke
 
 
 def test_the_faster_folder_gets_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = os.pwritev
+    call = object_file.write_ranges
 
-    def dawdling(fd: int, *rest: Any) -> int:
-        if "slow" in os.readlink(f"/proc/self/fd/{fd}"):
+    def dawdling(ranges: list[Any]) -> list[int]:
+        if "slow" in os.readlink(f"/proc/self/fd/{ranges[0][0]}"):
             time.sleep(0.03)
-        return call(fd, *rest)
+        return call(ranges)
 
-    monkeypatch.setattr(os, "pwritev", dawdling)
+    monkeypatch.setattr(object_file, "write_ranges", dawdling)
     engine = FilesEngine({tmp_path / "slow": 1 << 30, tmp_path / "quick": 1 << 30}, threads_per_root=1)
     rig = Rig(engine)
     for attempt in range(8):
@@ -879,14 +924,21 @@ def test_no_call_waits_for_a_system_that_does_not_answer(make_rig: MakeRig, monk
     """Whatever a thread of the engine does: look-ups, deletions and new jobs return at once."""
     rig = make_rig()
     rig.store(keys(4))
-    going, call, waiting = threading.Event(), os.pwritev, threading.Semaphore(0)
+    going, call, waiting = threading.Event(), object_file.write_ranges, threading.Semaphore(0)
 
     def stuck(*given: Any) -> Any:
         waiting.release()
         assert going.wait(WAIT_S)
         return call(*given)
 
-    monkeypatch.setattr(os, "pwritev", stuck)
+    def stuck_table(call: Callable[..., int], *given: Any) -> int:
+        assert going.wait(WAIT_S)
+        return call(*given)
+
+    monkeypatch.setattr(object_file, "write_ranges", stuck)
+    monkeypatch.setattr(
+        object_file, "write_table", lambda *given, call=object_file.write_table: stuck_table(call, *given)
+    )
     jobs = [Job(keys(1, "new"), [5]), Job(keys(1), [6]), Job(keys(1), [7])]
     rig.tier.store(jobs[:1])
     assert waiting.acquire(timeout=WAIT_S)
@@ -915,18 +967,17 @@ def test_a_store_beside_one_of_the_same_key_ends_with_it(
 ) -> None:
     """It does not count as stored before it is, and is stored if the other one fails."""
     rig = make_rig()
-    going, call, began, failures = threading.Event(), os.pwritev, threading.Event(), [] if works else [1]
+    going, call, began, failures = threading.Event(), object_file.write_ranges, threading.Event(), [] if works else [1]
 
-    def waiting(fd: int, buffers: Any, offset: int) -> Any:
-        if "slab" in os.readlink(f"/proc/self/fd/{fd}"):
-            began.set()
-            assert going.wait(WAIT_S)
-            if failures:
-                failures.pop()
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return call(fd, buffers, offset)
+    def waiting(ranges: list[Any]) -> list[int]:
+        began.set()
+        assert going.wait(WAIT_S)
+        if failures:
+            failures.pop()
+            return [errno.EIO] * len(ranges)
+        return call(ranges)
 
-    monkeypatch.setattr(os, "pwritev", waiting)
+    monkeypatch.setattr(object_file, "write_ranges", waiting)
     for block in (0, 1):
         rig.rows[block] = rig.content(b"key-0")
     jobs = [Job(keys(1), [0]), Job(keys(1), [1])]

@@ -18,3 +18,12 @@ class TestThreeFolders(EngineConformance):
         parts = [capacity_bytes // 3] * 2
         roots = {folder / str(number): part for number, part in enumerate([*parts, capacity_bytes - sum(parts)])}
         return FilesEngine(roots, threads_per_root=2)
+
+
+class TestRoomBeforeBlocks(EngineConformance):
+    """Headers lie before their blocks: each object is one buffer."""
+
+    room_bytes = 8192
+
+    def make_engine(self, folder: Path, capacity_bytes: int) -> FilesEngine:
+        return FilesEngine({folder: capacity_bytes})

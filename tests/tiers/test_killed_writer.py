@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from paddle_kv.testing.tiers.rig import WAIT_S, Rig, keys
-from paddle_kv.tiers import FilesEngine, Outcome
+from paddle_kv.tiers import FilesEngine, Outcome, object_file
 from tests.tiers.conftest import objects, wait_for_recovery
 
 NUM_KILLED = int(os.environ.get("PADDLE_KV_STRESS", "0")) or 12
 CAPACITY_BYTES = 14 * 53248  # so that most writes go over slots of evicted objects
-CALLS = ("open", "pwritev", "close")
+CALLS = ("write_ranges", "write_table")
 
 
 def dying(call: Callable[..., Any], left: int, how: str) -> Callable[..., Any]:
@@ -28,10 +28,14 @@ def dying(call: Callable[..., Any], left: int, how: str) -> Callable[..., Any]:
         left -= 1
         if left:
             return call(*given, **named)
-        if how == "half" and call.__name__ == "pwritev":
-            descriptor, buffers, offset = given
-            whole = b"".join(buffers)
-            os.pwrite(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY), whole[: len(whole) // 2], offset)
+        if how == "half" and call.__name__ == "write_table":
+            folder, path, slab, entries = given
+            at, (offset, content) = len(entries) // 2, entries[len(entries) // 2]
+            call(folder, path, slab, [*entries[:at], (offset, content[: len(content) // 2])])
+        elif how == "half":
+            for descriptor, offset, buffers in given[0][: -(-len(given[0]) // 2)]:
+                whole = b"".join(buffers)
+                os.pwrite(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY), whole[: len(whole) // 2], offset)
         elif how == "after":
             call(*given, **named)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +48,8 @@ def write_until_killed(folder: Path, rng: random.Random) -> None:
     engine = FilesEngine({folder: CAPACITY_BYTES})
     rig = Rig(engine)
     name = rng.choice(CALLS)
-    setattr(os, name, dying(getattr(os, name), rng.randrange(1, 60), rng.choice(["before", "after", "half"])))
+    call, left = getattr(object_file, name), rng.randrange(1, 60)
+    setattr(object_file, name, dying(call, left, rng.choice(["before", "after", "half"])))
     while True:
         rig.store(rng.sample(keys(30), 6))
 

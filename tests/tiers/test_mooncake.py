@@ -145,6 +145,20 @@ OUTCOMES = [(-704, Outcome.MISSING), (-703, Outcome.MISSING), (-712, Outcome.MIS
 FAILURES = [-1, -706, -707, -800, -900, -901, -1010, -424242]
 
 
+def test_measuring_a_store_without_a_node_says_what_is_missing(fake: FakeStore) -> None:
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from paddle_kv.cli.main import app
+
+    fake.answer = mooncake_store.NO_ROOM
+    words = ["tier", "bench", "mooncake:10.0.0.1:50051", "--objects", "3", "--kib", "64", "--repeats", "1"]
+    ran = CliRunner().invoke(app, words)
+    assert ran.exit_code == 2
+    told = " ".join(ran.output.replace("│", " ").split())
+    assert "tier store: of 3 objects 3 dropped; has the store of 10.0.0.1:50051 a node, with room for 393216" in told
+
+
 @pytest.mark.parametrize(("code", "outcome"), [*OUTCOMES, *((code, Outcome.FAILED) for code in FAILURES)])
 def test_codes_have_a_meaning_and_an_unknown_one_is_a_failure(
     fake: FakeStore, rig: Rig, code: int, outcome: Outcome
@@ -173,10 +187,95 @@ def test_a_positive_number_that_is_not_the_size_is_a_failure(fake: FakeStore, ri
 def test_a_call_moves_so_many_objects_and_bytes_at_most(
     fake: FakeStore, rig: Rig, monkeypatch: pytest.MonkeyPatch, objects: float, calls: list[int]
 ) -> None:
-    monkeypatch.setattr(mooncake, "CALL_BYTES", int(objects * rig.tier.format.object_bytes))
+    for name in ("CALL_BYTES", "STORE_CALL_BYTES"):
+        monkeypatch.setattr(mooncake, name, int(objects * rig.tier.format.object_bytes))
     assert rig.store(keys(8)).done
     assert rig.load(keys(8), layerwise=False).done
     assert sorted(fake.counts, reverse=True) == sorted([*calls, *calls], reverse=True)
+
+
+def test_the_next_store_is_made_ready_while_one_is_under_way(fake: FakeStore, rig: Rig) -> None:
+    """One call at a time, and one store that waits with its headers made; closing drops it and what is behind it."""
+    called, going = threading.Event(), threading.Event()
+
+    class Gate(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            called.set()
+            return going.wait(WAIT_S)
+
+    fake.gate = Gate()
+    for block, key in enumerate(keys(32)):
+        rig.rows[block] = rig.content(key)
+    job = Job(keys(32), range(32))
+    rig.tier.store([job])
+    assert called.wait(WAIT_S)
+    engine = rig.tier.engine
+    end_s = time.monotonic() + WAIT_S
+    while not engine._ready and time.monotonic() < end_s:
+        time.sleep(0.001)
+    assert (len(engine._ready), len(engine._writes), fake.calls) == (1, 2, ["put"])
+    assert all(bytes(move.buffers[0][:8]) == b"PDKVTIER" for move in engine._ready[0].moves)
+    engine._closed = True
+    going.set()
+    rig.tier.drain(WAIT_S)
+    engine._closed = False
+    assert job.outcomes == [Outcome.DONE] * 8 + [Outcome.DROPPED] * 24
+    assert rig.load(keys(8)).done
+    assert rig.store(keys(32)).done
+    assert rig.wrong(rig.load(keys(32))) == []
+
+
+def test_with_room_before_its_block_an_object_is_one_buffer(fake: FakeStore) -> None:
+    engine = MooncakeEngine("fake")
+    rig = Rig(engine, room_bytes=8192)
+    plain = Tier(engine, rig.pool, model=b"model")  # the room is the first one's
+    size = rig.tier.format.object_bytes
+    start, step = rig.rows.ctypes.data, rig.rows.strides[0]
+    assert rig.store(keys(20), range(5, 25)).done
+    assert sorted(fake.touched) == [(start + block * step - 4096, size) for block in range(5, 25)]
+    fake.touched.clear()
+    job = rig.load(keys(20), range(10, 30), layerwise=False)
+    assert job.done
+    assert rig.wrong(job) == []
+    assert sorted(fake.touched) == [(start + block * step - 4096, size) for block in range(10, 30)]
+    fake.touched.clear()
+    again = Job(keys(20), range(10, 30), layerwise=False)
+    plain.load([again])
+    plain.drain(WAIT_S)
+    assert again.done
+    assert len(fake.touched) == 40  # header and block
+    assert all(not any(row[: 8192 - 4096]) for row in rig.tier._whole)  # no more than a header is written to
+    plain.close()
+    rig.close()
+    assert not rig.pool.room_lent
+    third = Tier(engine, rig.pool, model=b"model")
+    assert third._has_room
+    third.close()
+    engine.close(WAIT_S)
+
+
+def test_two_objects_of_one_block_at_once_have_headers_of_their_own(fake: FakeStore) -> None:
+    engine = MooncakeEngine("fake", threads=1)
+    rig = Rig(engine, room_bytes=4096, max_objects=3)
+    rig.rows[2] = rig.content(b"key-0")
+    fake.gate.clear()
+    jobs = [Job([key], [2]) for key in keys(3)]
+    rig.tier.store(jobs)
+    fake.gate.set()
+    rig.tier.drain(WAIT_S)
+    assert [job.done for job in jobs] == [True] * 3
+    for key in keys(3):
+        load = Job([key], [7])
+        rig.tier.load([load])
+        rig.tier.drain(WAIT_S)
+        assert load.done
+        assert bytes(rig.rows[7]) == bytes(rig.content(b"key-0"))
+    assert len(rig.tier._headers) == 3
+    assert not rig.tier._in_room
+    rooms = {rig.tier._whole[block].ctypes.data for block in range(40)}
+    assert not rooms & {np.frombuffer(one, np.uint8).ctypes.data for one in rig.tier._headers}
+    rig.close()
+    engine.close(WAIT_S)
 
 
 def test_what_rests_is_not_asked(fake: FakeStore, rig: Rig) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import struct
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from paddle_kv import KVCacheSpec
 from paddle_kv.offload import BlockKey, Namespace, spec_digest
 from paddle_kv.testing.tiers.rig import ALIGNED, ODD
-from paddle_kv.tiers import Tier
+from paddle_kv.tiers import Tier, checksum
 from paddle_kv.tiers.items import stages_of
 from paddle_kv.tiers.object_format import Header, ObjectFormat, header_bytes_of, parse
 from paddle_kv.tiers.protocol import Outcome
@@ -29,7 +30,7 @@ def made(spec: KVCacheSpec = ALIGNED, key: bytes = KEY, **options: int) -> tuple
     form = ObjectFormat(spec, b"model", **options)
     payload = np.random.default_rng(7).integers(0, 256, form.payload_bytes, np.uint8).tobytes()
     header = bytearray(b"\xee" * form.header_bytes)
-    form.write_header(memoryview(header), key, memoryview(payload))
+    form.write_headers([(memoryview(header), key, memoryview(payload))])
     return form, header, payload
 
 
@@ -96,7 +97,7 @@ def test_stages_begin_with_pieces(spec: KVCacheSpec, aligned: bool) -> None:
         (128, [32]),
         (256, [2, 30]),
         (512, [1, 8, 11, 12]),
-        (1024, [1, 4, 11, 11, 5]),
+        (1024, [1, 4, 11, 16]),
         (8192, [1, 3, *[4] * 7]),
         (65536, [1] * 32),
     ],
@@ -159,3 +160,24 @@ def test_fuzz(noise: bytes, at: int, signed: bool) -> None:
 def test_what_no_header_can_hold(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"^{name} = {value} must be in \[0, 4294967296\)$"):
         ObjectFormat(ALIGNED, b"model", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [(0, b"short"), (1, 4096 - 71), (1, 0), (2, 4089), (3, 4096), (3, -8), (3, 1 << 62), (4, 0), (4, -1), (4, 1)],
+)
+def test_a_form_into_which_an_object_does_not_fit_writes_nothing(change: int, value: Any) -> None:
+    form = [bytes(4096), 104, 176, 184, 16384]
+    header, payload = bytearray(b"\xa5" * 4096), bytes(65536)
+    checksum.write_headers(tuple(form), [(memoryview(header), bytes(72), memoryview(payload))])  # type: ignore[arg-type]
+    header[:] = b"\xa5" * 4096
+    form[change] = value
+    with pytest.raises(ValueError, match="form of"):
+        checksum.write_headers(tuple(form), [(memoryview(header), bytes(72), memoryview(payload))])  # type: ignore[arg-type]
+    assert header == b"\xa5" * 4096
+
+
+@pytest.mark.parametrize("piece_bytes", [0, -1])
+def test_pieces_of_nothing(piece_bytes: int) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        checksum.checksums([(memoryview(b"abc"), piece_bytes)])

@@ -176,7 +176,7 @@ def test_an_observer_that_raises_holds_nothing(rig: Rig, caplog: pytest.LogCaptu
 
     job, item = begun(rig, "load", observer=Wrong())
     _, [header, _] = item.buffers(0)
-    rig.tier.format.write_header(header, job.keys[0], rig.tier.payload(2))
+    rig.tier.format.write_headers([(header, job.keys[0], rig.tier.payload(2))])
     assert item.arrived(0)
     item.ended(Outcome.FAILED)
     rig.tier.drain(1.0)

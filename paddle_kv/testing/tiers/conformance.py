@@ -31,6 +31,7 @@ class EngineConformance:
     persistent = True  # what was stored is there when the engine is made again
     capacity_spec = ALIGNED  # of the objects of which ten are the capacity
     capacity_step_bytes = 1000  # what a capacity is a multiple of
+    room_bytes = 0  # before each block of the pool
 
     def make_engine(self, folder: Path, capacity_bytes: int) -> Engine:
         """The engine, with room for so many bytes; empty the first time that it is made for the folder."""
@@ -41,7 +42,7 @@ class EngineConformance:
         self, folder: Path, spec: KVCacheSpec = ALIGNED, capacity_bytes: int = CAPACITY_BYTES, **options: Any
     ) -> Iterator[Rig]:
         engine = self.make_engine(folder, capacity_bytes)
-        rig = Rig(engine, spec, **options)
+        rig = Rig(engine, spec, **{"room_bytes": self.room_bytes, **options})
         try:
             yield rig
         finally:

@@ -30,8 +30,8 @@ class Rig:
     """Blocks 0.. are written by :meth:`fill`; all other bytes are poison until a load writes them."""
 
     def __init__(self, engine: Engine, spec: KVCacheSpec = ALIGNED, *, num_blocks: int = 40, model: bytes = b"model",
-                 **options: Any) -> None:  # fmt: skip
-        self.pool = HostPool(spec, num_blocks, layout="block_first")
+                 room_bytes: int = 0, **options: Any) -> None:  # fmt: skip
+        self.pool = HostPool(spec, num_blocks, layout="block_first", room_bytes=room_bytes)
         self.rows = block_rows(self.pool)
         self.rows[:] = POISON
         self.tier = StagedTier(engine, self.pool, model=model, **options)
