@@ -218,8 +218,7 @@ def test_what_is_forgotten_while_its_engine_closes_does_not_come_back(make: Make
     rig.engine.writes.clear()
     rig.fill(KEYS[:3], [0, 1, 2])
     rig.manager.save(KEYS[:3], [0, 1, 2]).wait(WAIT_S)
-    [root] = rig.engine.roots
-    until(lambda: root.queued_bytes and not root._writes)  # a thread has each of them
+    assert all(rig.engine.writing.acquire(timeout=WAIT_S) for _ in range(3))  # a thread has each of them
     rig.manager.drop(KEYS[1:2])
     rig.manager.close()
     with pytest.raises(TimeoutError):

@@ -40,6 +40,7 @@ class Gated(FilesEngine):
         self.writes = threading.Event()
         self.stages = [threading.Event() for _ in range(3)]
         self.reading = threading.Semaphore(0)
+        self.writing = threading.Semaphore(0)
         self.asked = 0  # objects
         self.open()
 
@@ -64,6 +65,7 @@ class _Held:
 
     def buffers(self, *stage: int) -> Any:
         if not stage:
+            self._engine.writing.release()
             self._engine.writes.wait(WAIT_S)
         return self._item.buffers(*stage)
 
