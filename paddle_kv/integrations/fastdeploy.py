@@ -21,7 +21,7 @@ from ..schedule.transfer import Transfer
 from ..tiers import Tier
 from ..tracking.group import change
 from .fastdeploy_maps import adopt
-from .fastdeploy_storage import CLOSE_S, StorageTask, TierStorage
+from .fastdeploy_storage import CLOSE_S, StorageTask, TierStorage, part_of
 
 
 class LayerEvent:
@@ -288,12 +288,13 @@ class CacheTransferManager:
         those that did not come hold no usable data.
 
         Raises:
+            TypeError: not such a metadata, or what it has is no list of hashes or no list of ids.
             IndexError: a host block is outside the pool.
             ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
             NotImplementedError: there is no tier.
         """
         storage = self._of_storage("prefetch_from_storage")
-        return storage.begin(storage.plan(metadata, metadata.block_ids, write=True))
+        return storage.begin(storage.plan(metadata, part_of(metadata, "block_ids"), write=True))
 
     def backup_device_to_storage(self, device_block_ids: Any, metadata: Any) -> StorageTask:
         """Saves blocks of the device as ``metadata.hash_values``, through the host blocks ``metadata.block_ids``:
@@ -303,7 +304,7 @@ class CacheTransferManager:
             As these two. Nothing has moved, unless it is a TransferError.
         """
         storage = self._of_storage("backup_device_to_storage")
-        task = storage.plan(metadata, metadata.block_ids, write=False)
+        task = storage.plan(metadata, part_of(metadata, "block_ids"), write=False)
         self.evict_to_host_async(device_block_ids, metadata.block_ids)
         return storage.begin(task)
 
@@ -312,6 +313,7 @@ class CacheTransferManager:
         ``metadata.timeout`` seconds. Returns at once. Until the task is completed nobody may write these host blocks.
 
         Raises:
+            TypeError: not such a metadata, or what it has is no list of hashes or no list of ids.
             IndexError: a host block is outside the pool.
             ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
             NotImplementedError: there is no tier.

@@ -167,17 +167,28 @@ def test_a_store_waits_for_the_save_that_brings_the_block(server: Server, copies
         ([sha(0)], [HOST_BLOCKS], IndexError, r"host_block_ids\[0\] = 9 must be in \[0, 9\)"),
         ([sha(0), sha(1)], [1, 1], ValueError, "host_block_ids names block 1 more than once"),
         ([sha(0)], [1, 2], ValueError, "keys has 1 entries, block_ids has 2"),
-        ([sha(0) + "0"], [1], ValueError, r"keys\[0\] has 65 bytes"),
-        ([7], [1], TypeError, r"keys\[0\] is int"),
+        ([sha(0) + "0"], [1], ValueError, r"metadata.hash_values\[0\] has 65 bytes"),
+        ([7], [1], TypeError, r"metadata.hash_values\[0\] is int"),
+        ("ab", [1, 2], TypeError, "metadata.hash_values is str; a list"),  # and no two hashes of one letter
+        (None, [1], TypeError, "metadata.hash_values is NoneType; a list"),
     ],
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_arguments_move_nothing(
-    server: Server, call: str, hashes: list[Any], blocks: list[int], error: type[Exception], message: str
+    server: Server, call: str, hashes: Any, blocks: list[int], error: type[Exception], message: str
 ) -> None:
     given = {CALLS[1]: [list(range(len(blocks)))], CALLS[2]: [blocks]}.get(call, [])
     with pytest.raises(error, match=message):
         getattr(server.manager, call)(*given, Metadata(hashes, blocks))
+    assert server.manager.get_stats()["offload_transfers"] == 0
+
+
+@pytest.mark.parametrize("metadata", [None, [3], {"hash_values": []}])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_metadata_moves_nothing(server: Server, call: str, metadata: object) -> None:
+    given = [] if call == CALLS[0] else [[0]]
+    with pytest.raises(TypeError, match=f"metadata is {type(metadata).__name__}, without .*timeout is expected"):
+        getattr(server.manager, call)(*given, metadata)
     assert server.manager.get_stats()["offload_transfers"] == 0
 
 
