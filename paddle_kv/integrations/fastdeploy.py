@@ -295,6 +295,7 @@ class CacheTransferManager:
             IndexError: a host block is outside the pool.
             ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
             NotImplementedError: there is no tier.
+            ClosedError, ForkedError: the manager is closed, or of the process before a fork.
         """
         storage = self._of_storage("prefetch_from_storage")
         return storage.begin(storage.plan(metadata, part_of(metadata, "block_ids"), write=True))
@@ -320,6 +321,7 @@ class CacheTransferManager:
             IndexError: a host block is outside the pool.
             ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
             NotImplementedError: there is no tier.
+            ClosedError, ForkedError: the manager is closed, or of the process before a fork.
         """
         storage = self._of_storage("backup_host_to_storage")
         return storage.begin(storage.plan(metadata, host_block_ids, write=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,16 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, LeasedError, TransferError
+from paddle_kv import (
+    ClosedError,
+    DeviceCache,
+    ForkedError,
+    HostPool,
+    KVCacheSpec,
+    LayerwiseScheduler,
+    LeasedError,
+    TransferError,
+)
 from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine, Tier
@@ -190,6 +200,47 @@ def test_what_is_no_metadata_moves_nothing(server: Server, call: str, metadata: 
     with pytest.raises(TypeError, match=f"metadata is {type(metadata).__name__}, without .*timeout is expected"):
         getattr(server.manager, call)(*given, metadata)
     assert server.manager.get_stats()["offload_transfers"] == 0
+
+
+def begin(manager: CacheTransferManager, call: str) -> object:
+    given = [] if call == CALLS[0] else [[0]]
+    return getattr(manager, call)(*given, Metadata([sha(0)], [0]))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_manager_that_is_closed_says_so_and_moves_nothing(tmp_path: Path, call: str) -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+    cache, pool = DeviceCache(spec, 2, "cpu"), HostPool(spec, 2, layout="block_first")
+    with FilesEngine({tmp_path: 1 << 20}) as engine, Tier(engine, pool, model=b"m") as tier:
+        with LayerwiseScheduler(cache, pool) as scheduler:
+            manager = CacheTransferManager(scheduler, tier=tier)
+            manager.close()
+            with pytest.raises(ClosedError, match="the cache transfer manager is closed"):
+                begin(manager, call)
+            assert scheduler.stats()["offload_transfers"] == 0
+
+
+def test_a_call_that_meets_close_says_so(server: Server) -> None:
+    storage = server.manager._storage
+    assert storage is not None
+    task = storage.plan(Metadata([sha(0)], [0]), [0], write=False)
+    server.manager.close()
+    with pytest.raises(ClosedError, match="the cache transfer manager is closed"):
+        storage.begin(task)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_forked_child_is_told_that_nobody_would_serve_it(server: Server, call: str) -> None:
+    server.manager.backup_device_to_storage([1], Metadata([sha(1)], [1])).get_result()  # its threads exist
+    child = os.fork()
+    if not child:
+        try:
+            begin(server.manager, call)
+        except ForkedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("call", CALLS)
