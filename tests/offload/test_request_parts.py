@@ -309,21 +309,14 @@ def piece_of(start: int, stop: int) -> Piece:
     return Piece(start, stop)
 
 
-@pytest.mark.parametrize("max_tokens", [None, SIZE])
-def test_a_chunk_whose_save_cannot_begin_is_handed_out_by_the_next_call(clock: Any, max_tokens: int | None) -> None:
+def test_a_chunk_whose_save_cannot_begin_is_handed_out_by_the_next_call(clock: Any) -> None:
     manager = ChunkManager([], [], [])
     request = chunked(manager)
     assert request.next_chunk() == range(CHUNK)
-    blocks_full = manager.blocks_full
-
-    def refuse(hashes: list[bytes], ids: list[int], **options: Any) -> Any:
-        raise ZeroDivisionError  # of a policy
-
-    manager.blocks_full = refuse  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
-        request.next_chunk(max_tokens)
-    manager.blocks_full = blocks_full  # type: ignore[method-assign]
-    assert request.next_chunk(max_tokens) == range(CHUNK, CHUNK + (max_tokens or CHUNK))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(manager, "blocks_full", lambda *_, **__: 1 // 0)  # a policy raises
+        request.next_chunk(SIZE)
+    assert request.next_chunk(SIZE) == range(CHUNK, CHUNK + SIZE)
 
 
 def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:
