@@ -141,6 +141,16 @@ def test_storage_that_never_answers_keeps_the_blocks(server: Server) -> None:
     server.manager.close()
 
 
+def test_a_call_goes_on_as_soon_as_another_one_lets_go_of_its_block(server: Server) -> None:
+    server.manager.backup_device_to_storage([4], Metadata([sha(0)], [8])).get_result()
+    server.engine.delay_s = SHORT_S
+    server.go_wrong(Fault.LATE)
+    first = server.manager.prefetch_from_storage(Metadata([sha(0)], [1]))
+    second = server.manager.prefetch_from_storage(Metadata([sha(0)], [1], timeout=WAIT_S))
+    assert first.wait(WAIT_S) and second.wait(WAIT_S / 6)  # and not when its time is over
+    assert second.result == [True]
+
+
 def test_a_save_that_fails_is_not_stored(server: Server, copies: Copies) -> None:
     server.manager.backup_device_to_storage([5], Metadata([sha(7)], [2])).get_result()
     expected = server.rows(5)
