@@ -221,13 +221,16 @@ def begin(manager: CacheTransferManager, call: str) -> object:
 def test_a_manager_that_is_closed_says_so_and_moves_nothing(tmp_path: Path, call: str) -> None:
     spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
     cache, pool = DeviceCache(spec, 2, "cpu"), HostPool(spec, 2, layout="block_first")
-    with FilesEngine({tmp_path: 1 << 20}) as engine, Tier(engine, pool, model=b"m") as tier:
-        with LayerwiseScheduler(cache, pool) as scheduler:
-            manager = CacheTransferManager(scheduler, tier=tier)
-            manager.close()
-            with pytest.raises(ClosedError, match="the cache transfer manager is closed"):
-                begin(manager, call)
-            assert scheduler.stats()["offload_transfers"] == 0
+    with (
+        FilesEngine({tmp_path: 1 << 20}) as engine,
+        Tier(engine, pool, model=b"m") as tier,
+        LayerwiseScheduler(cache, pool) as scheduler,
+    ):
+        manager = CacheTransferManager(scheduler, tier=tier)
+        manager.close()
+        with pytest.raises(ClosedError, match="the cache transfer manager is closed"):
+            begin(manager, call)
+        assert scheduler.stats()["offload_transfers"] == 0
 
 
 def test_a_call_that_meets_close_says_so(server: Server) -> None:
