@@ -20,8 +20,9 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..tiers import Tier
 from ..tracking.group import change
+from ..values import check_callable
 from .fastdeploy_maps import adopt
-from .fastdeploy_storage import CLOSE_S, StorageTask, TierStorage
+from .fastdeploy_storage import CLOSE_S, StorageTask, TierStorage, part_of
 
 
 class LayerEvent:
@@ -120,7 +121,7 @@ class CacheTransferManager:
             scheduler_options: of :class:`LayerwiseScheduler`.
 
         Raises:
-            TypeError: no mappings, or no tensors.
+            TypeError: no mappings, no tensors, a rank or a device that is no integer, or ``make_tier`` is no function.
             ValueError: a name of another form, a layer or a role that one of the maps lacks, shapes that differ between
                 layers, and as :meth:`DeviceCache.adopt` and :meth:`HostPool.adopt`.
 
@@ -134,6 +135,10 @@ class CacheTransferManager:
             ...     [manager.get_stats()[name] for name in ("num_layers", "num_host_blocks", "offload_transfers")]
             [2, 6, 1]
         """
+        if make_tier is not None:
+            check_callable(make_tier, "make_tier", "a function of the host pool, or None,")
+        local_rank = arguments.integer(local_rank, "local_rank")
+        device_id = arguments.integer(device_id, "device_id")
         cache, pool = adopt(
             cache_kvs_map,
             host_cache_kvs_map,
@@ -242,10 +247,8 @@ class CacheTransferManager:
             ValueError: a layer is named twice. Nothing has moved.
             As :meth:`LayerwiseScheduler.onload`, and what ``on_layer_complete`` raises.
         """
-        if on_layer_complete is not None and not callable(on_layer_complete):
-            raise TypeError(
-                f"on_layer_complete is {on_layer_complete!r}; a function of the layer, or None, is expected"
-            )
+        if on_layer_complete is not None:
+            check_callable(on_layer_complete, "on_layer_complete", "a function of the layer, or None,")
         layers = arguments.block_ids(layer_indices, "layer_indices")
         check_ids(layers, "layer_indices", self.num_layers)
         check_distinct("layer_indices", layers)
@@ -288,12 +291,14 @@ class CacheTransferManager:
         those that did not come hold no usable data.
 
         Raises:
+            TypeError: not such a metadata, or what it has is no list of hashes or no list of ids.
             IndexError: a host block is outside the pool.
             ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
             NotImplementedError: there is no tier.
+            ClosedError, ForkedError: the manager is closed, or of the process before a fork.
         """
         storage = self._of_storage("prefetch_from_storage")
-        return storage.begin(storage.plan(metadata, metadata.block_ids, write=True))
+        return storage.begin(storage.plan(metadata, part_of(metadata, "block_ids"), write=True))
 
     def backup_device_to_storage(self, device_block_ids: Any, metadata: Any) -> StorageTask:
         """Saves blocks of the device as ``metadata.hash_values``, through the host blocks ``metadata.block_ids``:
@@ -303,7 +308,7 @@ class CacheTransferManager:
             As these two. Nothing has moved, unless it is a TransferError.
         """
         storage = self._of_storage("backup_device_to_storage")
-        task = storage.plan(metadata, metadata.block_ids, write=False)
+        task = storage.plan(metadata, part_of(metadata, "block_ids"), write=False)
         self.evict_to_host_async(device_block_ids, metadata.block_ids)
         return storage.begin(task)
 
@@ -312,9 +317,11 @@ class CacheTransferManager:
         ``metadata.timeout`` seconds. Returns at once. Until the task is completed nobody may write these host blocks.
 
         Raises:
+            TypeError: not such a metadata, or what it has is no list of hashes or no list of ids.
             IndexError: a host block is outside the pool.
             ValueError: another number of blocks than of hashes, or a block named twice. Nothing has moved.
             NotImplementedError: there is no tier.
+            ClosedError, ForkedError: the manager is closed, or of the process before a fork.
         """
         storage = self._of_storage("backup_host_to_storage")
         return storage.begin(storage.plan(metadata, host_block_ids, write=False))

@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..checks import check_distinct, check_ids
+from ..checks import check_distinct, check_ids, check_process
+from ..errors import ClosedError
 from ..tiers import Job, Outcome, Tier
+from ..tiers.job import check_keys
 from ..tracking import stamps
 from ..tracking.group import change_soon, wait_until
 
 MOST_WAITING = 4  # calls whose blocks other transfers have: as many as FastDeploy's pool has threads
 CLOSE_S = 30.0
+CLOSED = "the cache transfer manager is closed"
+
+
+def part_of(metadata: Any, name: str) -> Any:
+    """TypeError unless FastDeploy's ``StorageMetadata``, or what has its attributes, is given."""
+    try:
+        return getattr(metadata, name)
+    except AttributeError:
+        raise TypeError(
+            f"metadata is {type(metadata).__name__}, without {name}; "
+            "an object with hash_values, block_ids and timeout is expected"
+        ) from None
+
+
+def keys_of(hash_values: Any) -> list[bytes]:
+    """One string is no list of hashes, though its letters could pass for one: ``check_keys`` refuses it."""
+    values = hash_values
+    if isinstance(values, Iterable) and not isinstance(values, (bytes, str)):
+        values = [value.encode() if isinstance(value, str) else value for value in values]
+    return check_keys(values, "metadata.hash_values")
 
 
 class StorageTask:
@@ -30,7 +53,7 @@ class StorageTask:
     def __init__(
         self, tier: Tier, hash_values: Iterable[Any], host_block_ids: Any, timeout_s: float, write: bool
     ) -> None:
-        keys = [value.encode() if isinstance(value, str) else value for value in hash_values]
+        keys = keys_of(hash_values)
         self._job = Job(keys, host_block_ids, timeout_s=timeout_s, layerwise=False, observer=self)
         check_ids(self._job.block_ids, "host_block_ids", tier.pool.num_blocks)
         check_distinct("host_block_ids", self._job.block_ids)
@@ -132,15 +155,25 @@ class TierStorage:
             raise TypeError(f"tier is {type(tier).__name__}; a paddle_kv.tiers.Tier is expected")
         self.tier = tier
         self._threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="paddle_kv_storage")
+        self._process_id = os.getpid()
+        self._closed = False
 
     def plan(self, metadata: Any, host_block_ids: Any, *, write: bool) -> StorageTask:
         """Checks all arguments. ``write``: a load."""
-        return StorageTask(self.tier, metadata.hash_values, host_block_ids, metadata.timeout, write)
+        check_process(self._process_id, "cache transfer manager")  # the threads are the parent's
+        if self._closed:
+            raise ClosedError(CLOSED)
+        hash_values, timeout_s = part_of(metadata, "hash_values"), part_of(metadata, "timeout")
+        return StorageTask(self.tier, hash_values, host_block_ids, timeout_s, write)
 
     def begin(self, task: StorageTask) -> StorageTask:
-        self._threads.submit(task.run)
+        try:
+            self._threads.submit(task.run)
+        except RuntimeError:  # closed meanwhile
+            raise ClosedError(CLOSED) from None
         return task
 
     def close(self) -> None:
         """Waits until what was begun has been handed to the tier. Closing the tier is its owner's."""
+        self._closed = True
         self._threads.shutdown()

@@ -253,6 +253,9 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("bf16", lambda m: {"host_strides_bytes": 4096}, TypeError, "strides_bytes is 4096; a mapping"),
     ("bf16", lambda m: {"num_host_blocks": 0}, ValueError, "num_blocks = 0 must be an integer of at least 1"),
     ("bf16", lambda m: {"engine": "none"}, ValueError, "engine = 'none' must be one of"),
+    ("bf16", lambda m: {"make_tier": 7}, TypeError, "make_tier is 7; a function of the host pool, or None,"),
+    ("bf16", lambda m: {"local_rank": np.arange(2)}, TypeError, "local_rank is array.* an integer is expected"),
+    ("bf16", lambda m: {"device_id": "2"}, TypeError, "device_id is '2' .* an integer is expected"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,16 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, LeasedError, TransferError
+from paddle_kv import (
+    ClosedError,
+    DeviceCache,
+    ForkedError,
+    HostPool,
+    KVCacheSpec,
+    LayerwiseScheduler,
+    LeasedError,
+    TransferError,
+)
 from paddle_kv.integrations import CacheTransferManager
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine, Tier
@@ -131,6 +141,16 @@ def test_storage_that_never_answers_keeps_the_blocks(server: Server) -> None:
     server.manager.close()
 
 
+def test_a_call_goes_on_as_soon_as_another_one_lets_go_of_its_block(server: Server) -> None:
+    server.manager.backup_device_to_storage([4], Metadata([sha(0)], [8])).get_result()
+    server.engine.delay_s = SHORT_S
+    server.go_wrong(Fault.LATE)
+    first = server.manager.prefetch_from_storage(Metadata([sha(0)], [1]))
+    second = server.manager.prefetch_from_storage(Metadata([sha(0)], [1], timeout=WAIT_S))
+    assert first.wait(WAIT_S) and second.wait(WAIT_S / 6)  # and not when its time is over
+    assert second.result == [True]
+
+
 def test_a_save_that_fails_is_not_stored(server: Server, copies: Copies) -> None:
     server.manager.backup_device_to_storage([5], Metadata([sha(7)], [2])).get_result()
     expected = server.rows(5)
@@ -167,18 +187,73 @@ def test_a_store_waits_for_the_save_that_brings_the_block(server: Server, copies
         ([sha(0)], [HOST_BLOCKS], IndexError, r"host_block_ids\[0\] = 9 must be in \[0, 9\)"),
         ([sha(0), sha(1)], [1, 1], ValueError, "host_block_ids names block 1 more than once"),
         ([sha(0)], [1, 2], ValueError, "keys has 1 entries, block_ids has 2"),
-        ([sha(0) + "0"], [1], ValueError, r"keys\[0\] has 65 bytes"),
-        ([7], [1], TypeError, r"keys\[0\] is int"),
+        ([sha(0) + "0"], [1], ValueError, r"metadata.hash_values\[0\] has 65 bytes"),
+        ([7], [1], TypeError, r"metadata.hash_values\[0\] is int"),
+        ("ab", [1, 2], TypeError, "metadata.hash_values is str; a list"),  # and no two hashes of one letter
+        (None, [1], TypeError, "metadata.hash_values is NoneType; a list"),
     ],
 )
 @pytest.mark.parametrize("call", CALLS)
 def test_wrong_arguments_move_nothing(
-    server: Server, call: str, hashes: list[Any], blocks: list[int], error: type[Exception], message: str
+    server: Server, call: str, hashes: Any, blocks: list[int], error: type[Exception], message: str
 ) -> None:
     given = {CALLS[1]: [list(range(len(blocks)))], CALLS[2]: [blocks]}.get(call, [])
     with pytest.raises(error, match=message):
         getattr(server.manager, call)(*given, Metadata(hashes, blocks))
     assert server.manager.get_stats()["offload_transfers"] == 0
+
+
+@pytest.mark.parametrize("metadata", [None, [3], {"hash_values": []}])
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_no_metadata_moves_nothing(server: Server, call: str, metadata: object) -> None:
+    given = [] if call == CALLS[0] else [[0]]
+    with pytest.raises(TypeError, match=f"metadata is {type(metadata).__name__}, without .*timeout is expected"):
+        getattr(server.manager, call)(*given, metadata)
+    assert server.manager.get_stats()["offload_transfers"] == 0
+
+
+def begin(manager: CacheTransferManager, call: str) -> object:
+    given = [] if call == CALLS[0] else [[0]]
+    return getattr(manager, call)(*given, Metadata([sha(0)], [0]))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_manager_that_is_closed_says_so_and_moves_nothing(tmp_path: Path, call: str) -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+    cache, pool = DeviceCache(spec, 2, "cpu"), HostPool(spec, 2, layout="block_first")
+    with (
+        FilesEngine({tmp_path: 1 << 20}) as engine,
+        Tier(engine, pool, model=b"m") as tier,
+        LayerwiseScheduler(cache, pool) as scheduler,
+    ):
+        manager = CacheTransferManager(scheduler, tier=tier)
+        manager.close()
+        with pytest.raises(ClosedError, match="the cache transfer manager is closed"):
+            begin(manager, call)
+        assert scheduler.stats()["offload_transfers"] == 0
+
+
+def test_a_call_that_meets_close_says_so(server: Server) -> None:
+    storage = server.manager._storage
+    assert storage is not None
+    task = storage.plan(Metadata([sha(0)], [0]), [0], write=False)
+    server.manager.close()
+    with pytest.raises(ClosedError, match="the cache transfer manager is closed"):
+        storage.begin(task)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_forked_child_is_told_that_nobody_would_serve_it(server: Server, call: str) -> None:
+    server.manager.backup_device_to_storage([1], Metadata([sha(1)], [1])).get_result()  # its threads exist
+    child = os.fork()
+    if not child:
+        try:
+            begin(server.manager, call)
+        except ForkedError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("call", CALLS)

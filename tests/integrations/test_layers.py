@@ -139,6 +139,17 @@ def test_a_failed_load_stops_the_model(scheduler: LayerwiseScheduler, runner: Ru
     assert reached == []
 
 
+def test_a_failed_load_ends_a_save_of_which_nothing_is_known(
+    scheduler: LayerwiseScheduler, runner: Runner, copies: Copies
+) -> None:
+    copies.fail("onload", 1, OSError("lost"))
+    load, save = scheduler.onload([3], [0]), scheduler.offload([5], [2], layerwise=True)
+    with pytest.raises(TransferError, match=r"loads\[0\]: onload failed at layer 1"):
+        runner.run(lambda layer: None, [load], [save])
+    with pytest.raises(CancelledError, match="cancelled"):
+        save.wait(WAIT_S)
+
+
 def test_hooks_do_nothing_outside_of_a_pass_and_can_be_removed(scheduler: LayerwiseScheduler) -> None:
     runner = Runner("hooks")
     assert runner.blocks[0](paddle.zeros([1])).item() == 1

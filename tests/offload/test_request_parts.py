@@ -309,6 +309,16 @@ def piece_of(start: int, stop: int) -> Piece:
     return Piece(start, stop)
 
 
+def test_a_chunk_whose_save_cannot_begin_is_handed_out_by_the_next_call(clock: Any) -> None:
+    manager = ChunkManager([], [], [])
+    request = chunked(manager)
+    assert request.next_chunk() == range(CHUNK)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(manager, "blocks_full", lambda *_, **__: 1 // 0)  # a policy raises
+        request.next_chunk(SIZE)
+    assert request.next_chunk(SIZE) == range(CHUNK, CHUNK + SIZE)
+
+
 def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:
     log: list[Any] = []
     load, slow = ChunkLoad(log, "load"), ChunkLoad(log, "slow")
