@@ -174,7 +174,6 @@ def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"process_id": os.getpid(), "process_start": process_start(os.getpid())}, "is in this process"),
         ({"process_start": 1}, "is gone"),
         ({"process_id": 2**22 + 5}, "is gone"),
         ({"size_bytes": 40}, "does not lie in the memory"),
@@ -192,6 +191,14 @@ def test_handles_that_are_refused(fake: FakeDriver, changes: dict[str, Any], mes
     with pytest.raises(AttachError, match=message):
         DeviceCache.attach(spec, dataclasses.replace(exported, allocations=handles))
     assert "open" not in fake.calls
+
+
+def test_a_handle_of_this_process_is_refused(fake: FakeDriver) -> None:
+    """CUDA would say no more than that it does not open it."""
+    own = DeviceHandle(os.getpid(), process_start(os.getpid()), GPU, b"%064d" % 900, 900)
+    with pytest.raises(AttachError, match="is in this process"):
+        map_device(own, 0)
+    assert fake.calls == []
 
 
 def test_descriptions_that_are_refused(fake: FakeDriver) -> None:

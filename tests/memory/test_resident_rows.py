@@ -40,6 +40,19 @@ def test_it_begins_empty(dtype: str) -> None:
     check(rows, State.empty(np.zeros((2, 5, 4 * item), np.uint8), 20))
 
 
+def test_all_of_it_lies_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, make_tensor = [], paddle.to_tensor
+
+    def to_tensor(array: Any, place: Any = None) -> paddle.Tensor:
+        places.append(place)
+        return make_tensor(array, place=place)
+
+    monkeypatch.setattr(paddle, "to_tensor", to_tensor)
+    make(device="cpu")
+    assert len(places) == 7
+    assert {str(place) for place in places} == {str(paddle.CPUPlace())}
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "block_first"])
 def test_rows_of_a_host_pool(layout: Any) -> None:
     """Of an MLA cache, in the layouts whose blocks lie together and apart."""

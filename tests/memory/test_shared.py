@@ -180,6 +180,22 @@ def test_memory_that_the_other_one_held_when_it_was_killed(other: Other) -> None
     memory.close()
 
 
+def test_a_cache_of_which_the_tensors_lie_in_two_memories() -> None:
+    caches = [make("device_cache") for _ in range(2)]
+    bits = [random_bits(make_spec(), BLOCKS, seed) for seed in (10, 11)]
+    for cache, its_bits in zip(caches, bits, strict=True):
+        set_bits(cache, its_bits)
+    first, second = (cache.export() for cache in caches)
+    values = tuple((1, first_byte) for _, first_byte in second.tensors["value"])
+    both = dataclasses.replace(
+        first, allocations=first.allocations + second.allocations, tensors={**first.tensors, "value": values}
+    )
+    tensors = [cache.tensor("key", 0) for cache in caches]  # the memory, but no cache that has it
+    del caches, cache
+    assert_same(bits_of(DeviceCache.attach(make_spec(), both)), {**bits[0], "value": bits[1]["value"]})
+    del tensors
+
+
 def test_a_tensor_keeps_the_memory() -> None:
     cache = make("device_cache")
     tensor = cache.tensor("key", 2)
