@@ -6,6 +6,8 @@ import dataclasses
 import gc
 import os
 import pickle
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +15,16 @@ import pytest
 
 from paddle_kv import AttachError, CudaError, DeviceCache, KVCacheSpec, devices
 from paddle_kv.memory import device_cache, device_memory
-from paddle_kv.memory.device_memory import Allocation, DeviceHandle, allocations_around, map_device, process_start
+from paddle_kv.memory.device_memory import (
+    Allocation,
+    DeviceHandle,
+    allocations_around,
+    is_device_handle,
+    map_device,
+    process_start,
+)
 from paddle_kv.memory.exported import Exported
+from paddle_kv.memory.heads import heads_of
 from paddle_kv.peers import PeerBlocks
 from tests.schedule.rig import make_spec
 
@@ -151,12 +161,15 @@ def test_blocks_of_a_peer_keep_the_mapping(fake: FakeDriver) -> None:
 def test_whether_the_memory_is_of_the_gpu_that_reaches_it(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, gpu: int
 ) -> None:
-    spec = make_spec()
+    spec = make_spec(extra={})
     exported, _ = exported_by_another(fake, spec)
     monkeypatch.setattr(device_cache, "_gpu_number", lambda device: gpu)
     cache = DeviceCache.attach(spec, exported)
     assert cache.device_id == gpu
-    assert cache.on_other_gpu == PeerBlocks(cache).on_other_gpu == bool(gpu)
+    blocks = PeerBlocks(cache)
+    part = heads_of(blocks, 0, 1)
+    assert cache.on_other_gpu == blocks.on_other_gpu == part.on_other_gpu == bool(gpu)
+    assert not blocks.in_host_memory and not part.in_host_memory
 
 
 def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
@@ -201,6 +214,63 @@ def test_a_handle_of_this_process_is_refused(fake: FakeDriver) -> None:
     assert fake.calls == []
 
 
+def test_a_process_of_another_user(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec()
+    exported, _ = exported_by_another(fake, spec)
+    owner = os.stat(f"/proc/{os.getppid()}").st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(AttachError, match=f"belongs to user {owner}, this process to {owner + 1}"):
+        DeviceCache.attach(spec, exported)
+    assert "open" not in fake.calls
+
+
+def test_the_first_process_began_at_0() -> None:
+    handle = DeviceHandle(1, 0, GPU, b"%064d" % 900, 900)
+    assert is_device_handle(handle)
+    assert not is_device_handle(dataclasses.replace(handle, process_start=-1))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_when_a_process_began() -> None:
+    """A number of a process that is used again is another process."""
+    starts = []
+    for name in ("plain", "a) b (1 2", "plain"):
+        here, there = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with open("/proc/self/comm", "w") as comm:
+                comm.write(name)
+            os.write(there, b"!")
+            signal.pause()
+        assert os.read(here, 1) == b"!"
+        starts.append(process_start(child))
+        assert process_start(child) == starts[-1]
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with pytest.raises(FileNotFoundError):
+            process_start(child)
+        for descriptor in (here, there):
+            os.close(descriptor)
+        time.sleep(0.03)  # the kernel counts hundredths of seconds
+    assert process_start(os.getpid()) < starts[0] < starts[1] < starts[2] < starts[0] + 60 * os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_mapping_alone(fake: FakeDriver) -> None:
+    other = os.getppid()
+    memory = map_device(DeviceHandle(other, process_start(other), GPU, b"%064d" % 900, 900), 0)
+    child = os.fork()
+    if child == 0:
+        del memory
+        gc.collect()
+        os._exit("close" in fake.calls)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "close" not in fake.calls
+    del memory
+    gc.collect()
+    assert fake.calls[-1] == "close"
+
+
 def test_descriptions_that_are_refused(fake: FakeDriver) -> None:
     spec = make_spec()
     exported, _ = exported_by_another(fake, spec)
@@ -227,11 +297,20 @@ def test_what_cuda_refuses_is_told_and_nothing_stays_open(fake: FakeDriver) -> N
     fake.refusal = CudaError("CUDA_ERROR_INVALID_VALUE", 1, "cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")
     with pytest.raises(AttachError, match="cannot be opened: cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE"):
         DeviceCache.attach(spec, exported)
+    gc.collect()
+    assert "close" not in fake.calls
     fake.refusal, fake.missing_bytes = None, 1
     with pytest.raises(AttachError, match="were described"):
         DeviceCache.attach(spec, exported)
     gc.collect()
     assert fake.opened == {}
+
+
+def test_neighbouring_allocations_are_described_one_by_one(fake: FakeDriver) -> None:
+    fake.ranges = [(4096, 512), (4608, 512)]
+    found = allocations_around(0, [4100, 4096, 4607, 4608, 5119])
+    assert [(one.address, one.size_bytes) for one in found] == fake.ranges
+    assert fake.calls == ["export"] * 2
 
 
 def test_memory_that_cuda_does_not_share(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

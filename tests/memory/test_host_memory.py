@@ -15,7 +15,7 @@ import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
-from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes
+from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes, bytes_at
 from tests import c_header
 
 
@@ -47,6 +47,22 @@ def test_an_array_keeps_the_memory():
     del part
     gc.collect()
     assert alive() is None
+
+
+def test_bytes_keep_the_memory_in_which_they_lie():
+    pieces = [HostMemory(4096, pinned=False) for _ in range(2)]
+    alive, starts = [weakref.ref(one) for one in pieces], [one.address for one in pieces]
+    for number, start in enumerate(starts):
+        pieces[number].array()[[0, 4095]] = number + 1, number + 5
+    parts = [bytes_at(start + first, 1, pieces) for start in starts for first in (0, 4095)]
+    assert [part.item() for part in parts] == [1, 5, 2, 6]
+    beside = np.array([9, 8, 7], np.uint8)
+    del pieces
+    for part in range(4):
+        assert alive[part // 2]() is not None
+        parts[part] = bytes_at(beside.ctypes.data + 1, 2, [])  # memory of somebody else
+        assert parts[part].tolist() == [8, 7]
+    assert [one() for one in alive] == [None, None]
 
 
 def test_memory_goes_back_to_the_system():

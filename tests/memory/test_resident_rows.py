@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import HostPool, KVCacheSpec, ResidentRows
+from paddle_kv import HostPool, KVCacheSpec, ResidentRows, ops
 from tests.reference.topk import State, gathered
 
 STATE = ("slot_of_token", "token_of_slot", "lru_order", "fresh")
@@ -80,6 +80,22 @@ def test_rows_of_a_host_pool(layout: Any) -> None:
     pool.close()
 
 
+def test_the_state_of_a_request_has_the_size_that_is_told() -> None:
+    rows = make(batch=7, top_k=3, num_slots=5, max_tokens=20)
+    held = (rows.slot_of_token, rows.token_of_slot, rows.lru_order, rows._scratch)
+    assert sum(tensor.numpy().nbytes for tensor in held) == 7 * 4 * (20 + 3 * 5 + 5 * 3)
+
+
+def test_the_work_goes_to_the_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = []
+    for name in ("gather_topk_rows", "vectorized_copy"):
+        monkeypatch.setattr(ops, name, lambda *given, stream, out=None: streams.append(stream))
+    rows = make()
+    rows.gather(on_cpu([[1, 2, 3]] * 2), on_cpu([[0]] * 2), 0, 0, 64, 4, stream=5)
+    rows.reset([1], stream=6)
+    assert streams == [5, 6]
+
+
 def test_reset() -> None:
     rows = make(batch=3)
     host = np.arange(80, dtype="float32").reshape(5, 4, 4)
@@ -124,6 +140,7 @@ def test_sizes_that_are_refused(name: str, value: Any) -> None:
 def test_fewer_slots_than_tokens() -> None:
     with pytest.raises(ValueError, match=r"^num_slots = 2 must be at least top_k = 3"):
         make(num_slots=2)
+    assert make(num_slots=3).resident.shape[1] == 3
 
 
 def test_a_list_of_more_tokens_than_was_said() -> None:

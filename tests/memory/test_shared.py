@@ -124,6 +124,14 @@ def test_both_processes_see_every_byte(other: Other, kind: str) -> None:
     assert other.ask("forget", kind) == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_has_one_name(kind: str) -> None:
+    memory, another = make(kind), make(kind)
+    attached = KINDS[kind].attach(make_spec(), memory.export())
+    assert attached.memory_id == memory.memory_id == memory.export().memory_id
+    assert another.memory_id != memory.memory_id
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "block_first", "page_first_direct"])
 def test_every_layout_of_a_pool(other: Other, layout: Any) -> None:
     pool = HostPool(make_spec(), BLOCKS, layout=layout, shared=True)
