@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import paddle
 import pytest
 
 from paddle_kv import AttachError, CudaError, DeviceCache, KVCacheSpec, devices
@@ -172,6 +173,32 @@ def test_whether_the_memory_is_of_the_gpu_that_reaches_it(
     assert not blocks.in_host_memory and not part.in_host_memory
 
 
+def test_memory_of_which_a_part_is_of_another_gpu(fake: FakeDriver) -> None:
+    spec = make_spec()
+    exported, _ = exported_by_another(fake, spec)
+    first, second = exported.allocations
+    assert isinstance(second, DeviceHandle)
+    handles = (first, dataclasses.replace(second, device=GPU[::-1]))
+    assert DeviceCache.attach(spec, dataclasses.replace(exported, allocations=handles)).on_other_gpu
+
+
+def test_a_cache_that_is_to_be_shared_is_refused_when_it_is_made(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when a peer asks for it: on a GPU Paddle's allocator decides."""
+    zeros = device_cache._zeros
+    monkeypatch.setattr(device_cache, "_place", lambda device: "of a GPU")
+    monkeypatch.setattr(device_cache, "_zeros", lambda shape, dtype, place: zeros(shape, dtype, paddle.CPUPlace()))
+    monkeypatch.setattr(device_cache, "_device_id", lambda tensor: 0)
+    fake.ranges, fake.exportable = [(0, 1 << 48)], False
+    assert DeviceCache(make_spec(), 2, "gpu").device_id == 0
+    with pytest.raises(ValueError, match="did not come from cudaMalloc"):
+        DeviceCache(make_spec(), 2, "gpu", shared=True)
+    fake.exportable = True
+    DeviceCache(make_spec(), 2, "gpu", shared=True)
+    assert fake.calls == ["export"]
+
+
 def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
     spec = make_spec()
     exported, _ = exported_by_another(fake, spec)
@@ -284,9 +311,11 @@ def test_descriptions_that_are_refused(fake: FakeDriver) -> None:
         DeviceCache.attach(spec, dataclasses.replace(exported, device="cpu"))
     with pytest.raises(AttachError, match="'cpu' is expected"):
         DeviceCache.attach(spec, dataclasses.replace(exported, device=None))  # type: ignore[arg-type]
-    wide = {name: 2 * stride for name, stride in exported.strides_bytes.items()}
-    with pytest.raises(AttachError):
-        DeviceCache.attach(spec, dataclasses.replace(exported, strides_bytes=wide))
+    on_cpu = DeviceCache(spec, 5, "cpu", shared=True)
+    for one in (exported, on_cpu.export()):  # every second block of the memory
+        wide = {name: 2 * stride for name, stride in one.strides_bytes.items()}
+        with pytest.raises(AttachError, match="blocks of a device cache are dense"):
+            DeviceCache.attach(spec, dataclasses.replace(one, num_blocks=2, strides_bytes=wide))
     with pytest.raises(ValueError, match="in memory of the CPU"):
         DeviceCache.attach(spec, DeviceCache(spec, 5, "cpu", shared=True).export(), "gpu:0")
 

@@ -52,12 +52,12 @@ def test_an_array_keeps_the_memory():
 def test_bytes_keep_the_memory_in_which_they_lie():
     pieces = [HostMemory(4096, pinned=False) for _ in range(2)]
     alive, starts = [weakref.ref(one) for one in pieces], [one.address for one in pieces]
-    for number, start in enumerate(starts):
-        pieces[number].array()[[0, 4095]] = number + 1, number + 5
+    for number, piece in enumerate(pieces):
+        piece.array()[[0, 4095]] = number + 1, number + 5
     parts = [bytes_at(start + first, 1, pieces) for start in starts for first in (0, 4095)]
     assert [part.item() for part in parts] == [1, 5, 2, 6]
     beside = np.array([9, 8, 7], np.uint8)
-    del pieces
+    del pieces, piece
     for part in range(4):
         assert alive[part // 2]() is not None
         parts[part] = bytes_at(beside.ctypes.data + 1, 2, [])  # memory of somebody else
