@@ -137,6 +137,11 @@ def test_sizes_that_are_refused(name: str, value: Any) -> None:
         make(**{name: value})
 
 
+def test_a_dtype_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        make(dtype="nonsense")
+
+
 def test_fewer_slots_than_tokens() -> None:
     with pytest.raises(ValueError, match=r"^num_slots = 2 must be at least top_k = 3"):
         make(num_slots=2)
