@@ -224,6 +224,7 @@ def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
         ({"device": 7}, "tuple of handles"),
     ],
 )
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_handles_that_are_refused(fake: FakeDriver, changes: dict[str, Any], message: str) -> None:
     spec = make_spec()
     exported, _ = exported_by_another(fake, spec)
@@ -279,6 +280,7 @@ def test_when_a_process_began() -> None:
         for descriptor in (here, there):
             os.close(descriptor)
         time.sleep(0.03)  # the kernel counts hundredths of seconds
+    device_memory._own_start.cache_clear()  # as if nobody had asked yet
     assert process_start(os.getpid()) < starts[0] < starts[1] < starts[2] < starts[0] + 60 * os.sysconf("SC_CLK_TCK")
 
 
@@ -337,7 +339,7 @@ def test_what_cuda_refuses_is_told_and_nothing_stays_open(fake: FakeDriver) -> N
 
 def test_neighbouring_allocations_are_described_one_by_one(fake: FakeDriver) -> None:
     fake.ranges = [(4096, 512), (4608, 512)]
-    found = allocations_around(0, [4100, 4096, 4607, 4608, 5119])
+    found = allocations_around(0, [4100, 4096, 4607, 4608])
     assert [(one.address, one.size_bytes) for one in found] == fake.ranges
     assert fake.calls == ["export"] * 2
 
