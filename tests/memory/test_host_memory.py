@@ -49,20 +49,25 @@ def test_an_array_keeps_the_memory():
     assert alive() is None
 
 
-def test_bytes_keep_the_memory_in_which_they_lie():
+@pytest.mark.parametrize("first", [0, 1, 4095])
+def test_bytes_keep_the_memory_in_which_they_lie(first):
     pieces = [HostMemory(4096, pinned=False) for _ in range(2)]
-    alive, starts = [weakref.ref(one) for one in pieces], [one.address for one in pieces]
-    for number, piece in enumerate(pieces):
-        piece.array()[[0, 4095]] = number + 1, number + 5
-    parts = [bytes_at(start + first, 1, pieces) for start in starts for first in (0, 4095)]
-    assert [part.item() for part in parts] == [1, 5, 2, 6]
-    beside = np.array([9, 8, 7], np.uint8)
-    del pieces, piece
-    for part in range(4):
-        assert alive[part // 2]() is not None
-        parts[part] = bytes_at(beside.ctypes.data + 1, 2, [])  # memory of somebody else
-        assert parts[part].tolist() == [8, 7]
-    assert [one() for one in alive] == [None, None]
+    alive = [weakref.ref(one) for one in pieces]
+    pieces[1].array()[first] = 7
+    part = bytes_at(pieces[1].address + first, 1, pieces)
+    del pieces
+    assert [one() is None for one in alive] == [True, False]
+    assert part.tolist() == [7]
+    del part
+    assert alive[1]() is None
+
+
+def test_bytes_of_somebody_else_are_seen_in_place():
+    memory = np.array([9, 8, 7], np.uint8)
+    part = bytes_at(memory.ctypes.data + 1, 2, [HostMemory(4096, pinned=False)])
+    part[1] = 3
+    assert part.tolist() == [8, 3]
+    assert memory.tolist() == [9, 8, 3]
 
 
 def test_memory_goes_back_to_the_system():
