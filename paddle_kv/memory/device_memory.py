@@ -96,7 +96,6 @@ class DeviceMemory:
         self.address = 0
         self.size_bytes = handle.size_bytes
         self.device = device
-        self.on_other_gpu = False
         self._handle = handle
         self._process_id = os.getpid()
         _check_owner(handle)
@@ -114,7 +113,7 @@ class DeviceMemory:
         return self._handle
 
     def __del__(self) -> None:
-        if getattr(self, "address", 0) and self._process_id == os.getpid():  # CUDA does not survive a fork
+        if self.address and self._process_id == os.getpid():  # CUDA does not survive a fork
             with contextlib.suppress(Exception):  # a lost device; the driver takes it back with the process
                 driver().close(self.device, self.address)
 

@@ -111,7 +111,6 @@ class _PoolHeads(HostPool):
             self._strides[name] = whole.stride_bytes(name)
         self._free = FreeExtents(self.num_blocks)
         self._free.allocate(self.num_blocks)
-        self._attached = True
 
     @property
     def heads(self) -> range:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import paddle
@@ -156,13 +158,35 @@ def test_a_gpu_that_is_not_there(device):
         ((make_spec(), 3, "cpu:1"), ValueError, "device = 'cpu:1' must be"),
         ((make_spec(), 3, "gpu:x"), ValueError, "device = 'gpu:x' must be 'cpu', 'gpu' or 'gpu:N'"),
         ((make_spec(), 3, "gpu:-1"), ValueError, "device = 'gpu:-1' must be 'cpu', 'gpu' or 'gpu:N'"),
-        ((make_spec(), 3, 0), TypeError, "device is 0"),
+        ((make_spec(), 3, 0), TypeError, "device is 0; 'cpu', 'gpu', 'gpu:N' or None is expected"),
         ((make_spec(), 3, "gpu:99"), ValueError, "device = 'gpu:99'"),
     ],
 )
 def test_wrong_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         DeviceCache(*arguments)
+
+
+def test_the_gpu_that_reaches_memory_of_another_one(monkeypatch):
+    spec = make_spec()
+    cache = DeviceCache(spec, 3, "cpu", shared=True)
+    elsewhere = dataclasses.replace(cache.export(), device="cuda:0123")
+    with pytest.raises(TypeError, match=r"device is 0; 'gpu', 'gpu:N' or None is expected"):
+        DeviceCache.attach(spec, elsewhere, 0)
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    with pytest.raises(ValueError, match="device = None, but Paddle sees no GPU here"):
+        DeviceCache.attach(spec, elsewhere)
+
+
+def test_a_tensor_lies_in_the_piece_that_begins_where_another_ends():
+    spec = make_spec(extra={})
+    own = spec.tensor_block_bytes("key")
+    halves = np.zeros((2, own), np.uint8)
+    pieces = [
+        SimpleNamespace(address=half.ctypes.data, size_bytes=own, array=lambda half=half: half) for half in halves
+    ]
+    for piece in pieces:
+        assert device_cache._over(pieces, piece.address, 1, spec, "key").data_ptr() == piece.address
 
 
 def test_adopt_wants_a_spec_and_a_mapping():

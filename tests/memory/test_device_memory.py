@@ -6,15 +6,26 @@ import dataclasses
 import gc
 import os
 import pickle
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import paddle
 import pytest
 
 from paddle_kv import AttachError, CudaError, DeviceCache, KVCacheSpec, devices
 from paddle_kv.memory import device_cache, device_memory
-from paddle_kv.memory.device_memory import Allocation, DeviceHandle, allocations_around, map_device, process_start
+from paddle_kv.memory.device_memory import (
+    Allocation,
+    DeviceHandle,
+    allocations_around,
+    is_device_handle,
+    map_device,
+    process_start,
+)
 from paddle_kv.memory.exported import Exported
+from paddle_kv.memory.heads import heads_of
 from paddle_kv.peers import PeerBlocks
 from tests.schedule.rig import make_spec
 
@@ -151,12 +162,41 @@ def test_blocks_of_a_peer_keep_the_mapping(fake: FakeDriver) -> None:
 def test_whether_the_memory_is_of_the_gpu_that_reaches_it(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, gpu: int
 ) -> None:
-    spec = make_spec()
+    spec = make_spec(extra={})
     exported, _ = exported_by_another(fake, spec)
     monkeypatch.setattr(device_cache, "_gpu_number", lambda device: gpu)
     cache = DeviceCache.attach(spec, exported)
     assert cache.device_id == gpu
-    assert cache.on_other_gpu == PeerBlocks(cache).on_other_gpu == bool(gpu)
+    blocks = PeerBlocks(cache)
+    part = heads_of(blocks, 0, 1)
+    assert cache.on_other_gpu == blocks.on_other_gpu == part.on_other_gpu == bool(gpu)
+    assert not blocks.in_host_memory and not part.in_host_memory
+
+
+def test_memory_of_which_a_part_is_of_another_gpu(fake: FakeDriver) -> None:
+    spec = make_spec()
+    exported, _ = exported_by_another(fake, spec)
+    first, second = exported.allocations
+    assert isinstance(second, DeviceHandle)
+    handles = (first, dataclasses.replace(second, device=GPU[::-1]))
+    assert DeviceCache.attach(spec, dataclasses.replace(exported, allocations=handles)).on_other_gpu
+
+
+def test_a_cache_that_is_to_be_shared_is_refused_when_it_is_made(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not when a peer asks for it: on a GPU Paddle's allocator decides."""
+    zeros = device_cache._zeros
+    monkeypatch.setattr(device_cache, "_place", lambda device: "of a GPU")
+    monkeypatch.setattr(device_cache, "_zeros", lambda shape, dtype, place: zeros(shape, dtype, paddle.CPUPlace()))
+    monkeypatch.setattr(device_cache, "_device_id", lambda tensor: 0)
+    fake.ranges, fake.exportable = [(0, 1 << 48)], False
+    assert DeviceCache(make_spec(), 2, "gpu").device_id == 0
+    with pytest.raises(ValueError, match="did not come from cudaMalloc"):
+        DeviceCache(make_spec(), 2, "gpu", shared=True)
+    fake.exportable = True
+    DeviceCache(make_spec(), 2, "gpu", shared=True)
+    assert fake.calls == ["export"]
 
 
 def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
@@ -174,7 +214,6 @@ def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"process_id": os.getpid(), "process_start": process_start(os.getpid())}, "is in this process"),
         ({"process_start": 1}, "is gone"),
         ({"process_id": 2**22 + 5}, "is gone"),
         ({"size_bytes": 40}, "does not lie in the memory"),
@@ -185,6 +224,7 @@ def test_a_cache_of_another_process_has_no_tensors(fake: FakeDriver) -> None:
         ({"device": 7}, "tuple of handles"),
     ],
 )
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_handles_that_are_refused(fake: FakeDriver, changes: dict[str, Any], message: str) -> None:
     spec = make_spec()
     exported, _ = exported_by_another(fake, spec)
@@ -192,6 +232,72 @@ def test_handles_that_are_refused(fake: FakeDriver, changes: dict[str, Any], mes
     with pytest.raises(AttachError, match=message):
         DeviceCache.attach(spec, dataclasses.replace(exported, allocations=handles))
     assert "open" not in fake.calls
+
+
+def test_a_handle_of_this_process_is_refused(fake: FakeDriver) -> None:
+    """CUDA would say no more than that it does not open it."""
+    own = DeviceHandle(os.getpid(), process_start(os.getpid()), GPU, b"%064d" % 900, 900)
+    with pytest.raises(AttachError, match="is in this process"):
+        map_device(own, 0)
+    assert fake.calls == []
+
+
+def test_a_process_of_another_user(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec()
+    exported, _ = exported_by_another(fake, spec)
+    owner = os.stat(f"/proc/{os.getppid()}").st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(AttachError, match=f"belongs to user {owner}, this process to {owner + 1}"):
+        DeviceCache.attach(spec, exported)
+    assert "open" not in fake.calls
+
+
+def test_the_first_process_began_at_0() -> None:
+    handle = DeviceHandle(1, 0, GPU, b"%064d" % 900, 900)
+    assert is_device_handle(handle)
+    assert not is_device_handle(dataclasses.replace(handle, process_start=-1))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_when_a_process_began() -> None:
+    """A number of a process that is used again is another process."""
+    starts = []
+    for name in ("plain", "a) b (1 2", "plain"):
+        here, there = os.pipe()
+        child = os.fork()
+        if child == 0:
+            with open("/proc/self/comm", "w") as comm:
+                comm.write(name)
+            os.write(there, b"!")
+            signal.pause()
+        assert os.read(here, 1) == b"!"
+        starts.append(process_start(child))
+        assert process_start(child) == starts[-1]
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with pytest.raises(FileNotFoundError):
+            process_start(child)
+        for descriptor in (here, there):
+            os.close(descriptor)
+        time.sleep(0.03)  # the kernel counts hundredths of seconds
+    device_memory._own_start.cache_clear()  # as if nobody had asked yet
+    assert process_start(os.getpid()) < starts[0] < starts[1] < starts[2] < starts[0] + 60 * os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_mapping_alone(fake: FakeDriver) -> None:
+    other = os.getppid()
+    memory = map_device(DeviceHandle(other, process_start(other), GPU, b"%064d" % 900, 900), 0)
+    child = os.fork()
+    if child == 0:
+        del memory
+        gc.collect()
+        os._exit("close" in fake.calls)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "close" not in fake.calls
+    del memory
+    gc.collect()
+    assert fake.calls[-1] == "close"
 
 
 def test_descriptions_that_are_refused(fake: FakeDriver) -> None:
@@ -207,9 +313,11 @@ def test_descriptions_that_are_refused(fake: FakeDriver) -> None:
         DeviceCache.attach(spec, dataclasses.replace(exported, device="cpu"))
     with pytest.raises(AttachError, match="'cpu' is expected"):
         DeviceCache.attach(spec, dataclasses.replace(exported, device=None))  # type: ignore[arg-type]
-    wide = {name: 2 * stride for name, stride in exported.strides_bytes.items()}
-    with pytest.raises(AttachError):
-        DeviceCache.attach(spec, dataclasses.replace(exported, strides_bytes=wide))
+    on_cpu = DeviceCache(spec, 5, "cpu", shared=True)
+    for one in (exported, on_cpu.export()):  # every second block of the memory
+        wide = {name: 2 * stride for name, stride in one.strides_bytes.items()}
+        with pytest.raises(AttachError, match="blocks of a device cache are dense"):
+            DeviceCache.attach(spec, dataclasses.replace(one, num_blocks=2, strides_bytes=wide))
     with pytest.raises(ValueError, match="in memory of the CPU"):
         DeviceCache.attach(spec, DeviceCache(spec, 5, "cpu", shared=True).export(), "gpu:0")
 
@@ -220,11 +328,20 @@ def test_what_cuda_refuses_is_told_and_nothing_stays_open(fake: FakeDriver) -> N
     fake.refusal = CudaError("CUDA_ERROR_INVALID_VALUE", 1, "cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE")
     with pytest.raises(AttachError, match="cannot be opened: cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE"):
         DeviceCache.attach(spec, exported)
+    gc.collect()
+    assert "close" not in fake.calls
     fake.refusal, fake.missing_bytes = None, 1
     with pytest.raises(AttachError, match="were described"):
         DeviceCache.attach(spec, exported)
     gc.collect()
     assert fake.opened == {}
+
+
+def test_neighbouring_allocations_are_described_one_by_one(fake: FakeDriver) -> None:
+    fake.ranges = [(4096, 512), (4608, 512)]
+    found = allocations_around(0, [4100, 4096, 4607, 4608])
+    assert [(one.address, one.size_bytes) for one in found] == fake.ranges
+    assert fake.calls == ["export"] * 2
 
 
 def test_memory_that_cuda_does_not_share(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,10 @@ def places(change: Callable[[Any], Any]) -> Callable[[Exported], dict[str, Any]]
     [
         (lambda one: {"allocations": list(one.allocations)}, "must be a tuple of handles"),
         (lambda one: {"allocations": (*one.allocations, "memory")}, "must be a tuple of handles"),
+        (lambda one: {"num_blocks": 0}, "num_blocks = 0 must be an integer of at least 1"),
+        (lambda one: {"num_blocks": -1}, "num_blocks = -1 must be an integer of at least 1"),
+        (lambda one: {"num_blocks": True}, "num_blocks = True must be an integer of at least 1"),
+        (lambda one: {"num_blocks": 5.0}, "num_blocks = 5.0 must be an integer of at least 1"),
         (handle(process_id=-1), "must be a tuple of handles"),
         (handle(descriptor=True), "must be a tuple of handles"),
         (handle(size_bytes=1.5), "must be a tuple of handles"),

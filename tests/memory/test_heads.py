@@ -107,6 +107,8 @@ def test_the_blocks_are_those_of_the_whole() -> None:
     part, half = heads_of(attached, 0, 2), heads_of(cache, 1, 2)
     assert part.domain is attached.domain and half.domain is cache.domain
     assert half.num_blocks == 4
+    shared = DeviceCache(spec, 4, "cpu", shared=True)
+    assert heads_of(shared, 1, 2).memory_id == shared.memory_id
     assert (part.num_free_blocks, part.pinned_bytes, part.num_blocks) == (0, 0, 3)
     part.close()
     assert not attached.closed

@@ -15,7 +15,7 @@ import pytest
 
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.memory import host_memory
-from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes
+from paddle_kv.memory.host_memory import HostMemory, allocate, available_bytes, bytes_at
 from tests import c_header
 
 
@@ -47,6 +47,27 @@ def test_an_array_keeps_the_memory():
     del part
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("first", [0, 1, 4095])
+def test_bytes_keep_the_memory_in_which_they_lie(first):
+    pieces = [HostMemory(4096, pinned=False) for _ in range(2)]
+    alive = [weakref.ref(one) for one in pieces]
+    pieces[1].array()[first] = 7
+    part = bytes_at(pieces[1].address + first, 1, pieces)
+    del pieces
+    assert [one() is None for one in alive] == [True, False]
+    assert part.tolist() == [7]
+    del part
+    assert alive[1]() is None
+
+
+def test_bytes_of_somebody_else_are_seen_in_place():
+    memory = np.array([9, 8, 7], np.uint8)
+    part = bytes_at(memory.ctypes.data + 1, 2, [HostMemory(4096, pinned=False)])
+    part[1] = 3
+    assert part.tolist() == [8, 3]
+    assert memory.tolist() == [9, 8, 3]
 
 
 def test_memory_goes_back_to_the_system():

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 import pytest
 
-from paddle_kv import HostPool, KVCacheSpec, ResidentRows
+from paddle_kv import HostPool, KVCacheSpec, ResidentRows, ops
 from tests.reference.topk import State, gathered
 
 STATE = ("slot_of_token", "token_of_slot", "lru_order", "fresh")
@@ -40,6 +40,19 @@ def test_it_begins_empty(dtype: str) -> None:
     check(rows, State.empty(np.zeros((2, 5, 4 * item), np.uint8), 20))
 
 
+def test_all_of_it_lies_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, make_tensor = [], paddle.to_tensor
+
+    def to_tensor(array: Any, place: Any = None) -> paddle.Tensor:
+        places.append(place)
+        return make_tensor(array, place=place)
+
+    monkeypatch.setattr(paddle, "to_tensor", to_tensor)
+    make(device="cpu")
+    assert len(places) == 7
+    assert {str(place) for place in places} == {str(paddle.CPUPlace())}
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "block_first"])
 def test_rows_of_a_host_pool(layout: Any) -> None:
     """Of an MLA cache, in the layouts whose blocks lie together and apart."""
@@ -65,6 +78,22 @@ def test_rows_of_a_host_pool(layout: Any) -> None:
             np.testing.assert_array_equal(out.numpy().view(np.uint8), expected)
             check(rows[layer], states[layer])
     pool.close()
+
+
+def test_the_state_of_a_request_has_the_size_that_is_told() -> None:
+    rows = make(batch=7, top_k=3, num_slots=5, max_tokens=20)
+    held = (rows.slot_of_token, rows.token_of_slot, rows.lru_order, rows._scratch)
+    assert sum(tensor.numpy().nbytes for tensor in held) == 7 * 4 * (20 + 3 * 5 + 5 * 3)
+
+
+def test_the_work_goes_to_the_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = []
+    for name in ("gather_topk_rows", "vectorized_copy"):
+        monkeypatch.setattr(ops, name, lambda *given, stream, out=None: streams.append(stream))
+    rows = make()
+    rows.gather(on_cpu([[1, 2, 3]] * 2), on_cpu([[0]] * 2), 0, 0, 64, 4, stream=5)
+    rows.reset([1], stream=6)
+    assert streams == [5, 6]
 
 
 def test_reset() -> None:
@@ -108,9 +137,15 @@ def test_sizes_that_are_refused(name: str, value: Any) -> None:
         make(**{name: value})
 
 
+def test_a_dtype_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="nonsense"):
+        make(dtype="nonsense")
+
+
 def test_fewer_slots_than_tokens() -> None:
     with pytest.raises(ValueError, match=r"^num_slots = 2 must be at least top_k = 3"):
         make(num_slots=2)
+    assert make(num_slots=3).resident.shape[1] == 3
 
 
 def test_a_list_of_more_tokens_than_was_said() -> None:

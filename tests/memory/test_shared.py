@@ -124,6 +124,14 @@ def test_both_processes_see_every_byte(other: Other, kind: str) -> None:
     assert other.ask("forget", kind) == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_has_one_name(kind: str) -> None:
+    memory, another = make(kind), make(kind)
+    attached = KINDS[kind].attach(make_spec(), memory.export())
+    assert attached.memory_id == memory.memory_id == memory.export().memory_id
+    assert another.memory_id != memory.memory_id
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "block_first", "page_first_direct"])
 def test_every_layout_of_a_pool(other: Other, layout: Any) -> None:
     pool = HostPool(make_spec(), BLOCKS, layout=layout, shared=True)
@@ -178,6 +186,22 @@ def test_memory_that_the_other_one_held_when_it_was_killed(other: Other) -> None
     assert_same(other.ask("attach", "host_pool", memory.export()), random_bits(memory.spec, BLOCKS, 6))
     other.ask("forget", "host_pool")
     memory.close()
+
+
+def test_a_cache_of_which_the_tensors_lie_in_two_memories() -> None:
+    caches = [make("device_cache") for _ in range(2)]
+    bits = [random_bits(make_spec(), BLOCKS, seed) for seed in (10, 11)]
+    for cache, its_bits in zip(caches, bits, strict=True):
+        set_bits(cache, its_bits)
+    first, second = (cache.export() for cache in caches)
+    values = tuple((1, first_byte) for _, first_byte in second.tensors["value"])
+    both = dataclasses.replace(
+        first, allocations=first.allocations + second.allocations, tensors={**first.tensors, "value": values}
+    )
+    tensors = [cache.tensor("key", 0) for cache in caches]  # the memory, but no cache that has it
+    del caches, cache
+    assert_same(bits_of(DeviceCache.attach(make_spec(), both)), {**bits[0], "value": bits[1]["value"]})
+    del tensors
 
 
 def test_a_tensor_keeps_the_memory() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from paddle_kv import AttachError
 from paddle_kv.memory import shared_memory
-from paddle_kv.memory.shared_memory import SharedHandle, SharedMemory, map_shared
+from paddle_kv.memory.shared_memory import SharedHandle, SharedMemory, map_shared, mapped_at
 
 SIZE_BYTES = 8192
 FINAL = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -90,6 +90,14 @@ def test_it_is_page_locked_where_that_is_asked_for(locked: list[tuple[int, int]]
         del mapped
         again = map_shared(handle, pinned=True)
         assert locked[2:] == [(again.address, SIZE_BYTES)]
+
+
+def test_memory_is_found_by_each_of_its_addresses() -> None:
+    pieces = [SharedMemory(SIZE_BYTES) for _ in range(3)]
+    for one in pieces:
+        assert mapped_at(one.address) is mapped_at(one.address + SIZE_BYTES - 1) is one
+        for outside in (one.address - 1, one.address + SIZE_BYTES):
+            assert mapped_at(outside) is not one
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate"])

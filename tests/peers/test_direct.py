@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, LeasedError, TransferError
-from paddle_kv.peers import PeerBlocks, Receiver
+from paddle_kv.peers import Receiver
 from tests.peers.conftest import Decode, until
 from tests.peers.kills import RECEIVER_POINTS, SENDER_POINTS, kill_a_receiver, kill_a_sender
 from tests.peers.prefill import Prefill, bits
@@ -108,8 +108,6 @@ def test_a_cache_that_cannot_be_shared() -> None:
     rig = Rig()
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler, pytest.raises(ValueError, match="shared=True"):
         Receiver(scheduler, direct=True)
-    with pytest.raises(TypeError, match="a DeviceCache is expected"):
-        PeerBlocks(rig.pool)  # type: ignore[arg-type]
     rig.pool.close()
 
 

@@ -172,3 +172,24 @@ def test_times_of_layers_are_told_where_they_were_asked_for(rig):
         load.wait(WAIT_S)
         assert load.elapsed_ms >= 0.0
         assert load.layer_times_ms == []
+
+
+def test_a_mark_that_failed_holds_no_closer_up_while_its_exception_is_kept(rig):
+    class Lost(CpuBackend):
+        is_lost = False
+
+        def record(self, event, stream):
+            if self.is_lost:
+                raise RuntimeError("lost")
+            super().record(event, stream)
+
+    backend = Lost()
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    save = scheduler.offload([1], [2], layerwise=True)
+    backend.is_lost = True
+    with pytest.raises(RuntimeError, match="lost") as kept:
+        save.mark_layer_written(0)
+    assert 0 in save.unmarked_layers
+    save.cancel()
+    scheduler.close(WAIT_S)
+    assert kept.value.__traceback__ is not None
