@@ -18,7 +18,7 @@ from ..errors import CancelledError, TransferError
 from ..timeouts import check_timeout
 from ..tracking.group import change, note
 from ..tracking.keeper import Deadline, Waiter, log
-from . import marking, rings, settling, submission
+from . import behind, marking, settling, submission
 from .movement import Movement, State
 from .resources import Events
 
@@ -311,8 +311,8 @@ class Transfer:
         """Whether a layer of this one can be submitted only behind the same layer of the other, because of their
         blocks."""
         movement = self._movement
-        behind = functools.partial(_stands_behind, movement, other._movement)
-        return bool(movement.depends_on and change(movement, behind))  # it never comes to stand behind more
+        ask = functools.partial(behind.stands_behind, movement, other._movement)
+        return bool(movement.depends_on and change(movement, ask))  # it never comes to stand behind more
 
     def stands_behind_last_of(self, others: Sequence[Transfer]) -> list[int]:
         """Numbers of those of which layers are not marked yet, and the last ones have to be submitted before the first
@@ -321,7 +321,7 @@ class Transfer:
         unmarked = [number for number, other in enumerate(others) if other is not self and other._movement.unmarked]
         if not unmarked or not movement.ring or not movement.depends_on:
             return []
-        found = change(movement, functools.partial(_stands_behind_in_buffers, movement))
+        found = change(movement, functools.partial(behind.in_buffers, movement))
         return [number for number in unmarked if others[number]._movement in found]
 
     @property
@@ -446,26 +446,6 @@ class Transfer:
 
 
 # ---- sections ----
-def _stands_behind(movement: Movement, other: Movement) -> bool:
-    found = {movement: None}
-    left = [movement]
-    for one in left:  # grows meanwhile
-        if one.num_unsubmitted:
-            left += [before for before in one.depends_on if before not in found]
-            found.update(dict.fromkeys(one.depends_on))
-    return other in found
-
-
-def _stands_behind_in_buffers(movement: Movement) -> dict[Movement, None]:
-    found: dict[Movement, None] = {}
-    left = [movement]
-    for one in left:  # grows meanwhile
-        new = [before for before in one.depends_on if before not in found and rings.shares_buffers(one, before)]
-        left += new
-        found.update(dict.fromkeys(new))
-    return found
-
-
 def let_go(movement: Movement) -> None:
     """Nobody refers to the transfer any more."""
     if movement.over:
