@@ -11,18 +11,14 @@
 
 #include "paddle_kv/cache_write/block_divider.cuh"
 #include "paddle_kv/cache_write/move_tokens.h"
+#include "paddle_kv/cache_write/moved_words.cuh"
+#include "paddle_kv/cache_write/token_span.cuh"
 #include "paddle_kv/cache_write/transposing_tile.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/launch_bounds.cuh"
-#include "paddle_kv/common/quantize.cuh"
 #include "paddle_kv/common/word_access.cuh"
 
 namespace paddle_kv {
-
-struct MoveTuning {
-  static constexpr int kThreads = 256;
-  static constexpr unsigned kMostTokensPerCta = 128;  // of MoveByRow
-};
 
 // Where groups lie apart.
 template <bool kToCache>
@@ -34,129 +30,6 @@ struct Neighbours {
 // Of one thread of MoveByRow.
 template <unsigned kWordBytes>
 constexpr unsigned kWordsInFlight = kWordBytes >= 16 ? 4 : 8;
-
-// ---- what becomes of a word on its way. Stored: the word in the cache, Plain: in the rows. kGatherCtas: so many CTAs
-// of a multiprocessor may take all registers; gathering waits for memory, and the more of them there are the less.
-// kScalePerToken: each row has a scale of its own ----
-
-template <int kBytes>
-struct Moved {
-  static constexpr int kGatherCtas = kBytes == 16 ? 8 : 1;
-  static constexpr bool kScalePerToken = false;
-  using Stored = typename WordOf<kBytes>::Type;
-  using Plain = Stored;
-  static constexpr int kStoredBytes = kBytes;
-  static __device__ Plain Read(const Stored& word, const Dequantization&, float) { return word; }
-};
-
-template <class Format, class Target>
-struct Dequantized {
-  static constexpr int kGatherCtas = 5;
-  static constexpr bool kScalePerToken = false;
-  using Stored = CodeWord<Target>;
-  using Plain = PlainWord<Target>;
-  static constexpr int kStoredBytes = PlainWord<Target>::kElements;
-  static __device__ Plain Read(const Stored& codes, const Dequantization&, float scale) {
-    return DequantizeWord<Format, Target>(codes, scale);
-  }
-};
-
-template <int kBytes>
-struct DequantizedSingly {
-  static constexpr int kGatherCtas = 1;
-  static constexpr bool kScalePerToken = false;
-  using Stored = std::uint8_t;
-  using Plain = typename WordOf<kBytes>::Type;
-  static constexpr int kStoredBytes = 1;
-  static __device__ Plain Read(Stored code, const Dequantization& how, float scale) {
-    return DequantizeOne<Plain>(code, how.format, how.plain, scale);
-  }
-};
-
-template <class Codec>
-struct ByToken : Codec {
-  static constexpr bool kScalePerToken = true;
-};
-
-__device__ inline float ScaleOfHead(const Dequantization& how, unsigned head) {
-  return how.pointer == nullptr ? how.value : how.pointer[head * how.stride_per_head];
-}
-
-// Where byte `offset` of a row lies from its start.
-__device__ inline std::int64_t OffsetFromRow(const RowPlace& place, std::uint32_t offset) {
-  if (offset < place.group_bytes) return offset;
-  const auto group_bytes = static_cast<std::uint32_t>(place.group_bytes);
-  return offset / group_bytes * place.group_stride + offset % group_bytes;
-}
-
-// ---- the tokens of a CTA ----
-
-struct TokenSpan {
-  std::int64_t first;
-  unsigned count;
-  std::int64_t first_above;  // entry of cu_seq_lens above all of them
-};
-
-__device__ inline std::int64_t StartOf(const TokenMove& move, std::int64_t entry) {
-  const std::int64_t start = IntegerAt(move.map.cu_seq_lens, move.map.cu_seq_lens_is_int64, entry);
-  return start < 0 ? 0 : start < move.tokens ? start : move.tokens;
-}
-
-// Spans of at most `most` tokens, numbered so that no list of them is needed: those of a sequence that starts at token
-// `start`, the q-th with the tokens before the first sequence as the zeroth, begin at number start / most + q. Some
-// numbers stay empty. Called by the whole CTA.
-__device__ inline TokenSpan SpanOfTokens(const TokenMove& move, const BlockDivider& spans, std::int64_t number) {
-  const auto most = static_cast<unsigned>(spans.block_size);
-  std::int64_t first_above = 0;
-  std::int64_t begin = 0;
-  std::int64_t end = move.tokens;
-  if (move.map.block_table != nullptr) {
-    const std::int64_t entries = move.map.sequences + 1;
-    for (std::int64_t start = 0; start < entries; start += MoveTuning::kThreads) {
-      const std::int64_t entry = start + threadIdx.x;
-      const bool reached = entry < entries && spans.BlockOf(StartOf(move, entry)) + entry + 1 <= number;
-      const int below = __syncthreads_count(reached);
-      first_above += below;
-      if (below < MoveTuning::kThreads) break;
-    }
-    if (first_above > 0) {
-      begin = StartOf(move, first_above - 1);
-      number -= spans.BlockOf(begin) + first_above;
-    }
-    if (first_above < entries) end = StartOf(move, first_above);
-  }
-  const std::int64_t first = begin + number * most;
-  const std::int64_t left = end - first;
-  return {first, left <= 0 ? 0 : left < most ? static_cast<unsigned>(left) : most, first_above};
-}
-
-inline std::int64_t SpanCount(const TokenMove& move, std::int64_t most) {
-  return move.map.block_table == nullptr ? (move.tokens + most - 1) / most
-                                         : move.tokens / most + move.map.sequences + 2;
-}
-
-PADDLE_KV_HOST_DEVICE std::int64_t PositionsInTable(const TokenMove& move) {
-  return move.map.blocks_per_sequence * move.cache.block_size;
-}
-
-// How tokens are cut into the blocks of both sides, and into spans.
-struct Blocks {
-  BlockDivider of_cache;
-  BlockDivider of_rows;
-  BlockDivider spans;
-};
-
-// The byte offset of a token's slot in the cache, -1 without one.
-__device__ inline std::int64_t CacheOffsetOf(const TokenMove& move, const BlockDivider& blocks, const TokenSpan& span,
-                                             std::int64_t token) {
-  if (move.map.block_table == nullptr) return blocks.OffsetOf(move.cache, token);
-  const std::int64_t position = PositionOf(move.map, span.first_above, token);
-  if (position < 0 || position >= PositionsInTable(move)) return -1;
-  const std::int64_t entry = blocks.BlockOf(position);
-  const std::int64_t block = BlockInTable(move.map, span.first_above, entry, move.block_count);
-  const std::int64_t in_block = position - entry * blocks.block_size;
-  return block < 0 ? -1 : block * move.cache.block_stride + in_block * move.cache.token_stride;
-}
 
 // ---- by row ----
 
