@@ -136,7 +136,7 @@ def test_layers_may_come_in_any_order(rig: Rig, arrivals: Arrivals) -> None:
 
 
 def test_a_load_of_a_ring_out_of_a_lost_block_fails_as_a_whole() -> None:
-    """Nobody marks its layers any more. Of the load that lost the block, into a cache with all layers, the others came."""
+    """Nobody marks its layers any more. The load that lost the block has a cache with all layers: its others came."""
     ring = RingRig(2)
     with LayerwiseScheduler(DeviceCache(ring.spec, 4, "cpu"), ring.pool) as scheduler:
         arrivals = Arrivals(scheduler)
