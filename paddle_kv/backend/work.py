@@ -26,9 +26,9 @@ class TransferPlan:
     num_layers: int
     layers_per_event: int
     left_out: frozenset[int] = frozenset()  # groups of which nothing is moved
-    num_groups: int = field(init=False, repr=False)
-    groups: Sequence[int] = field(init=False, repr=False)  # those that are moved
-    num_moved_layers: int = field(init=False, repr=False)
+    num_groups: int = field(init=False)
+    groups: Sequence[int] = field(init=False)  # those that are moved
+    num_moved_layers: int = field(init=False)
 
     def __post_init__(self) -> None:
         num_groups = -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0

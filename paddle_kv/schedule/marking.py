@@ -62,7 +62,7 @@ def _note(movement: Movement, layer: int, event: Event, held: object) -> None:
     movement.unmarked.pop(layer, None)  # there again if an exception came to the caller behind the hand-over
     if not is_mark:
         return
-    if movement.ring and not movement.layerwise:
+    if not movement.layerwise:  # a load into a ring
         rings.note_savers(movement)
     group = movement.plan.group_of(layer)
     if not movement.is_held_back(group):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_kv import CancelledError, LayerwiseScheduler, Transfer, TransferError
+from paddle_kv import CancelledError, DeviceCache, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.schedule import arriving, checksum
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import WAIT_S, Rig
+from tests.schedule.ring_rig import RingRig
 
 
 class Reading:
@@ -132,3 +133,19 @@ def test_layers_may_come_in_any_order(rig: Rig, arrivals: Arrivals) -> None:
     arrivals.tell(arriving.end, load)
     load.wait(WAIT_S)
     rig.check()
+
+
+def test_a_load_of_a_ring_out_of_a_lost_block_fails_as_a_whole() -> None:
+    """Nobody marks its layers any more. The load that lost the block has a cache with all layers: its others came."""
+    ring = RingRig(2)
+    with LayerwiseScheduler(DeviceCache(ring.spec, 4, "cpu"), ring.pool) as scheduler:
+        arrivals = Arrivals(scheduler)
+        load = arrivals.load([4, 5], [1, 2])
+        reader = ring.scheduler.onload([5, 6], [3, 7])
+        arrivals.tell(arriving.lose, load, [5], "5 was not there")
+        arrivals.tell(arriving.end, load)
+        for one, device_ids in ((load, [2]), (reader, [3, 7])):
+            with pytest.raises(TransferError, match="5 was not there") as caught:
+                one.wait(WAIT_S)
+            assert caught.value.block_ids == device_ids
+    ring.close()

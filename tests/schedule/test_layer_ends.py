@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,25 @@ def test_what_has_ended_by_then_is_told_by_one_call(rig: Rig) -> None:
         assert told[1:] == [[1, 3]]
         later.now()
         assert len(told) == 2
+
+
+def test_what_ends_until_its_host_comes_to_it_is_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_ends, "change", lambda movement, section: section())
+    jobs: list[Any] = []
+    told: list[list[int]] = []
+    movement: Any = SimpleNamespace(
+        group=SimpleNamespace(host=SimpleNamespace(post=jobs.append)),
+        plan=SimpleNamespace(layers_of=lambda group: [2 * group, 2 * group + 1]),
+        events=range(3),
+        scheduler=SimpleNamespace(backend=SimpleNamespace(is_complete=lambda event: True)),
+    )
+    ends = layer_ends._LayerEnds(told.append)
+    for group in (2, 0):
+        ends._report(movement, (), group).soon()
+    assert len(jobs) == 1
+    jobs.pop()()
+    assert told == [[4, 5, 0, 1]]
+    ends._report(movement, (), 1).soon()
+    jobs.pop()()
+    assert told[1:] == [[2, 3]]
+    assert jobs == []
