@@ -256,6 +256,9 @@ def test_what_is_refused_before_anything_is_sent(decode: Decode) -> None:
             RemoteSender(scheduler, newer, fabric, print)
         with pytest.raises(TypeError, match="fabric"):
             RemoteSender(scheduler, decode.remote, None, print)  # type: ignore[arg-type]
+        for wrong, error in ((None, TypeError), (float("inf"), ValueError)):
+            with pytest.raises(error, match=r"write_timeout_s (is|=) (None|inf)"):
+                RemoteSender(scheduler, decode.remote, fabric, print, write_timeout_s=wrong)  # type: ignore[arg-type]
         mine = describe(fabric, rig.pool)
         with pytest.raises(ValueError, match="direct = True is for senders on this host"):
             Receiver(scheduler, direct=True, remote=mine)
@@ -263,6 +266,10 @@ def test_what_is_refused_before_anything_is_sent(decode: Decode) -> None:
     attached = HostPool.attach(spec, decode.rig.pool.export())
     with pytest.raises(ValueError, match="of another process"):
         describe(fabric, attached)
-    with pytest.raises(TypeError, match="pool is int"):
-        describe(fabric, 3)  # type: ignore[arg-type]
+    for use in (describe, register):
+        with pytest.raises(TypeError, match="pool is int; a HostPool is expected"):
+            use(fabric, 3)  # type: ignore[operator]
+        for wrong in (None, 3, type(fabric)):
+            with pytest.raises(TypeError, match=r"fabric is .*; a fabric with register, address, connect, close"):
+                use(wrong, decode.rig.pool)  # type: ignore[operator]
     register(fabric, decode.rig.pool)
