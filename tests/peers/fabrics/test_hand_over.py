@@ -12,11 +12,13 @@ from paddle_kv import AttachError, HostPool, LayerwiseScheduler, Transfer, Trans
 from paddle_kv.peers import Receiver, RemoteSender, receiver
 from paddle_kv.peers.fabrics import Fabric, describe, register
 from paddle_kv.peers.fabrics.shared_memory import SharedMemoryFabric
+from paddle_kv.peers.messages import encode
 from tests.memory.test_heads import with_heads_moved
 from tests.peers.conftest import until
 from tests.peers.fabrics.remote import POOL_BLOCKS, RemotePrefill
 from tests.peers.fabrics.test_conformance import make_mooncake, make_nixl
 from tests.peers.prefill import bits
+from tests.peers.test_messages import FakePeer
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, assert_same, cache_memory, make_spec, moved
 from tests.tiers.mooncake_cluster import loopback_only, why_not
 
@@ -227,6 +229,16 @@ def test_a_pool_without_room_and_wrong_ids(decode: Decode, prefill: RemotePrefil
     late.wait_over(WAIT_S)
     assert prefill.refused("send", "a", grant.to_json(), [2])[0] == "PeerError"
     assert prefill.ask("free") == POOL_BLOCKS
+    decode.forget([1])
+
+
+def test_a_sender_that_has_failed_is_not_asked_to_stop(decode: Decode) -> None:
+    load, grant = decode.receiver.grant([1], timeout_s=WAIT_S)
+    peer = FakePeer()
+    assert decode.receiver.received(peer, encode("begin", grant.grant_id, digest=grant.digest))
+    assert decode.receiver.received(peer, encode("failed", grant.grant_id, reason="why not"))
+    load.wait_over(WAIT_S)  # SETTLE_S later; it is asked again and again until then where it has not answered
+    assert peer.kinds == ["accepted"]
     decode.forget([1])
 
 
