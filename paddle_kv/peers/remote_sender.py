@@ -18,9 +18,8 @@ from ..schedule.transfer import Transfer
 from ..timeouts import check_time
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
-from ..values import check_methods
 from .fabrics import Fabric, RemotePool, Write
-from .fabrics.remote_pool import check_remote, pieces
+from .fabrics.remote_pool import check_fabric, check_remote, pieces
 from .grant import Grant
 from .sender import Sender, _Sending
 
@@ -58,10 +57,10 @@ class RemoteSender(Sender):
         write_timeout_s: float = 30.0,
     ) -> None:
         check_scheduler(scheduler)
-        check_methods(fabric, "fabric", ("register", "address", "connect", "close"), "a fabric")
+        check_fabric(fabric)
         check_remote(remote, scheduler.device_cache.spec, fabric.name)
         self._remote = remote
-        self._write_timeout_s = check_time(write_timeout_s)
+        self._write_timeout_s = check_time(write_timeout_s, "write_timeout_s")
         super().__init__(scheduler, send, hang_up=hang_up)
         self._sink = fabric.connect(remote.address)
 

@@ -20,6 +20,8 @@ from .connection import Line, Loop
 from .receiver import Receiver, check_receiver
 from .sender import Sender
 
+MOST_PATH_BYTES = 107  # of a unix socket's address
+
 
 class Listener:
     """Lets senders connect to a receiver: each connection is a peer of it.
@@ -37,7 +39,7 @@ class Listener:
 
     Raises:
         TypeError: not a receiver, or not a path.
-        ValueError: an empty path.
+        ValueError: a path that is empty, has a zero byte, or is longer than the 107 bytes that an address holds.
         PermissionError: the folder is not the user's, or others may enter it.
         OSError: the socket cannot be made, for example because a process listens there.
     """
@@ -130,7 +132,7 @@ def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Send
 
     Raises:
         TypeError: not a path.
-        ValueError: an empty one.
+        ValueError: as of :class:`Listener`.
         PeerError: nobody listens there, or a process of another user.
         As :class:`Sender`.
     """
@@ -182,8 +184,11 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path is {path!r}; a string or a path is expected")
     found = os.fspath(path)
-    if not found:
-        raise ValueError(f"path = {path!r} must not be empty")
+    if not isinstance(found, str):
+        raise TypeError(f"path is {path!r}; a path of characters, not of bytes, is expected")
+    # With a zero byte in front it would be a name that lies in no folder, and so in none that is private.
+    if "\0" in found or not 0 < len(os.fsencode(found)) <= MOST_PATH_BYTES:
+        raise ValueError(f"path = {path!r} must have 1 to {MOST_PATH_BYTES} bytes, none of them zero")
     return found
 
 

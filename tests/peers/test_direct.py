@@ -10,9 +10,11 @@ import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, LeasedError, TransferError
 from paddle_kv.peers import Receiver
+from paddle_kv.peers.messages import encode
 from tests.peers.conftest import Decode, until
 from tests.peers.kills import RECEIVER_POINTS, SENDER_POINTS, kill_a_receiver, kill_a_sender
 from tests.peers.prefill import Prefill, bits
+from tests.peers.test_messages import FakePeer, settle
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, assert_same, cache_memory, make_spec, moved, pool_memory
 
 LAYERS = range(5)
@@ -44,6 +46,34 @@ def test_a_sender_is_let_in_when_nobody_uses_the_blocks_any_more(
     rig.host = moved(rig.device, rig.host, [3, 8], [0, 1])
     rig.device = moved(bits(), rig.device, [4, 2], [3, 9])
     rig.check()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_a_sender_hears_while_the_blocks_are_in_use(decode: Decode, copies: Copies, is_cancelled: bool) -> None:
+    copies.hold("offload", 2)
+    save = decode.scheduler.offload([3, 8], [0, 1])
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
+    wait = decode.receiver._granted[grant.grant_id].load.wait
+    assert wait is not None
+    peer = FakePeer()
+    assert decode.receiver.received(peer, encode("begin", grant.grant_id, digest=grant.digest))
+    assert peer.kinds == []  # what could be said at once has been said
+    if is_cancelled:
+        load.cancel()
+        until(lambda: peer.kinds)
+    copies.go_on()
+    save.wait(WAIT_S)
+    until(lambda: wait.over)
+    if is_cancelled:
+        settle()
+        assert set(peer.kinds) == {"revoke"}
+    else:
+        until(lambda: peer.kinds == ["accepted"])
+    decode.receiver.gone(peer)
+    load.wait_over(WAIT_S)
+    decode.forget([3])
+    decode.rig.host = pool_memory(decode.pool)
 
 
 def test_a_save_behind_the_grant_saves_what_was_sent(decode: Decode, prefill: Prefill) -> None:

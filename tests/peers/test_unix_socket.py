@@ -124,11 +124,38 @@ def test_other_users_are_not_let_in(decode: Decode, monkeypatch: pytest.MonkeyPa
         connect(decode.scheduler, decode.listener.path)
 
 
+@pytest.mark.parametrize("wrong", ["", "\0name", "folder/\0", "x" * 108, "\u00e4" * 54])
+def test_a_path_that_names_no_socket(
+    decode: Decode, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)  # with a zero byte in front the kernel would take the name, and others could reach it
+    for use in (lambda: Listener(decode.receiver, wrong), lambda: connect(decode.scheduler, wrong)):
+        with pytest.raises(ValueError, match=r"path = .* must have 1 to 107 bytes, none of them zero"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_path(decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    with Listener(decode.receiver, "x" * 107):
+        assert (tmp_path / ("x" * 107)).is_socket()
+
+
+def test_a_path_of_bytes(decode: Decode) -> None:
+    class OfBytes:
+        def __fspath__(self) -> bytes:
+            return b"socket"
+
+    for use in (lambda: Listener(decode.receiver, OfBytes()), lambda: connect(decode.scheduler, OfBytes())):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a path of characters, not of bytes, is expected"):
+            use()
+
+
 def test_nobody_listens(decode: Decode, tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="no receiver listens"):
         connect(decode.scheduler, tmp_path / "nothing")
-    with pytest.raises(PeerError, match="no receiver listens"):
-        connect(decode.scheduler, "/" + "x" * 200)
 
 
 def test_messages_in_pieces_and_several_at_once(decode: Decode) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import AttachError
 from ...layout import KVCacheSpec, check_spec, differences
 from ...memory import HostPool
+from ...values import check_methods
 from .protocol import Fabric
 
 VERSION = 1
@@ -53,11 +54,10 @@ def describe(fabric: Fabric, pool: HostPool) -> RemotePool:
         pool: of this process.
 
     Raises:
-        TypeError: not a pool.
+        TypeError: not a fabric, or not a pool.
         ValueError: a part, or blocks of another process.
     """
-    if not isinstance(pool, HostPool):
-        raise TypeError(f"pool is {type(pool).__name__}; a HostPool is expected")
+    _check_both(fabric, pool)
     if pool.is_part or pool._attached:
         raise ValueError("the pool is of another process, or a part")
     register(fabric, pool)
@@ -69,7 +69,8 @@ def describe(fabric: Fabric, pool: HostPool) -> RemotePool:
 
 
 def register(fabric: Fabric, pool: HostPool) -> None:
-    """All of the pool's memory, neighbours together."""
+    """All of the pool's memory, neighbours together. TypeError: not a fabric, or not a pool."""
+    _check_both(fabric, pool)
     extents = sorted((extent.start, extent.end) for extent in pool._tensor_extents())
     merged: list[list[int]] = []
     for start, end in extents:
@@ -79,6 +80,17 @@ def register(fabric: Fabric, pool: HostPool) -> None:
             merged.append([start, end])
     for start, end in merged:
         fabric.register(pool.bytes_at(start, end - start))
+
+
+def check_fabric(fabric: Any) -> None:
+    """TypeError unless it is one."""
+    check_methods(fabric, "fabric", ("register", "address", "connect", "close"), "a fabric")
+
+
+def _check_both(fabric: Any, pool: Any) -> None:
+    check_fabric(fabric)
+    if not isinstance(pool, HostPool):
+        raise TypeError(f"pool is {type(pool).__name__}; a HostPool is expected")
 
 
 def check_described(remote: Any, pool: HostPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import astuple
+from operator import index
 
 import numpy as np
 
@@ -35,8 +36,8 @@ class SharedMemoryFabric:
 
     def connect(self, address: bytes) -> _Sink:
         try:
-            memory = [(start, map_shared(SharedHandle(*handle))) for start, handle in json.loads(address)]
-        except (AttachError, ValueError, TypeError) as error:
+            memory = [(index(start), map_shared(SharedHandle(*handle))) for start, handle in json.loads(address)]
+        except (AttachError, ValueError, TypeError, RecursionError) as error:
             raise PeerError(f"the memory cannot be reached: {error}") from None
         sink = _Sink(memory)
         self._sinks.append(sink)

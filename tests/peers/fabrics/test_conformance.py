@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 
-from paddle_kv.peers.fabrics import Fabric
+from paddle_kv import HostPool, PeerError
+from paddle_kv.peers.fabrics import Fabric, register
 from paddle_kv.peers.fabrics.mooncake import MooncakeFabric
 from paddle_kv.peers.fabrics.nixl import NixlFabric
 from paddle_kv.peers.fabrics.shared_memory import SharedMemoryFabric
 from paddle_kv.testing.peers import FabricConformance
 from tests.peers.fabrics import network
-from tests.schedule.rig import WAIT_S
+from tests.schedule.rig import WAIT_S, make_spec
 from tests.tiers.mooncake_cluster import loopback_only, why_not
 
 
@@ -29,6 +31,20 @@ def make_nixl() -> NixlFabric:
 
 class TestSharedMemory(FabricConformance):
     make_fabric = SharedMemoryFabric
+
+    def test_a_damaged_address_is_refused_when_it_is_given(self) -> None:
+        pool, fabric, other = HostPool(make_spec(), 2, shared=True), SharedMemoryFabric(), SharedMemoryFabric()
+        register(fabric, pool)
+        found = json.loads(fabric.address())
+        for wrong in ("x", 1.5, None):
+            with pytest.raises(PeerError, match="the memory cannot be reached"):
+                other.connect(json.dumps([[wrong, found[0][1]]]).encode())
+        with pytest.raises(PeerError, match="the memory cannot be reached"):
+            other.connect(b"[" * 100_000)
+        other.connect(fabric.address())
+        for one in (other, fabric):
+            one.close(WAIT_S)
+        pool.close()
 
 
 @pytest.mark.skipif(bool(why_not()), reason=why_not())

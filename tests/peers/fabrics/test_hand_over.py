@@ -12,11 +12,13 @@ from paddle_kv import AttachError, HostPool, LayerwiseScheduler, Transfer, Trans
 from paddle_kv.peers import Receiver, RemoteSender, receiver
 from paddle_kv.peers.fabrics import Fabric, describe, register
 from paddle_kv.peers.fabrics.shared_memory import SharedMemoryFabric
+from paddle_kv.peers.messages import encode
 from tests.memory.test_heads import with_heads_moved
 from tests.peers.conftest import until
 from tests.peers.fabrics.remote import POOL_BLOCKS, RemotePrefill
 from tests.peers.fabrics.test_conformance import make_mooncake, make_nixl
 from tests.peers.prefill import bits
+from tests.peers.test_messages import FakePeer
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, assert_same, cache_memory, make_spec, moved
 from tests.tiers.mooncake_cluster import loopback_only, why_not
 
@@ -230,6 +232,16 @@ def test_a_pool_without_room_and_wrong_ids(decode: Decode, prefill: RemotePrefil
     decode.forget([1])
 
 
+def test_a_sender_that_has_failed_is_not_asked_to_stop(decode: Decode) -> None:
+    load, grant = decode.receiver.grant([1], timeout_s=WAIT_S)
+    peer = FakePeer()
+    assert decode.receiver.received(peer, encode("begin", grant.grant_id, digest=grant.digest))
+    assert decode.receiver.received(peer, encode("failed", grant.grant_id, reason="why not"))
+    load.wait_over(WAIT_S)  # SETTLE_S later; it is asked again and again until then where it has not answered
+    assert peer.kinds == ["accepted"]
+    decode.forget([1])
+
+
 def test_what_is_refused_before_anything_is_sent(decode: Decode) -> None:
     fabric, spec = SharedMemoryFabric(), decode.rig.spec
     for changes, named in (
@@ -256,6 +268,9 @@ def test_what_is_refused_before_anything_is_sent(decode: Decode) -> None:
             RemoteSender(scheduler, newer, fabric, print)
         with pytest.raises(TypeError, match="fabric"):
             RemoteSender(scheduler, decode.remote, None, print)  # type: ignore[arg-type]
+        for wrong, error in ((None, TypeError), (float("inf"), ValueError)):
+            with pytest.raises(error, match=r"write_timeout_s (is|=) (None|inf)"):
+                RemoteSender(scheduler, decode.remote, fabric, print, write_timeout_s=wrong)  # type: ignore[arg-type]
         mine = describe(fabric, rig.pool)
         with pytest.raises(ValueError, match="direct = True is for senders on this host"):
             Receiver(scheduler, direct=True, remote=mine)
@@ -263,6 +278,10 @@ def test_what_is_refused_before_anything_is_sent(decode: Decode) -> None:
     attached = HostPool.attach(spec, decode.rig.pool.export())
     with pytest.raises(ValueError, match="of another process"):
         describe(fabric, attached)
-    with pytest.raises(TypeError, match="pool is int"):
-        describe(fabric, 3)  # type: ignore[arg-type]
+    for use in (describe, register):
+        with pytest.raises(TypeError, match="pool is int; a HostPool is expected"):
+            use(fabric, 3)  # type: ignore[operator]
+        for wrong in (None, 3, type(fabric)):
+            with pytest.raises(TypeError, match=r"fabric is .*; a fabric with register, address, connect, close"):
+                use(wrong, decode.rig.pool)  # type: ignore[operator]
     register(fabric, decode.rig.pool)
