@@ -34,7 +34,7 @@ def without_users_of_given_blocks(patch: pytest.MonkeyPatch) -> None:
 
 def without_hold_on_present_blocks(patch: pytest.MonkeyPatch) -> None:
     """A save may evict what it was given and has found present."""
-    patch.setattr(BlockIndex, "_hold_present", lambda self, keys: [])
+    patch.setattr(BlockIndex, "_hold_present", lambda self, there, head: [])
 
 
 def without_order_behind_evictions(patch: pytest.MonkeyPatch) -> None:
