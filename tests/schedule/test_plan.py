@@ -33,7 +33,7 @@ def test_direction_decides_what_is_source_and_target():
 
 def test_ids_are_contiguous_whatever_they_were():
     """The compiled library reads them by their address."""
-    made = plan(np.arange(10, dtype=np.int32)[::3], np.arange(20)[:8:2])
+    made = plan(np.arange(10, dtype=np.int32)[::3], np.arange(20, dtype=np.int32)[:8:2])
     assert made.device_ids.tolist() == [0, 3, 6, 9]
     assert made.host_ids.tolist() == [0, 2, 4, 6]
     for ids in (made.device_ids, made.host_ids):
