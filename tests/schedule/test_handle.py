@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.schedule import marking
 from paddle_kv.schedule import transfer as transfers
+from paddle_kv.schedule.movement import State
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Deadline
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, make_spec
@@ -254,3 +256,17 @@ def test_layers_of_events_that_others_do_not_share_are_waited_for(rig: Rig) -> N
     rig.expect_offload([1], [4])
     rig.expect_onload([4], [2])
     rig.check()
+
+
+def test_the_time_of_a_transfer_is_known_when_it_is_over(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [2], layerwise=True)
+        assert math.isnan(save.elapsed_ms)
+        for layer in range(LAYERS):
+            save.mark_layer_written(layer)
+        save.wait(WAIT_S)
+        assert save.elapsed_ms > 0.0
+
+
+def test_which_states_are_ends() -> None:
+    assert {state for state in State if state.is_end} == {State.DONE, State.FAILED, State.CANCELLED}

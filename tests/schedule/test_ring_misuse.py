@@ -587,3 +587,12 @@ def test_the_debug_mode_knows_which_layer_lies_in_a_buffer(ring: RingRig, copies
     save.wait(WAIT_S)
     for layer in range(7):
         access(layer)
+
+
+def test_the_debug_mode_asks_for_a_wait_for_the_layer_that_came_last_alone(ring: RingRig) -> None:
+    load = ring.scheduler.onload([4], [1])
+    for layer in (0, 2):
+        load.mark_layer_read(layer)  # by somebody who has no use for it
+    load.wait_layer(4, timeout_s=WAIT_S)
+    check_access(ring.cache.pointer("key", 4), [1], True, None)
+    load.cancel()
