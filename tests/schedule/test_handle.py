@@ -270,3 +270,29 @@ def test_the_time_of_a_transfer_is_known_when_it_is_over(rig: Rig) -> None:
 
 def test_which_states_are_ends() -> None:
     assert {state for state in State if state.is_end} == {State.DONE, State.FAILED, State.CANCELLED}
+
+
+def test_of_a_save_of_nothing_no_layer_is_to_be_marked(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([], [], layerwise=True)
+        assert save.unmarked_layers == []
+        assert scheduler.stats()["events"] == 1  # the scheduler's own
+        save.wait(WAIT_S)
+
+
+class HalfSubmitted(Named):
+    def record(self, event, stream):
+        super().record(event, None if stream == "model" else stream)
+
+    def copy_layers(self, binding, work, stream):
+        super().copy_layers(binding, work, stream)
+        raise RuntimeError("the link is down")
+
+
+def test_the_compute_stream_waits_for_what_runs_of_a_submission_that_failed(rig: Rig) -> None:
+    """The caller has no handle by which it could."""
+    backend = HalfSubmitted()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, compute_stream="model") as scheduler:
+        with pytest.raises(TransferError, match="the link is down"):
+            scheduler.onload([4], [1])
+        assert backend.waiting == ["model"]
