@@ -49,6 +49,11 @@ def test_groups_cover_each_layer_once_in_order(layers, per_event):
     assert all(0 < len(made.layers_of(group)) <= per_event for group in range(made.num_groups))
 
 
+def test_layers_of_groups_that_are_left_out_are_not_moved():
+    made = TransferPlan("onload", (1,), (2,), 7, 2, frozenset({1, 3}))
+    assert (made.num_groups, list(made.groups), made.num_moved_layers) == (4, [0, 2], 4)
+
+
 def test_no_blocks_no_groups():
     assert plan([], []).num_groups == 0
 
