@@ -81,16 +81,6 @@ def test_layers_come_in_their_order_though_marked_in_another(ring: RingRig, copi
     load.cancel()
 
 
-def test_a_save_takes_each_layer_when_it_is_marked(ring: RingRig, copies: Copies) -> None:
-    """Not behind the layer that lay in the buffer before, as a load does."""
-    save = ring.scheduler.offload([1], [9], layerwise=True)
-    for layer in (4, 2):
-        save.mark_layer_written(layer)
-        save.wait_layer(layer, timeout_s=WAIT_S)
-    assert [layer for _, _, layer in copies.done] == [4, 2]
-    save.cancel()
-
-
 def test_a_load_waits_for_every_layer_that_a_save_has_in_the_buffer(ring: RingRig, copies: Copies) -> None:
     """The save is marked from the last layer on."""
     save = ring.scheduler.offload([1], [9], layerwise=True)
@@ -587,12 +577,3 @@ def test_the_debug_mode_knows_which_layer_lies_in_a_buffer(ring: RingRig, copies
     save.wait(WAIT_S)
     for layer in range(7):
         access(layer)
-
-
-def test_the_debug_mode_asks_for_a_wait_for_the_layer_that_came_last_alone(ring: RingRig) -> None:
-    load = ring.scheduler.onload([4], [1])
-    for layer in (0, 2):
-        load.mark_layer_read(layer)  # by somebody who has no use for it
-    load.wait_layer(4, timeout_s=WAIT_S)
-    check_access(ring.cache.pointer("key", 4), [1], True, None)
-    load.cancel()
