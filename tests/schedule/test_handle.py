@@ -289,10 +289,12 @@ class HalfSubmitted(Named):
         raise RuntimeError("the link is down")
 
 
-def test_the_compute_stream_waits_for_what_runs_of_a_submission_that_failed(rig: Rig) -> None:
+def test_the_compute_stream_waits_for_what_runs_of_a_submission_that_failed(rig: Rig, copies: Copies) -> None:
     """The caller has no handle by which it could."""
+    copies.hold("onload", 0)
     backend = HalfSubmitted()
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, compute_stream="model") as scheduler:
         with pytest.raises(TransferError, match="the link is down"):
             scheduler.onload([4], [1])
         assert backend.waiting == ["model"]
+        copies.go_on()
