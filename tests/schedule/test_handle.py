@@ -298,3 +298,21 @@ def test_the_compute_stream_waits_for_what_runs_of_a_submission_that_failed(rig:
             scheduler.onload([4], [1])
         assert backend.waiting == ["model"]
         copies.go_on()
+
+
+def test_what_a_layer_is_said_to_wait_for(rig: Rig, copies: Copies) -> None:
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        loading = scheduler.onload([4], [1])  # all of it is submitted
+        unmarked = scheduler.offload([1], [9], layerwise=True)
+        load, save = scheduler.onload([5], [1]), scheduler.offload([2], [9], layerwise=True)
+        save.mark_layer_written(0)
+        for behind in (load, save):
+            with pytest.raises(TimeoutError, match="it waits for a layerwise offload of the same blocks"):
+                behind.wait_layer(0, timeout_s=SHORT_S)
+        with pytest.raises(TimeoutError, match="mark_layer_written was not called for layer 0"):
+            unmarked.wait_layer(0, timeout_s=SHORT_S)
+        for one in (load, save, unmarked):
+            one.cancel()
+        copies.go_on()
+        loading.wait(WAIT_S)
