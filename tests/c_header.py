@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 HEADERS = Path(__file__).resolve().parents[1] / "custom_ops/include/paddle_kv"
-_TYPES = {"int": ctypes.c_int, "std::int64_t": ctypes.c_int64, "void": None, "const char*": ctypes.c_char_p}
+_TYPES = {
+    "int": ctypes.c_int,
+    "std::int64_t": ctypes.c_int64,
+    "std::uint32_t": ctypes.c_uint32,
+    "void": None,
+    "const char*": ctypes.c_char_p,
+}
 
 
 def functions(path: str) -> dict[str, tuple[Any, list[Any]]]:
     """name -> type of the result, types of the arguments."""
     text = (HEADERS / path).read_text()
-    declared = re.findall(r"^([\w:]+(?: [\w:]+)?\*?) (paddle_kv_\w+)\((.*)\);$", text, re.MULTILINE)
+    declared = re.findall(r"^([\w:]+(?: [\w:]+)?\*?) (paddle_kv_\w+)\(([^;]*)\);$", text, re.MULTILINE)
     return {
         name: (_type(result), [_type(one.rpartition(" ")[0]) for one in filter(None, arguments.split(","))])
         for result, name, arguments in declared

@@ -175,10 +175,9 @@ class Movement:
         self.queued = stream is scheduler.resources.streams["onload"]  # behind other loads: counted by the scheduler
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
-        is_load = plan.direction == "onload"
         ring = scheduler.device_cache.layer_buffers
         self.ring = ring if ring < plan.num_layers else 0  # layer buffers that the layers share in turn; 0: none do
-        unmarked = 0 if layerwise else self.ring if is_load and self.ring else plan.num_layers
+        unmarked = 0 if layerwise else self.ring or plan.num_layers  # saves of a ring are layerwise
         self.to_mark = range(unmarked, plan.num_layers)
         self.marks: list[Event | None] = [None] * plan.num_layers if self.to_mark else []
         self.savers: dict[Movement, None] = {}  # see :mod:`.rings`

@@ -42,17 +42,11 @@ def start(
         (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
     )
     names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
-    read_into = [] if reading is None else reading.block_ids
-    read_ids = _but_for(read_into, plan.source_ids)
-    holders = [
-        *(source.domain.holders(read_into) if read_into else ()),
-        *source.domain.holders(read_ids, writing=False),
-        *target.domain.holders(plan.target_ids),
-    ]
+    # Nobody uses those that are being written: see :mod:`.arriving`.
+    read_ids = plan.source_ids if reading is None else _but_for(reading.block_ids, plan.source_ids)
+    holders = [*source.domain.holders(read_ids, writing=False), *target.domain.holders(plan.target_ids)]
     for holder in dict.fromkeys(holders):  # in an order that repeats
         holder.look()  # one that has failed must be known of
-    if read_into:
-        source.domain.check(read_into, names[0], writing=True)
     source.domain.check(read_ids, names[0], writing=False)
     target.domain.check(plan.target_ids, names[1], writing=True)
     if plan.left_out:  # the block is usable afterwards if it was before
@@ -92,7 +86,7 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     read_into = [] if movement.reading is None else movement.reading.block_ids
     reads_from: set[Any] = movement.source.read(_but_for(read_into, movement.plan.source_ids), movement)
     if read_into:
-        movement.source.write(read_into, movement)  # nobody uses them: see :mod:`.arriving`
+        movement.source.write(read_into, movement)
     if movement.plan.left_out:
         reads_from = {*reads_from, *movement.target.holders(movement.plan.target_ids, writing=False)}
     others: set[Any] = movement.target.write(movement.plan.target_ids, movement)

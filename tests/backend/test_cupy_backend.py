@@ -481,3 +481,8 @@ def test_events_are_made_at_once_or_not_at_all(gpu: Gpu, backend: Any) -> None:
     with pytest.raises(CudaError, match="out of memory"):
         backend.create_events(2)
     assert backend.create_events(1) == [1]
+
+
+def test_gates_are_those_of_its_gpu(gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cupy_backend, "CudaGates", lambda *given: given)
+    assert backend.create_gates(5, 2.5) == (DEVICE, 5, 2.5)

@@ -120,6 +120,23 @@ def test_what_a_submission_hands_over(library: Library) -> None:
     assert seen == [{**expected, "token": 0}, {**expected, "token": 23}]
 
 
+def test_what_a_plan_between_two_gpus_hands_over(library: Library) -> None:
+    seen: list[Any] = []
+    counts = {"device_pointers": 6, "other_pointers": 6, "device_strides": 2, "other_strides": 2, "block_bytes": 2}
+
+    def register(pointer: Any) -> int:
+        fields = {name: getattr(pointer._obj, name) for name, _ in pointer._obj._fields_}
+        arrays = {name: (ctypes.c_int64 * count).from_address(fields[name])[:] for name, count in counts.items()}
+        seen.append({**fields, **arrays})
+        return 0
+
+    library.answers["register_device_plan"] = register
+    numbers = {"number": 1, "device": 2, "device_blocks": 3, "other_blocks": 4}
+    lists = {name: [100 * at + i for i in range(count)] for at, (name, count) in enumerate(counts.items(), 1)}
+    transfer_queue.register_device_plan(*numbers.values(), *lists.values(), on_other_gpu=True)
+    assert seen == [{**numbers, **lists, "layer_count": 3, "tensors_per_layer": 2, "on_other_gpu": 1}]
+
+
 @pytest.mark.parametrize(("more", "gives_up_the_gil"), [(0, False), (1, True)])
 def test_a_submission_of_many_blocks_gives_up_the_gil(library: Library, more: int, gives_up_the_gil: bool) -> None:
     ids = np.arange(transfer_queue.FEW_BLOCKS + more)

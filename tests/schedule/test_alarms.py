@@ -43,13 +43,19 @@ def test_each_comes_in_its_time_and_not_before(monkeypatch: pytest.MonkeyPatch) 
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     alarms = Alarms("alarms of a test")
     alarms._given = clock
-    for at_s, name in ((107.0, "last"), (103.0, "first of two"), (103.0, "second of two"), (99.0, "past")):
+    for at_s, name in (
+        (107.0, "last"),
+        (103.0, "first of two"),
+        (103.0, "second of two"),
+        (103.25, "soon"),
+        (99.0, "past"),
+    ):
         alarms.add(at_s, lambda name=name: told.put((clock.now_s, name)))
     clock.all_given.set()
-    expected = [(100.0, "past"), (103.0, "first of two"), (103.0, "second of two"), (107.0, "last")]
+    expected = [(100.0, "past"), (103.0, "first of two"), (103.0, "second of two"), (103.25, "soon"), (107.0, "last")]
     assert [told.get(timeout=WAIT_S) for _ in expected] == expected
     alarms.close()
-    assert clock.looks <= 4 + 2 + 1  # for each that it is given, for each time that it waits for, for the end
+    assert clock.looks <= 5 + 3 + 1  # for each that it is given, for each time that it waits for, for the end
 
 
 def test_one_thread_from_the_first_alarm_to_the_end() -> None:

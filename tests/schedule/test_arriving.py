@@ -12,7 +12,7 @@ import pytest
 from paddle_kv import CancelledError, DeviceCache, LayerwiseScheduler, Transfer, TransferError
 from paddle_kv.schedule import arriving, checksum
 from paddle_kv.tracking.group import change
-from tests.schedule.rig import WAIT_S, Rig
+from tests.schedule.rig import SHORT_S, WAIT_S, Rig
 from tests.schedule.ring_rig import RingRig
 
 
@@ -118,6 +118,32 @@ def test_what_moves_nothing_is_behind_a_load_that_failed_and_not_behind_what_tha
     assert nothing.error is None
     assert load.error is not None
     save.cancel()
+
+
+def test_what_is_lost_is_known_before_the_load_is_over(arrivals: Arrivals) -> None:
+    load = arrivals.load([2, 7], [3, 1])
+    assert (load.failed, load.error) == (False, None)
+    arrivals.tell(arriving.lose, load, [7], "7 was not there")
+    for is_over in (False, True):
+        assert (load.failed, load.done()) == (True, is_over)
+        assert isinstance(load.error, TransferError) and load.error.block_ids == [1]
+        if not is_over:
+            arrivals.tell(arriving.end, load)
+            load.wait_over(WAIT_S)
+
+
+def test_a_save_into_a_block_that_is_still_being_written_waits_though_the_load_has_failed(
+    rig: Rig, arrivals: Arrivals
+) -> None:
+    load = arrivals.load([2], [3])
+    save = arrivals.scheduler.offload([5], [2])
+    arrivals.tell(arriving.fail, load, "the tier is lost")
+    with pytest.raises(TimeoutError):
+        save.wait(SHORT_S)
+    arrivals.tell(arriving.end, load)
+    save.wait(WAIT_S)
+    rig.expect_offload([5], [2])
+    rig.check()
 
 
 def test_layers_may_come_in_any_order(rig: Rig, arrivals: Arrivals) -> None:

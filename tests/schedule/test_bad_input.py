@@ -86,6 +86,18 @@ def test_layers(rig, scheduler, call, layer, error, message):
     rig.expect_offload([1], [2])
 
 
+@pytest.mark.parametrize("value", [1, "yes"])
+def test_switches(rig, scheduler, value):
+    with pytest.raises(TypeError, match=f"layerwise = {value!r} is {type(value).__name__}; a bool is expected"):
+        scheduler.offload([1], [2], layerwise=value)
+    with pytest.raises(TypeError, match=f"urgent = {value!r} is {type(value).__name__}; a bool or None is expected"):
+        scheduler.onload([1], [2], urgent=value)
+    with pytest.raises(TypeError, match="layerwise = None is NoneType; a bool is expected"):
+        scheduler.offload([1], [2], layerwise=None)
+    assert not scheduler.in_flight()
+    rig.check()
+
+
 def test_marks(rig, scheduler):
     save = scheduler.offload([1], [2], layerwise=True)
     save.mark_layer_written(3)

@@ -101,3 +101,17 @@ def test_behind_a_cancelled_one_that_lacks_its_last_layer_the_order_is_kept(rig)
             save.wait(WAIT_S)
     rig.expect_offload([3], [5])
     rig.check()
+
+
+def test_what_is_on_the_same_stream_as_a_cancelled_one_arrives(rig, copies):
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        first, dropped, last = (scheduler.onload([host], [device]) for host, device in ((4, 1), (5, 2), (6, 3)))
+        assert copies.arrived.acquire(timeout=WAIT_S)
+        dropped.cancel()
+        copies.go_on()
+        for load in (first, last):
+            load.wait(WAIT_S)
+        dropped.wait_over(WAIT_S)
+    rig.expect_onload([4, 6], [1, 3])
+    rig.check()

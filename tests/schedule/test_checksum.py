@@ -272,3 +272,11 @@ def test_a_save_does_not_ask_for_host_blocks_that_have_the_numbers_of_its_device
         scheduler.offload([1], [4]).wait(WAIT_S)
         flip(rig.pool, 4)
         scheduler.offload([4], [9]).wait(WAIT_S)
+
+
+def test_nobody_observes_what_was_not_asked_for_or_cannot_be_read(rig, monkeypatch):
+    for enabled, in_host_memory in ((True, True), (True, False), (False, True)):
+        monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1" if enabled else "0")
+        monkeypatch.setattr(rig.pool, "in_host_memory", in_host_memory)
+        with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+            assert (scheduler.observer is not None) is (enabled and in_host_memory)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
 
 import pytest
 
-from paddle_kv import LayerwiseScheduler
+from paddle_kv import ClosedError, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule.resources import abandoned
 from paddle_kv.tracking.group import change
@@ -193,3 +194,13 @@ def test_a_mark_that_failed_holds_no_closer_up_while_its_exception_is_kept(rig):
     save.cancel()
     scheduler.close(WAIT_S)
     assert kept.value.__traceback__ is not None
+
+
+def test_what_was_planned_before_a_scheduler_is_closed_is_not_started_behind_that(rig):
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    plan, compute = scheduler.plan("onload", [1], [2]), scheduler.compute_stream(None)
+    scheduler.close(WAIT_S)
+    with pytest.raises(ClosedError):
+        change(scheduler, functools.partial(scheduler.start_here, plan, compute, False, None))
+    with pytest.raises(ClosedError):
+        scheduler.plan("onload", [1], [2])

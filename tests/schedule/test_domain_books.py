@@ -75,3 +75,32 @@ def test_what_was_lost_stays_poisoned_where_the_rest_was_written(domain):
     assert domain.poisoned([1, 2, 3]) == [2]
     domain.mark_rewritten([2])
     assert domain._why_poisoned == {}
+
+
+def test_a_block_is_in_use_until_the_last_one_has_read_it(domain):
+    first, second, third = (Moves(number) for number in (1, 2, 3))
+    domain.read([3, 4], first)
+    domain.read([3], second)
+    domain.release(first, written=False)
+    assert domain.busy([3, 4]) == [3]
+    assert domain.holders([3, 4]) == [second]
+    domain.read([3], third)
+    assert domain.holders([3]) == [second, third]
+    assert domain.write([3], Moves(4)) == {second, third}
+
+
+def test_a_block_that_is_named_twice_was_rewritten_as_well(domain):
+    transfer = Moves(1)
+    domain.write([3, 5], transfer)
+    domain.poison([3, 5], transfer, "it failed")
+    domain.release(transfer, written=False)
+    domain.mark_rewritten([3, 3])
+    assert domain.poisoned([3, 5]) == [5]
+
+
+def test_no_blocks(domain):
+    domain.write([1], Moves(1))
+    assert domain.try_lease([], write=True)
+    domain.end_lease([], write=True)
+    domain.mark_rewritten([])
+    assert domain.lone_holders([]) == domain.holders([]) == []

@@ -249,6 +249,7 @@ def test_what_is_refused(rig: Rig) -> None:
         refusals: list[tuple[dict[str, Any], type[Exception], str]] = [
             ({"loads": [1]}, TypeError, "loads is"),
             ({"loads": load}, TypeError, "loads is"),
+            ({"loads": ""}, TypeError, "loads is"),
             ({"saves": [None]}, TypeError, "saves is"),
             ({"loads": [foreign]}, ValueError, "another scheduler"),
             ({"loads": [load, load]}, ValueError, "twice"),

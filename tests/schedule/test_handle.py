@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.schedule import marking
 from paddle_kv.schedule import transfer as transfers
+from paddle_kv.schedule.movement import State
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Deadline
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, make_spec
@@ -254,3 +256,63 @@ def test_layers_of_events_that_others_do_not_share_are_waited_for(rig: Rig) -> N
     rig.expect_offload([1], [4])
     rig.expect_onload([4], [2])
     rig.check()
+
+
+def test_the_time_of_a_transfer_is_known_when_it_is_over(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [2], layerwise=True)
+        assert math.isnan(save.elapsed_ms)
+        for layer in range(LAYERS):
+            save.mark_layer_written(layer)
+        save.wait(WAIT_S)
+        assert save.elapsed_ms > 0.0
+
+
+def test_which_states_are_ends() -> None:
+    assert {state for state in State if state.is_end} == {State.DONE, State.FAILED, State.CANCELLED}
+
+
+def test_of_a_save_of_nothing_no_layer_is_to_be_marked(rig: Rig) -> None:
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([], [], layerwise=True)
+        assert save.unmarked_layers == []
+        assert scheduler.stats()["events"] == 1  # the scheduler's own
+        save.wait(WAIT_S)
+
+
+class HalfSubmitted(Named):
+    def record(self, event, stream):
+        super().record(event, None if stream == "model" else stream)
+
+    def copy_layers(self, binding, work, stream):
+        super().copy_layers(binding, work, stream)
+        raise RuntimeError("the link is down")
+
+
+def test_the_compute_stream_waits_for_what_runs_of_a_submission_that_failed(rig: Rig, copies: Copies) -> None:
+    """The caller has no handle by which it could."""
+    copies.hold("onload", 0)
+    backend = HalfSubmitted()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, compute_stream="model") as scheduler:
+        with pytest.raises(TransferError, match="the link is down"):
+            scheduler.onload([4], [1])
+        assert backend.waiting == ["model"]
+        copies.go_on()
+
+
+def test_what_a_layer_is_said_to_wait_for(rig: Rig, copies: Copies) -> None:
+    copies.hold("onload", 0)
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        loading = scheduler.onload([4], [1])  # all of it is submitted
+        unmarked = scheduler.offload([1], [9], layerwise=True)
+        load, save = scheduler.onload([5], [1]), scheduler.offload([2], [9], layerwise=True)
+        save.mark_layer_written(0)
+        for behind in (load, save):
+            with pytest.raises(TimeoutError, match="it waits for a layerwise offload of the same blocks"):
+                behind.wait_layer(0, timeout_s=SHORT_S)
+        with pytest.raises(TimeoutError, match="mark_layer_written was not called for layer 0"):
+            unmarked.wait_layer(0, timeout_s=SHORT_S)
+        for one in (load, save, unmarked):
+            one.cancel()
+        copies.go_on()
+        loading.wait(WAIT_S)

@@ -7,13 +7,24 @@ import itertools
 
 import pytest
 
-from paddle_kv.tracking.memories import Extent, attach, interleaved
+from paddle_kv.tracking.memories import Extent, attach, buffer_as_layer, interleaved
 
 BASE = 1 << 61  # no allocation lies there
 
 
 class Owner:
     pass
+
+
+def test_an_extent_ends_with_its_last_block():
+    """Which may be shorter than the way from one to the next."""
+    for last_bytes in (1, 15, 16):
+        assert Extent(BASE, BASE + 2 * 16 + last_bytes, 16).num_blocks == 3
+    assert Extent(BASE, BASE + 16, 16).num_blocks == 1
+
+
+def test_a_buffer_is_no_layer():
+    assert [buffer_as_layer(buffer) for buffer in range(4)] == [-2, -3, -4, -5]  # -1 is all layers
 
 
 def test_memory_that_begins_like_one_pool_and_reaches_into_another_is_refused():

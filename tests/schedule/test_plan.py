@@ -33,7 +33,7 @@ def test_direction_decides_what_is_source_and_target():
 
 def test_ids_are_contiguous_whatever_they_were():
     """The compiled library reads them by their address."""
-    made = plan(np.arange(10, dtype=np.int32)[::3], np.arange(20)[:8:2])
+    made = plan(np.arange(10, dtype=np.int32)[::3], np.arange(20, dtype=np.int32)[:8:2])
     assert made.device_ids.tolist() == [0, 3, 6, 9]
     assert made.host_ids.tolist() == [0, 2, 4, 6]
     for ids in (made.device_ids, made.host_ids):
@@ -47,6 +47,11 @@ def test_groups_cover_each_layer_once_in_order(layers, per_event):
     assert covered == list(range(layers))
     assert all(layer in made.layers_of(made.group_of(layer)) for layer in range(layers))
     assert all(0 < len(made.layers_of(group)) <= per_event for group in range(made.num_groups))
+
+
+def test_layers_of_groups_that_are_left_out_are_not_moved():
+    made = TransferPlan("onload", (1,), (2,), 7, 2, frozenset({1, 3}))
+    assert (made.num_groups, list(made.groups), made.num_moved_layers) == (4, [0, 2], 4)
 
 
 def test_no_blocks_no_groups():

@@ -81,16 +81,6 @@ def test_layers_come_in_their_order_though_marked_in_another(ring: RingRig, copi
     load.cancel()
 
 
-def test_a_save_takes_each_layer_when_it_is_marked(ring: RingRig, copies: Copies) -> None:
-    """Not behind the layer that lay in the buffer before, as a load does."""
-    save = ring.scheduler.offload([1], [9], layerwise=True)
-    for layer in (4, 2):
-        save.mark_layer_written(layer)
-        save.wait_layer(layer, timeout_s=WAIT_S)
-    assert [layer for _, _, layer in copies.done] == [4, 2]
-    save.cancel()
-
-
 def test_a_load_waits_for_every_layer_that_a_save_has_in_the_buffer(ring: RingRig, copies: Copies) -> None:
     """The save is marked from the last layer on."""
     save = ring.scheduler.offload([1], [9], layerwise=True)

@@ -363,3 +363,24 @@ def test_each_wait_is_needed(
         return
     with pytest.raises((AssertionError, TransferError, ValueError)):
         _two_passes(rig)
+
+
+def test_a_save_takes_each_layer_when_it_is_marked(made: Callable[..., RingRig], copies: Copies) -> None:
+    """Not behind the layer that lay in the buffer before, as a load does."""
+    ring = made(2)
+    save = ring.scheduler.offload([1], [9], layerwise=True)
+    for layer in (4, 2):
+        save.mark_layer_written(layer)
+        save.wait_layer(layer, timeout_s=WAIT_S)
+    assert [layer for _, _, layer in copies.done] == [4, 2]
+    save.cancel()
+
+
+def test_the_debug_mode_asks_for_a_wait_for_the_layer_that_came_last_alone(made: Callable[..., RingRig]) -> None:
+    ring = made(2)
+    load = ring.scheduler.onload([4], [1])
+    for layer in (0, 2):
+        load.mark_layer_read(layer)  # by somebody who has no use for it
+    load.wait_layer(4, timeout_s=WAIT_S)
+    check_access(ring.cache.pointer("key", 4), [1], True, None)
+    load.cancel()
