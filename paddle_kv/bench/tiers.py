@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import mmap
@@ -82,6 +83,8 @@ def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
     capacity = case.num_objects * (case.object_bytes + HEADER_BYTES)
     found: dict[str, list[tuple[float, float | None, float | None]]] = {}
+    gc.collect()
+    gc.freeze()  # as a server does: to look at all of Paddle takes as long as a fifth of a round
     engine = _engine(case, capacity)
     with (
         engine,
@@ -92,6 +95,7 @@ def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row
             for what, result in (*_tier_round(case, tier, number), *_other_rounds(case, engine, rows)):
                 if number:
                     found.setdefault(what, []).append(result)
+    gc.unfreeze()
     pool.close()
     return [
         Row(what, *(statistics.median(one) if None not in one else None for one in zip(*results, strict=True)))  # type: ignore[arg-type]
