@@ -16,25 +16,10 @@ trap 'rm -rf "$folder"' EXIT
 flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread
   -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include '-DPADDLE_KV_BUILT_CUDA_ARCHS="80"')
 object() { echo "$folder/${1//\//_}.o"; }
-declare -A sources=()
-add() {  # program, sources: each is compiled once, for all programs
-  sources[$1]="${*:2}"
-}
-transfer=custom_ops/transfer
-cpu_copies=("$transfer"/transfer_plan.cc custom_ops/kernels/swap/transfer_{blocks,layers}_cpu.cc)
-queue=(tests/native/fake_cuda/fake_cuda.cc
-  custom_ops/kernels/common/cuda/{missing_architecture,pointer_facts,cuda_device}.cc "$transfer"/{engine_choice,host_rows,thread_cores}.cc
-  "$transfer"/cuda/{c_call,check_transfer,completions,device_plan,event_states}.cc
-  "$transfer"/cuda/{gate_work,queue_api,queued_transfer,stream_feeder,transfer_queue}.cc)
-programs=(host_threads transfer_queue queue_calls queue_stress engines pointer_facts)
-add host_threads tests/native/host_threads_test.cc "${cpu_copies[@]}"
-add transfer_queue tests/native/transfer_queue_test.cc "${cpu_copies[@]}" "${queue[@]}"
-add queue_calls tests/native/queue_calls_test.cc "${cpu_copies[@]}" "${queue[@]}"
-add queue_stress tests/native/queue_stress_test.cc "${cpu_copies[@]}" "${queue[@]}"
-add engines tests/native/engines_test.cc tests/native/fake_cuda/fake_kernels.cc "$transfer"/transfer_plan.cc \
-  "${queue[@]}" "$transfer"/cuda/{bulk_copies,{copy,kernel,staging}_engine,host_copies,row_pieces,staging_fills}.cc
-add pointer_facts tests/native/pointer_facts_test.cc tests/native/fake_cuda/fake_cuda.cc \
-  custom_ops/kernels/common/cuda/{pointer_facts,cuda_device,page_locked}.cc
+programs=({host_threads,transfer_queue,queue_calls,queue_stress,engines,pointer_facts}_test)
+declare -A sources=()  # each is compiled once, for all programs
+listed=$(python3 tests/native/sources.py "${programs[@]}")
+while read -r program files; do sources[$program]=$files; done <<<"$listed"
 # shellcheck disable=SC2086  CXX may be "ccache g++", and the sources of a program are words
 for source in $(printf '%s\n' ${sources[*]} | sort -u); do
   [ "$(jobs -rp | wc -l)" -lt "$(nproc)" ] || wait -n || true  # without an object the linker fails
