@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -83,10 +84,9 @@ def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
     capacity = case.num_objects * (case.object_bytes + HEADER_BYTES)
     found: dict[str, list[tuple[float, float | None, float | None]]] = {}
-    gc.collect()
-    gc.freeze()  # as a server does: to look at all of Paddle takes as long as a fifth of a round
     engine = _engine(case, capacity)
     with (
+        _frozen(),
         engine,
         Tier(engine, pool, model=b"bench", max_objects=case.num_objects, max_store_bytes=2 * capacity) as tier,
     ):
@@ -95,7 +95,6 @@ def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row
             for what, result in (*_tier_round(case, tier, number), *_other_rounds(case, engine, rows)):
                 if number:
                     found.setdefault(what, []).append(result)
-    gc.unfreeze()
     pool.close()
     return [
         Row(what, *(statistics.median(one) if None not in one else None for one in zip(*results, strict=True)))  # type: ignore[arg-type]
@@ -171,6 +170,17 @@ def _tier_round(case: Case, tier: Tier, number: int) -> Iterator[Result]:
         yield what, (rate, cpu, (watch.first_s - start_s) / took_s if layerwise else None)
     if case.folder is None:
         tier.delete(keys)
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    """As in a server that calls gc.freeze(): to look at all of Paddle takes as long as a fifth of a round."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _check(what: str, job: Job, case: Case) -> None:

@@ -125,9 +125,7 @@ class HostPool:
         """
         made = cls.__new__(cls)
         made._set_up(spec, num_blocks)
-        found = adopted(spec, pointers, strides_bytes)
-        made._pointers.update(found[0])
-        made._strides.update(found[1])
+        made._pointers, made._strides = adopted(spec, pointers, strides_bytes)
         made._attach(interleaved(made._tensor_extents()))
         return made
 
