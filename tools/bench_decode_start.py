@@ -2,10 +2,10 @@
 
 Two processes on one GPU, or on two (`--sender-gpu 1`). The one computes layers (matrix products) and hands each layer's
 scattered blocks of 32 KiB over into the cache of the other one, which waits for them layer by layer. A layer is
-computed for as long as its blocks take beside computing, so that neither waits for the other one in the long run. The
-aim: the last layer is there after 1.03 of what the prefill takes without handing anything over, and one layer more. All
-blocks are compared by checksums, after each round. Writes decode_start.csv and decode_start.png of the median round.
-Exit code 1 if a byte is wrong.
+computed for as long as its blocks take beside computing, so that neither waits for the other one in the long run; or
+its products have `--tokens` rows. The aim: the last layer is there after 1.03 of what the prefill takes without handing
+anything over, and one layer more. All blocks are compared by checksums, after each round. Writes decode_start.csv and
+decode_start.png of the median round. Exit code 1 if a byte is wrong.
 """
 
 from __future__ import annotations
@@ -239,13 +239,14 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     options.add_argument("--sender-gpu", type=int, default=0, help="the receiver is on GPU 0")
     options.add_argument("--mib-of-layer", type=int, default=256)
+    options.add_argument("--tokens", type=int, help=f"of a layer's products, {STEP} to {MOST_TOKENS}")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--out", type=Path, default=Path("out"))
     given = options.parse_args()
     begin(0)
     decode = Decode(given)
-    tokens = MOST_TOKENS // 2
-    for _ in range(4):  # until a layer is computed as long as its blocks take beside that
+    tokens = given.tokens or MOST_TOKENS // 2
+    for _ in range(0 if given.tokens else 4):  # until a layer is computed as long as its blocks take beside that
         copy_ms = float(np.median([last - first for first, last in decode.round(tokens).copied]))
         decode.ask("alone", tokens)
         layer_ms = min(decode.ask("alone", tokens) for _ in range(3)) / LAYERS

@@ -3,8 +3,8 @@
 Two processes on one GPU, or on two (`--sender-gpu 1`), 512 MiB of scattered blocks of 16 layers, keys and values. For
 each size of a block: one contiguous copy of the same bytes from the memory of the one process to that of the other one
 (the ceiling); a copy per block from Python; a save of all blocks into the other cache, by each engine; the hand-over,
-from the call of `grant` to the end of the load. Then the save and a loop of matrix products of the receiver beside each
-other. Medians of all rounds, bytes counted once.
+from the call of `grant` to the end of the load. Then saves one behind the other, alone and beside a loop of matrix
+products of the receiver. Medians of all rounds, bytes counted once.
 """
 
 from __future__ import annotations
@@ -212,6 +212,13 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
         ends_ms = ", ".join(f"{name} {np.median(found):.2f}" for name, found in phases.items())
         print(f"hand-over of {kib} KiB, ms since the call of grant: {ends_ms}", flush=True)
         floor_s = floor_ms / 1e3
+
+        def tell(name: str, count: int, took_s: float, **more: float) -> None:
+            rate = count * total_bytes / took_s / 1e9
+            share = rate / (total_bytes / floor_ms / 1e6)
+            rows.append({"KiB": kib, "what": name, "ms": took_s / count * 1e3, "GB/s": rate, "of copy": share, **more})
+
+        tell("saves without a pause, auto", *ask("go_on", "auto", sources, targets, given.seconds, 0.0))
         paces = {**dict.fromkeys(ENGINES, 0.0), "auto, at three fifths of the copy": floor_s / 0.6}
         for what, every_s in paces.items():
             engine = what.partition(",")[0]
@@ -224,11 +231,8 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
             count, took_s = receive(pipe)
             alone += [products.run_ms() for _ in range(3)]  # also behind: the clock of the GPU changes
             slowed = float(np.median(beside) / np.median(alone)) - 1
-            rate = count * total_bytes / took_s / 1e9
-            share = rate / (total_bytes / floor_ms / 1e6)
             name = f"saves {'at a pace' if every_s else 'without a pause'}, {what}, beside products"
-            row = {"KiB": kib, "what": name, "ms": took_s / count * 1e3, "GB/s": rate, "of copy": share}
-            rows.append({**row, "products slowed": slowed})
+            tell(name, count, took_s, **{"products slowed": slowed})
         pipe.send(None)
         process.join(WAIT_S)
     finally:

@@ -298,10 +298,10 @@ def test_7_what_still_runs_of_a_failed_submission_holds_its_blocks(rig, backend_
 def test_7_cancel_drops_what_is_not_marked_and_poisons(rig):
     backend = Watched()
     with rig.scheduler(backend) as scheduler:
-        rig.busy(backend.streams[OFFLOAD])
+        rig.busy(backend.streams[OFFLOAD], 10 * DELAY_MS)  # a busy host takes its time until the engine has it
         save = scheduler.offload([3], [5], layerwise=True)
         save.mark_layer_written(1)
-        save.wait_layer(1, timeout_s=WAIT_S)  # the engine has it
+        save.wait_layer(1, timeout_s=WAIT_S)
         save.cancel()
         assert not save.done()
         with pytest.raises(CancelledError, match=r"offload was cancelled before layer 0 was moved"):
