@@ -761,7 +761,7 @@ def gather_topk_rows(ground: Ground) -> Call:
                       np.full((1, max_tokens, row_bytes), filling, np.uint8))  # fmt: skip
     state.fresh[:] = random.integers(0, 2, batch)
     integers = ("slot_of_token", "token_of_slot", "lru_order", "fresh")
-    scratch = paddle.zeros([batch, num_slots + 5 * k], "int32")  # what becomes of it is of no meaning
+    scratch = paddle.to_tensor(np.zeros((batch, num_slots + 5 * k), np.int32), place=paddle.CPUPlace())  # of no meaning
     arguments: dict[str, Any] = {
         "token_ids": ground.numbers(random.integers(-2, max_tokens + 2, (batch, k)), "int32"),
         "block_table": ground.numbers(random.integers(-1, host_blocks + 1, (batch, blocks)), "int32"),

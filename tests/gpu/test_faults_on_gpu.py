@@ -58,24 +58,23 @@ def test_each_pinned_allocation_that_fails(rig, monkeypatch):
     import cupy
 
     owned = []
-    allocate, free = host_memory._page_locked_functions()
+    add, remove = host_memory._page_lock_functions()
     asked_for = 0
 
-    def counted(size_bytes, address):
+    def counted(address, size_bytes):
         nonlocal asked_for
         asked_for += 1
         if asked_for == nth:
             return OUT_OF_MEMORY
-        code = allocate(size_bytes, address)
-        owned.append(address._obj.value)
-        return code
+        owned.append(address)
+        return add(address, size_bytes)
 
     spec = make_spec(num_layers=3)
     for nth in itertools.count(1):
         owned.clear()
         asked_for = 0
         with monkeypatch.context() as patch:
-            patch.setattr(host_memory, "_page_locked_functions", lambda: (counted, free))
+            patch.setattr(host_memory, "_page_lock_functions", lambda: (counted, remove))
             try:
                 pool = HostPool(spec, 7)
             except MemoryError as error:

@@ -299,11 +299,12 @@ def test_7_cancel_drops_what_is_not_marked_and_poisons(rig):
     backend = Watched()
     with rig.scheduler(backend) as scheduler:
         rig.busy(backend.streams[OFFLOAD], 10 * DELAY_MS)  # a busy host takes its time until the engine has it
+        began_s = time.perf_counter()
         save = scheduler.offload([3], [5], layerwise=True)
         save.mark_layer_written(1)
         save.wait_layer(1, timeout_s=WAIT_S)
         save.cancel()
-        assert not save.done()
+        assert not save.done(), f"{time.perf_counter() - began_s:.3f} s later"
         with pytest.raises(CancelledError, match=r"offload was cancelled before layer 0 was moved"):
             save.wait(WAIT_S)
         with pytest.raises(TransferError, match=r"holds no usable data"):
@@ -438,8 +439,8 @@ def test_10_events_streams_and_pinned_memory_are_back_at_zero(rig, monkeypatch):
             scheduler.offload([3], [6]).wait(WAIT_S)
         return len(counting.events)
 
-    few_transfers = 4 * (rig.spec.num_layers + 3)  # as many as can be in flight here
-    assert work(200) - before <= few_transfers, "events are not re-used"
+    # How many ends have not been noticed yet depends on the host; events that are lost come to one a round at least.
+    assert work(200) - before < 100, "events are not re-used"
     assert before >= 1
     scheduler.offload([4], [0], layerwise=True).mark_layer_written(1)
     scheduler.close(WAIT_S)

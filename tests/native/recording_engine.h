@@ -15,6 +15,7 @@
 #include "paddle_kv/swap/transfer_blocks.h"
 #include "paddle_kv/transfer/engine.h"
 #include "paddle_kv/transfer/engine_choice.h"
+#include "paddle_kv/transfer/engine_events.cuh"
 #include "paddle_kv/transfer/transfer_plan.h"
 #include "queue_rig.h"
 
@@ -80,6 +81,7 @@ class RecordingEngine : public Engine {
       if (!status.ok()) return status;
     }
     auto* stream = reinterpret_cast<cudaStream_t>(where.stream);
+    if (const Status status = RecordStart(work, stream); !status.ok()) return status;
     const std::int64_t* event = work.record_events;
     for (std::int64_t layer = work.first_layer; layer < work.end_layer;) {
       const std::int64_t end = std::min(layer + work.layers_per_event, work.end_layer);
@@ -99,7 +101,7 @@ class RecordingEngine : public Engine {
         TransferBlocksCpu(rows.data(), static_cast<std::int64_t>(rows.size()), sources.data(), targets.data(),
                           static_cast<std::int64_t>(sources.size()));
       });
-      if (event != nullptr) cudaEventRecord(reinterpret_cast<cudaEvent_t>(*event++), stream);
+      if (event != nullptr) cudaEventRecord(EventOf(*event++), stream);
       layer = end;
     }
     return {};

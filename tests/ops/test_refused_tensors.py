@@ -161,7 +161,8 @@ def debug(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 def sparse(given: Given, name: str) -> paddle.Tensor:
     tensor = given[name]
     values = given.tensor(np.ones(1, np.int64 if tensor.dtype == paddle.int64 else np.float32))
-    return paddle.sparse.sparse_coo_tensor([[0]] * tensor.ndim, values, tensor.shape)
+    # On the CPU: to make one, Paddle 2.6 computes on its device.
+    return paddle.sparse.sparse_coo_tensor([[0]] * tensor.ndim, values, tensor.shape, place=paddle.CPUPlace())
 
 
 def released(given: Given, name: str) -> paddle.Tensor:

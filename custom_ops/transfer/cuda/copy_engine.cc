@@ -21,6 +21,7 @@
 #include "paddle_kv/common/helper_thread.h"
 #include "paddle_kv/memcpy/memcpy_batch.h"
 #include "paddle_kv/transfer/engine.h"
+#include "paddle_kv/transfer/engine_events.cuh"
 
 namespace paddle_kv {
 namespace {
@@ -36,6 +37,7 @@ class CopyEngine : public Engine {
   explicit CopyEngine(int device) : device_(device) {}
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
     const cudaStream_t stream = StreamOf(where);
+    PADDLE_KV_RETURN_IF_ERROR(RecordStart(work, stream));
     const bool is_long = more_follows_ || work.more_follows;
     more_follows_ = work.more_follows;
     // A full GPU has no memory for a second stream; then there is one.
@@ -95,7 +97,7 @@ class CopyEngine : public Engine {
         PADDLE_KV_RETURN_IF_ERROR(Submit(0, count, stream));
       }
       if (work.record_events == nullptr) continue;
-      PADDLE_KV_CUDA(cudaEventRecord(reinterpret_cast<cudaEvent_t>(work.record_events[group]), stream));
+      PADDLE_KV_CUDA(cudaEventRecord(EventOf(work.record_events[group]), stream));
     }
     return {};
   }

@@ -6,6 +6,7 @@
 #include "paddle_kv/common/bulk_async.cuh"
 #include "paddle_kv/common/copy_bytes.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/transfer/copy_segments.h"
 
 namespace paddle_kv {
 namespace {
@@ -127,6 +128,12 @@ Status LaunchCopyRows(const RowCopy& copy, const DeviceStream& where) {
                                       cudaSharedmemCarveoutMaxShared));
   CopyRowsByBulk<<<kCtas, kWarpLanes, sizeof(Shared), StreamOf(where)>>>(copy);
   return LaunchStatus("CopyRowsByBulk");
+}
+
+Status LoadCopyRows(const DeviceStream& where) {
+  bool has_bulk_copies = false;
+  PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(where.device, &has_bulk_copies));
+  return has_bulk_copies ? LaunchCopyRows({}, where) : Status{};
 }
 
 }  // namespace paddle_kv

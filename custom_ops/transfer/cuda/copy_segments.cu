@@ -395,4 +395,18 @@ Status LaunchCopySegments(const SegmentCopy& copy, bool bulk, Direction directio
   });
 }
 
+Status LoadCopySegments(const DeviceStream& where) {
+  SegmentCopy nothing{};
+  nothing.ctas = 1;
+  PADDLE_KV_RETURN_IF_ERROR(LaunchCopySegments(nothing, false, Direction::kHostToDevice, where));
+  bool has_bulk_copies = false;
+  PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(where.device, &has_bulk_copies));
+  if (!has_bulk_copies) return {};
+  for (const Direction direction :
+       {Direction::kDeviceToHost, Direction::kHostToDevice, Direction::kDeviceToDevice, Direction::kCacheToCache}) {
+    PADDLE_KV_RETURN_IF_ERROR(LaunchCopySegments(nothing, true, direction, where));
+  }
+  return {};
+}
+
 }  // namespace paddle_kv

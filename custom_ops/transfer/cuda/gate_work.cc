@@ -3,13 +3,9 @@
 #include <algorithm>
 
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/transfer/engine_events.cuh"
 
 namespace paddle_kv {
-namespace {
-
-cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
-
-}  // namespace
 
 // References into the deques stay valid where others append, and the thread alone removes.
 bool GateWork::Advance(Lock& lock, const EventStates& events, bool asks, const MakeCurrent& make_current,

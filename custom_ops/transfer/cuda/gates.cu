@@ -11,6 +11,8 @@
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/stream_waits.cuh"
 #include "paddle_kv/transfer/c_call.h"
+#include "paddle_kv/transfer/copy_rows.h"
+#include "paddle_kv/transfer/copy_segments.h"
 #include "paddle_kv/transfer/transfer_queue.h"
 
 namespace paddle_kv {
@@ -142,11 +144,15 @@ class Gates : public GateWords {
     PADDLE_KV_CUDA(cudaStreamCreateWithFlags(marks_stream_.Receive(), cudaStreamNonBlocking));
     const cudaStream_t stream = through_stream_.get();
     PADDLE_KV_CUDA(cudaMemsetAsync(device_memory_.get(), 0, device_bytes, stream));
-    // The first launch of a kernel loads it, and that may wait for the device: never beside a closed gate.
+    // The first launch of a kernel loads it, and that may wait for the device: never beside a closed gate. That holds
+    // for the kernels of the transfers that open it, too.
     PADDLE_KV_RETURN_IF_ERROR(Wait(0, stream));
     PADDLE_KV_RETURN_IF_ERROR(Mark(0, stream));
     if (num_layers > 1) PADDLE_KV_RETURN_IF_ERROR(MarkAndWait(0, stream));
     PADDLE_KV_RETURN_IF_ERROR(Arm(0, 0, stream));
+    const DeviceStream where = {device, reinterpret_cast<std::int64_t>(stream)};
+    PADDLE_KV_RETURN_IF_ERROR(LoadCopySegments(where));
+    PADDLE_KV_RETURN_IF_ERROR(LoadCopyRows(where));
     PADDLE_KV_CUDA(cudaStreamSynchronize(stream));
     return {};
   }

@@ -15,11 +15,10 @@
 #include "paddle_kv/common/upload_buffers.cuh"
 #include "paddle_kv/transfer/copy_segments.h"
 #include "paddle_kv/transfer/engine.h"
+#include "paddle_kv/transfer/engine_events.cuh"
 
 namespace paddle_kv {
 namespace {
-
-cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
 class KernelEngine : public Engine {
  public:
@@ -72,6 +71,7 @@ class KernelEngine : public Engine {
     if (work.plan->inside_device) copy.ctas = CtasBetweenCaches(work);
     const cudaStream_t stream = StreamOf(where);
     Status status = table->Upload(table_bytes, stream);
+    if (status.ok()) status = RecordStart(work, stream);
     if (status.ok()) {
       status = can_wait_ ? LaunchOnce(copy, groups, bulk, direction, work.record_events, where)
                          : LaunchGroups(copy, groups, bulk, direction, work.record_events, where);

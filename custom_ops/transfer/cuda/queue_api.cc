@@ -14,13 +14,12 @@
 #include "paddle_kv/transfer/c_call.h"
 #include "paddle_kv/transfer/check_transfer.h"
 #include "paddle_kv/transfer/device_plan.h"
+#include "paddle_kv/transfer/engine_events.cuh"
 #include "paddle_kv/transfer/transfer_plan.h"
 #include "paddle_kv/transfer/transfer_queue.h"
 
 namespace paddle_kv {
 namespace {
-
-cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
 // As Guarded, for a number. A queue whose thread could not be started is none, and nothing is in it.
 template <class Function>

@@ -26,6 +26,7 @@
 #include "paddle_kv/common/upload_buffers.cuh"
 #include "paddle_kv/transfer/copy_segments.h"
 #include "paddle_kv/transfer/engine.h"
+#include "paddle_kv/transfer/engine_events.cuh"
 #include "paddle_kv/transfer/host_copies.h"
 #include "paddle_kv/transfer/staging_fills.h"
 
@@ -79,6 +80,7 @@ class StagingEngine : public Engine {
     PADDLE_KV_RETURN_IF_ERROR(tables_.Take(table_bytes, &table));
     const auto slot_of = [&](std::size_t fill) { return Slot(next_fill_ + fill); };
     WriteTable(packed, to_host, slot_of, table->device(), table->host());
+    PADDLE_KV_RETURN_IF_ERROR(RecordStart(work, stream));
     // The table of a load goes in front of its blocks: on the stream of scatters it would wait for the blocks of other
     // calls that the copy engine is busy with, and the slots would stay full. It takes a stream of its own, for which
     // the blocks wait: the copy engine stays with a stream as long as that has copies, and an urgent load is let in
@@ -111,7 +113,7 @@ class StagingEngine : public Engine {
     const auto record_until = [&](std::int64_t end) -> Status {
       if (work.record_events == nullptr) return {};
       for (; group < end; ++group) {
-        PADDLE_KV_CUDA(cudaEventRecord(reinterpret_cast<cudaEvent_t>(work.record_events[group]), last));
+        PADDLE_KV_CUDA(cudaEventRecord(EventOf(work.record_events[group]), last));
       }
       return {};
     };

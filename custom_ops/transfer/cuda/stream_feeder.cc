@@ -5,14 +5,13 @@
 #include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/nvtx_range.h"
+#include "paddle_kv/transfer/engine_events.cuh"
 
 namespace paddle_kv {
 namespace {
 
 constexpr int kCallsInFlight = 3;
 constexpr std::size_t kFewestInFlight = 2;  // of whatever size: the link never waits for the next call
-
-cudaEvent_t EventOf(std::int64_t handle) { return reinterpret_cast<cudaEvent_t>(handle); }
 
 }  // namespace
 
@@ -48,7 +47,6 @@ Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_comp
     if (IsNotReady(cudaEventQuery(event))) *was_compute_busy = true;
     PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
   }
-  if (step->begins && step->first_group == 0) PADDLE_KV_CUDA(cudaEventRecord(EventOf(transfer.start_event), handle));
   step->beside_compute |= *was_compute_busy;
   PADDLE_KV_RETURN_IF_ERROR(Copy(transfer, step));
   if (idle_events_.empty()) {
@@ -76,7 +74,8 @@ Status StreamFeeder::Copy(QueuedTransfer& transfer, Step* step) {
                            transfer.layers_per_band(),
                            step->ends ? &transfer.record_events[step->first_group] : nullptr,
                            step->more_follows,
-                           step->beside_compute};
+                           step->beside_compute,
+                           step->begins && step->first_group == 0 ? transfer.start_event : 0};
   Engine& engine = EngineOf(step->engine);
   const Status status = engine.Copy(work, where_);
   if (status.code != cudaErrorMemoryAllocation || transfer.engine != EngineKind::kAuto ||

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "paddle_kv/common/cuda_status.cuh"
+#include "paddle_kv/transfer/engine_events.cuh"
 #include "paddle_kv/transfer/thread_cores.h"
 
 namespace paddle_kv {
@@ -318,8 +319,7 @@ void TransferQueue::AskForWatched(Lock& lock) {
   for (Watch& watch : asked) {
     const bool is_lost = !MakeCurrent(watch.device).ok();
     while (watch.next < watch.end_recorded) {
-      const cudaError_t result =
-          is_lost ? cudaErrorUnknown : cudaEventQuery(reinterpret_cast<cudaEvent_t>(watch.events[watch.next]));
+      const cudaError_t result = is_lost ? cudaErrorUnknown : cudaEventQuery(EventOf(watch.events[watch.next]));
       if (result != cudaSuccess && IsNotReady(result)) break;
       // Behind an error of the device nothing ends any more: whoever is told asks, and is given the error.
       watch.next = result == cudaSuccess ? watch.next + 1 : watch.events.size();

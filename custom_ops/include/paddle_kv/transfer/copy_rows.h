@@ -43,5 +43,6 @@ std::vector<RowPiece> PiecesOfRow(const HostRow& row);
 bool IsForCopyRows(const HostRow& row);
 
 Status LaunchCopyRows(const RowCopy& copy, const DeviceStream& where);
+Status LoadCopyRows(const DeviceStream& where);  // as LoadCopySegments
 
 }  // namespace paddle_kv

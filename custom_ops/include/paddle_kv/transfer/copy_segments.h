@@ -51,4 +51,8 @@ int WarpsOf(const SegmentCopy& copy, bool bulk, Direction direction);
 
 Status LaunchCopySegments(const SegmentCopy& copy, bool bulk, Direction direction, const DeviceStream& where);
 
+// The first launch of a kernel loads it, and may wait for all that the device is doing: this launches each of them with
+// nothing to copy.
+Status LoadCopySegments(const DeviceStream& where);
+
 }  // namespace paddle_kv

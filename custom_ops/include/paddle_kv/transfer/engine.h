@@ -27,7 +27,8 @@ struct EngineWork {
   // nothing in between but the recording of events. Then the stream need not come behind all of this copy, and the two
   // can overlap; the events of their groups are as without.
   bool more_follows = false;
-  bool beside_compute = false;  // the model runs on this GPU, and should hardly notice
+  bool beside_compute = false;   // the model runs on this GPU, and should hardly notice
+  std::int64_t start_event = 0;  // cudaEvent_t as an integer, recorded in front of the first copy; 0: none
 };
 
 // Belongs to one transfer stream; called by one thread at a time, and destroyed, with its device current.
