@@ -76,12 +76,12 @@ class RecordingEngine : public Engine {
       copied.push_back({where.stream, work.plan->device_blocks, work.first_layer, work.end_layer, kind_, blocks,
                         work.record_events != nullptr, work.beside_compute});
     }
+    auto* stream = reinterpret_cast<cudaStream_t>(where.stream);
+    if (const Status status = RecordStart(work, stream); !status.ok()) return status;
     if (before_copy) {
       const Status status = before_copy(work, where);
       if (!status.ok()) return status;
     }
-    auto* stream = reinterpret_cast<cudaStream_t>(where.stream);
-    if (const Status status = RecordStart(work, stream); !status.ok()) return status;
     const std::int64_t* event = work.record_events;
     for (std::int64_t layer = work.first_layer; layer < work.end_layer;) {
       const std::int64_t end = std::min(layer + work.layers_per_event, work.end_layer);
