@@ -8,7 +8,6 @@ kernels return zeros on the newest GPUs.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from typing import Any
 
 import cupy
@@ -112,7 +111,6 @@ class GpuRig:
 
     # ---- compute ----
     def busy(self, stream: Any = None, milliseconds: float = DELAY_MS) -> None:
-        gc.collect()  # memory of former tests that went back to the driver meanwhile would wait for the delay
         delay.busy(self.compute if stream is None else stream, milliseconds)
 
     def write(self, block: int, value: int, layers: Any = None, stream: Any = None) -> None:

@@ -298,6 +298,7 @@ def test_7_what_still_runs_of_a_failed_submission_holds_its_blocks(rig, backend_
 def test_7_cancel_drops_what_is_not_marked_and_poisons(rig):
     backend = Watched()
     with rig.scheduler(backend) as scheduler:
+        scheduler.offload([0], [0]).wait(WAIT_S)  # the engine takes its memory, which beside the delay may wait for it
         rig.busy(backend.streams[OFFLOAD], 10 * DELAY_MS)  # a busy host takes its time until the engine has it
         began_s = time.perf_counter()
         save = scheduler.offload([3], [5], layerwise=True)
