@@ -1,7 +1,9 @@
 """What the calls of a Mooncake Store cost by themselves: python tools/bench_mooncake_calls.py HOST:PORT
 
-256 objects of 1 MiB in one call each, with and without a header of 4 KiB in memory of its own, no checksums. Each round
-runs every call once; the first round does not count. The store needs room for 1 GiB.
+256 objects of 1 MiB in one call each, with and without a header of 4 KiB in memory of its own. Each round runs every
+call once; the first round does not count. The store needs room for 1 GiB. Nothing has checksums but the two ways that
+say so, which bound what a tier can reach that has them: those of all layers made by a second thread during the call of
+a store, as if they were not needed before it, and behind that of a load.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +22,32 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from paddle_kv.tiers.checksum import checksums
 from paddle_kv.tiers.mooncake_store import connect
 
 OBJECTS, OBJECT_BYTES, HEADER_BYTES, ROUNDS = 256, 1 << 20, 4096, 7
-STAGES = (1, 4, 11, 16)  # layers of 32 KiB
+STAGES = (1, 4, 11, 16)  # layers
+LAYER_BYTES = OBJECT_BYTES // sum(STAGES)
 
 Found = dict[str, list[tuple[float, float]]]
 
 
-def run_round(store: Any, number: int, headers: list[int], blocks: list[int], found: Found) -> None:
-    plain, one, two = ([f"{kind}-{number}-{i}" for i in range(OBJECTS)] for kind in ("plain", "one", "two"))
+def run_round(
+    store: Any, number: int, headers: list[int], blocks: list[int], contents: memoryview, found: Found
+) -> None:
+    kinds = ("plain", "one", "two", "beside")
+    plain, one, two, beside = ([f"{kind}-{number}-{i}" for i in range(OBJECTS)] for kind in kinds)
     sizes, pairs = [OBJECT_BYTES] * OBJECTS, [[HEADER_BYTES, OBJECT_BYTES]] * OBJECTS
     alone, both = [[block] for block in blocks], [list(pair) for pair in zip(headers, blocks, strict=True)]
+
+    def sums() -> None:
+        checksums([(contents, LAYER_BYTES)])
+
+    def put_beside_sums() -> None:
+        with ThreadPoolExecutor(1) as other:
+            summed = other.submit(sums)
+            store.batch_put_from(beside, blocks, sizes)
+            summed.result()
 
     def session(stages: tuple[int, ...]) -> None:
         store.batch_get_session_start(two)
@@ -53,6 +70,9 @@ def run_round(store: Any, number: int, headers: list[int], blocks: list[int], fo
         "get, header and block": lambda: store.batch_get_into_multi_buffers(two, both, pairs),
         "session, header and block": lambda: session((1,)),
         f"session, stages of {STAGES} layers": lambda: session(STAGES),
+        "batch_put_from, checksums during it": put_beside_sums,
+        "session, header and block, checksums then": lambda: (session((1,)), sums()),
+        "checksums alone": sums,
     }
     for name, call in calls.items():
         cpu_s, began_s = time.process_time(), time.perf_counter()
@@ -61,7 +81,7 @@ def run_round(store: Any, number: int, headers: list[int], blocks: list[int], fo
         gib = OBJECTS * OBJECT_BYTES / 2**30
         if number:
             found.setdefault(name, []).append((gib * 1024 / taken_s, (time.process_time() - cpu_s) / gib))
-    for names in (plain, one, two):
+    for names in (plain, one, two, beside):
         store.batch_remove(names, True)
 
 
@@ -75,7 +95,7 @@ def main() -> None:
     headers, blocks = ([int(one.ctypes.data) + i * one.nbytes // OBJECTS for i in range(OBJECTS)] for one in memory)
     found: Found = {}
     for number in range(ROUNDS):
-        run_round(store, number, headers, blocks, found)
+        run_round(store, number, headers, blocks, memoryview(memory[1]), found)
     for name, results in found.items():
         rate, cpu = map(statistics.median, zip(*results, strict=True))
         print(f"{name:44s} {rate:6.0f} MiB/s  {cpu:.2f} s of processor for a GiB", flush=True)
