@@ -188,7 +188,8 @@ class Contents:
         finally:
             if free_slots:
                 self._slots.give_back(free_slots)
-            self.tell_evicted()
+            if index.evicted:
+                self.tell_evicted()
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         slots = []

@@ -148,7 +148,7 @@ class Directory(Contents):
             raise ValueError(f"rank {hello.rank} has a cache of another spec than the directory's")
         known = self.ranks.epochs[hello.rank]
         outcomes = [] if known in (None, hello.epoch) else self.lost(hello.rank)
-        self.ranks.epochs[hello.rank] = hello.epoch
+        self.ranks.begin(hello.rank, hello.epoch)
         return outcomes
 
     def lost(self, rank: int) -> list[Outcome]:
@@ -292,7 +292,7 @@ class Directory(Contents):
         wanted = named = list(dict.fromkeys(keys))
         if min_uses > 1:
             wanted = self._uses.often(wanted, min_uses, index.slots)
-        if not self.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
+        if not self.ranks.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
             wanted = [key for key in wanted if key in index.slots]
         if all_or_nothing and not self._has_room(wanted):
             wanted = [key for key in wanted if key in index.slots]
@@ -379,9 +379,8 @@ class Directory(Contents):
         """A job: its blocks are held until it is over, whatever becomes of them."""
         ranks, number = self.ranks, self.ranks.next_id()
         bound_s = self.timeout_s if timeout_s is None else timeout_s
-        epochs = tuple([epoch or 0 for epoch in ranks.epochs])
         named, slots, ids = tuple(keys), tuple(slots), tuple(ids)
-        job = Job(number, kind, self.space, named, slots, ids, epochs, bound_s, layerwise, tier)
+        job = Job(number, kind, self.space, named, slots, ids, ranks.named_epochs, bound_s, layerwise, tier)
         if job.fills_host:
             self.index.arriving.update(dict.fromkeys(named, number))
         self.index.pin(named)

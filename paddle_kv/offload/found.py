@@ -37,13 +37,15 @@ class Found:
 
     def release(self) -> None:
         """The blocks may be evicted again. Again: does nothing."""
-        if self._hold is not None:
-            self._holds.end(self._hold)
+        hold, self._hold = self._hold, None  # so that it does not say later that nobody refers to the look-up
+        if hold is not None:
+            self._holds.end(hold)
 
     def hand_over(self) -> list[bytes]:
         """The keys; to let go of the blocks is the caller's from now on."""
-        if self._hold is not None:
-            self._holds.forget(self._hold)
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            self._holds.forget(hold)
         return self.keys
 
     def __reduce__(self) -> NoReturn:

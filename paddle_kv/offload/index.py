@@ -45,6 +45,7 @@ class BlockIndex(Generic[Key]):
         self._on_end = getattr(policy, "on_end", None)
         self._on_save = getattr(policy, "on_save", None)
         self._by_order = getattr(policy, "by_order", False)
+        self._needs_path = self._on_end is None or self._by_order
         self._replace = _own(policy, "replace")
         self._replace_all = _own(policy, "replace_all")
         self._on_use = _own(policy, "on_use")
@@ -56,12 +57,12 @@ class BlockIndex(Generic[Key]):
         count = self.peek(keys)
         whole, found = (keys, count) if prompt is None else (prompt, self._first_absent(prompt))
         try:
-            self.ended.saw(whole, found)
+            if found < len(whole) or self.ended.blocks:
+                self.ended.saw(whole, found)
             if self.expected.blocks:
                 self.expected.came(whole)
-            if self._on_prompt is not None:
-                self._on_prompt(whole)
-            if count:
+            used = self._on_prompt is not None and self._on_prompt(whole)
+            if count and (not used or prompt is not None):
                 self._use(keys[:count])
         except BaseException:
             self._tell_anew()
@@ -123,7 +124,8 @@ class BlockIndex(Generic[Key]):
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
         admitted: dict[Key, int] = {}
-        self.expected.lapse(self._admitted_blocks)
+        if self.expected.blocks:
+            self.expected.lapse(self._admitted_blocks)
         if self._on_save is not None:
             self._on_save(keys)
         slots = self.slots
@@ -132,10 +134,12 @@ class BlockIndex(Generic[Key]):
             return admitted
         path, at, others = self.ended.hanging.path(keys, first)
         behind = list(filter(slots.__contains__, keys[first:]))
-        held = self._hold_present([*keys[:first], *behind], () if path is keys else path[:at])
+        held, head = [*keys[:first], *behind], () if path is keys else path[:at]
+        if held or head:
+            held = self._hold_present(held, head)
         try:
             self._admit(keys, first, not behind, free_slots, admitted)
-            if admitted:
+            if admitted and self._needs_path:
                 self._let_in(path, at)
         except BaseException:
             for key in keys:
@@ -152,7 +156,7 @@ class BlockIndex(Generic[Key]):
             if others:
                 self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)
-        return dict(reversed(admitted.items()))
+        return dict(reversed(admitted.items())) if len(admitted) > 1 else admitted
 
     def hung_on(self, keys: Sequence[Key]) -> Sequence[Key]:
         """The blocks of the same prompt, before the first absent one, which :meth:`admit` would hold too."""

@@ -38,8 +38,7 @@ def check_result(result: Any) -> None:
     if not type(result.job_id) is type(result.rank) is type(result.epoch) is int:
         for name in ("job_id", "rank", "epoch"):
             check_integer(getattr(result, name), f"{name} of a Result")
-    for name in ("failed", "damaged"):
-        positions = getattr(result, name)
+    for name, positions in (("failed", result.failed), ("damaged", result.damaged)):
         if positions == ():
             continue
         if not isinstance(positions, tuple) or not set(map(type, positions)) <= {int}:

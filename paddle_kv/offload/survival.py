@@ -20,7 +20,7 @@ from itertools import groupby, takewhile
 from typing import Generic
 
 from .guard import Guard
-from .owners import Owners
+from .owners import NOBODY, Owners
 from .policy import Key
 from .queues import Queues
 from .returns import Returns, part_of
@@ -63,28 +63,22 @@ class Survival(Generic[Key]):
         self._giving: Run[Key] | None = None  # whose last block went last, for this very save
 
     # ---- prompts ----
-    def on_prompt(self, prompt: Sequence[Key]) -> None:
+    def on_prompt(self, prompt: Sequence[Key]) -> bool:
         """It is looked up: its blocks that are there are used, the others may come."""
-        now_s = self.clock()
+        now_s, queues = self.clock(), self._queues
         self._going = None
-        self._queues.advance(now_s)
+        if now_s >= queues.next_look_s:
+            queues.advance(now_s)
         self._num_prompts += 1
         if self._num_prompts % PRICE_EVERY == 0:
             self._score.fit(now_s)
-            self._queues.price()
+            queues.price()
         if not prompt:
-            return
+            return True
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
-        slots = self._owner.slots_of(prompt)
-        parts: list[tuple[Run[Key], int]] = []
-        found = 0
-        for run, blocks in groupby(self._owner.of_slots(slots)):
-            if run is None:
-                break
-            count = len(list(blocks))
-            parts.append((run, count))
-            found += count
+        slots, parts = self._owner.along(prompt)
+        found = sum([count for _, count in parts]) if parts else 0
         self._guard.saw(prompt, found, now_s)
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
@@ -99,23 +93,24 @@ class Survival(Generic[Key]):
             heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
             start = end
         if own < len(prompt):
-            run = self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+            run = self._begin(prompt, own, found, [run for run in back if not run.head] if back else back, now_s)
             if own < found:
                 self._take(run, prompt[own:found], slots[own:found], parts[num_heads:])
             self._watch(run)
-            self._queues.enter(run)
+            queues.enter(run)
             self._expect(run, prompt[found:])
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
         for run in reversed(heads):  # as of one prompt: the first blocks are the ones used last
-            self._queues.leave(run)
+            queues.leave(run)
             self._over.pop(run, None)
             run.touched_s, run.part = now_s, 0
             run.klass = HEAD * CLASSES + (min(run.turn, TURNS) - 1) * LEVELS
             self._watch(run)
-            self._queues.enter(run)
+            queues.enter(run)
             self._order.move_to_end(run)
+        return True  # each run is the last of its queue: to use its blocks again would change nothing
 
     def _came_back(self, run: Run[Key], now_s: float) -> None:
         if run.watched:
@@ -230,13 +225,15 @@ class Survival(Generic[Key]):
 
     # ---- blocks ----
     def on_insert(self, key: Key) -> None:
-        if self._owner.get(key) is not None:
+        owner = self._owner
+        slot = owner.slots[key]
+        if slot < len(owner.numbers) and owner.numbers[slot] != NOBODY:
             return
         run = self._coming.pop(key, None)
         if run is None:  # of nobody knows what
             run = Run([key], None, key, self.clock(), 1, LEVELS // 2)
             self._watch(run)
-        self._owner.put(key, run)
+        owner.put(slot, run)
         run.live += 1
         run.end = len(run.keys)
         if run.live == 1:
@@ -384,8 +381,9 @@ class Survival(Generic[Key]):
 
     def _last(self, run: Run[Key]) -> Key:
         """Its last block that is there."""
-        owner, keys, end = self._owner, run.keys, run.end
-        while owner.get(keys[end - 1]) is not run:
+        keys, end, number = run.keys, run.end, run.number
+        slot_of, numbers = self._owner.slots.get, self._owner.numbers
+        while (slot := slot_of(keys[end - 1])) is None or numbers[slot] != number:
             end -= 1
         run.end = end
         return keys[end - 1]
