@@ -33,6 +33,8 @@ def check_integer(value: object, name: str) -> None:
 
 def checked_count(value: object, name: str, least: int = 0) -> int:
     """As an int; TypeError or ValueError unless it counts something, from ``least`` on."""
+    if type(value) is int and least <= value < 2**63:
+        return value
     if isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; an integer is expected")
     try:

@@ -381,9 +381,12 @@ class Directory(Contents):
         bound_s = self.timeout_s if timeout_s is None else timeout_s
         named, slots, ids = tuple(keys), tuple(slots), tuple(ids)
         job = Job(number, kind, self.space, named, slots, ids, ranks.named_epochs, bound_s, layerwise, tier)
+        index = self.index
         if job.fills_host:
-            self.index.arriving.update(dict.fromkeys(named, number))
-        self.index.pin(named)
+            arriving = index.arriving
+            for key in named:
+                arriving[key] = number
+        index.pin(named)
         ranks.add(job, computed_from)
         return job
 
@@ -406,7 +409,8 @@ class Directory(Contents):
                 wrong = [key for key in own if key in named]
             for key in arrived:
                 del arriving[key]
-            self._events.add("stored", HOST, arrived)
+            if self._events.enabled:
+                self._events.add("stored", HOST, arrived)
             if wrong:
                 self._forget(wrong)
         if pending.damaged:

@@ -61,7 +61,9 @@ class Guard:
         every, order = self._every, self._order
         if every > 1:
             there, prompt = prompt[:found], self._sampled(prompt)
-            found = len(self._sampled(there)) if prompt else 0
+            if not prompt:
+                return  # what it knows stays what it is
+            found = len(self._sampled(there))
         count = 0
         for key in prompt:
             if key not in order:

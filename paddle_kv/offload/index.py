@@ -133,7 +133,7 @@ class BlockIndex(Generic[Key]):
         if first == len(keys):
             return admitted
         path, at, others = self.ended.hanging.path(keys, first)
-        behind = list(filter(slots.__contains__, keys[first:]))
+        behind = list(filter(slots.__contains__, keys[first + 1 :])) if len(keys) > first + 1 else []
         held, head = [*keys[:first], *behind], () if path is keys else path[:at]
         if held or head:
             held = self._hold_present(held, head)
@@ -190,14 +190,13 @@ class BlockIndex(Generic[Key]):
         self, keys: Sequence[Key], first: int, all_absent: bool, free_slots: list[int], admitted: dict[Key, int]
     ) -> None:
         """Of these from ``first`` on; ``all_absent``: none of them is there."""
-        slots, pins, evicted = self.slots, self.pins, self.evicted
-        on_access, on_insert = self._policy.on_access, self._policy.on_insert
+        slots, pins, on_insert = self.slots, self.pins, self._policy.on_insert
         replace, replace_all = self._replace, self._replace_all
         hints = bool(self.expected.blocks or self.ended.blocks)
         if hints:
             replace = replace_all = None
         make_room = replace or (self._victim if hints else self._policy.victim)
-        free = min(len(free_slots), self.capacity_blocks - len(slots))
+        free = min(len(free_slots), self.capacity_blocks - len(slots)) if free_slots else 0
         wanted = list(reversed(keys[first : len(slots) + free]))
         if not all_absent or len(wanted) <= FEW or len(set(wanted)) < len(wanted):
             replace_all = None
@@ -210,7 +209,7 @@ class BlockIndex(Generic[Key]):
             key = wanted[at]
             at += 1
             if key in slots:
-                on_access(key)
+                self._policy.on_access(key)
                 continue
             told = False
             if free:
@@ -234,8 +233,8 @@ class BlockIndex(Generic[Key]):
                     self._take_back(victim, admitted)
                 else:
                     self.evicted_blocks += 1
-                    if evicted is not None:
-                        evicted.append(victim)
+                    if self.evicted is not None:
+                        self.evicted.append(victim)
                 slot = slots.pop(victim)
                 if hints:  # else what hangs on what is only asked for when all are let in
                     self.ended.gone(slot)

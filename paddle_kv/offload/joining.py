@@ -231,7 +231,7 @@ class Ranks:
         pending.decided = True
         self._settle(pending)
         own = pending.outcome() if pending.waiting else self._end(pending)
-        if pending.job.kind == "save":  # nothing is computed from what one saves
+        if pending.job.kind == "save" or not (pending.failed or pending.dependents):  # nothing else hangs on how it ends
             return [own]
         return [own, *self._decide_saves_of(pending)]
 

@@ -41,8 +41,8 @@ class Owners(Generic[Key]):
         return None if slot is None or slot >= len(self.numbers) else self._runs[self.numbers[slot]]
 
     def along(self, path: Sequence[Key]) -> tuple[list[int], list[tuple[Run[Key], int]]]:
-        """The slots of its blocks up to the first one that is not there, and whose the blocks are, one run after the
-        other: so many each, up to the first one that is nobody's."""
+        """The slots of its blocks up to the first one that is not there, or is nobody's; and whose the blocks are, one
+        run after the other: so many each."""
         there = self.slots
         if path[0] not in there:
             return [], []
@@ -51,6 +51,7 @@ class Owners(Generic[Key]):
         for number, same in groupby(map(self.numbers.__getitem__, slots)):
             run = self._runs[number]
             if run is None:
+                del slots[sum(count for _, count in parts) :]
                 break
             parts.append((run, len(list(same))))
         return slots, parts
@@ -85,14 +86,9 @@ class Owners(Generic[Key]):
             self._runs.append(run)
         return run.number
 
-    def pop(self, key: Key) -> Run[Key]:
-        """KeyError where the block is nobody's."""
-        slot = self.slots[key]
-        run = self._runs[self.numbers[slot]] if slot < len(self.numbers) else None
-        if run is None:
-            raise KeyError(key)
-        self.numbers[slot] = NOBODY
-        return run
+    def clear(self, key: Key) -> None:
+        """The block, which is somebody's, is nobody's."""
+        self.numbers[self.slots[key]] = NOBODY
 
     def release(self, run: Run[Key]) -> None:
         """None of the blocks is its own any more, or those that are become another's next."""

@@ -119,12 +119,8 @@ class Queues(Generic[Key]):
     def price(self) -> None:
         """By what was learnt since."""
         self.worth = self._returns.worth()
-        self._cheapest = [
-            (self.worth[klass][part], klass, part)
-            for klass, queues in enumerate(self._leaves)
-            for part, queue in enumerate(queues)
-            if queue
-        ]
+        queues = {(klass, part) for _, klass, part in self._cheapest if self._leaves[klass][part]}
+        self._cheapest = [(self.worth[klass][part], klass, part) for klass, part in queues]
         heapq.heapify(self._cheapest)
 
     def next(self) -> Run[Key] | None:

@@ -78,7 +78,7 @@ class Survival(Generic[Key]):
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
         slots, parts = self._owner.along(prompt)
-        found = sum([count for _, count in parts]) if parts else 0
+        found = len(slots)
         self._guard.saw(prompt, found, now_s)
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
@@ -156,7 +156,8 @@ class Survival(Generic[Key]):
             for other, shared in groupby(fresh, coming.get):
                 if other is not None and other is not run:
                     self._hang_on(other, list(shared)[-1])
-        coming.update(dict.fromkeys(fresh, run))
+        for key in fresh:
+            coming[key] = run
 
     def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
         """Blocks that are there, along a path, become its own. What is left of those who had them, so many each, hangs
@@ -254,8 +255,17 @@ class Survival(Generic[Key]):
                 self._queues.use_again(run)
 
     def on_remove(self, key: Key) -> None:
-        run = self._owner.pop(key)
+        run = self._owner.get(key)
+        if run is None:
+            raise KeyError(key)
+        self._lose(run, key)
+
+    def _lose(self, run: Run[Key], key: Key) -> None:
+        """This block of it goes."""
+        self._owner.clear(key)
         run.live -= 1
+        if run.keys[run.end - 1] is key:
+            run.end -= 1
         if not run.live:
             self._disappear(run)
             self._unhang(run.parent)
@@ -267,9 +277,10 @@ class Survival(Generic[Key]):
             chosen = self._oldest(pinned, incoming)
             if chosen is None:
                 return None
-            self._giving = chosen[0]
-            self.on_remove(chosen[1])
-            return chosen[1]
+            run, key = chosen
+            self._giving = run
+            self._lose(run, key)
+            return key
         run = self._going
         key = self._last(run) if run is not None else None
         if run is None or key is None or key in self._hanging or key in pinned:
@@ -278,7 +289,7 @@ class Survival(Generic[Key]):
                 chosen = self._oldest(pinned, incoming)
                 if chosen is None:
                     return None
-                self.on_remove(chosen[1])
+                self._lose(*chosen)
                 return chosen[1]
             run, key = chosen
             self._going = run
@@ -288,7 +299,7 @@ class Survival(Generic[Key]):
             if own is not None and own is not run and worth[own.klass][own.part] < worth[run.klass][run.part]:
                 return incoming
         self._giving = run
-        self.on_remove(key)
+        self._lose(run, key)
         return key
 
     def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
