@@ -48,7 +48,8 @@ class Contents:
         """The longest prefix that is present, held against eviction. A use of these blocks: once per request.
         ``prompt``: all hashes of it, where some are left out that are known to be elsewhere."""
         keys, prompt = checked_hashes(hashes), None if prompt is None else checked_hashes(prompt, "prompt")
-        self._holds.end_lost()
+        if self._holds.lost:
+            self._holds.end_lost()
         count = self.index.lookup(keys, prompt)
         self.counters["lookups"] += 1
         self.counters["looked_up_blocks"] += len(keys)

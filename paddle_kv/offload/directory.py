@@ -212,7 +212,8 @@ class Directory(Contents):
         """
         keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids)
-        check_timeout(timeout_s, positive=True)
+        if timeout_s is not None:
+            check_timeout(timeout_s, positive=True)
         if tier != HOST:
             check_tier(tier)
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
@@ -278,16 +279,19 @@ class Directory(Contents):
         """
         keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids, distinct=False)
-        check_timeout(timeout_s, positive=True)
-        check_bool(layerwise, "layerwise")
-        check_bool(all_or_nothing, "all_or_nothing")
+        if timeout_s is not None:
+            check_timeout(timeout_s, positive=True)
+        if not type(layerwise) is type(all_or_nothing) is bool:
+            check_bool(layerwise, "layerwise")
+            check_bool(all_or_nothing, "all_or_nothing")
         min_uses = checked_count(min_uses, "min_uses", least=1)
         computed_from = checked_list(computed_from, "computed_from", "int")
         if computed_from:
             self.ranks.check_loads(computed_from)
         if not keys:  # all was found
             return SavePlan(None)
-        self._holds.end_lost()
+        if self._holds.lost:
+            self._holds.end_lost()
         index = self.index
         wanted = named = list(dict.fromkeys(keys))
         if min_uses > 1:

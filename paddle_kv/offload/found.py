@@ -70,15 +70,19 @@ class _Hold(weakref.ref):  # type: ignore[type-arg]
 
 
 class Holds:
-    """What look-ups hold. The thread of the index gives back what was lost, when it comes by."""
+    """What look-ups hold. The thread of the index gives back what was lost, when it comes by.
+
+    Attributes:
+        lost: of look-ups to which nobody refers any more.
+    """
 
     def __init__(self, index: BlockIndex[bytes]) -> None:
         self._index = index
         self._all: set[_Hold] = set()
-        self._lost: deque[_Hold] = deque()
+        self.lost: deque[_Hold] = deque()
 
     def begin(self, found: Found, keys: list[bytes]) -> _Hold:
-        hold = _Hold(found, self._lost.append)
+        hold = _Hold(found, self.lost.append)
         hold.keys = tuple(keys)
         self._index.pin(keys)
         self._all.add(hold)
@@ -94,5 +98,5 @@ class Holds:
         self._all.discard(hold)
 
     def end_lost(self) -> None:
-        while self._lost:
-            self.end(self._lost.popleft())
+        while self.lost:
+            self.end(self.lost.popleft())

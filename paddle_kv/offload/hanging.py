@@ -63,14 +63,15 @@ class Hanging(Generic[Key]):
     def path(self, keys: Sequence[Key], first: int) -> tuple[Sequence[Key], int, list[Coming[Key]]]:
         """The prompt in which ``keys[first]`` stands, and where, as far as that is known; and what :meth:`goes_on` is
         to be told when the keys were let in."""
-        path, at = keys, first
+        path, at, coming = keys, first, self._coming
         others: list[Coming[Key]] = []
         for start in range(first, -1, -1):  # blocks may have come since they were looked up
-            for prompt, found in reversed(self._coming.get(keys[start], ())):
+            for one in reversed(coming.get(keys[start], ())):
+                prompt, found = one
                 rest, new = prompt[found:], keys[start:]
                 all_of_it = rest == new
                 if not all_of_it:
-                    others.append((prompt, found))
+                    others.append(one)
                 if path is not keys:
                     continue
                 if all_of_it or rest[: len(new)] == new:

@@ -293,9 +293,9 @@ class BlockIndex(Generic[Key]):
         if admitted:
             self.unpin([next(iter(admitted))])
 
-    def pin(self, keys: Iterable[Key]) -> None:
+    def pin(self, keys: Sequence[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
-        pins, keys = self.pins, list(keys)
+        pins = self.pins
         if len(keys) > FEW and keys[0] not in pins:
             once = dict.fromkeys(keys, 1)
             if len(once) == len(keys) and pins.keys().isdisjoint(once):
@@ -304,9 +304,9 @@ class BlockIndex(Generic[Key]):
         for key in keys:
             pins[key] = pins.get(key, 0) + 1
 
-    def unpin(self, keys: Iterable[Key]) -> None:
+    def unpin(self, keys: Sequence[Key]) -> None:
         """One :meth:`pin` of each of these blocks less."""
-        pins, keys = self.pins, list(keys)
+        pins = self.pins
         if len(keys) > FEW and pins[keys[0]] == 1 and list(map(pins.get, keys)).count(1) == len(keys):
             deque(map(pins.pop, keys), 0)  # by nobody else
             return

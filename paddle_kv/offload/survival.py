@@ -87,22 +87,19 @@ class Survival(Generic[Key]):
         while num_heads and parts[num_heads - 1][0] in back and not parts[num_heads - 1][0].head:
             num_heads -= 1
             own -= parts[num_heads][1]
-        heads, start = [], 0
-        for run, count in parts[:num_heads]:
-            end = start + count
-            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
-            start = end
+        heads = self._heads_of(prompt, slots, parts[:num_heads], back, now_s) if num_heads else []
         if own < len(prompt):
             run = self._begin(prompt, own, found, [run for run in back if not run.head] if back else back, now_s)
             if own < found:
                 self._take(run, prompt[own:found], slots[own:found], parts[num_heads:])
             self._watch(run)
-            queues.enter(run)
+            if run.live:
+                queues.enter(run)
             self._expect(run, prompt[found:])
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
-        for run in reversed(heads):  # as of one prompt: the first blocks are the ones used last
+        for run in heads[::-1]:  # as of one prompt: the first blocks are the ones used last
             queues.leave(run)
             self._over.pop(run, None)
             run.touched_s, run.part = now_s, 0
@@ -119,6 +116,22 @@ class Survival(Generic[Key]):
                 self._score.learn(run.facts, run.turn, True, run.touched_s)
                 run.facts = None
         self._unwatch(run)
+
+    def _heads_of(
+        self,
+        prompt: Sequence[Key],
+        slots: list[int],
+        parts: list[tuple[Run[Key], int]],
+        back: list[Run[Key]],
+        now_s: float,
+    ) -> list[Run[Key]]:
+        """What it begins with, of other prompts: of so many blocks each."""
+        heads, start = [], 0
+        for run, count in parts:
+            end = start + count
+            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
+            start = end
+        return heads
 
     def _head_of(
         self, run: Run[Key], keys: Sequence[Key], slots: list[int], back: list[Run[Key]], now_s: float
@@ -143,7 +156,7 @@ class Survival(Generic[Key]):
         facts = self._score.facts(turn, length, known, gap_s)
         sign = prompt[-2] if length - 2 >= own else prompt[-1]
         parent = prompt[own - 1] if own else None
-        run = Run(list(prompt[own:]), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
+        run = Run(list(prompt[own:] if own else prompt), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
         run.length, run.facts = length, facts
         return run
 
