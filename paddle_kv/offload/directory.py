@@ -293,7 +293,7 @@ class Directory(Contents):
         if self._holds.lost:
             self._holds.end_lost()
         index = self.index
-        wanted = named = list(dict.fromkeys(keys))
+        wanted = named = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         if min_uses > 1:
             wanted = self._uses.often(wanted, min_uses, index.slots)
         if not self.ranks.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):

@@ -124,6 +124,7 @@ class BlockIndex(Generic[Key]):
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
         admitted: dict[Key, int] = {}
+        held: list[Key] = []
         if self.expected.blocks:
             self.expected.lapse(self._admitted_blocks)
         if self._on_save is not None:
@@ -134,11 +135,11 @@ class BlockIndex(Generic[Key]):
             return admitted
         path, at, others = self.ended.hanging.path(keys, first)
         behind = list(filter(slots.__contains__, keys[first + 1 :])) if len(keys) > first + 1 else []
-        held, head = [*keys[:first], *behind], () if path is keys else path[:at]
-        if held or head:
-            held = self._hold_present(held, head)
+        there, head = [*keys[:first], *behind], () if path is keys else path[:at]
+        if there or head:
+            held = self._hold_present(there, head)
         try:
-            self._admit(keys, first, not behind, free_slots, admitted)
+            self._admit(keys, first, not behind, free_slots, admitted, held)
             if admitted and self._needs_path:
                 self._let_in(path, at)
         except BaseException:
@@ -151,8 +152,8 @@ class BlockIndex(Generic[Key]):
             self._tell_anew()
             raise
         finally:
-            if held or len(admitted) > 1:
-                self.unpin([*held, *list(admitted)[1:]])
+            if held:
+                self.unpin(held)
             if others:
                 self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)
@@ -187,9 +188,16 @@ class BlockIndex(Generic[Key]):
             self._use(list(filter(self.slots.__contains__, path[:at])))
 
     def _admit(
-        self, keys: Sequence[Key], first: int, all_absent: bool, free_slots: list[int], admitted: dict[Key, int]
+        self,
+        keys: Sequence[Key],
+        first: int,
+        all_absent: bool,
+        free_slots: list[int],
+        admitted: dict[Key, int],
+        held: list[Key],
     ) -> None:
-        """Of these from ``first`` on; ``all_absent``: none of them is there."""
+        """Of these from ``first`` on; ``all_absent``: none of them is there. Those that others must not take the place
+        of are pinned, and are ``held``: the prompt makes room from its end on, since what is behind a gap is no use."""
         slots, pins, on_insert = self.slots, self.pins, self._policy.on_insert
         replace, replace_all = self._replace, self._replace_all
         hints = bool(self.expected.blocks or self.ended.blocks)
@@ -203,7 +211,7 @@ class BlockIndex(Generic[Key]):
         at = 0
         while at < len(wanted):
             if replace_all is not None and not free and len(wanted) > at + FEW:
-                at += self._replace_together(replace_all, wanted[at:], admitted)
+                at += self._replace_together(replace_all, wanted[at:], admitted, held)
                 if at == len(wanted):
                     break
             key = wanted[at]
@@ -230,7 +238,7 @@ class BlockIndex(Generic[Key]):
                     victim = next(iter(admitted))  # all are held, this one since before it was dropped
                     self._policy.on_remove(victim)
                 if victim in admitted:
-                    self._take_back(victim, admitted)
+                    self._take_back(victim, admitted, held)
                 else:
                     self.evicted_blocks += 1
                     if self.evicted is not None:
@@ -239,15 +247,18 @@ class BlockIndex(Generic[Key]):
                 if hints:  # else what hangs on what is only asked for when all are let in
                     self.ended.gone(slot)
             admitted[key] = slots[key] = slot
-            if len(admitted) > 1:
-                pins[key] = (
-                    pins.get(key, 0) + 1
-                )  # the prompt makes room from its end on: what is behind a gap is no use
+            if len(admitted) > 1 and at < len(wanted):
+                pins[key] = pins.get(key, 0) + 1
+                held.append(key)
             if not told:
                 on_insert(key)
 
     def _replace_together(
-        self, replace_all: Callable[[list[Key], Container[Key]], list[Key]], wanted: list[Key], admitted: dict[Key, int]
+        self,
+        replace_all: Callable[[list[Key], Container[Key]], list[Key]],
+        wanted: list[Key],
+        admitted: dict[Key, int],
+        held: list[Key],
     ) -> int:
         """How many of the first of these, which are absent, were let in."""
         slots = self.slots
@@ -261,7 +272,10 @@ class BlockIndex(Generic[Key]):
             return 0
         let_in = dict(zip(wanted, map(slots.pop, victims), strict=False))
         slots.update(let_in)
-        self.pin(wanted[not admitted : len(victims)])  # as above
+        if len(victims) < len(wanted):
+            kept = wanted[not admitted : len(victims)]
+            self.pin(kept)
+            held += kept
         admitted.update(let_in)
         self.evicted_blocks += len(victims)
         if self.evicted is not None:
@@ -287,15 +301,17 @@ class BlockIndex(Generic[Key]):
                 return victim
             expected.release_farthest()
 
-    def _take_back(self, key: Key, admitted: dict[Key, int]) -> None:
+    def _take_back(self, key: Key, admitted: dict[Key, int], held: list[Key]) -> None:
         """What the prompt ends with is not let in; what it ends with then may go next."""
         del admitted[key]
         if admitted:
-            self.unpin([next(iter(admitted))])
+            end = next(iter(admitted))
+            held.remove(end)
+            self.unpin([end])
 
-    def pin(self, keys: Sequence[Key]) -> None:
+    def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""
-        pins = self.pins
+        pins, keys = self.pins, list(keys)
         if len(keys) > FEW and keys[0] not in pins:
             once = dict.fromkeys(keys, 1)
             if len(once) == len(keys) and pins.keys().isdisjoint(once):
@@ -304,9 +320,9 @@ class BlockIndex(Generic[Key]):
         for key in keys:
             pins[key] = pins.get(key, 0) + 1
 
-    def unpin(self, keys: Sequence[Key]) -> None:
+    def unpin(self, keys: Iterable[Key]) -> None:
         """One :meth:`pin` of each of these blocks less."""
-        pins = self.pins
+        pins, keys = self.pins, list(keys)
         if len(keys) > FEW and pins[keys[0]] == 1 and list(map(pins.get, keys)).count(1) == len(keys):
             deque(map(pins.pop, keys), 0)  # by nobody else
             return

@@ -231,8 +231,8 @@ class Ranks:
         pending.decided = True
         self._settle(pending)
         own = pending.outcome() if pending.waiting else self._end(pending)
-        if pending.job.kind == "save" or not (pending.failed or pending.dependents):  # nothing else hangs on how it ends
-            return [own]
+        if pending.job.kind == "save" or not (pending.failed or pending.dependents):
+            return [own]  # nothing else hangs on how it ends: nothing is computed from what one saves
         return [own, *self._decide_saves_of(pending)]
 
     def undo(self, pending: Pending) -> list[Outcome]:

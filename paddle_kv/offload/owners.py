@@ -47,7 +47,7 @@ class Owners(Generic[Key]):
         if path[0] not in there:
             return [], []
         slots = list(map(there.__getitem__, takewhile(there.__contains__, path)))
-        parts = []
+        parts: list[tuple[Run[Key], int]] = []
         for number, same in groupby(map(self.numbers.__getitem__, slots)):
             run = self._runs[number]
             if run is None:

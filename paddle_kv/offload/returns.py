@@ -15,7 +15,6 @@ it is the largest slope from (K(a), P(a)) to any later point of that curve: one 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import pairwise
 
 FIRST_S = 2.0  # the first part ends here

@@ -156,7 +156,8 @@ class Survival(Generic[Key]):
         facts = self._score.facts(turn, length, known, gap_s)
         sign = prompt[-2] if length - 2 >= own else prompt[-1]
         parent = prompt[own - 1] if own else None
-        run = Run(list(prompt[own:] if own else prompt), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
+        keys = list(prompt[own:] if own else prompt)
+        run = Run(keys, parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
         run.length, run.facts = length, facts
         return run
 
@@ -290,10 +291,9 @@ class Survival(Generic[Key]):
             chosen = self._oldest(pinned, incoming)
             if chosen is None:
                 return None
-            run, key = chosen
-            self._giving = run
-            self._lose(run, key)
-            return key
+            self._giving = chosen[0]
+            self._lose(*chosen)
+            return chosen[1]
         run = self._going
         key = self._last(run) if run is not None else None
         if run is None or key is None or key in self._hanging or key in pinned:

@@ -193,7 +193,7 @@ class TieredBooks(Books):
         present = [keys[i] for i, state in enumerate(states) if state is BlockState.PRESENT]
         self.directory.lookup(present, prompt=keys).hand_over()  # the lease has a guard of its own
         self.directory.counters["looked_up_blocks"] += len(keys) - len(present)
-        self.index.pin([keys[i] for i, state in enumerate(states) if state is not BlockState.PRESENT])
+        self.index.pin(keys[i] for i, state in enumerate(states) if state is not BlockState.PRESENT)
         self.counts["tier_hit_blocks"] += len(hashes) - len(present)
         slots = self.index.slots
         if self._has_events:
