@@ -51,12 +51,12 @@ class Contents:
         if self._holds.lost:
             self._holds.end_lost()
         count = self.index.lookup(keys, prompt)
-        self.counters["lookups"] += 1
-        self.counters["looked_up_blocks"] += len(keys)
-        self.counters["hit_blocks"] += count
-        there, num_arriving = self.index.slots, 0
+        counters, num_arriving = self.counters, 0
+        counters["lookups"] += 1
+        counters["looked_up_blocks"] += len(keys)
+        counters["hit_blocks"] += count
         if self.index.arriving:
-            num_arriving = len(list(takewhile(there.__contains__, keys[count:])))
+            num_arriving = len(list(takewhile(self.index.slots.__contains__, keys[count:])))
         return Found(self._holds, keys[:count], num_arriving)
 
     def peek(self, hashes: Sequence[bytes]) -> int:

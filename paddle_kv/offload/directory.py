@@ -285,8 +285,8 @@ class Directory(Contents):
             check_bool(layerwise, "layerwise")
             check_bool(all_or_nothing, "all_or_nothing")
         min_uses = checked_count(min_uses, "min_uses", least=1)
-        computed_from = checked_list(computed_from, "computed_from", "int")
-        if computed_from:
+        if type(computed_from) is not tuple or computed_from:
+            computed_from = checked_list(computed_from, "computed_from", "int")
             self.ranks.check_loads(computed_from)
         if not keys:  # all was found
             return SavePlan(None)
@@ -401,18 +401,16 @@ class Directory(Contents):
         if failed:
             self.counters["failed_saves" if job.kind == "save" else "failed_loads"] += 1
         if job.fills_host:
-            arriving = self.index.arriving
-            brought_by = list(map(arriving.get, job.keys))
-            own: Sequence[bytes] = job.keys
-            if brought_by.count(job.id) < len(own):  # some were dropped meanwhile
-                own = [key for key, number in zip(own, brought_by, strict=True) if number == job.id]
-            arrived, wrong = own, []
+            arriving, number = self.index.arriving, job.id
+            arrived, wrong = [], []
+            for key in job.keys:
+                if arriving.get(key) == number:  # else it was dropped meanwhile
+                    del arriving[key]
+                    arrived.append(key)
             if failed:
                 named = {job.keys[position] for position in failed}
-                arrived = [key for key in own if key not in named]
-                wrong = [key for key in own if key in named]
-            for key in arrived:
-                del arriving[key]
+                wrong = [key for key in arrived if key in named]
+                arrived = [key for key in arrived if key not in named]
             if self._events.enabled:
                 self._events.add("stored", HOST, arrived)
             if wrong:

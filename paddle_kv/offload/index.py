@@ -206,7 +206,7 @@ class BlockIndex(Generic[Key]):
         make_room = replace or (self._victim if hints else self._policy.victim)
         free = min(len(free_slots), self.capacity_blocks - len(slots)) if free_slots else 0
         wanted = list(reversed(keys[first : len(slots) + free]))
-        if not all_absent or len(wanted) <= FEW or len(set(wanted)) < len(wanted):
+        if len(wanted) <= FEW or not all_absent or len(set(wanted)) < len(wanted):
             replace_all = None
         at = 0
         while at < len(wanted):

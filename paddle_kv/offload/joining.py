@@ -230,7 +230,9 @@ class Ranks:
         """With the saves that wait for it."""
         pending.decided = True
         self._settle(pending)
-        own = pending.outcome() if pending.waiting else self._end(pending)
+        if not pending.waiting:
+            del self.pending[pending.job.id]
+        own = pending.outcome()
         if pending.job.kind == "save" or not (pending.failed or pending.dependents):
             return [own]  # nothing else hangs on how it ends: nothing is computed from what one saves
         return [own, *self._decide_saves_of(pending)]

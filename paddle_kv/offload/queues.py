@@ -42,9 +42,10 @@ class Queues(Generic[Key]):
         self.price()
 
     def watch(self, run: Run[Key]) -> None:
+        klass, part = run.klass, run.part
         run.watched = True
-        self._used[run.part].add(run.klass)
-        self._watched[run.klass][run.part][run] = None
+        self._used[part].add(klass)
+        self._watched[klass][part][run] = None
 
     def unwatch(self, run: Run[Key]) -> None:
         if run.watched:

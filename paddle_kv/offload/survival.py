@@ -95,7 +95,7 @@ class Survival(Generic[Key]):
             self._watch(run)
             if run.live:
                 queues.enter(run)
-            self._expect(run, prompt[found:])
+            self._expect(run, prompt[found:] if found else prompt)
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
