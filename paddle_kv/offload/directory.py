@@ -281,8 +281,9 @@ class Directory(Contents):
         check_device_ids(keys, device_ids, distinct=False)
         if timeout_s is not None:
             check_timeout(timeout_s, positive=True)
-        if not type(layerwise) is type(all_or_nothing) is bool:
+        if layerwise is not False:
             check_bool(layerwise, "layerwise")
+        if all_or_nothing is not False:
             check_bool(all_or_nothing, "all_or_nothing")
         min_uses = checked_count(min_uses, "min_uses", least=1)
         if type(computed_from) is not tuple or computed_from:

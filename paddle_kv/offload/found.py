@@ -57,7 +57,8 @@ class Found:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        if self._hold is not None:
+            self.release()
 
 
 class _Hold(weakref.ref):  # type: ignore[type-arg]

@@ -22,11 +22,10 @@ class Pending:
         failed, damaged: positions that some rank has not moved, or found damaged.
     """
 
-    __slots__ = ("after", "damaged", "decided", "dependents", "failed", "job", "planned_s", "reason", "waiting")
+    __slots__ = ("after", "damaged", "decided", "dependents", "failed", "job", "reason", "waiting")
 
-    def __init__(self, job: Job, planned_s: float, waiting: set[int]) -> None:
+    def __init__(self, job: Job, waiting: set[int]) -> None:
         self.job = job
-        self.planned_s = planned_s
         self.waiting = waiting
         self.after: set[int] = set()
         self.dependents: list[Pending] = []
@@ -99,18 +98,17 @@ class Ranks:
 
     def add(self, job: Job, computed_from: Iterable[int] = ()) -> None:
         """It is about to be sent to all ranks."""
-        there = self._there
-        pending = Pending(job, self._clock(), set(there))
-        self.pending[job.id] = pending
+        there, now_s, timeout_s = self._there, self._clock(), job.timeout_s
+        pending = self.pending[job.id] = Pending(job, set(there))
         for number in computed_from:
             load = self.pending.get(number)
             if load is not None and not load.decided:
                 pending.after.add(number)
                 load.dependents.append(pending)
         if not there:  # nobody will say anything of it, whatever its time
-            heapq.heappush(self._due, (pending.planned_s, job.id, False))
-        elif job.timeout_s is not None:
-            heapq.heappush(self._due, (pending.planned_s + job.timeout_s, job.id, False))
+            heapq.heappush(self._due, (now_s, job.id, False))
+        elif timeout_s is not None:
+            heapq.heappush(self._due, (now_s + timeout_s, job.id, False))
 
     def has_failed(self, load_id: int) -> bool:
         """Whether a load has ended as failed, or may have, so long ago that nobody knows."""

@@ -86,10 +86,6 @@ class Owners(Generic[Key]):
             self._runs.append(run)
         return run.number
 
-    def clear(self, key: Key) -> None:
-        """The block, which is somebody's, is nobody's."""
-        self.numbers[self.slots[key]] = NOBODY
-
     def release(self, run: Run[Key]) -> None:
         """None of the blocks is its own any more, or those that are become another's next."""
         self._free.append(run.number)

@@ -276,7 +276,8 @@ class Survival(Generic[Key]):
 
     def _lose(self, run: Run[Key], key: Key) -> None:
         """This block of it goes."""
-        self._owner.clear(key)
+        owner = self._owner
+        owner.numbers[owner.slots[key]] = NOBODY
         run.live -= 1
         if run.keys[run.end - 1] is key:
             run.end -= 1

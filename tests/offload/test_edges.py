@@ -200,7 +200,7 @@ def test_what_messages_hold_unless_it_is_said() -> None:
 def test_a_job_keeps_the_first_reason_and_tells_in_order() -> None:
     late = {9, 16, 27, 40}
     assert list(late) != sorted(late)
-    pending = Pending(job(1), 0.0, set(late))
+    pending = Pending(job(1), set(late))
     pending.fail("first")
     pending.fail("second")
     pending.failed = set(late)
