@@ -9,12 +9,17 @@ from typing import Any
 
 from .jobs import HOST
 
+# Made once: a call that has them in its body makes them each time, and each request is checked several times.
+LISTS = (list, tuple)
+BYTES = {bytes}
+INTS = {int}
+
 
 def checked_hashes(hashes: Sequence[bytes], name: str = "hashes") -> list[bytes]:
     """As a list; TypeError unless all of it are bytes."""
-    if not isinstance(hashes, list | tuple) and (isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence)):
+    if not isinstance(hashes, LISTS) and (isinstance(hashes, (bytes, str)) or not isinstance(hashes, Sequence)):
         raise TypeError(f"{name} is {type(hashes).__name__}; a list of bytes is expected")
-    if not set(map(type, hashes)) <= {bytes}:
+    if not BYTES.issuperset(map(type, hashes)):
         position = next(i for i, key in enumerate(hashes) if type(key) is not bytes)
         raise TypeError(f"{name}[{position}] is {type(hashes[position]).__name__}; bytes are expected")
     return list(hashes)
@@ -28,6 +33,8 @@ def check_integer(value: object, name: str) -> None:
 
 def checked_count(value: object, name: str, least: int = 0) -> int:
     """As an int; TypeError or ValueError unless it counts something, from ``least`` on."""
+    if type(value) is int and least <= value < 2**63:
+        return value
     if isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; an integer is expected")
     try:
@@ -41,7 +48,7 @@ def checked_count(value: object, name: str, least: int = 0) -> int:
 
 def checked_list(values: Iterable[Any], name: str, of: str) -> list[Any]:
     """What can be gone through, as a list; else TypeError. A string is no list of its letters."""
-    if isinstance(values, list | tuple):
+    if isinstance(values, LISTS):
         return list(values)
     if isinstance(values, (bytes, bytearray, str)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} is {type(values).__name__}; a list of {of} is expected")
@@ -54,7 +61,7 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
         raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
     if not ids:
         return
-    if not set(map(type, ids)) <= {int}:
+    if not INTS.issuperset(map(type, ids)):
         raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
     if min(ids) < 0:
         raise ValueError(f"device_block_ids names block {min(ids)}; it must not be negative")

@@ -48,14 +48,15 @@ class Contents:
         """The longest prefix that is present, held against eviction. A use of these blocks: once per request.
         ``prompt``: all hashes of it, where some are left out that are known to be elsewhere."""
         keys, prompt = checked_hashes(hashes), None if prompt is None else checked_hashes(prompt, "prompt")
-        self._holds.end_lost()
+        if self._holds.lost:
+            self._holds.end_lost()
         count = self.index.lookup(keys, prompt)
-        self.counters["lookups"] += 1
-        self.counters["looked_up_blocks"] += len(keys)
-        self.counters["hit_blocks"] += count
-        there, num_arriving = self.index.slots, 0
+        counters, num_arriving = self.counters, 0
+        counters["lookups"] += 1
+        counters["looked_up_blocks"] += len(keys)
+        counters["hit_blocks"] += count
         if self.index.arriving:
-            num_arriving = len(list(takewhile(there.__contains__, keys[count:])))
+            num_arriving = len(list(takewhile(self.index.slots.__contains__, keys[count:])))
         return Found(self._holds, keys[:count], num_arriving)
 
     def peek(self, hashes: Sequence[bytes]) -> int:
@@ -188,7 +189,8 @@ class Contents:
         finally:
             if free_slots:
                 self._slots.give_back(free_slots)
-            self.tell_evicted()
+            if index.evicted:
+                self.tell_evicted()
 
     def _forget(self, keys: Iterable[bytes]) -> None:
         slots = []

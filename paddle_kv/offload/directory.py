@@ -148,7 +148,7 @@ class Directory(Contents):
             raise ValueError(f"rank {hello.rank} has a cache of another spec than the directory's")
         known = self.ranks.epochs[hello.rank]
         outcomes = [] if known in (None, hello.epoch) else self.lost(hello.rank)
-        self.ranks.epochs[hello.rank] = hello.epoch
+        self.ranks.begin(hello.rank, hello.epoch)
         return outcomes
 
     def lost(self, rank: int) -> list[Outcome]:
@@ -212,7 +212,8 @@ class Directory(Contents):
         """
         keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids)
-        check_timeout(timeout_s, positive=True)
+        if timeout_s is not None:
+            check_timeout(timeout_s, positive=True)
         if tier != HOST:
             check_tier(tier)
             return self._plan_load_from(tier, keys, device_ids, timeout_s)
@@ -278,21 +279,25 @@ class Directory(Contents):
         """
         keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
         check_device_ids(keys, device_ids, distinct=False)
-        check_timeout(timeout_s, positive=True)
-        check_bool(layerwise, "layerwise")
-        check_bool(all_or_nothing, "all_or_nothing")
+        if timeout_s is not None:
+            check_timeout(timeout_s, positive=True)
+        if layerwise is not False:
+            check_bool(layerwise, "layerwise")
+        if all_or_nothing is not False:
+            check_bool(all_or_nothing, "all_or_nothing")
         min_uses = checked_count(min_uses, "min_uses", least=1)
-        computed_from = checked_list(computed_from, "computed_from", "int")
-        if computed_from:
+        if type(computed_from) is not tuple or computed_from:
+            computed_from = checked_list(computed_from, "computed_from", "int")
             self.ranks.check_loads(computed_from)
         if not keys:  # all was found
             return SavePlan(None)
-        self._holds.end_lost()
+        if self._holds.lost:
+            self._holds.end_lost()
         index = self.index
-        wanted = named = list(dict.fromkeys(keys))
+        wanted = named = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         if min_uses > 1:
             wanted = self._uses.often(wanted, min_uses, index.slots)
-        if not self.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
+        if not self.ranks.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
             wanted = [key for key in wanted if key in index.slots]
         if all_or_nothing and not self._has_room(wanted):
             wanted = [key for key in wanted if key in index.slots]
@@ -379,12 +384,14 @@ class Directory(Contents):
         """A job: its blocks are held until it is over, whatever becomes of them."""
         ranks, number = self.ranks, self.ranks.next_id()
         bound_s = self.timeout_s if timeout_s is None else timeout_s
-        epochs = tuple([epoch or 0 for epoch in ranks.epochs])
         named, slots, ids = tuple(keys), tuple(slots), tuple(ids)
-        job = Job(number, kind, self.space, named, slots, ids, epochs, bound_s, layerwise, tier)
+        job = Job(number, kind, self.space, named, slots, ids, ranks.named_epochs, bound_s, layerwise, tier)
+        index = self.index
         if job.fills_host:
-            self.index.arriving.update(dict.fromkeys(named, number))
-        self.index.pin(named)
+            arriving = index.arriving
+            for key in named:
+                arriving[key] = number
+        index.pin(named)
         ranks.add(job, computed_from)
         return job
 
@@ -395,19 +402,18 @@ class Directory(Contents):
         if failed:
             self.counters["failed_saves" if job.kind == "save" else "failed_loads"] += 1
         if job.fills_host:
-            arriving = self.index.arriving
-            brought_by = list(map(arriving.get, job.keys))
-            own: Sequence[bytes] = job.keys
-            if brought_by.count(job.id) < len(own):  # some were dropped meanwhile
-                own = [key for key, number in zip(own, brought_by, strict=True) if number == job.id]
-            arrived, wrong = own, []
+            arriving, number = self.index.arriving, job.id
+            arrived, wrong = [], []
+            for key in job.keys:
+                if arriving.get(key) == number:  # else it was dropped meanwhile
+                    del arriving[key]
+                    arrived.append(key)
             if failed:
                 named = {job.keys[position] for position in failed}
-                arrived = [key for key in own if key not in named]
-                wrong = [key for key in own if key in named]
-            for key in arrived:
-                del arriving[key]
-            self._events.add("stored", HOST, arrived)
+                wrong = [key for key in arrived if key in named]
+                arrived = [key for key in arrived if key not in named]
+            if self._events.enabled:
+                self._events.add("stored", HOST, arrived)
             if wrong:
                 self._forget(wrong)
         if pending.damaged:

@@ -37,13 +37,15 @@ class Found:
 
     def release(self) -> None:
         """The blocks may be evicted again. Again: does nothing."""
-        if self._hold is not None:
-            self._holds.end(self._hold)
+        hold, self._hold = self._hold, None  # so that it does not say later that nobody refers to the look-up
+        if hold is not None:
+            self._holds.end(hold)
 
     def hand_over(self) -> list[bytes]:
         """The keys; to let go of the blocks is the caller's from now on."""
-        if self._hold is not None:
-            self._holds.forget(self._hold)
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            self._holds.forget(hold)
         return self.keys
 
     def __reduce__(self) -> NoReturn:
@@ -55,7 +57,8 @@ class Found:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.release()
+        if self._hold is not None:
+            self.release()
 
 
 class _Hold(weakref.ref):  # type: ignore[type-arg]
@@ -68,15 +71,19 @@ class _Hold(weakref.ref):  # type: ignore[type-arg]
 
 
 class Holds:
-    """What look-ups hold. The thread of the index gives back what was lost, when it comes by."""
+    """What look-ups hold. The thread of the index gives back what was lost, when it comes by.
+
+    Attributes:
+        lost: of look-ups to which nobody refers any more.
+    """
 
     def __init__(self, index: BlockIndex[bytes]) -> None:
         self._index = index
         self._all: set[_Hold] = set()
-        self._lost: deque[_Hold] = deque()
+        self.lost: deque[_Hold] = deque()
 
     def begin(self, found: Found, keys: list[bytes]) -> _Hold:
-        hold = _Hold(found, self._lost.append)
+        hold = _Hold(found, self.lost.append)
         hold.keys = tuple(keys)
         self._index.pin(keys)
         self._all.add(hold)
@@ -92,5 +99,5 @@ class Holds:
         self._all.discard(hold)
 
     def end_lost(self) -> None:
-        while self._lost:
-            self.end(self._lost.popleft())
+        while self.lost:
+            self.end(self.lost.popleft())

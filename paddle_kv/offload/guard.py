@@ -60,8 +60,10 @@ class Guard:
             self._started_s = now_s
         every, order = self._every, self._order
         if every > 1:
-            there, prompt = prompt[:found], self._sampled(prompt)
-            found = len(self._sampled(there)) if prompt else 0
+            whole, prompt = prompt, self._sampled(prompt)
+            if not prompt:
+                return  # what it knows stays what it is
+            found = len(self._sampled(whole[:found]))
         count = 0
         for key in prompt:
             if key not in order:

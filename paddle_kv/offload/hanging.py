@@ -42,30 +42,36 @@ class Hanging(Generic[Key]):
 
     def saw(self, prompt: Sequence[Key], found: int) -> None:
         """A prompt, of which the blocks from ``found`` on may be let in. Kept for a while: it must not change."""
-        known = self._coming.setdefault(prompt[found], [])
-        self._coming.move_to_end(prompt[found])
-        if (prompt, found) in known:
-            known.remove((prompt, found))  # the one seen last is behind the others
-            self._num_coming -= len(prompt)
-        known.append((prompt, found))
+        coming, key, one = self._coming, prompt[found], (prompt, found)
+        known = coming.get(key)
+        if known is None:
+            coming[key] = [one]
+        else:
+            coming.move_to_end(key)
+            if one in known:
+                known.remove(one)  # the one seen last is behind the others
+                self._num_coming -= len(prompt)
+            known.append(one)
+            if len(known) > MOST_AT_ONCE:
+                self._num_coming -= len(known.pop(0)[0])
         self._num_coming += len(prompt)
-        if len(known) > MOST_AT_ONCE:
-            self._num_coming -= len(known.pop(0)[0])
-        while self._num_coming > self._max_coming and len(self._coming) > 1:
-            _, oldest = self._coming.popitem(last=False)
-            self._num_coming -= sum(len(one) for one, _ in oldest)
+        while self._num_coming > self._max_coming and len(coming) > 1:
+            _, oldest = coming.popitem(last=False)
+            for forgotten, _ in oldest:
+                self._num_coming -= len(forgotten)
 
     def path(self, keys: Sequence[Key], first: int) -> tuple[Sequence[Key], int, list[Coming[Key]]]:
         """The prompt in which ``keys[first]`` stands, and where, as far as that is known; and what :meth:`goes_on` is
         to be told when the keys were let in."""
-        path, at = keys, first
+        path, at, coming = keys, first, self._coming
         others: list[Coming[Key]] = []
         for start in range(first, -1, -1):  # blocks may have come since they were looked up
-            for prompt, found in reversed(self._coming.get(keys[start], ())):
+            for one in reversed(coming.get(keys[start], ())):
+                prompt, found = one
                 rest, new = prompt[found:], keys[start:]
                 all_of_it = rest == new
                 if not all_of_it:
-                    others.append((prompt, found))
+                    others.append(one)
                 if path is not keys:
                     continue
                 if all_of_it or rest[: len(new)] == new:

@@ -45,6 +45,7 @@ class BlockIndex(Generic[Key]):
         self._on_end = getattr(policy, "on_end", None)
         self._on_save = getattr(policy, "on_save", None)
         self._by_order = getattr(policy, "by_order", False)
+        self._needs_path = self._on_end is None or self._by_order
         self._replace = _own(policy, "replace")
         self._replace_all = _own(policy, "replace_all")
         self._on_use = _own(policy, "on_use")
@@ -56,12 +57,12 @@ class BlockIndex(Generic[Key]):
         count = self.peek(keys)
         whole, found = (keys, count) if prompt is None else (prompt, self._first_absent(prompt))
         try:
-            self.ended.saw(whole, found)
+            if found < len(whole) or self.ended.blocks:
+                self.ended.saw(whole, found)
             if self.expected.blocks:
                 self.expected.came(whole)
-            if self._on_prompt is not None:
-                self._on_prompt(whole)
-            if count:
+            used = self._on_prompt is not None and self._on_prompt(whole)
+            if count and (not used or prompt is not None):
                 self._use(keys[:count])
         except BaseException:
             self._tell_anew()
@@ -123,7 +124,9 @@ class BlockIndex(Generic[Key]):
         If the policy raises, nothing is admitted, and all slots that became free are in the list.
         """
         admitted: dict[Key, int] = {}
-        self.expected.lapse(self._admitted_blocks)
+        held: list[Key] = []
+        if self.expected.blocks:
+            self.expected.lapse(self._admitted_blocks)
         if self._on_save is not None:
             self._on_save(keys)
         slots = self.slots
@@ -131,11 +134,13 @@ class BlockIndex(Generic[Key]):
         if first == len(keys):
             return admitted
         path, at, others = self.ended.hanging.path(keys, first)
-        behind = list(filter(slots.__contains__, keys[first:]))
-        held = self._hold_present([*keys[:first], *behind], () if path is keys else path[:at])
+        behind = list(filter(slots.__contains__, keys[first + 1 :])) if len(keys) > first + 1 else []
+        there, head = [*keys[:first], *behind], () if path is keys else path[:at]
+        if there or head:
+            held = self._hold_present(there, head)
         try:
-            self._admit(keys, first, not behind, free_slots, admitted)
-            if admitted:
+            self._admit(keys, first, not behind, free_slots, admitted, held)
+            if admitted and self._needs_path:
                 self._let_in(path, at)
         except BaseException:
             for key in keys:
@@ -147,12 +152,12 @@ class BlockIndex(Generic[Key]):
             self._tell_anew()
             raise
         finally:
-            if held or len(admitted) > 1:
-                self.unpin([*held, *list(admitted)[1:]])
+            if held:
+                self.unpin(held)
             if others:
                 self.ended.hanging.goes_on(others)
         self._admitted_blocks += len(admitted)
-        return dict(reversed(admitted.items()))
+        return dict(reversed(admitted.items())) if len(admitted) > 1 else admitted
 
     def hung_on(self, keys: Sequence[Key]) -> Sequence[Key]:
         """The blocks of the same prompt, before the first absent one, which :meth:`admit` would hold too."""
@@ -183,30 +188,36 @@ class BlockIndex(Generic[Key]):
             self._use(list(filter(self.slots.__contains__, path[:at])))
 
     def _admit(
-        self, keys: Sequence[Key], first: int, all_absent: bool, free_slots: list[int], admitted: dict[Key, int]
+        self,
+        keys: Sequence[Key],
+        first: int,
+        all_absent: bool,
+        free_slots: list[int],
+        admitted: dict[Key, int],
+        held: list[Key],
     ) -> None:
-        """Of these from ``first`` on; ``all_absent``: none of them is there."""
-        slots, pins, evicted = self.slots, self.pins, self.evicted
-        on_access, on_insert = self._policy.on_access, self._policy.on_insert
+        """Of these from ``first`` on; ``all_absent``: none of them is there. Those that others must not take the place
+        of are pinned, and are ``held``: the prompt makes room from its end on, since what is behind a gap is no use."""
+        slots, pins, on_insert = self.slots, self.pins, self._policy.on_insert
         replace, replace_all = self._replace, self._replace_all
         hints = bool(self.expected.blocks or self.ended.blocks)
         if hints:
             replace = replace_all = None
         make_room = replace or (self._victim if hints else self._policy.victim)
-        free = min(len(free_slots), self.capacity_blocks - len(slots))
+        free = min(len(free_slots), self.capacity_blocks - len(slots)) if free_slots else 0
         wanted = list(reversed(keys[first : len(slots) + free]))
-        if not all_absent or len(wanted) <= FEW or len(set(wanted)) < len(wanted):
+        if len(wanted) <= FEW or not all_absent or len(set(wanted)) < len(wanted):
             replace_all = None
         at = 0
         while at < len(wanted):
             if replace_all is not None and not free and len(wanted) > at + FEW:
-                at += self._replace_together(replace_all, wanted[at:], admitted)
+                at += self._replace_together(replace_all, wanted[at:], admitted, held)
                 if at == len(wanted):
                     break
             key = wanted[at]
             at += 1
             if key in slots:
-                on_access(key)
+                self._policy.on_access(key)
                 continue
             told = False
             if free:
@@ -227,24 +238,27 @@ class BlockIndex(Generic[Key]):
                     victim = next(iter(admitted))  # all are held, this one since before it was dropped
                     self._policy.on_remove(victim)
                 if victim in admitted:
-                    self._take_back(victim, admitted)
+                    self._take_back(victim, admitted, held)
                 else:
                     self.evicted_blocks += 1
-                    if evicted is not None:
-                        evicted.append(victim)
+                    if self.evicted is not None:
+                        self.evicted.append(victim)
                 slot = slots.pop(victim)
                 if hints:  # else what hangs on what is only asked for when all are let in
                     self.ended.gone(slot)
             admitted[key] = slots[key] = slot
-            if len(admitted) > 1:
-                pins[key] = (
-                    pins.get(key, 0) + 1
-                )  # the prompt makes room from its end on: what is behind a gap is no use
+            if len(admitted) > 1 and at < len(wanted):
+                pins[key] = pins.get(key, 0) + 1
+                held.append(key)
             if not told:
                 on_insert(key)
 
     def _replace_together(
-        self, replace_all: Callable[[list[Key], Container[Key]], list[Key]], wanted: list[Key], admitted: dict[Key, int]
+        self,
+        replace_all: Callable[[list[Key], Container[Key]], list[Key]],
+        wanted: list[Key],
+        admitted: dict[Key, int],
+        held: list[Key],
     ) -> int:
         """How many of the first of these, which are absent, were let in."""
         slots = self.slots
@@ -258,7 +272,10 @@ class BlockIndex(Generic[Key]):
             return 0
         let_in = dict(zip(wanted, map(slots.pop, victims), strict=False))
         slots.update(let_in)
-        self.pin(wanted[not admitted : len(victims)])  # as above
+        if len(victims) < len(wanted):
+            kept = wanted[not admitted : len(victims)]
+            self.pin(kept)
+            held += kept
         admitted.update(let_in)
         self.evicted_blocks += len(victims)
         if self.evicted is not None:
@@ -284,11 +301,13 @@ class BlockIndex(Generic[Key]):
                 return victim
             expected.release_farthest()
 
-    def _take_back(self, key: Key, admitted: dict[Key, int]) -> None:
+    def _take_back(self, key: Key, admitted: dict[Key, int], held: list[Key]) -> None:
         """What the prompt ends with is not let in; what it ends with then may go next."""
         del admitted[key]
         if admitted:
-            self.unpin([next(iter(admitted))])
+            end = next(iter(admitted))
+            held.remove(end)
+            self.unpin([end])
 
     def pin(self, keys: Iterable[Key]) -> None:
         """Keeps blocks from being evicted until as many calls of :meth:`unpin`."""

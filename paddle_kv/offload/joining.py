@@ -10,6 +10,7 @@ from .jobs import Hello, Job, Outcome, Result, new_life
 from .messages import check_result
 
 REMEMBERED_FAILURES = 4096
+NO_POSITIONS: frozenset[int] = frozenset()
 
 
 class Pending:
@@ -18,24 +19,22 @@ class Pending:
     Attributes:
         waiting: ranks that have not said how it ended.
         after: loads that a save was computed from, of which it is not decided how they end.
-        damaged: positions that some rank found damaged.
+        failed, damaged: positions that some rank has not moved, or found damaged.
     """
 
-    __slots__ = ("after", "damaged", "decided", "dependents", "failed", "job", "planned_s", "reason", "waiting")
+    __slots__ = ("after", "damaged", "decided", "dependents", "failed", "job", "reason", "waiting")
 
-    def __init__(self, job: Job, planned_s: float, waiting: set[int]) -> None:
+    def __init__(self, job: Job, waiting: set[int]) -> None:
         self.job = job
-        self.planned_s = planned_s
         self.waiting = waiting
         self.after: set[int] = set()
         self.dependents: list[Pending] = []
-        self.failed: set[int] = set()
-        self.damaged: set[int] = set()
+        self.failed = self.damaged = NO_POSITIONS
         self.reason = ""
         self.decided = False
 
     def fail(self, reason: str) -> None:
-        self.failed.update(range(len(self.job.keys)))
+        self.failed = frozenset(range(len(self.job.keys)))
         self.reason = self.reason or reason
 
     def outcome(self) -> Outcome:
@@ -48,6 +47,11 @@ class Pending:
 class Ranks:
     """Which ranks there are, in which of their lives, and the jobs that they have not ended.
 
+    Attributes:
+        epochs: rank -> its life; None: it is not there.
+        ready: whether all are there.
+        named_epochs: as a job says them: 0 for a rank that is not there.
+
     ``settle`` is called once for each job, when it is decided how it ends; ``drop`` with a job and
     positions that a rank has found damaged when that was decided already.
     """
@@ -59,7 +63,7 @@ class Ranks:
         settle: Callable[[Pending], None],
         drop: Callable[[Job, Sequence[int]], object],
     ) -> None:
-        self.epochs: list[int | None] = [None] * num_ranks
+        self._set_epochs((None,) * num_ranks)
         self._lost: set[tuple[int, int | None]] = set()  # rank and life
         self.pending: dict[int, Pending] = {}
         self._clock = clock
@@ -70,9 +74,16 @@ class Ranks:
         self._failed: dict[int, None] = {}  # loads, the oldest first
         self._forgotten = 0  # the largest number of a failed load that is not remembered any more
 
-    @property
-    def ready(self) -> bool:
-        return None not in self.epochs
+    def begin(self, rank: int, epoch: int | None) -> None:
+        """Another life of this rank; None: it is not there."""
+        self._set_epochs((*self.epochs[:rank], epoch, *self.epochs[rank + 1 :]))
+
+    def _set_epochs(self, epochs: tuple[int | None, ...]) -> None:
+        """And what each job asks of them."""
+        self.epochs = epochs
+        self.ready = None not in epochs
+        self.named_epochs = tuple(epoch or 0 for epoch in epochs)
+        self._there = frozenset(rank for rank, epoch in enumerate(epochs) if epoch is not None)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -87,21 +98,17 @@ class Ranks:
 
     def add(self, job: Job, computed_from: Iterable[int] = ()) -> None:
         """It is about to be sent to all ranks."""
-        epochs = self.epochs
-        there = set(range(len(epochs)))
-        if None in epochs:
-            there = {rank for rank in there if epochs[rank] is not None}
-        pending = Pending(job, self._clock(), there)
-        self.pending[job.id] = pending
+        there, now_s, timeout_s = self._there, self._clock(), job.timeout_s
+        pending = self.pending[job.id] = Pending(job, set(there))
         for number in computed_from:
             load = self.pending.get(number)
             if load is not None and not load.decided:
                 pending.after.add(number)
                 load.dependents.append(pending)
         if not there:  # nobody will say anything of it, whatever its time
-            heapq.heappush(self._due, (pending.planned_s, job.id, False))
-        elif job.timeout_s is not None:
-            heapq.heappush(self._due, (pending.planned_s + job.timeout_s, job.id, False))
+            heapq.heappush(self._due, (now_s, job.id, False))
+        elif timeout_s is not None:
+            heapq.heappush(self._due, (now_s + timeout_s, job.id, False))
 
     def has_failed(self, load_id: int) -> bool:
         """Whether a load has ended as failed, or may have, so long ago that nobody knows."""
@@ -157,7 +164,7 @@ class Ranks:
     def lose(self, rank: int, reason: str) -> list[Outcome]:
         """The rank is gone with all that it had: what was not decided has failed."""
         self._lost.add((rank, self.epochs[rank]))
-        self.epochs[rank] = None
+        self.begin(rank, None)
         found = []
         for pending in list(self.pending.values()):
             waited = rank in pending.waiting
@@ -185,8 +192,8 @@ class Ranks:
                 found += [] if pending.waiting else [self._end(pending)]
                 continue
             if result.failed or result.damaged:
-                pending.failed.update(result.failed, result.damaged)
-                pending.damaged.update(result.damaged)
+                pending.failed = pending.failed.union(result.failed, result.damaged)
+                pending.damaged = pending.damaged.union(result.damaged)
                 pending.reason = pending.reason or f"rank {result.rank}: {result.reason}"
             if not pending.waiting and not pending.after:
                 found += self._decide(pending)
@@ -221,9 +228,11 @@ class Ranks:
         """With the saves that wait for it."""
         pending.decided = True
         self._settle(pending)
-        own = pending.outcome() if pending.waiting else self._end(pending)
-        if pending.job.kind == "save":  # nothing is computed from what one saves
-            return [own]
+        if not pending.waiting:
+            del self.pending[pending.job.id]
+        own = pending.outcome()
+        if pending.job.kind == "save" or not (pending.failed or pending.dependents):
+            return [own]  # nothing else hangs on how it ends: nothing is computed from what one saves
         return [own, *self._decide_saves_of(pending)]
 
     def undo(self, pending: Pending) -> list[Outcome]:

@@ -38,12 +38,11 @@ def check_result(result: Any) -> None:
     if not type(result.job_id) is type(result.rank) is type(result.epoch) is int:
         for name in ("job_id", "rank", "epoch"):
             check_integer(getattr(result, name), f"{name} of a Result")
-    for name in ("failed", "damaged"):
-        positions = getattr(result, name)
-        if positions == ():
-            continue
-        if not isinstance(positions, tuple) or not set(map(type, positions)) <= {int}:
-            raise TypeError(f"{name} of a Result = {positions!r} must be a tuple of ints")
+    if result.failed != () or result.damaged != ():
+        for name in ("failed", "damaged"):
+            positions = getattr(result, name)
+            if not isinstance(positions, tuple) or not set(map(type, positions)) <= {int}:
+                raise TypeError(f"{name} of a Result = {positions!r} must be a tuple of ints")
     if not isinstance(result.reason, str):
         raise TypeError(f"reason of a Result = {result.reason!r} must be a string")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, takewhile
 from typing import Generic
 
 from .policy import Key
@@ -40,6 +40,22 @@ class Owners(Generic[Key]):
         slot = self.slots.get(key)
         return None if slot is None or slot >= len(self.numbers) else self._runs[self.numbers[slot]]
 
+    def along(self, path: Sequence[Key]) -> tuple[list[int], list[tuple[Run[Key], int]]]:
+        """The slots of its blocks up to the first one that is not there, or is nobody's; and whose the blocks are, one
+        run after the other: so many each."""
+        there = self.slots
+        if path[0] not in there:
+            return [], []
+        slots = list(map(there.__getitem__, takewhile(there.__contains__, path)))
+        parts: list[tuple[Run[Key], int]] = []
+        for number, same in groupby(map(self.numbers.__getitem__, slots)):
+            run = self._runs[number]
+            if run is None:
+                del slots[sum(count for _, count in parts) :]
+                break
+            parts.append((run, len(list(same))))
+        return slots, parts
+
     def of_slots(self, slots: Iterable[int]) -> Iterator[Run[Key] | None]:
         return map(self._runs.__getitem__, map(self.numbers.__getitem__, slots))
 
@@ -54,10 +70,10 @@ class Owners(Generic[Key]):
         for slot in slots:
             numbers[slot] = number
 
-    def put(self, key: Key, run: Run[Key]) -> None:
-        """It is of this run."""
-        slot = self.slots[key]
-        self._make_room(slot)
+    def put(self, slot: int, run: Run[Key]) -> None:
+        """The block there is of this run."""
+        if slot >= len(self.numbers):  # was never used before
+            self.numbers = with_room(self.numbers, slot, self._capacity, NOBODY)
         self.numbers[slot] = run.number or self._number(run)
 
     def _number(self, run: Run[Key]) -> int:
@@ -69,20 +85,6 @@ class Owners(Generic[Key]):
             run.number = len(self._runs)
             self._runs.append(run)
         return run.number
-
-    def _make_room(self, slot: int) -> None:
-        """For a slot, which may never have been used before."""
-        if slot >= len(self.numbers):
-            self.numbers = with_room(self.numbers, slot, self._capacity, NOBODY)
-
-    def pop(self, key: Key) -> Run[Key]:
-        """KeyError where the block is nobody's."""
-        slot = self.slots[key]
-        run = self._runs[self.numbers[slot]] if slot < len(self.numbers) else None
-        if run is None:
-            raise KeyError(key)
-        self.numbers[slot] = NOBODY
-        return run
 
     def release(self, run: Run[Key]) -> None:
         """None of the blocks is its own any more, or those that are become another's next."""

@@ -23,7 +23,8 @@ class Policy(Protocol[Key]):
     ``on_use(blocks)``, which is ``on_access`` of each, the last one first.
 
     Three more methods are called where a class has them: ``on_prompt(keys)`` with the whole prompt of a look-up, before
-    the uses; ``on_save(keys)`` with what is about to be inserted; ``on_end(keys)`` with a prompt whose session is over.
+    the uses, of which it is not told if it returns True: then it has counted those up to the first absent block itself;
+    ``on_save(keys)`` with what is about to be inserted; ``on_end(keys)`` with a prompt whose session is over.
 
     Example:
         >>> from paddle_kv.offload import BlockIndex

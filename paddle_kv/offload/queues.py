@@ -36,15 +36,16 @@ class Queues(Generic[Key]):
         self._watched: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
         self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
         self._used: list[set[int]] = [set() for _ in parts]  # classes that have had anything in this part
-        self._next_look_s = [0.0] * NUM_PARTS
-        self._first_look_s = 0.0
+        self._next_looks_s = [0.0] * NUM_PARTS
+        self.next_look_s = 0.0
         self._cheapest: list[tuple[float, int, int]] = []  # heap of the queues of leaves; empty ones are dropped late
         self.price()
 
     def watch(self, run: Run[Key]) -> None:
+        klass, part = run.klass, run.part
         run.watched = True
-        self._used[run.part].add(run.klass)
-        self._watched[run.klass][run.part][run] = None
+        self._used[part].add(klass)
+        self._watched[klass][part][run] = None
 
     def unwatch(self, run: Run[Key]) -> None:
         if run.watched:
@@ -82,13 +83,11 @@ class Queues(Generic[Key]):
             self.enter(run)
 
     def advance(self, now_s: float) -> None:
-        """Runs have grown older."""
-        if now_s < self._first_look_s:
-            return
-        for part, look_s in enumerate(self._next_look_s):
+        """Runs have grown older; there is nothing to do before :attr:`next_look_s`."""
+        for part, look_s in enumerate(self._next_looks_s):
             if now_s < look_s:
                 continue
-            self._next_look_s[part] = now_s + WIDTHS_S[part] / LOOKS_PER_PART
+            self._next_looks_s[part] = now_s + WIDTHS_S[part] / LOOKS_PER_PART
             before_s = now_s - EDGES_S[part + 1]
             for klass in self._used[part]:
                 queue = self._watched[klass][part]
@@ -97,7 +96,7 @@ class Queues(Generic[Key]):
                     if run.touched_s > before_s:
                         break
                     self._grow(run)
-        self._first_look_s = min(self._next_look_s)
+        self.next_look_s = min(self._next_looks_s)
 
     def _grow(self, run: Run[Key]) -> None:
         self._returns.survived[run.klass][run.part] += 1
@@ -121,12 +120,8 @@ class Queues(Generic[Key]):
     def price(self) -> None:
         """By what was learnt since."""
         self.worth = self._returns.worth()
-        self._cheapest = [
-            (self.worth[klass][part], klass, part)
-            for klass, queues in enumerate(self._leaves)
-            for part, queue in enumerate(queues)
-            if queue
-        ]
+        queues = {(klass, part) for _, klass, part in self._cheapest if self._leaves[klass][part]}
+        self._cheapest = [(self.worth[klass][part], klass, part) for klass, part in queues]
         heapq.heapify(self._cheapest)
 
     def next(self) -> Run[Key] | None:

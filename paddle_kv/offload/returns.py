@@ -15,7 +15,6 @@ it is the largest slope from (K(a), P(a)) to any later point of that curve: one 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import pairwise
 
 FIRST_S = 2.0  # the first part ends here
@@ -40,24 +39,29 @@ def gittins(chances: list[float]) -> list[float]:
     Args:
         chances: of a return in each part, of a run that has come so far.
     """
-    kept, returned, alive = [0.0], [0.0], 1.0
+    kept_s = returned = 0.0
+    alive = 1.0
+    curve = [(kept_s, returned)]  # at the beginning of each part, and at the end of the last
     for chance, width_s in zip(chances, WIDTHS_S, strict=True):
-        returned.append(returned[-1] + alive * chance)
-        kept.append(kept[-1] + alive * width_s * (1 - chance / 2))  # who returns does so in the middle, on average
+        returned += alive * chance
+        kept_s += alive * width_s * (1 - chance / 2)  # who returns does so in the middle, on average
         alive *= 1 - chance
-    found = [0.0] * NUM_PARTS
-    hull = [NUM_PARTS]  # behind the part, from its farthest point to its nearest
-    for part in range(NUM_PARTS - 1, -1, -1):
+        curve.append((kept_s, returned))
+    hull = [curve.pop()]  # behind the part, from its farthest point to its nearest
+    found = []
+    for point in reversed(curve):
+        kept_s, returned = point
         best = -1.0
         while hull:
-            seconds = kept[hull[-1]] - kept[part]
-            slope = (returned[hull[-1]] - returned[part]) / seconds if seconds > 0 else 0.0
+            end_s, end = hull[-1]
+            slope = (end - returned) / (end_s - kept_s) if end_s > kept_s else 0.0
             if slope < best:
                 break
             best = slope
-            end = hull.pop()
-        hull += (end, part)
-        found[part] = best
+            nearest = hull.pop()
+        hull += (nearest, point)
+        found.append(best)
+    found.reverse()
     return found
 
 
@@ -88,22 +92,28 @@ class Returns:
     def chances(self) -> list[list[float]]:
         """Of a return in each part, for each class. Where little was seen, a class is like its group, and a group like
         all of its kind: then it is the very same list."""
+        counted = [any(back) or any(alive) for back, alive in zip(self.returned, self.survived, strict=True)]
         found = []
         for kind, prior in enumerate(self._kinds):
             first = kind * self._per_kind
-            all_ = self._chances(range(first, first + self._per_kind), [prior] * NUM_PARTS, PRIOR_RUNS)
-            for start in range(first, first + self._per_kind, self._per_group):
-                group = range(start, start + self._per_group)
+            end = first + self._per_kind
+            of_kind = [one for one in range(first, end) if counted[one]]
+            all_ = self._chances(of_kind, [prior] * NUM_PARTS, PRIOR_RUNS)
+            for start in range(first, end, self._per_group):
+                group = [one for one in range(start, start + self._per_group) if counted[one]]
                 likely = self._chances(group, all_, POOL_RUNS)
-                found += [self._chances([one], likely, POOL_RUNS) for one in group]
+                own = {one: self._chances([one], likely, POOL_RUNS) for one in group}
+                found += [own.get(one, likely) for one in range(start, start + self._per_group)]
         return found
 
-    def _chances(self, classes: Sequence[int], prior: list[float], runs: float) -> list[float]:
-        counted = [one for one in classes if any(self.returned[one]) or any(self.survived[one])]
-        if not counted:
+    def _chances(self, classes: list[int], prior: list[float], runs: float) -> list[float]:
+        """``classes``: those of which anything was seen."""
+        if not classes:
             return prior
-        returned = map(sum, zip(*(self.returned[one] for one in counted), strict=True))
-        survived = map(sum, zip(*(self.survived[one] for one in counted), strict=True))
+        returned, survived = self.returned[classes[0]], self.survived[classes[0]]
+        if len(classes) > 1:
+            returned = list(map(sum, zip(*map(self.returned.__getitem__, classes), strict=True)))
+            survived = list(map(sum, zip(*map(self.survived.__getitem__, classes), strict=True)))
         return [
             (back + runs * likely) / (back + alive + runs)
             for back, alive, likely in zip(returned, survived, prior, strict=True)

@@ -48,7 +48,7 @@ class Run(Generic[Key]):
     def __init__(self, keys: list[Key], parent: Key | None, sign: Key, touched_s: float, turn: int, klass: int) -> None:
         self.keys, self.parent, self.sign = keys, parent, sign
         self.touched_s, self.turn, self.klass = touched_s, turn, klass
-        self.length, self.live, self.end, self.part = len(keys), 0, len(keys), 0
-        self.number = 0
+        self.length = self.end = len(keys)
+        self.live = self.part = self.number = 0
         self.watched = self.leaf = self.head = False
         self.facts: tuple[float, ...] | None = None

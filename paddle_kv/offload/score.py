@@ -43,23 +43,22 @@ class Score:
     @staticmethod
     def facts(turn: int, num_blocks: int, known_blocks: int, gap_s: float) -> Facts:
         """Of a prompt of so many blocks, of which so many were seen before; ``gap_s`` since the turn before."""
-        size, first = log2(1 + num_blocks), float(turn == 1)
-        grown = log2(1 + max(0, num_blocks - known_blocks))
+        size = log2(1 + num_blocks)
         return (
             1.0,
-            first,
-            float(turn == 2),
+            1.0 if turn == 1 else 0.0,
+            1.0 if turn == 2 else 0.0,
             log2(turn),
             size,
-            first * size,
+            size if turn == 1 else 0.0,
             known_blocks / num_blocks,
-            grown,
+            log2(1 + num_blocks - known_blocks) if num_blocks > known_blocks else 0.0,
             log2(1 + gap_s),
         )
 
     def class_of(self, turn: int, facts: Facts) -> int:
         """Of ``CLASSES``: by turn and, within it, by score."""
-        group = min(turn, TURNS) - 1
+        group = (turn if turn < TURNS else TURNS) - 1
         limits = self._limits[group]
         level = bisect_right(limits, sum(map(mul, facts, self._weights))) if limits else LEVELS // 2
         return group * LEVELS + level

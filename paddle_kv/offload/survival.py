@@ -20,7 +20,7 @@ from itertools import groupby, takewhile
 from typing import Generic
 
 from .guard import Guard
-from .owners import Owners
+from .owners import NOBODY, Owners
 from .policy import Key
 from .queues import Queues
 from .returns import Returns, part_of
@@ -63,28 +63,22 @@ class Survival(Generic[Key]):
         self._giving: Run[Key] | None = None  # whose last block went last, for this very save
 
     # ---- prompts ----
-    def on_prompt(self, prompt: Sequence[Key]) -> None:
+    def on_prompt(self, prompt: Sequence[Key]) -> bool:
         """It is looked up: its blocks that are there are used, the others may come."""
-        now_s = self.clock()
+        now_s, queues = self.clock(), self._queues
         self._going = None
-        self._queues.advance(now_s)
+        if now_s >= queues.next_look_s:
+            queues.advance(now_s)
         self._num_prompts += 1
         if self._num_prompts % PRICE_EVERY == 0:
             self._score.fit(now_s)
-            self._queues.price()
+            queues.price()
         if not prompt:
-            return
+            return True
         if len(set(prompt)) < len(prompt):  # hashes of prefixes never do that
             prompt = list(dict.fromkeys(prompt))
-        slots = self._owner.slots_of(prompt)
-        parts: list[tuple[Run[Key], int]] = []
-        found = 0
-        for run, blocks in groupby(self._owner.of_slots(slots)):
-            if run is None:
-                break
-            count = len(list(blocks))
-            parts.append((run, count))
-            found += count
+        slots, parts = self._owner.along(prompt)
+        found = len(slots)
         self._guard.saw(prompt, found, now_s)
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
@@ -93,29 +87,27 @@ class Survival(Generic[Key]):
         while num_heads and parts[num_heads - 1][0] in back and not parts[num_heads - 1][0].head:
             num_heads -= 1
             own -= parts[num_heads][1]
-        heads, start = [], 0
-        for run, count in parts[:num_heads]:
-            end = start + count
-            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
-            start = end
+        heads = self._heads_of(prompt, slots, parts[:num_heads], back, now_s) if num_heads else []
         if own < len(prompt):
-            run = self._begin(prompt, own, found, [run for run in back if not run.head], now_s)
+            run = self._begin(prompt, own, found, [run for run in back if not run.head] if back else back, now_s)
             if own < found:
                 self._take(run, prompt[own:found], slots[own:found], parts[num_heads:])
             self._watch(run)
-            self._queues.enter(run)
-            self._expect(run, prompt[found:])
+            if run.live:
+                queues.enter(run)
+            self._expect(run, prompt[found:] if found else prompt)
         for run in back:
             if run.live and not run.watched and not run.head:
                 self._leave_behind(run)
-        for run in reversed(heads):  # as of one prompt: the first blocks are the ones used last
-            self._queues.leave(run)
+        for run in heads[::-1]:  # as of one prompt: the first blocks are the ones used last
+            queues.leave(run)
             self._over.pop(run, None)
             run.touched_s, run.part = now_s, 0
             run.klass = HEAD * CLASSES + (min(run.turn, TURNS) - 1) * LEVELS
             self._watch(run)
-            self._queues.enter(run)
+            queues.enter(run)
             self._order.move_to_end(run)
+        return True  # each run is the last of its queue: to use its blocks again would change nothing
 
     def _came_back(self, run: Run[Key], now_s: float) -> None:
         if run.watched:
@@ -124,6 +116,22 @@ class Survival(Generic[Key]):
                 self._score.learn(run.facts, run.turn, True, run.touched_s)
                 run.facts = None
         self._unwatch(run)
+
+    def _heads_of(
+        self,
+        prompt: Sequence[Key],
+        slots: list[int],
+        parts: list[tuple[Run[Key], int]],
+        back: list[Run[Key]],
+        now_s: float,
+    ) -> list[Run[Key]]:
+        """What it begins with, of other prompts: of so many blocks each."""
+        heads, start = [], 0
+        for run, count in parts:
+            end = start + count
+            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
+            start = end
+        return heads
 
     def _head_of(
         self, run: Run[Key], keys: Sequence[Key], slots: list[int], back: list[Run[Key]], now_s: float
@@ -148,7 +156,8 @@ class Survival(Generic[Key]):
         facts = self._score.facts(turn, length, known, gap_s)
         sign = prompt[-2] if length - 2 >= own else prompt[-1]
         parent = prompt[own - 1] if own else None
-        run = Run(list(prompt[own:]), parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
+        keys = list(prompt[own:] if own else prompt)
+        run = Run(keys, parent, sign, now_s, turn, OPEN * CLASSES + self._score.class_of(turn, facts))
         run.length, run.facts = length, facts
         return run
 
@@ -161,7 +170,8 @@ class Survival(Generic[Key]):
             for other, shared in groupby(fresh, coming.get):
                 if other is not None and other is not run:
                     self._hang_on(other, list(shared)[-1])
-        coming.update(dict.fromkeys(fresh, run))
+        for key in fresh:
+            coming[key] = run
 
     def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
         """Blocks that are there, along a path, become its own. What is left of those who had them, so many each, hangs
@@ -230,13 +240,15 @@ class Survival(Generic[Key]):
 
     # ---- blocks ----
     def on_insert(self, key: Key) -> None:
-        if self._owner.get(key) is not None:
+        owner = self._owner
+        slot = owner.slots[key]
+        if slot < len(owner.numbers) and owner.numbers[slot] != NOBODY:
             return
         run = self._coming.pop(key, None)
         if run is None:  # of nobody knows what
             run = Run([key], None, key, self.clock(), 1, LEVELS // 2)
             self._watch(run)
-        self._owner.put(key, run)
+        owner.put(slot, run)
         run.live += 1
         run.end = len(run.keys)
         if run.live == 1:
@@ -257,8 +269,18 @@ class Survival(Generic[Key]):
                 self._queues.use_again(run)
 
     def on_remove(self, key: Key) -> None:
-        run = self._owner.pop(key)
+        run = self._owner.get(key)
+        if run is None:
+            raise KeyError(key)
+        self._lose(run, key)
+
+    def _lose(self, run: Run[Key], key: Key) -> None:
+        """This block of it goes."""
+        owner = self._owner
+        owner.numbers[owner.slots[key]] = NOBODY
         run.live -= 1
+        if run.keys[run.end - 1] is key:
+            run.end -= 1
         if not run.live:
             self._disappear(run)
             self._unhang(run.parent)
@@ -271,7 +293,7 @@ class Survival(Generic[Key]):
             if chosen is None:
                 return None
             self._giving = chosen[0]
-            self.on_remove(chosen[1])
+            self._lose(*chosen)
             return chosen[1]
         run = self._going
         key = self._last(run) if run is not None else None
@@ -281,7 +303,7 @@ class Survival(Generic[Key]):
                 chosen = self._oldest(pinned, incoming)
                 if chosen is None:
                     return None
-                self.on_remove(chosen[1])
+                self._lose(*chosen)
                 return chosen[1]
             run, key = chosen
             self._going = run
@@ -291,7 +313,7 @@ class Survival(Generic[Key]):
             if own is not None and own is not run and worth[own.klass][own.part] < worth[run.klass][run.part]:
                 return incoming
         self._giving = run
-        self.on_remove(key)
+        self._lose(run, key)
         return key
 
     def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
@@ -384,8 +406,9 @@ class Survival(Generic[Key]):
 
     def _last(self, run: Run[Key]) -> Key:
         """Its last block that is there."""
-        owner, keys, end = self._owner, run.keys, run.end
-        while owner.get(keys[end - 1]) is not run:
+        keys, end, number = run.keys, run.end, run.number
+        slot_of, numbers = self._owner.slots.get, self._owner.numbers
+        while (slot := slot_of(keys[end - 1])) is None or numbers[slot] != number:
             end -= 1
         run.end = end
         return keys[end - 1]

@@ -242,7 +242,7 @@ def test_a_pause_of_the_directory_loses_no_rank() -> None:
     assert directory.peek(KEYS[:2]) == 2
     clock.now_s += 0.1
     assert [one.late for one in directory.complete()] == [()]
-    assert directory.ranks.epochs == [5, None]
+    assert directory.ranks.epochs == (5, None)
 
 
 def test_only_messages_are_taken_for_messages() -> None:

@@ -200,7 +200,7 @@ def test_what_messages_hold_unless_it_is_said() -> None:
 def test_a_job_keeps_the_first_reason_and_tells_in_order() -> None:
     late = {9, 16, 27, 40}
     assert list(late) != sorted(late)
-    pending = Pending(job(1), 0.0, set(late))
+    pending = Pending(job(1), set(late))
     pending.fail("first")
     pending.fail("second")
     pending.failed = set(late)
@@ -213,7 +213,7 @@ def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytes
     clock_s = [0.0]
     ranks = Ranks(1, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
     assert not ranks.has_failed(1)
-    ranks.epochs[0] = 5
+    ranks.begin(0, 5)
     ranks.add(job(7, timeout_s=None))
     ranks.add(job(99, "save"))
     for number in (10, 11, 12):
@@ -228,7 +228,7 @@ def test_failed_loads_are_remembered_until_there_are_too_many(monkeypatch: pytes
 def test_a_load_that_is_not_remembered_may_have_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "REMEMBERED_FAILURES", 1)
     ranks = Ranks(1, lambda: 0.0, lambda pending: None, lambda job, positions: None)
-    ranks.epochs[0] = 5
+    ranks.begin(0, 5)
     for number in (10, 11):
         ranks.add(job(number))
         ranks.take([Result(number, 0, 5, (0,))])
@@ -240,7 +240,8 @@ def test_a_load_that_is_not_remembered_may_have_failed(monkeypatch: pytest.Monke
 def test_the_ranks_that_let_their_time_pass_are_told_in_order() -> None:
     clock_s = [0.0]
     ranks = Ranks(9, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
-    ranks.epochs[:] = [5] * 9
+    for rank in range(9):
+        ranks.begin(rank, 5)
     ranks.add(job(10))
     ranks.take([Result(10, rank, 5) for rank in range(9) if rank not in (1, 8)])
     silent = []
@@ -253,7 +254,7 @@ def test_the_ranks_that_let_their_time_pass_are_told_in_order() -> None:
 def test_a_load_of_nothing_has_lost_nothing() -> None:
     clock_s = [0.0]
     ranks = Ranks(1, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
-    ranks.epochs[0] = 5
+    ranks.begin(0, 5)
     ranks.add(replace(job(10), keys=(), host_slots=(), device_ids=()))
     clock_s[0] = 1.5
     [[outcome], _] = ranks.expire()
@@ -263,7 +264,7 @@ def test_a_load_of_nothing_has_lost_nothing() -> None:
 def test_a_save_waits_for_loads_that_are_not_decided() -> None:
     clock_s = [0.0]
     ranks = Ranks(1, lambda: clock_s[0], lambda pending: None, lambda job, positions: None)
-    ranks.epochs[0] = 5
+    ranks.begin(0, 5)
     ranks.add(job(10))
     ranks.add(job(11, timeout_s=None))
     clock_s[0] = 1.5

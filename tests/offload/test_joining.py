@@ -22,7 +22,8 @@ class Joined:
         self.settled: list[Pending] = []
         self.dropped: list[tuple[int, tuple[int, ...]]] = []
         self.ranks = Ranks(num_ranks, lambda: self.now_s, self.settled.append, self.drop)
-        self.ranks.epochs[:] = [EPOCH] * num_ranks
+        for rank in range(num_ranks):
+            self.ranks.begin(rank, EPOCH)
 
     def drop(self, job: Job, positions: Sequence[int]) -> None:
         self.dropped.append((job.id, tuple(positions)))

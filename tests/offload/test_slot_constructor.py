@@ -88,3 +88,17 @@ def test_a_message_is_copied_and_sent(kind: Any) -> None:
     changed = replace(one, **{last: "another"})
     assert getattr(changed, last) == "another" and changed != one
     assert type(one).__match_args__ == tuple(one.name for one in fields(kind))
+
+
+def test_what_derives_from_it_is_made_and_stays_what_it_is() -> None:
+    class Slim(Made):
+        __slots__ = ()
+
+    class Wide(Made):
+        pass
+
+    for kind in (Slim, Wide):
+        one = kind(1, ("a",), reason="why")
+        assert type(one) is kind and (one.number, one.names, one.late, one.reason) == (1, ("a",), False, "why")
+        with pytest.raises(FrozenInstanceError):
+            one.number = 2  # type: ignore[misc]
