@@ -156,3 +156,12 @@ def test_what_a_tier_has_damaged_is_not_there_any_more() -> None:
     done(directory, load, failed=(1,), damaged=(1,))
     assert [directory.tiers_of(key) for key in KEYS[:2]] == [("disk",), ()]
     assert directory.states(KEYS[:2]) == [BlockState.PRESENT, BlockState.ABSENT]
+
+
+def test_what_is_kept_as_a_whole_counts_those_that_are_there_behind_a_gap() -> None:
+    directory = made(3, policy=Lru())
+    save(directory, KEYS[9:10])
+    save(directory, [KEYS[0], KEYS[2]])
+    plan = directory.plan_save(KEYS[:4], [0, 1, 2, 3], all_or_nothing=True)
+    assert (plan.job, plan.left_out) == (None, (1, 3))
+    assert directory.peek(KEYS[9:10]) == 1  # which made no room

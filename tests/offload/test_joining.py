@@ -88,6 +88,9 @@ def test_which_loads_have_failed(joined: Joined) -> None:
     save = joined.job("save")
     joined.done(save, failed=(3,))
     assert not joined.ranks.has_failed(save.id)  # it is no load
+    undone = joined.job("save")
+    joined.ranks.undo(joined.ranks.pending[undone.id])
+    assert not joined.ranks.has_failed(undone.id)
 
 
 def test_failures_are_remembered_to_a_bound(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
@@ -129,7 +130,7 @@ class Holder(Follower):
 
 def test_it_is_over_when_a_follower_has_done_with_its_blocks(rig, scheduler):
     save, holder = scheduler.offload([3], [2], layerwise=True), Holder()
-    change(save._movement, lambda: save._movement.followers.append(holder))
+    change(save._movement, functools.partial(save._movement.followers.append, holder))
     for layer in range(5):
         save.mark_layer_written(layer)
     save.wait_on(timeout_s=WAIT_S)
@@ -145,7 +146,7 @@ def test_it_is_over_when_a_follower_has_done_with_its_blocks(rig, scheduler):
 
 def test_a_cancel_ends_what_a_follower_still_does_with_its_blocks(scheduler):
     save, holder = scheduler.offload([3], [2], layerwise=True), Holder()
-    change(save._movement, lambda: save._movement.followers.append(holder))
+    change(save._movement, functools.partial(save._movement.followers.append, holder))
     for layer in range(5):
         save.mark_layer_written(layer)
     save.wait_on(timeout_s=WAIT_S)
