@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import Directory, Event, Hello, Job, Mirror, Result, Snapshot
+from paddle_kv.offload import Directory, Event, Hello, Job, Lru, Mirror, Result, Snapshot
 from tests.offload.test_directory import KEYS, Clock, done, made, save
 
 NAN = float("nan")
@@ -133,7 +133,7 @@ def test_nonsense_is_named_and_changes_nothing(
     [({"max_events": one}, TypeError) for one in (True, None, 1.5, "x")]
     + [({"max_events": -1}, ValueError), ({"clock": 5}, TypeError), ({"clock": None}, TypeError)]
     + [({"space": 5}, TypeError), ({"space": b"x"}, TypeError), ({"num_ranks": 10**30}, ValueError)]
-    + [({"slots": 5}, TypeError)],
+    + [({"slots": 5}, TypeError), ({"policy": 5}, TypeError), ({"policy": Lru}, TypeError)],
 )
 def test_a_directory_is_not_made_of_nonsense(given: dict[str, Any], error: type[Exception]) -> None:
     [name] = given
