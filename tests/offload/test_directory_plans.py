@@ -51,3 +51,16 @@ def test_what_is_saved_found_and_left_out_is_counted() -> None:
     done(directory, plan.job)
     assert directory.stats()["blocks"] == 4
     held.release()
+
+
+def test_what_is_undone_was_never_counted() -> None:
+    directory = made(4)
+    save(directory, KEYS[:2])
+    before = directory.stats()
+    load, plan = directory.plan_load(KEYS[:2], [0, 1]), directory.plan_save(KEYS[2:3], [2])
+    assert plan.job is not None
+    counted = directory.stats()
+    assert (counted["loaded_blocks"], counted["saved_blocks"]) == (2, before["saved_blocks"] + 1)
+    for job in (load, plan.job):
+        directory.undo(job)
+    assert directory.stats() == before

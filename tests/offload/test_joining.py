@@ -113,3 +113,11 @@ def test_the_first_job_of_a_directory_is_one_of_it(joined: Joined) -> None:
     for number in (first.id - 1, first.id + 1):
         with pytest.raises(ValueError, match=rf"computed_from\[0\] = {number} must be a load"):
             joined.ranks.check_loads([number])
+
+
+@pytest.mark.parametrize("positions", [{"failed": (9,)}, {"damaged": (9,)}, {"failed": (0,), "damaged": (-1,)}])
+def test_a_position_that_a_job_has_not_is_refused(joined: Joined, positions: Any) -> None:
+    job = joined.job()
+    with pytest.raises(ValueError, match=r"rank 3 names position (9|-1) of job \d+; it must be in \[0, 9\)"):
+        joined.ranks.check_result(Result(job.id, 3, EPOCH, **positions))
+    joined.ranks.check_result(Result(job.id, 3, EPOCH, failed=(8,), damaged=(0,)))
