@@ -165,3 +165,26 @@ def test_what_is_kept_as_a_whole_counts_those_that_are_there_behind_a_gap() -> N
     plan = directory.plan_save(KEYS[:4], [0, 1, 2, 3], all_or_nothing=True)
     assert (plan.job, plan.left_out) == (None, (1, 3))
     assert directory.peek(KEYS[9:10]) == 1  # which made no room
+
+
+def test_a_policy_that_raises_where_it_is_asked_for_room_is_heard() -> None:
+    class Raising(Lru[bytes]):
+        def victim(self, incoming: bytes | None, pinned: Any) -> bytes | None:
+            raise ZeroDivisionError
+
+    directory = made(3, policy=Raising())
+    save(directory, KEYS[:2])
+    with pytest.raises(ZeroDivisionError):
+        directory.evict(1)
+    assert directory.peek(KEYS[:2]) == 2
+
+
+def test_of_what_was_cleared_nothing_is_over_any_more() -> None:
+    directory = made(3, policy=Lru())
+    save(directory, KEYS[:2])
+    directory.end(KEYS[:2])
+    assert directory.clear() == 2
+    save(directory, KEYS[9:10])
+    save(directory, KEYS[:2])
+    assert directory.evict(1) == 1
+    assert (directory.peek(KEYS[9:10]), directory.peek(KEYS[:2])) == (0, 2)

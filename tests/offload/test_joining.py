@@ -121,3 +121,9 @@ def test_a_position_that_a_job_has_not_is_refused(joined: Joined, positions: Any
     with pytest.raises(ValueError, match=r"rank 3 names position (9|-1) of job \d+; it must be in \[0, 9\)"):
         joined.ranks.check_result(Result(job.id, 3, EPOCH, **positions))
     joined.ranks.check_result(Result(job.id, 3, EPOCH, failed=(8,), damaged=(0,)))
+
+
+@pytest.mark.parametrize("given", [("x", "y", 5), ("x", "y", "z"), (1.0, 2, 3), (1.0, 2.0, 3.0)])
+def test_a_result_has_whole_numbers(joined: Joined, given: Any) -> None:
+    with pytest.raises(TypeError, match="job_id of a Result = .* an int is expected"):
+        joined.ranks.check_result(Result(*given))
