@@ -188,3 +188,12 @@ def test_of_what_was_cleared_nothing_is_over_any_more() -> None:
     save(directory, KEYS[:2])
     assert directory.evict(1) == 1
     assert (directory.peek(KEYS[9:10]), directory.peek(KEYS[:2])) == (0, 2)
+
+
+def test_nobody_hears_of_what_went_before_it_had_come() -> None:
+    directory = made(4, max_events=9)
+    save(directory, KEYS[:1])
+    assert directory.plan_save(KEYS[1:2], [1]).job is not None
+    directory.take_events()
+    assert directory.drop(KEYS[:2]) == 2
+    assert [(event.kind, event.keys) for event in directory.take_events()] == [("removed", (KEYS[0],))]
