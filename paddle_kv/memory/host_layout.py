@@ -36,7 +36,7 @@ def check_room(room_bytes: int, layout: str, *, shared: bool) -> None:
         raise ValueError(f"room_bytes = {room_bytes} needs layout='block_first' and shared=False")
 
 
-def placement(spec: KVCacheSpec, num_blocks: int, layout: HostLayout, room_bytes: int = 0) -> Placement:
+def placement(spec: KVCacheSpec, num_blocks: int, layout: HostLayout, room_bytes: int) -> Placement:
     """One piece per layer, one in which all layers of a block are adjacent, or one per name in which they are."""
     layers, names = spec.num_layers, spec.tensor_names
     own = {name: spec.tensor_block_bytes(name) for name in names}

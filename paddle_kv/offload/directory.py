@@ -297,7 +297,7 @@ class Directory(Contents):
         wanted = named = keys if len(set(keys)) == len(keys) else list(dict.fromkeys(keys))
         if min_uses > 1:
             wanted = self._uses.often(wanted, min_uses, index.slots)
-        if not self.ranks.ready or (computed_from and any(map(self.ranks.has_failed, computed_from))):
+        if not self.ranks.ready or any(map(self.ranks.has_failed, computed_from)):
             wanted = [key for key in wanted if key in index.slots]
         if all_or_nothing and not self._has_room(wanted):
             wanted = [key for key in wanted if key in index.slots]

@@ -149,8 +149,7 @@ class Ranks:
         """TypeError: not a result, or not of its form. ValueError: another version, no such rank, or positions that the
         job has not."""
         check_result(result)
-        if not 0 <= result.rank < len(self.epochs):
-            self.check_rank(result.rank)
+        self.check_rank(result.rank)
         if not result.failed and not result.damaged:
             return
         pending = self.pending.get(result.job_id)
@@ -202,8 +201,6 @@ class Ranks:
     def expire(self) -> tuple[list[Outcome], list[int]]:
         """What is over because its time is; and the ranks that have not ended a job after twice its time."""
         now_s = self._clock()
-        if not self._due or self._due[0][0] > now_s:
-            return [], []
         found: list[Outcome] = []
         stuck: set[int] = set()
         while self._due and self._due[0][0] <= now_s:

@@ -122,7 +122,7 @@ def _look_at_device(movement: Movement) -> list[Movement]:
         if mismatch is not None:
             found += _progress(fail(movement, mismatch))
     losses = [] if movement.failed else [follower.loss_of(movement) for follower in movement.followers]
-    for loss in [loss for loss in losses if loss is not None][:1]:
+    for loss in filter(None, losses):
         found += _progress(fail(movement, loss))
     if movement.failure is None:
         with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown

@@ -31,8 +31,10 @@ def test_rows_are_the_bytes_of_each_block_and_can_be_written(layout: str) -> Non
         np.testing.assert_array_equal(array, bits[name])
 
 
-def test_all_layers_of_a_block_are_one_row() -> None:
-    pool = HostPool(make_spec(), 6, layout="block_first")
+@pytest.mark.parametrize("room_bytes", [0, 4096])
+def test_all_layers_of_a_block_are_one_row(room_bytes: int) -> None:
+    pool = HostPool(make_spec(), 6, layout="block_first", room_bytes=room_bytes)
+    assert not pool.room_lent
     bits = random_bits(pool.spec, 6, 4)
     set_pool(pool, bits)
     rows = block_rows(pool)

@@ -156,3 +156,44 @@ def test_what_a_tier_has_damaged_is_not_there_any_more() -> None:
     done(directory, load, failed=(1,), damaged=(1,))
     assert [directory.tiers_of(key) for key in KEYS[:2]] == [("disk",), ()]
     assert directory.states(KEYS[:2]) == [BlockState.PRESENT, BlockState.ABSENT]
+
+
+def test_what_is_kept_as_a_whole_counts_those_that_are_there_behind_a_gap() -> None:
+    directory = made(3, policy=Lru())
+    save(directory, KEYS[9:10])
+    save(directory, [KEYS[0], KEYS[2]])
+    plan = directory.plan_save(KEYS[:4], [0, 1, 2, 3], all_or_nothing=True)
+    assert (plan.job, plan.left_out) == (None, (1, 3))
+    assert directory.peek(KEYS[9:10]) == 1  # which made no room
+
+
+def test_a_policy_that_raises_where_it_is_asked_for_room_is_heard() -> None:
+    class Raising(Lru[bytes]):
+        def victim(self, incoming: bytes | None, pinned: Any) -> bytes | None:
+            raise ZeroDivisionError
+
+    directory = made(3, policy=Raising())
+    save(directory, KEYS[:2])
+    with pytest.raises(ZeroDivisionError):
+        directory.evict(1)
+    assert directory.peek(KEYS[:2]) == 2
+
+
+def test_of_what_was_cleared_nothing_is_over_any_more() -> None:
+    directory = made(3, policy=Lru())
+    save(directory, KEYS[:2])
+    directory.end(KEYS[:2])
+    assert directory.clear() == 2
+    save(directory, KEYS[9:10])
+    save(directory, KEYS[:2])
+    assert directory.evict(1) == 1
+    assert (directory.peek(KEYS[9:10]), directory.peek(KEYS[:2])) == (0, 2)
+
+
+def test_nobody_hears_of_what_went_before_it_had_come() -> None:
+    directory = made(4, max_events=9)
+    save(directory, KEYS[:1])
+    assert directory.plan_save(KEYS[1:2], [1]).job is not None
+    directory.take_events()
+    assert directory.drop(KEYS[:2]) == 2
+    assert [(event.kind, event.keys) for event in directory.take_events()] == [("removed", (KEYS[0],))]

@@ -31,7 +31,10 @@ def test_the_saves_that_were_computed_from_an_undone_load_end_with_it(told_first
     assert [(one.job_id, one.failed, one.late) for one in outcomes] == [(job.id, (0, 1), ())]
     assert "was computed" in outcomes[0].reason
     assert directory.states(KEYS[:4]) == [BlockState.PRESENT] * 2 + [BlockState.ABSENT] * 2
-    assert directory.plan_save(KEYS[2:4], [2, 3], computed_from=[load.id]).left_out == (0, 1)
+    good = directory.plan_load(KEYS[:1], [0])
+    assert done(directory, good)
+    for loads in ([load.id], [load.id, good.id], [good.id, load.id]):
+        assert directory.plan_save(KEYS[2:4], [2, 3], computed_from=loads).left_out == (0, 1)
     assert (directory.index.pins, directory.stats()["jobs_in_flight"]) == ({}, 0)
     assert sorted(directory._slots.take(9)) == [2, 3, 4, 5, 6, 7]  # and no slot is lost
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import Directory, Event, Hello, Job, Mirror, Result, Snapshot
+from paddle_kv.offload import Directory, Event, Hello, Job, Lru, Mirror, Result, Snapshot
 from tests.offload.test_directory import KEYS, Clock, done, made, save
 
 NAN = float("nan")
@@ -110,6 +110,9 @@ NONSENSE: list[tuple[Callable[[Directory], object], type[Exception], str]] = [
         for one in (None, 5, b"0", [None], [True])
     ),
     *((lambda d, one=one: d.plan_load(KEYS[4:5], [0], tier=one), TypeError, "tier is") for one in (None, 5, [])),
+    *((lambda d, one=one: d.plan_save(KEYS[4:5], [0], layerwise=one), TypeError, "layerwise") for one in (None, 1)),
+    *((lambda d, one=one: d.plan_save(KEYS[4:5], [0], all_or_nothing=one), TypeError, "all_or_n") for one in (None, 1)),
+    *((lambda d, one=one: d.lost(one), TypeError, "rank = ") for one in (None, True, "0")),
     *((lambda d, one=one: d.complete(one), TypeError, "results|Result is expected") for one in (None, 5, "x", [None])),
 ]
 
@@ -129,14 +132,16 @@ def test_nonsense_is_named_and_changes_nothing(
     ("given", "error"),
     [({"max_events": one}, TypeError) for one in (True, None, 1.5, "x")]
     + [({"max_events": -1}, ValueError), ({"clock": 5}, TypeError), ({"clock": None}, TypeError)]
-    + [({"space": 5}, TypeError), ({"space": b"x"}, TypeError), ({"num_ranks": 10**30}, ValueError)],
+    + [({"space": 5}, TypeError), ({"space": b"x"}, TypeError), ({"num_ranks": 10**30}, ValueError)]
+    + [({"slots": 5}, TypeError), ({"policy": 5}, TypeError), ({"policy": Lru}, TypeError)],
 )
 def test_a_directory_is_not_made_of_nonsense(given: dict[str, Any], error: type[Exception]) -> None:
     [name] = given
     with pytest.raises(error, match=name):
         Directory(8, **given)
     with pytest.raises(ValueError, match=r"capacity_blocks = \d+ must be below 2\*\*31"):
-        Directory(10**30)
+        Directory(2**31, policy="arc")
+    assert Directory(2**31 - 1, policy="arc").index.capacity_blocks == 2**31 - 1
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,9 @@ def test_which_loads_have_failed(joined: Joined) -> None:
     save = joined.job("save")
     joined.done(save, failed=(3,))
     assert not joined.ranks.has_failed(save.id)  # it is no load
+    undone = joined.job("save")
+    joined.ranks.undo(joined.ranks.pending[undone.id])
+    assert not joined.ranks.has_failed(undone.id)
 
 
 def test_failures_are_remembered_to_a_bound(joined: Joined, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +114,17 @@ def test_the_first_job_of_a_directory_is_one_of_it(joined: Joined) -> None:
     for number in (first.id - 1, first.id + 1):
         with pytest.raises(ValueError, match=rf"computed_from\[0\] = {number} must be a load"):
             joined.ranks.check_loads([number])
+
+
+@pytest.mark.parametrize("positions", [{"failed": (9,)}, {"damaged": (9,)}, {"failed": (0,), "damaged": (-1,)}])
+def test_a_position_that_a_job_has_not_is_refused(joined: Joined, positions: Any) -> None:
+    job = joined.job()
+    with pytest.raises(ValueError, match=r"rank 3 names position (9|-1) of job \d+; it must be in \[0, 9\)"):
+        joined.ranks.check_result(Result(job.id, 3, EPOCH, **positions))
+    joined.ranks.check_result(Result(job.id, 3, EPOCH, failed=(8,), damaged=(0,)))
+
+
+@pytest.mark.parametrize("given", [("x", "y", 5), ("x", "y", "z"), (1.0, 2, 3), (1.0, 2.0, 3.0)])
+def test_a_result_has_whole_numbers(joined: Joined, given: Any) -> None:
+    with pytest.raises(TypeError, match=r"job_id of a Result .* an int is expected"):
+        joined.ranks.check_result(Result(*given))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserList
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, offload
 from paddle_kv.offload import KVOffloadManager
-from paddle_kv.offload.checks import check_device_ids, checked_hashes, checked_list
+from paddle_kv.offload.checks import check_device_ids, checked_count, checked_hashes, checked_list
 from tests.schedule.rig import WAIT_S, Rig
 
 
@@ -83,6 +84,12 @@ def test_a_block_that_no_integer_of_64_bits_names_is_refused(largest: int) -> No
     for ids in ([0, largest], [largest, 0]):
         with pytest.raises(ValueError, match=rf"names block {largest}; it must be in \[0, 2\*\*63\)"):
             check_device_ids([b"a", b"b"], ids)
+    for ids in ([3, -1], [-1, 3]):
+        with pytest.raises(ValueError, match=r"names block -1; it must not be negative"):
+            check_device_ids([b"a", b"b"], ids)
+    assert checked_count(2**63 - 1, "many") == 2**63 - 1
+    with pytest.raises(ValueError, match=rf"^many = {largest} must be in \[0, 2\*\*63\)$"):
+        checked_count(largest, "many")
 
 
 @pytest.mark.parametrize("values", ["ab", b"ab", bytearray(b"ab"), 7])
@@ -95,6 +102,7 @@ def test_a_string_is_no_list_of_its_letters(values: Any) -> None:
 def test_of_hashes_the_first_that_is_none_is_named() -> None:
     with pytest.raises(TypeError, match=r"^hashes\[1\] is str; bytes are expected$"):
         checked_hashes([b"a", "b", 3])  # type: ignore[list-item]
+    assert checked_hashes(UserList([b"a", b"b"])) == [b"a", b"b"]
 
 
 # ---- names ----

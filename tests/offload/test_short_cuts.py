@@ -92,6 +92,15 @@ def test_among_pinned_blocks(name: str, capacity: int, prompts: list[tuple[list[
 
 
 @pytest.mark.parametrize("name", ["survival", "by slot", "trusted", "not trusted"])
+def test_a_prompt_that_names_a_block_twice(name: str) -> None:
+    both = Both(name, 12)
+    both.serve(list(range(12)))
+    both.serve([20, 21, 22, 23, 24, 20, 25, 26])
+    assert set(both.indexes[0].slots.values()) == set(range(12))  # no slot is lost
+    both.each(lambda index, _: index.evict(12))
+
+
+@pytest.mark.parametrize("name", ["survival", "by slot", "trusted", "not trusted"])
 @pytest.mark.parametrize("seed", range(3))
 def test_in_traffic(name: str, seed: int) -> None:
     """Sessions go on, branch and begin alike; saves come late, in parts, and of what was never looked up; blocks are

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass, make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -44,6 +44,19 @@ def told(call: Any, kind: Any) -> str:
     with pytest.raises((TypeError, FrozenInstanceError, AttributeError)) as raised:
         call(kind)
     return repr(raised.value).replace("Expected", "Made")
+
+
+def test_it_takes_the_place_of_the_constructor_that_was_there() -> None:
+    fields_of_it = [("number", int), ("names", tuple), ("late", bool, False), ("reason", str, None)]
+    kind: Any = make_dataclass("Late", fields_of_it, frozen=True, slots=True, namespace={"__module__": __name__})
+    before = kind.__init__
+    assert slot_constructor(kind) is kind
+    made = kind.__init__
+    assert made is not before
+    assert inspect.signature(made) == inspect.signature(before)
+    assert (made.__annotations__, made.__module__) == (before.__annotations__, __name__)
+    one = kind(1, names=("a",), reason="why")
+    assert (one.number, one.names, one.late, one.reason) == (1, ("a",), False, "why")
 
 
 def test_it_is_made_alike() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 
 import pytest
 
-from paddle_kv import ClosedError, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, LeasedError, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.tracking.group import _guards
+from paddle_kv.schedule.movement import Follower
+from paddle_kv.tracking.group import _guards, change
 from tests.schedule.rig import WAIT_S, Rig, make_spec
 
 
@@ -102,6 +104,58 @@ def test_a_failure_that_a_reader_finds_is_that_of_its_source(copies, scheduler):
     assert isinstance(load.error, TransferError)
     assert "it reads blocks of a transfer that failed (offload failed at layer 2: broken)" in str(load.error)
     assert [save.state.value, load.state.value] == ["failed", "failed"]
+
+
+def test_who_reads_what_failed_ends_with_it_though_what_both_are_behind_is_not_looked_at(copies, scheduler):
+    copies.hold("offload", 0)
+    copies.fail("onload", 2, RuntimeError("broken"))
+    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [3])
+    again = scheduler.offload([3], [5], layerwise=True)
+    copies.go_on()
+    assert load._movement.last_event.wait(WAIT_S)
+    with pytest.raises(TransferError, match="onload failed at layer 2: broken"):
+        load.wait(WAIT_S)
+    assert [one.state.value for one in (save, load, again)] == ["arriving", "failed", "failed"]  # no device is asked
+    assert save.done()
+
+
+class Holder(Follower):
+    """Uses the blocks of a transfer when its copies are through."""
+
+    busy = True
+
+    def holds(self, movement):
+        return self.busy
+
+
+def test_it_is_over_when_a_follower_has_done_with_its_blocks(rig, scheduler):
+    save, holder = scheduler.offload([3], [2], layerwise=True), Holder()
+    change(save._movement, functools.partial(save._movement.followers.append, holder))
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    save.wait_on(timeout_s=WAIT_S)
+    assert not save.done()
+    with pytest.raises(LeasedError):
+        rig.pool.close()
+    holder.busy, known = False, weakref.ref(holder)
+    assert save.done()
+    assert save.error is None
+    del holder
+    assert known() is None  # whoever keeps the handle keeps nobody who followed
+
+
+def test_a_cancel_ends_what_a_follower_still_does_with_its_blocks(scheduler):
+    save, holder = scheduler.offload([3], [2], layerwise=True), Holder()
+    change(save._movement, functools.partial(save._movement.followers.append, holder))
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    save.wait_on(timeout_s=WAIT_S)
+    assert save._movement.last_event.wait(WAIT_S)
+    save.cancel()
+    assert not save.done()
+    holder.busy = False
+    with pytest.raises(CancelledError, match="offload was cancelled before it was over"):
+        save.wait(WAIT_S)
 
 
 def test_what_is_done_gives_its_blocks_back_whatever_else_is_not_looked_at(copies, scheduler):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from paddle_kv import LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule import submission
 from tests.schedule.rig import WAIT_S
 
 
@@ -115,3 +118,44 @@ def test_what_is_on_the_same_stream_as_a_cancelled_one_arrives(rig, copies):
         dropped.wait_over(WAIT_S)
     rig.expect_onload([4, 6], [1, 3])
     rig.check()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_the_order_of_many_cancelled_ones_is_handed_on_in_few_steps(rig, monkeypatch, in_order):
+    """Each save waits for the load of the round before, each load for the save of this round."""
+    steps = []
+    depend = submission._depend
+    monkeypatch.setattr(submission, "_depend", lambda *what: (steps.append(what), depend(*what)))
+    with LayerwiseScheduler(rig.cache, rig.pool, layers_per_event=5) as scheduler:
+        first = scheduler.offload([0], [0], layerwise=True)
+        transfers = []
+        for number in range(50):
+            transfers.append(scheduler.offload([number % 3], [number % 2], layerwise=True))
+            transfers.append(scheduler.onload([number % 2], [6 + number % 3]))
+        if not in_order:
+            random.Random(1).shuffle(transfers)
+        for transfer in transfers:
+            transfer.cancel()
+        last = scheduler.offload([4], [0])
+        assert len(steps) < 20 * len(transfers)
+        with pytest.raises(TimeoutError, match="waits for a layerwise offload of the same blocks"):
+            last.wait(0.0)
+        for layer in range(5):
+            first.mark_layer_written(layer)
+        last.wait(WAIT_S)
+        rig.expect_offload([4], [0])
+        rig.check()
+        known = {transfer for transfer in transfers if transfer.error is not None}  # asked for: not logged
+        assert len(known) == len(transfers)
+
+
+def test_what_retired_long_ago_is_passed_over_once_more(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        before = [scheduler.offload([device_id], [host_id], layerwise=True) for device_id, host_id in ((1, 4), (2, 5))]
+        last = scheduler.offload([3, 6], [4, 5])
+        for one in before:
+            one.cancel()
+            assert one.state.value == "cancelled"
+        last.wait(WAIT_S)
+        rig.expect_offload([3, 6], [4, 5])
+        rig.check()

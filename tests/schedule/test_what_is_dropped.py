@@ -199,6 +199,24 @@ def test_behind_one_that_failed_with_another_the_order_of_both_is_kept(rig):
     rig.check()
 
 
+def test_the_order_is_kept_also_where_another_one_has_passed_them_over(rig):
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        save = scheduler.offload([1], [9], layerwise=True)
+        whole, some = scheduler.onload([2], [1]), scheduler.onload([3, 6], [1, 7], layers=[2])
+        whole.cancel()
+        assert some.failed
+        other = scheduler.onload([5], [7])
+        last = scheduler.onload([4], [1])
+        for layer in range(5):
+            save.mark_layer_written(layer)
+        for transfer in (save, other, last):
+            transfer.wait(WAIT_S)
+    rig.expect_offload([1], [9])
+    rig.expect_onload([5], [7])
+    rig.expect_onload([4], [1])
+    rig.check()
+
+
 def test_a_cancel_names_the_first_layer_of_what_was_queued_and_what_was_not_marked(rig, copies):
     copies.hold("offload", 0)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
