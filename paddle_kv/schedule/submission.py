@@ -79,7 +79,9 @@ def fail(movement: Movement, failure: Failure) -> list[Movement]:
                 failed.append(dependent)
     failed.sort(key=_number)
     dependents = (dependent for one in failed for dependent in one.dependents)
-    behind = dict.fromkeys(one for one in dependents if not one.failed)
+    behind = dict.fromkeys(one for one in dependents if one.num_unsubmitted and not one.failed)
+    for one in failed:
+        _pass_over(one)
     for one in behind:
         inherit(one)
     for one in failed:
@@ -104,9 +106,10 @@ def inherit(movement: Movement) -> None:
 
 
 def _pass_over(movement: Movement) -> None:
-    """Leaves out those of which nothing runs any more. Or each that comes to stand behind a long chain of them would go
-    through all of it."""
-    for before in [one for one in movement.depends_on if one.over]:
+    """Leaves out those of which nothing was submitted, or nothing runs any more. Or each that comes to stand behind a
+    long chain of them would go through all of it."""
+    ended = (one for one in movement.depends_on if one.dropped and (one.failed or one.over))
+    for before in [one for one in ended if one.last_event is None or one.over]:
         movement.depends_on.discard(before)
         before.dependents.pop(movement, None)
         _depend(movement, before.depends_on)
