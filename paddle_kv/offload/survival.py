@@ -119,6 +119,7 @@ class Survival(Generic[Key]):
 
     def _came_back(self, run: Run[Key], now_s: float) -> None:
         if run.watched:
+            self._guard.duels.came_back(run)
             self._returns.came_back(run.klass, part_of(now_s - run.touched_s))
             if run.facts is not None:
                 self._score.learn(run.facts, run.turn, True, run.touched_s)
@@ -270,6 +271,9 @@ class Survival(Generic[Key]):
             chosen = self._oldest(pinned, incoming)
             if chosen is None:
                 return None
+            duels = self._guard.duels
+            if duels.asked_blocks >= duels.every_blocks:
+                self._duel(chosen[0], incoming)
             self._giving = chosen[0]
             self.on_remove(chosen[1])
             return chosen[1]
@@ -293,6 +297,17 @@ class Survival(Generic[Key]):
         self._giving = run
         self.on_remove(key)
         return key
+
+    def _duel(self, oldest: Run[Key], incoming: Key | None) -> None:
+        """Between this one and the one that would go if what was learnt decided."""
+        chosen = self._worth_least()
+        if chosen is None:
+            return
+        run, worth = chosen[0], self._queues.worth
+        own = None if incoming is None else self._coming.get(incoming)
+        if own is not None and worth[own.klass][own.part] < worth[run.klass][run.part]:
+            run = own
+        self._guard.duels.begin(oldest, run)
 
     def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
         """:meth:`victim` and :meth:`on_insert` for the first of these, while the run of the last victim gives the next
@@ -335,17 +350,22 @@ class Survival(Generic[Key]):
 
     def _cheapest(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
         """The run that is worth least, and its last block."""
-        while (run := self._queues.next()) is not None:
-            key = self._last(run)
-            if key in pinned:
-                break
-            if key not in self._hanging:
-                return run, key
-            self._queues.leave(run)  # until what hangs on it has gone
+        chosen = self._worth_least()
+        if chosen is not None and chosen[1] not in pinned:
+            return chosen
         for run in self._queues.all():
             key = self._last(run)
             if key not in pinned and key not in self._hanging:
                 return run, key
+        return None
+
+    def _worth_least(self) -> tuple[Run[Key], Key] | None:
+        """Of the runs on which nothing hangs, and its last block."""
+        while (run := self._queues.next()) is not None:
+            key = self._last(run)
+            if key not in self._hanging:
+                return run, key
+            self._queues.leave(run)  # until what hangs on it has gone
         return None
 
     def _oldest(self, pinned: Container[Key], incoming: Key | None) -> tuple[Run[Key], Key] | None:
