@@ -6,16 +6,17 @@ the blocks that were found are fewer than the shadow's by more than a thousandth
 decides. That difference stays what it is meanwhile, as both then find the same.
 
 A trial of the policy costs hits if it fails, and about as many again until the cache holds what LRU holds. So there is
-one only if it has won its duels with the order of use (:mod:`.duels`): then a part of the capacity is granted, since
-keeping blocks for later costs at first. Or if it has not lost them, and so many blocks were asked for that such a
-failure is a small share of them. Nor does the policy decide before it has watched for a few times as long as LRU keeps
-a block: what it knows of returns ends there.
+one only if it has won its duels with the order of use (:mod:`.duels`): then it is given up only when what it is behind
+is no chance either, since one long prompt may be more than all that is allowed. Or if it has not lost them, and so many
+blocks were asked for that such a failure is a small share of them. Nor does the policy decide before it has watched for
+a few times as long as LRU keeps a block: what it knows of returns ends there.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from math import sqrt
 from typing import Any
 
 from .duels import Duels
@@ -23,10 +24,11 @@ from .returns import EDGES_S
 
 SHADOW_BLOCKS = 4096  # at most
 BEHIND = 0.001  # of the blocks asked for
-GRANTED_SHARE = 64  # one block in so many of the capacity, to a policy that has won its duels
+CHANCE = 2.0  # standard deviations: a policy that has won its duels is given up only behind what may be chance
 TRIAL_TURNOVERS = 8  # a policy that has neither won nor lost is tried once the capacity was asked for so often
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
-AHEAD = 0.002  # no more of a lead than this, and twice what is granted, is kept for worse days
+AHEAD = 0.002  # no more of a lead than this,
+AHEAD_SHARE = 32  # and one block in so many of the capacity, is kept for worse days
 MEMORY_TURNOVERS = 64  # what is longer ago counts less
 MIX = 0x9E3779B97F4A7C15
 
@@ -50,7 +52,8 @@ class Guard:
         self._memory_blocks = float(MEMORY_TURNOVERS * capacity_blocks)
         self._order: OrderedDict[Any, float] = OrderedDict()  # block -> when it was used; oldest first
         self._lead, self._asked = 0.0, 0.0
-        self._granted = self._size / GRANTED_SHARE
+        self._squares = 0.0  # of what each prompt has added to the lead, in this trial
+        self._most_ahead = self._size / AHEAD_SHARE
         self._trial_from = TRIAL_TURNOVERS * self._size
         self._has_won = False  # before it was trusted
         self.trusts = False
@@ -78,10 +81,12 @@ class Guard:
                 break
             count += 1
         self._asked += len(prompt)
-        self._lead = min(self._lead + found - count, 2 * self._granted + AHEAD * self._asked)
+        self._squares += (found - count) ** 2
+        self._lead = min(self._lead + found - count, self._most_ahead + AHEAD * self._asked)
         if self._asked * every > self._memory_blocks:
             self._asked /= 2
             self._lead /= 2
+            self._squares /= 4
         if self.warm:
             self._decide()
         for key in reversed(prompt):
@@ -96,11 +101,14 @@ class Guard:
     def _decide(self) -> None:
         allowed = BEHIND * self._asked
         if self.trusts:
-            self.trusts = self._lead >= -allowed - self._has_won * self._granted
+            if self._has_won:
+                allowed += CHANCE * sqrt(self._squares)
+            self.trusts = self._lead >= -allowed
             return
         self._has_won = self.duels.won
         if self._lead < -allowed / 2:
             return
         if self._has_won or (self._asked >= self._trial_from and not self.duels.lost):
             self.trusts = True
+            self._squares = 0.0
             self.duels.clear()

@@ -115,7 +115,9 @@ def documents(seed: int) -> Prompts:
 
 def bursts_then_sessions(seed: int) -> Prompts:
     """As "bursts" of :mod:`.streams`, whose sessions are always the same ones."""
-    prompts = [(0.5 * number, [OTHER_KEYS // 2 + 5 * (number // 3) + one for one in range(5)]) for number in range(2000)]
+    prompts = [
+        (0.5 * number, [OTHER_KEYS // 2 + 5 * (number // 3) + one for one in range(5)]) for number in range(2000)
+    ]
     return prompts + [(1000.0 + arrival_s, prompt) for arrival_s, prompt in sessions(seed, 1200)]
 
 

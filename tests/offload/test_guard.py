@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -26,15 +27,16 @@ class Verdict:
 
 
 class Plain:
-    """With what is written there: (shadow blocks, behind, ahead, granted share, trial turnovers, watched stays, memory
-    turnovers)."""
+    """With what is written there: (shadow blocks, behind, chance, ahead, ahead share, trial turnovers, watched stays,
+    memory turnovers)."""
 
     def __init__(self, capacity: int, numbers: tuple[Any, ...], duels: Verdict) -> None:
-        shadow, self.behind, self.ahead, granted_share, trial_turnovers, self.stays, turnovers = numbers
+        shadow, self.behind, self.chance, self.ahead, share, trial_turnovers, self.stays, turnovers = numbers
         self.duels, self.has_won = duels, False
         self.every = next(2**n for n in itertools.count() if capacity // 2**n <= shadow)
         self.size, self.memory = capacity // self.every, turnovers * capacity
-        self.granted = self.size / granted_share
+        self.most_ahead = self.size / share
+        self.squares = 0.0
         self.trial_from = trial_turnovers * self.size
         self.used: list[tuple[Any, float]] = []  # the one used longest ago first
         self.lead = self.asked = 0.0
@@ -52,16 +54,19 @@ class Plain:
         there = {key for key, _ in self.used}
         by_use = len(list(itertools.takewhile(there.__contains__, prompt)))
         self.asked += len(prompt)
-        self.lead = min(self.lead + found - by_use, 2 * self.granted + self.ahead * self.asked)
+        self.squares += (found - by_use) ** 2
+        self.lead = min(self.lead + found - by_use, self.most_ahead + self.ahead * self.asked)
         if self.asked * self.every > self.memory:
-            self.lead, self.asked = self.lead / 2, self.asked / 2
+            self.lead, self.asked, self.squares = self.lead / 2, self.asked / 2, self.squares / 4
         allowed = self.behind * self.asked
         if self.warm and self.trusts:
-            self.trusts = self.lead >= -(allowed + self.granted if self.has_won else allowed)
+            allowed += self.chance * math.sqrt(self.squares) if self.has_won else 0.0
+            self.trusts = self.lead >= -allowed
         elif self.warm and self.lead >= -allowed / 2:
             is_open = not self.duels.lost and self.asked >= self.trial_from
             self.has_won = self.duels.won
             self.trusts = self.has_won or is_open
+            self.squares = 0.0 if self.trusts else self.squares
         new = set(prompt)
         self.used = [one for one in self.used if one[0] not in new]
         self.used += [(key, now_s) for key in reversed(prompt)]
@@ -71,13 +76,14 @@ class Plain:
                 self.warm, self.lead = True, 0.0
 
 
-AS_IT_IS = (4096, 0.001, 0.002, 64, 8, 4.0, 64)
-ROUND = (8, 2**-3, 2**-2, 16, 2, 4.0, 8)  # where bounds are met exactly
+AS_IT_IS = (4096, 0.001, 2.0, 0.002, 32, 8, 4.0, 64)
+ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8)  # where bounds are met exactly
 NAMES = (
     "SHADOW_BLOCKS",
     "BEHIND",
+    "CHANCE",
     "AHEAD",
-    "GRANTED_SHARE",
+    "AHEAD_SHARE",
     "TRIAL_TURNOVERS",
     "WATCHED_STAYS",
     "MEMORY_TURNOVERS",
@@ -114,19 +120,20 @@ def test_it_trusts_when_plain_counting_does(
         begun += plain.trusts and not did_trust
         assert (duels.asked_blocks, duels.clears) == (asked_blocks, begun)
         assert (made.warm, made.trusts) == (plain.warm, plain.trusts)
-        assert (made._lead, made._asked) == (plain.lead, plain.asked)
+        assert (made._lead, made._asked, made._squares) == (plain.lead, plain.asked, plain.squares)
         assert list(made._order.items()) == plain.used
 
 
 @pytest.mark.parametrize("trusts", [True, False])
 def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BEHIND", 0.5)
-    made = Guard(64)  # of which one block is granted
+    made = Guard(64)
     duels = Verdict()
     made.duels = duels  # type: ignore[assignment]
     duels.won = True
     made.warm, made.trusts, made._has_won = True, trusts, True
-    made._asked, made._lead = 1.0, -2.0 if trusts else -0.5
+    made._asked, made._lead = 1.0, -5.0 if trusts else -0.5
+    made._squares = 4.0  # so that 2 * 2 more are allowed
     made.saw([b"xyz"], 0, 1.0)
     assert made.trusts
 
