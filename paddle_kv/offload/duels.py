@@ -2,8 +2,8 @@
 
 Now and then the run that goes meets the one that the policy would have let go. Of the two, the one that is used again
 first should have stayed (L. A. Belady, 1966), and whoever chose it has lost. Both are watched, whether they are there
-or not, so it is seen in either case. A run that meets many others says no more than that it came back: its duels are
-one outcome, and count as one when it is asked whether all of them could be chance.
+or not, so it is seen in either case. A run that meets many others says little more than that it came back: n duels that
+end with it count as the square root of n, and as one outcome when it is asked whether all of them could be chance.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Duels(Generic[Key]):
         pairs = self._pairs_of.get(run)
         if pairs is None:
             return
-        score = sum(1 if run is by_use else -1 for by_use, _ in pairs)
+        score = sum(1 if run is by_use else -1 for by_use, _ in pairs) / sqrt(len(pairs))
         self._ahead += score - self._ahead / MEMORY
-        self._variance += len(pairs) ** 2 - self._variance / MEMORY
+        self._variance += score**2 - self._variance / MEMORY
         for pair in list(pairs):
             self._close(pair)
 

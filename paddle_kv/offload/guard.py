@@ -7,9 +7,10 @@ decides. That difference stays what it is meanwhile, as both then find the same.
 
 A trial of the policy costs hits if it fails, and about as many again until the cache holds what LRU holds. So there is
 one only if it has won its duels with the order of use (:mod:`.duels`): then it is given up only when what it is behind
-is no chance either, since one long prompt may be more than all that is allowed. Or if it has not lost them, and so many
-blocks were asked for that such a failure is a small share of them. Nor does the policy decide before it has watched for
-a few times as long as LRU keeps a block: what it knows of returns ends there.
+is no chance either, since one long prompt may be more than a thousandth, or is more than twice that and a share of the
+capacity. Or if it has not lost its duels, and so many blocks were asked for that such a failure is a small part.
+Nor does the policy decide before it has watched for a few times as long as LRU keeps a block: what it knows of returns
+ends there.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ BEHIND = 0.001  # of the blocks asked for
 CHANCE = 2.0  # standard deviations: a policy that has won its duels is given up only behind what may be chance
 TRIAL_TURNOVERS = 8  # a policy that has neither won nor lost is tried once the capacity was asked for so often
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
-AHEAD = 0.002  # no more of a lead than this,
-AHEAD_SHARE = 32  # and one block in so many of the capacity, is kept for worse days
+AHEAD = 0.002  # no more of a lead than this, and the share of the capacity, is kept for worse days
+SHARE = 16  # one block in so many of the capacity
 MEMORY_TURNOVERS = 64  # what is longer ago counts less
 MIX = 0x9E3779B97F4A7C15
 
@@ -53,7 +54,7 @@ class Guard:
         self._order: OrderedDict[Any, float] = OrderedDict()  # block -> when it was used; oldest first
         self._lead, self._asked = 0.0, 0.0
         self._squares = 0.0  # of what each prompt has added to the lead, in this trial
-        self._most_ahead = self._size / AHEAD_SHARE
+        self._share = self._size / SHARE
         self._trial_from = TRIAL_TURNOVERS * self._size
         self._has_won = False  # before it was trusted
         self.trusts = False
@@ -82,7 +83,7 @@ class Guard:
             count += 1
         self._asked += len(prompt)
         self._squares += (found - count) ** 2
-        self._lead = min(self._lead + found - count, self._most_ahead + AHEAD * self._asked)
+        self._lead = min(self._lead + found - count, self._share + AHEAD * self._asked)
         if self._asked * every > self._memory_blocks:
             self._asked /= 2
             self._lead /= 2
@@ -102,7 +103,7 @@ class Guard:
         allowed = BEHIND * self._asked
         if self.trusts:
             if self._has_won:
-                allowed += CHANCE * sqrt(self._squares)
+                allowed += min(CHANCE * sqrt(self._squares), BEHIND * self._asked + self._share)
             self.trusts = self._lead >= -allowed
             return
         self._has_won = self.duels.won

@@ -27,7 +27,7 @@ class Verdict:
 
 
 class Plain:
-    """With what is written there: (shadow blocks, behind, chance, ahead, ahead share, trial turnovers, watched stays,
+    """With what is written there: (shadow blocks, behind, chance, ahead, share, trial turnovers, watched stays,
     memory turnovers)."""
 
     def __init__(self, capacity: int, numbers: tuple[Any, ...], duels: Verdict) -> None:
@@ -35,7 +35,7 @@ class Plain:
         self.duels, self.has_won = duels, False
         self.every = next(2**n for n in itertools.count() if capacity // 2**n <= shadow)
         self.size, self.memory = capacity // self.every, turnovers * capacity
-        self.most_ahead = self.size / share
+        self.share = self.size / share
         self.squares = 0.0
         self.trial_from = trial_turnovers * self.size
         self.used: list[tuple[Any, float]] = []  # the one used longest ago first
@@ -55,12 +55,13 @@ class Plain:
         by_use = len(list(itertools.takewhile(there.__contains__, prompt)))
         self.asked += len(prompt)
         self.squares += (found - by_use) ** 2
-        self.lead = min(self.lead + found - by_use, self.most_ahead + self.ahead * self.asked)
+        self.lead = min(self.lead + found - by_use, self.share + self.ahead * self.asked)
         if self.asked * self.every > self.memory:
             self.lead, self.asked, self.squares = self.lead / 2, self.asked / 2, self.squares / 4
         allowed = self.behind * self.asked
         if self.warm and self.trusts:
-            allowed += self.chance * math.sqrt(self.squares) if self.has_won else 0.0
+            if self.has_won:
+                allowed += min(self.chance * math.sqrt(self.squares), self.behind * self.asked + self.share)
             self.trusts = self.lead >= -allowed
         elif self.warm and self.lead >= -allowed / 2:
             is_open = not self.duels.lost and self.asked >= self.trial_from
@@ -76,14 +77,14 @@ class Plain:
                 self.warm, self.lead = True, 0.0
 
 
-AS_IT_IS = (4096, 0.001, 2.0, 0.002, 32, 8, 4.0, 64)
+AS_IT_IS = (4096, 0.001, 2.0, 0.002, 16, 8, 4.0, 64)
 ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8)  # where bounds are met exactly
 NAMES = (
     "SHADOW_BLOCKS",
     "BEHIND",
     "CHANCE",
     "AHEAD",
-    "AHEAD_SHARE",
+    "SHARE",
     "TRIAL_TURNOVERS",
     "WATCHED_STAYS",
     "MEMORY_TURNOVERS",
