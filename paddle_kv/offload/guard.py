@@ -76,6 +76,8 @@ class Guard:
         if every > 1:
             there, prompt = prompt[:found], self._sampled(prompt)
             found = len(self._sampled(there)) if prompt else 0
+        if not prompt:
+            return
         count = 0
         for key in prompt:
             if key not in order:
@@ -102,9 +104,10 @@ class Guard:
     def _decide(self) -> None:
         allowed = BEHIND * self._asked
         if self.trusts:
-            if self._has_won:
-                allowed += min(CHANCE * sqrt(self._squares), BEHIND * self._asked + self._share)
-            self.trusts = self._lead >= -allowed
+            if self._lead < -allowed:
+                if self._has_won:
+                    allowed += min(CHANCE * sqrt(self._squares), allowed + self._share)
+                self.trusts = self._lead >= -allowed
             return
         self._has_won = self.duels.won
         if self._lead < -allowed / 2:

@@ -51,6 +51,8 @@ class Plain:
         self.started_s = now_s if self.started_s is None else self.started_s
         found = len([key for key in prompt[:found] if self.is_sampled(key)])
         prompt = [key for key in prompt if self.is_sampled(key)]
+        if not prompt:
+            return
         there = {key for key, _ in self.used}
         by_use = len(list(itertools.takewhile(there.__contains__, prompt)))
         self.asked += len(prompt)
