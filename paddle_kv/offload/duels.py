@@ -18,6 +18,7 @@ A_TURNOVER = 256  # so many duels while as many blocks are asked for as there is
 MOST_OPEN = 512  # are waited for: returns within two turnovers
 MEMORY = 256.0  # outcomes; what is longer ago counts less
 SURE = 3.0  # so many standard deviations away from chance
+CLEARLY = 0.5  # ahead by so much of all, as who wins three of four
 
 Pair = tuple[Run[Key], Run[Key]]  # the choice of the order of use, the policy's
 
@@ -38,12 +39,13 @@ class Duels(Generic[Key]):
         self.asked_blocks = 0
         self._open: dict[Pair[Key], None] = {}  # the one begun first in front
         self._pairs_of: dict[Run[Key], list[Pair[Key]]] = {}
-        self._ahead, self._variance = 0.0, 0.0  # of the duels that the policy has won, less those that it has lost
+        self._ahead = 0.0  # duels that the policy has won, less those that it has lost
+        self._all = self._variance = 0.0
 
     @property
     def won(self) -> bool:
-        """The policy chooses better; that is no chance."""
-        return self._ahead > SURE * sqrt(self._variance)
+        """The policy chooses clearly better; that is no chance."""
+        return self._ahead > SURE * sqrt(self._variance) and self._ahead >= CLEARLY * self._all
 
     @property
     def lost(self) -> bool:
@@ -69,6 +71,7 @@ class Duels(Generic[Key]):
             return
         score = sum(1 if run is by_use else -1 for by_use, _ in pairs) / sqrt(len(pairs))
         self._ahead += score - self._ahead / MEMORY
+        self._all += sqrt(len(pairs)) - self._all / MEMORY
         self._variance += score**2 - self._variance / MEMORY
         for pair in list(pairs):
             self._close(pair)

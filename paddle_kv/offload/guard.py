@@ -29,7 +29,7 @@ CHANCE = 2.0  # standard deviations: a policy that has won its duels is given up
 TRIAL_TURNOVERS = 8  # a policy that has neither won nor lost is tried once the capacity was asked for so often
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
 AHEAD = 0.002  # no more of a lead than this, and the share of the capacity, is kept for worse days
-SHARE = 16  # one block in so many of the capacity
+SHARE = 32  # one block in so many of the capacity
 MEMORY_TURNOVERS = 64  # what is longer ago counts less
 MIX = 0x9E3779B97F4A7C15
 

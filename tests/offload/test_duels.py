@@ -56,6 +56,15 @@ def test_even_duels_decide_nothing_and_what_is_long_ago_is_forgotten() -> None:
     assert duels.lost
 
 
+def test_a_small_edge_is_no_victory_however_sure_it_is() -> None:
+    duels: Duels[int] = Duels(1000)
+    played(duels, [number % 10 < 7 for number in range(400)])
+    assert duels._ahead > 4 * duels._variance**0.5
+    assert not duels.won
+    played(duels, [number % 10 < 9 for number in range(400)])
+    assert duels.won
+
+
 def test_who_meets_itself_or_is_not_watched_plays_no_duel() -> None:
     duels: Duels[int] = Duels(1000)
     one, other = watched_run(1), watched_run(2)
