@@ -39,12 +39,13 @@ class Guard:
     Attributes:
         trusts: whether the policy may decide.
         warm: whether it ever could.
+        told: whether sessions were said to be over: the policy knows more than the order of use, and needs no evidence.
         duels: to be told what either would let go while the policy may not decide.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
         self._started_s: float | None = None
-        self.warm = False
+        self.warm = self.told = False
         self.duels: Duels[Any] = Duels(capacity_blocks)
         self._every = 1
         while capacity_blocks // self._every > SHADOW_BLOCKS:
@@ -109,7 +110,7 @@ class Guard:
                     allowed += min(CHANCE * sqrt(self._squares), allowed + self._share)
                 self.trusts = self._lead >= -allowed
             return
-        self._has_won = self.duels.won
+        self._has_won = self.duels.won or self.told
         if self._lead < -allowed / 2:
             return
         if self._has_won or (self._asked >= self._trial_from and not self.duels.lost):

@@ -223,6 +223,7 @@ class Survival(Generic[Key]):
 
     def on_end(self, prompt: Sequence[Key]) -> None:
         """The session of this prompt is over, it is said."""
+        self._guard.told = True
         for run in {id(run): run for run in map(self._owner.get, prompt) if run is not None}.values():
             if not run.head and run.klass < CLASSES and run.keys[-1] in prompt:
                 self._queues.reclass(run, OVER * CLASSES + run.klass)

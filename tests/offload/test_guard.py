@@ -141,6 +141,17 @@ def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.Monk
     assert made.trusts
 
 
+@pytest.mark.parametrize("evidence", ["none", "told", "won", "lost, long after"])
+def test_a_trial_needs_evidence_or_time(evidence: str) -> None:
+    made, duels = Guard(64), Verdict()
+    made.duels = duels  # type: ignore[assignment]
+    made.warm, made.told = True, evidence == "told"
+    duels.won, duels.lost = evidence == "won", evidence == "lost, long after"
+    made._asked = 1e5 if duels.lost else 8.0
+    made.saw([1], 0, 1.0)
+    assert made.trusts == (evidence in ("told", "won"))
+
+
 @pytest.mark.parametrize(
     ("capacity", "shadow", "size"),
     [(4096, 4096, 4096), (4097, 4096, 2048), (8192, 4096, 4096), (8195, 4096, 2048), (6000, 2, 2)],
