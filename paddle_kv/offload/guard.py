@@ -58,6 +58,7 @@ class Guard:
         self._share = self._size / SHARE
         self._trial_from = TRIAL_TURNOVERS * self._size
         self._has_won = False  # before it was trusted
+        self._tried = False
         self.trusts = False
 
     def _sampled(self, keys: Sequence[Any]) -> list[Any]:
@@ -100,7 +101,7 @@ class Guard:
             _, used_s = order.popitem(last=False)
             stay_s = now_s - used_s
             if not self.warm and EDGES_S[1] <= stay_s <= (now_s - self._started_s) / WATCHED_STAYS:
-                self.warm, self._lead = True, 0.0
+                self.warm = True
 
     def _decide(self) -> None:
         allowed = BEHIND * self._asked
@@ -110,10 +111,12 @@ class Guard:
                     allowed += min(CHANCE * sqrt(self._squares), allowed + self._share)
                 self.trusts = self._lead >= -allowed
             return
+        if not self._tried:
+            self._lead = 0.0  # both are LRU: it is the error of the sample
         self._has_won = self.duels.won or self.told
         if self._lead < -allowed / 2:
             return
         if self._has_won or (self._asked >= self._trial_from and not self.duels.lost):
-            self.trusts = True
+            self.trusts = self._tried = True
             self._squares = 0.0
             self.duels.clear()

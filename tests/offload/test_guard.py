@@ -32,7 +32,7 @@ class Plain:
 
     def __init__(self, capacity: int, numbers: tuple[Any, ...], duels: Verdict) -> None:
         shadow, self.behind, self.chance, self.ahead, share, trial_turnovers, self.stays, turnovers = numbers
-        self.duels, self.has_won = duels, False
+        self.duels, self.has_won, self.tried = duels, False, False
         self.every = next(2**n for n in itertools.count() if capacity // 2**n <= shadow)
         self.size, self.memory = capacity // self.every, turnovers * capacity
         self.share = self.size / share
@@ -65,18 +65,20 @@ class Plain:
             if self.has_won:
                 allowed += min(self.chance * math.sqrt(self.squares), self.behind * self.asked + self.share)
             self.trusts = self.lead >= -allowed
-        elif self.warm and self.lead >= -allowed / 2:
+        elif self.warm and (self.lead >= -allowed / 2 or not self.tried):
+            self.lead = self.lead if self.tried else 0.0
             is_open = not self.duels.lost and self.asked >= self.trial_from
             self.has_won = self.duels.won
             self.trusts = self.has_won or is_open
             self.squares = 0.0 if self.trusts else self.squares
+            self.tried = self.tried or self.trusts
         new = set(prompt)
         self.used = [one for one in self.used if one[0] not in new]
         self.used += [(key, now_s) for key in reversed(prompt)]
         gone, self.used = self.used[: -self.size], self.used[-self.size :]
         for _, used_s in gone:
             if not self.warm and 2.0 <= now_s - used_s <= (now_s - self.started_s) / self.stays:
-                self.warm, self.lead = True, 0.0
+                self.warm = True
 
 
 AS_IT_IS = (4096, 0.001, 2.0, 0.002, 32, 8, 4.0, 64)
@@ -134,7 +136,7 @@ def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.Monk
     duels = Verdict()
     made.duels = duels  # type: ignore[assignment]
     duels.won = True
-    made.warm, made.trusts, made._has_won = True, trusts, True
+    made.warm, made.trusts, made._has_won, made._tried = True, trusts, True, True
     made._asked, made._lead = 1.0, -4.0 if trusts else -0.5
     made._squares = 2.25  # two of 1.5: as much as the 1 of what was asked for and 2 of the capacity allow
     made.saw([b"xyz"], 0, 1.0)
