@@ -111,6 +111,7 @@ class Survival(Generic[Key]):
 
     def _came_back(self, run: Run[Key], now_s: float) -> None:
         if run.watched:
+            self._guard.duels.came_back(run)
             self._returns.came_back(run.klass, part_of(now_s - run.touched_s))
             if run.facts is not None:
                 self._score.learn(run.facts, run.turn, True, run.touched_s)
@@ -232,6 +233,7 @@ class Survival(Generic[Key]):
 
     def on_end(self, prompt: Sequence[Key]) -> None:
         """The session of this prompt is over, it is said."""
+        self._guard.told = True
         for run in {id(run): run for run in map(self._owner.get, prompt) if run is not None}.values():
             if not run.head and run.klass < CLASSES and run.keys[-1] in prompt:
                 self._queues.reclass(run, OVER * CLASSES + run.klass)
@@ -274,8 +276,8 @@ class Survival(Generic[Key]):
             raise KeyError(key)
         self._lose(run, key)
 
-    def _lose(self, run: Run[Key], key: Key) -> None:
-        """This block of it goes."""
+    def _lose(self, run: Run[Key], key: Key) -> Key:
+        """This block of it goes, and is returned."""
         owner = self._owner
         owner.numbers[owner.slots[key]] = NOBODY
         run.live -= 1
@@ -284,27 +286,24 @@ class Survival(Generic[Key]):
         if not run.live:
             self._disappear(run)
             self._unhang(run.parent)
+        return key
 
     def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """``incoming`` itself: it shall not be let in."""
         self._giving = None
         if not self._guard.trusts:
             chosen = self._oldest(pinned, incoming)
-            if chosen is None:
-                return None
-            self._giving = chosen[0]
-            self._lose(*chosen)
-            return chosen[1]
+            if chosen is not None:
+                if self._guard.duels.asked_blocks >= self._guard.duels.every_blocks:
+                    self._duel(chosen[0], incoming)
+                self._giving = chosen[0]
+            return self._let_go(chosen)
         run = self._going
         key = self._last(run) if run is not None else None
         if run is None or key is None or key in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
-                chosen = self._oldest(pinned, incoming)
-                if chosen is None:
-                    return None
-                self._lose(*chosen)
-                return chosen[1]
+                return self._let_go(self._oldest(pinned, incoming))
             run, key = chosen
             self._going = run
         if incoming is not None and incoming not in pinned:
@@ -313,8 +312,21 @@ class Survival(Generic[Key]):
             if own is not None and own is not run and worth[own.klass][own.part] < worth[run.klass][run.part]:
                 return incoming
         self._giving = run
-        self._lose(run, key)
-        return key
+        return self._lose(run, key)
+
+    def _let_go(self, chosen: tuple[Run[Key], Key] | None) -> Key | None:
+        return None if chosen is None else self._lose(*chosen)
+
+    def _duel(self, oldest: Run[Key], incoming: Key | None) -> None:
+        """Between this one and the one that would go if what was learnt decided."""
+        chosen = self._worth_least()
+        if chosen is None:
+            return
+        run, worth = chosen[0], self._queues.worth
+        own = None if incoming is None else self._coming.get(incoming)
+        if own is not None and worth[own.klass][own.part] < worth[run.klass][run.part]:
+            run = own
+        self._guard.duels.begin(oldest, run)
 
     def replace_all(self, incoming: Sequence[Key], pinned: Container[Key]) -> list[Key]:
         """:meth:`victim` and :meth:`on_insert` for the first of these, while the run of the last victim gives the next
@@ -357,17 +369,22 @@ class Survival(Generic[Key]):
 
     def _cheapest(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
         """The run that is worth least, and its last block."""
-        while (run := self._queues.next()) is not None:
-            key = self._last(run)
-            if key in pinned:
-                break
-            if key not in self._hanging:
-                return run, key
-            self._queues.leave(run)  # until what hangs on it has gone
+        chosen = self._worth_least()
+        if chosen is not None and chosen[1] not in pinned:
+            return chosen
         for run in self._queues.all():
             key = self._last(run)
             if key not in pinned and key not in self._hanging:
                 return run, key
+        return None
+
+    def _worth_least(self) -> tuple[Run[Key], Key] | None:
+        """Of the runs on which nothing hangs, and its last block."""
+        while (run := self._queues.next()) is not None:
+            key = self._last(run)
+            if key not in self._hanging:
+                return run, key
+            self._queues.leave(run)  # until what hangs on it has gone
         return None
 
     def _oldest(self, pinned: Container[Key], incoming: Key | None) -> tuple[Run[Key], Key] | None:

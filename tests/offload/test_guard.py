@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any
 
@@ -12,14 +13,31 @@ from paddle_kv.offload import guard
 from paddle_kv.offload.guard import Guard
 
 
-class Plain:
-    """With what is written there: (shadow blocks, behind, ahead, granted share, watched stays, turnovers)."""
+class Verdict:
+    """Of duels that are said to have gone that way."""
 
-    def __init__(self, capacity: int, numbers: tuple[Any, ...]) -> None:
-        shadow, self.behind, self.ahead, granted_share, self.stays, turnovers = numbers
+    def __init__(self) -> None:
+        self.asked_blocks = 0
+        self.won = self.lost = False
+        self.clears = 0
+
+    def clear(self) -> None:
+        self.clears += 1
+        self.won = self.lost = False
+
+
+class Plain:
+    """With what is written there: (shadow blocks, behind, chance, ahead, share, trial turnovers, watched stays,
+    memory turnovers)."""
+
+    def __init__(self, capacity: int, numbers: tuple[Any, ...], duels: Verdict) -> None:
+        shadow, self.behind, self.chance, self.ahead, share, trial_turnovers, self.stays, turnovers = numbers
+        self.duels, self.has_won, self.tried = duels, False, False
         self.every = next(2**n for n in itertools.count() if capacity // 2**n <= shadow)
         self.size, self.memory = capacity // self.every, turnovers * capacity
-        self.granted = self.size / granted_share
+        self.share = self.size / share
+        self.squares = 0.0
+        self.trial_from = trial_turnovers * self.size
         self.used: list[tuple[Any, float]] = []  # the one used longest ago first
         self.lead = self.asked = 0.0
         self.started_s: float | None = None
@@ -33,28 +51,48 @@ class Plain:
         self.started_s = now_s if self.started_s is None else self.started_s
         found = len([key for key in prompt[:found] if self.is_sampled(key)])
         prompt = [key for key in prompt if self.is_sampled(key)]
+        if not prompt:
+            return
         there = {key for key, _ in self.used}
         by_use = len(list(itertools.takewhile(there.__contains__, prompt)))
         self.asked += len(prompt)
-        allowed = self.granted + self.behind * self.asked
-        self.lead = min(self.lead + found - by_use, 2 * self.granted + self.ahead * self.asked)
+        self.squares += (found - by_use) ** 2
+        self.lead = min(self.lead + found - by_use, self.share + self.ahead * self.asked)
         if self.asked * self.every > self.memory:
-            self.lead, self.asked = self.lead / 2, self.asked / 2
-        if self.warm:
-            self.trusts = self.lead >= -allowed if self.trusts else self.lead >= -allowed / 2
+            self.lead, self.asked, self.squares = self.lead / 2, self.asked / 2, self.squares / 4
+        allowed = self.behind * self.asked
+        if self.warm and self.trusts:
+            if self.has_won:
+                allowed += min(self.chance * math.sqrt(self.squares), self.behind * self.asked + self.share)
+            self.trusts = self.lead >= -allowed
+        elif self.warm and (self.lead >= -allowed / 2 or not self.tried):
+            self.lead = self.lead if self.tried else 0.0
+            is_open = not self.duels.lost and self.asked >= self.trial_from
+            self.has_won = self.duels.won
+            self.trusts = self.has_won or is_open
+            self.squares = 0.0 if self.trusts else self.squares
+            self.tried = self.tried or self.trusts
         new = set(prompt)
         self.used = [one for one in self.used if one[0] not in new]
         self.used += [(key, now_s) for key in reversed(prompt)]
         gone, self.used = self.used[: -self.size], self.used[-self.size :]
         for _, used_s in gone:
             if not self.warm and 2.0 <= now_s - used_s <= (now_s - self.started_s) / self.stays:
-                self.warm = self.trusts = True
-                self.lead = self.asked = 0.0
+                self.warm = True
 
 
-AS_IT_IS = (4096, 0.001, 0.002, 32, 4.0, 64)
-ROUND = (8, 2**-3, 2**-2, 16, 4.0, 8)  # where bounds are met exactly
-NAMES = ("SHADOW_BLOCKS", "BEHIND", "AHEAD", "GRANTED_SHARE", "WATCHED_STAYS", "MEMORY_TURNOVERS")
+AS_IT_IS = (4096, 0.001, 2.0, 0.002, 32, 8, 4.0, 64)
+ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8)  # where bounds are met exactly
+NAMES = (
+    "SHADOW_BLOCKS",
+    "BEHIND",
+    "CHANCE",
+    "AHEAD",
+    "SHARE",
+    "TRIAL_TURNOVERS",
+    "WATCHED_STAYS",
+    "MEMORY_TURNOVERS",
+)
 
 
 @pytest.mark.parametrize("numbers", [AS_IT_IS, ROUND])
@@ -68,29 +106,52 @@ def test_it_trusts_when_plain_counting_does(
         monkeypatch.setattr(guard, name, value)
     rng = random.Random(seed)
     keys = [rng.randbytes(8) if kind == "bytes" else rng.randrange(2**60) for _ in range(3 * capacity)]
-    made, plain, now_s = Guard(capacity), Plain(capacity, numbers), 500.0
-    better = 0.5
+    made, duels, now_s = Guard(capacity), Verdict(), 500.0
+    made.duels = duels  # type: ignore[assignment]
+    plain = Plain(capacity, numbers, duels)
+    better, asked_blocks, begun = 0.5, 0, 0
     for number in range(400):
         now_s += rng.choice([0.25, 1.0, 2.0])
         if number % 50 == 0:
             better = rng.choice([0.0, 0.2, 0.5, 1.0])
+        if number % 20 == 0:
+            duels.won, duels.lost = rng.choice([(False, False), (True, False), (False, True)])
         prompt = rng.sample(keys, rng.randint(0, len(keys)))
         found = len(prompt) if rng.random() < better else rng.randint(0, len(prompt) // 8)
+        asked_blocks += len(prompt)
+        did_trust = plain.trusts
+        plain.saw(prompt, found, now_s)  # first: what the duels say is forgotten when a trial begins
         made.saw(prompt, found, now_s)
-        plain.saw(prompt, found, now_s)
+        begun += plain.trusts and not did_trust
+        assert (duels.asked_blocks, duels.clears) == (asked_blocks, begun)
         assert (made.warm, made.trusts) == (plain.warm, plain.trusts)
-        assert (made._lead, made._asked) == (plain.lead, plain.asked)
+        assert (made._lead, made._asked, made._squares) == (plain.lead, plain.asked, plain.squares)
         assert list(made._order.items()) == plain.used
 
 
 @pytest.mark.parametrize("trusts", [True, False])
 def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "BEHIND", 0.5)
-    made = Guard(32)  # of which one block is granted
-    made.warm, made.trusts = True, trusts
-    made._asked, made._lead = 1.0, -2.0 if trusts else -1.0
+    made = Guard(64)
+    duels = Verdict()
+    made.duels = duels  # type: ignore[assignment]
+    duels.won = True
+    made.warm, made.trusts, made._has_won, made._tried = True, trusts, True, True
+    made._asked, made._lead = 1.0, -4.0 if trusts else -0.5
+    made._squares = 2.25  # two of 1.5: as much as the 1 of what was asked for and 2 of the capacity allow
     made.saw([b"xyz"], 0, 1.0)
     assert made.trusts
+
+
+@pytest.mark.parametrize("evidence", ["none", "told", "won", "lost, long after"])
+def test_a_trial_needs_evidence_or_time(evidence: str) -> None:
+    made, duels = Guard(64), Verdict()
+    made.duels = duels  # type: ignore[assignment]
+    made.warm, made.told = True, evidence == "told"
+    duels.won, duels.lost = evidence == "won", evidence == "lost, long after"
+    made._asked = 1e5 if duels.lost else 8.0
+    made.saw([1], 0, 1.0)
+    assert made.trusts == (evidence in ("told", "won"))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +163,7 @@ def test_of_large_caches_a_part_is_watched(
 ) -> None:
     if shadow != 4096:
         monkeypatch.setattr(guard, "SHADOW_BLOCKS", shadow)
-    made, plain = Guard(capacity), Plain(capacity, (shadow, *AS_IT_IS[1:]))
+    made, plain = Guard(capacity), Plain(capacity, (shadow, *AS_IT_IS[1:]), Verdict())
     rng = random.Random(1)
     prompt = [rng.randbytes(8) for _ in range(2 * capacity)]
     for one in (made, plain):
