@@ -25,7 +25,7 @@ from .mooncake_store import GIVES_UP_S, SIZE_CODES, MooncakeError, Move, connect
 from .protocol import Outcome, Read, Write, arrived, buffers_of, ended
 
 CALL_BYTES = 256 << 20  # that one call moves, or one object
-STORE_CALL_BYTES = 64 << 20  # of stores: while one call is under way the checksums for the next one are made
+STORE_CALL_BYTES = 128 << 20  # of stores: while one call is under way the checksums for the next one are made
 DELETE_S = 2.0  # what a deletion is waited for
 _METRICS = {
     "master_key_count": "objects",
