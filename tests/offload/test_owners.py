@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv.offload.owners import Owners
+from paddle_kv.offload.owners import NOBODY, Owners
 from paddle_kv.offload.run import Run
 
 KEYS = [b"a", b"b", b"c", b"d"]
@@ -23,10 +23,10 @@ def owners() -> Owners[bytes]:
 
 def test_a_run_has_one_number_for_all_its_blocks(owners: Owners[bytes]) -> None:
     first, second = run(), run()
-    for key in KEYS[:2]:
-        owners.put(key, first)
+    for slot in range(2):
+        owners.put(slot, first)
     number = first.number
-    owners.put(KEYS[2], second)
+    owners.put(2, second)
     owners.give([1, 2], first)
     assert first.number == number != second.number
     assert list(owners.of_slots([0, 1, 2])) == [first, first, first]
@@ -34,27 +34,33 @@ def test_a_run_has_one_number_for_all_its_blocks(owners: Owners[bytes]) -> None:
     assert [owners.get(key) for key in KEYS] == [first, first, second, None]
 
 
-def test_a_block_is_taken_out_once(owners: Owners[bytes]) -> None:
-    owners.put(KEYS[1], run())
-    assert owners.pop(KEYS[1]) is not None
-    for key in (KEYS[1], KEYS[0]):
-        with pytest.raises(KeyError):
-            owners.pop(key)
+def test_a_path_ends_where_a_block_is_nobodys(owners: Owners[bytes]) -> None:
+    first, second = run(), run()
+    for slot, one in ((0, first), (1, first), (2, second)):
+        owners.put(slot, one)
+    assert owners.along(KEYS) == ([0, 1, 2], [(first, 2), (second, 1)])
+    assert owners.along([KEYS[1], b"absent", KEYS[2]]) == ([1], [(first, 1)])
+    owners.numbers[1] = NOBODY
+    assert owners.along(KEYS) == ([0], [(first, 1)])
+    assert owners.along([b"absent", *KEYS]) == ([], [])
+
+
+def test_a_slot_behind_all_that_have_an_owner_has_none() -> None:
     small: Owners[bytes] = Owners(1)
-    small.attach({KEYS[0]: 0, KEYS[1]: 1})  # the second one lies behind all that have an owner
-    with pytest.raises(KeyError):
-        small.pop(KEYS[0])
-    small.put(KEYS[0], run())
-    with pytest.raises(KeyError):
-        small.pop(KEYS[1])
+    small.attach({KEYS[0]: 0, KEYS[1]: 1})
+    assert small.get(KEYS[0]) is None
+    one = run()
+    small.put(0, one)
+    assert small.get(KEYS[0]) is one
+    assert small.get(KEYS[1]) is None
 
 
 def test_the_number_of_a_run_that_is_released_is_the_next_ones(owners: Owners[bytes]) -> None:
     first, second = run(), run()
-    owners.put(KEYS[0], first)
+    owners.put(0, first)
     number = first.number
     owners.release(first)
     assert owners.get(KEYS[0]) is None  # nobody's, until it is another's
-    owners.put(KEYS[1], second)
+    owners.put(1, second)
     assert second.number == number
     assert first.number != number
