@@ -99,3 +99,19 @@ def test_there_are_so_many_a_turnover() -> None:
     duels.asked_blocks = 17
     duels.begin(watched_run(1), watched_run(2))
     assert duels.asked_blocks == 0
+
+
+def test_as_many_are_waited_for_as_it_says() -> None:
+    duels: Duels[int] = Duels(1000)
+    for number in range(MOST_OPEN):
+        duels.begin(watched_run(2 * number), watched_run(2 * number + 1))
+    assert len(duels._open) == MOST_OPEN
+
+
+def test_what_ends_with_one_run_weighs_as_the_root_of_it() -> None:
+    duels: Duels[int] = Duels(1000)
+    oldest = watched_run(0)
+    for number in range(1, 5):
+        duels.begin(oldest, watched_run(number))
+    duels.came_back(oldest)
+    assert (duels._ahead, duels._all, duels._variance) == (2.0, 2.0, 4.0)
