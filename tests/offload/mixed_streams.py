@@ -3,36 +3,14 @@ many lengths. Each takes a seed."""
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from tests.offload.streams import STREAMS, Prompts, sessions
+from tests.offload.streams import STREAMS, Pause, Prompts, sessions, talks
 
 OTHER_KEYS = 10**8
-Pause = Callable[[random.Random], float]
-
-
-def talks(
-    seed: int, num_prompts: int, pause_s: Pause, *, goes_on: float = 0.6, most_fresh: int = 20, per_s: float = 1.0
-) -> Prompts:
-    """Sessions that go on with the same chance after each turn, when they have paused."""
-    rng, fresh, number = random.Random(seed), count(1), count()
-    waiting: list[tuple[float, int, list[int]]] = []
-    prompts: Prompts = []
-    begun_s = 0.0
-    while len(prompts) < num_prompts:
-        begun_s += rng.expovariate(per_s)
-        heapq.heappush(waiting, (begun_s, next(number), [0]))
-        while waiting and waiting[0][0] <= begun_s:
-            arrival_s, _, prompt = heapq.heappop(waiting)
-            prompt = prompt + [next(fresh) for _ in range(rng.randint(1, most_fresh))]
-            prompts.append((arrival_s, prompt))
-            if rng.random() < goes_on:
-                heapq.heappush(waiting, (arrival_s + pause_s(rng), next(number), prompt))
-    return prompts[:num_prompts]
 
 
 def between(low_s: float, high_s: float) -> Pause:

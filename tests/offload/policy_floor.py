@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paddle_kv.offload import BlockIndex, make_policy
 from paddle_kv.testing.prefixes.optimum import optimal_hits
 from paddle_kv.testing.prefixes.trace import Request, read_trace
 from tests.offload.mixed_streams import MIXED_STREAMS
+from tests.offload.served import hit_rate
 from tests.offload.streams import Prompts
 
 SHARES = (0.003, 0.01, 0.03, 0.06, 0.1, 0.17, 0.25, 0.35, 0.45, 0.6)
@@ -27,25 +27,12 @@ POLICIES = ("lru", "survival")
 Row = dict[str, Any]
 
 
-def hit_rate(policy: str, capacity_blocks: int, prompts: Prompts) -> float:
-    """In percent."""
-    if policy == "optimum":
-        found = sum(optimal_hits([Request(one, 0, prompt) for one, prompt in prompts], capacity_blocks)[0])
-    else:
-        found = _found(policy, capacity_blocks, prompts)
-    return 100 * found / sum(len(prompt) for _, prompt in prompts)
-
-
-def _found(policy: str, capacity_blocks: int, prompts: Prompts) -> int:
-    now_s, found = [0.0], 0
-    index: BlockIndex[int] = BlockIndex(make_policy(policy, capacity_blocks, lambda: now_s[0]), capacity_blocks)
-    free_slots = list(range(capacity_blocks))
-    for arrival_s, prompt in prompts:
-        now_s[0] = arrival_s
-        count = index.lookup(prompt)
-        index.admit(prompt[count:], free_slots)
-        found += count
-    return found
+def rate(policy: str, capacity_blocks: int, prompts: Prompts) -> float:
+    """Of hits, in percent."""
+    if policy != "optimum":
+        return hit_rate(policy, capacity_blocks, prompts)
+    requests = [Request(arrival_s, 0, prompt) for arrival_s, prompt in prompts]
+    return 100 * sum(optimal_hits(requests, capacity_blocks)[0]) / sum(len(prompt) for _, prompt in prompts)
 
 
 def measure(name: str, seed: int, make: Callable[[int], Prompts], policies: tuple[str, ...]) -> list[Row]:
@@ -54,7 +41,7 @@ def measure(name: str, seed: int, make: Callable[[int], Prompts], policies: tupl
     rows = []
     for share in SHARES:
         capacity = max(1, int(share * distinct))
-        rates = {policy: round(hit_rate(policy, capacity, prompts), 3) for policy in policies}
+        rates = {policy: round(rate(policy, capacity, prompts), 3) for policy in policies}
         rows.append({"stream": name, "seed": seed, "share": share, "capacity_blocks": capacity, **rates})
     return rows
 

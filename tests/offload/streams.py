@@ -8,26 +8,47 @@ from collections.abc import Callable
 from itertools import count
 
 Prompts = list[tuple[float, list[int]]]
+Pause = Callable[[random.Random], float]
+
+
+def talks(
+    seed: int,
+    num_prompts: int,
+    pause_s: Pause,
+    *,
+    goes_on: float | Callable[[int], float] = 0.6,
+    most_fresh: int = 20,
+    per_s: float = 1.0,
+) -> Prompts:
+    """Sessions behind one common block, each turn longer than the one before. They go on, when they have paused, with
+    the same chance after each turn, or with one by the number of turns."""
+    rng, fresh, number = random.Random(seed), count(1), count()
+    waiting: list[tuple[float, int, list[int], int]] = []
+    prompts: Prompts = []
+    begun_s = 0.0
+    while len(prompts) < num_prompts:
+        begun_s += rng.expovariate(per_s)
+        heapq.heappush(waiting, (begun_s, next(number), [0], 1))
+        while waiting and waiting[0][0] <= begun_s:
+            arrival_s, _, prompt, turn = heapq.heappop(waiting)
+            prompt = prompt + [next(fresh) for _ in range(rng.randint(1, most_fresh))]
+            prompts.append((arrival_s, prompt))
+            if rng.random() < (goes_on(turn) if callable(goes_on) else goes_on):
+                heapq.heappush(waiting, (arrival_s + pause_s(rng), next(number), prompt, turn + 1))
+    return prompts[:num_prompts]
 
 
 def sessions(seed: int, num_prompts: int, *, length: int = 10, memory: bool = True) -> Prompts:
-    """Sessions behind one common block, each turn longer than the one before. With ``memory`` those that have gone on
-    are likelier to go on, after a minute or two."""
-    rng, fresh = random.Random(seed), count(1)
-    waiting: list[tuple[float, int, list[int], int]] = []
-    prompts: Prompts = []
-    now_s, number = 0.0, count()
-    while len(prompts) < num_prompts:
-        now_s += rng.expovariate(1.0)
-        heapq.heappush(waiting, (now_s, next(number), [0], 1))
-        while waiting and waiting[0][0] <= now_s:
-            arrival_s, _, prompt, turn = heapq.heappop(waiting)
-            prompt = prompt + [next(fresh) for _ in range(rng.randint(1, 2 * length))]
-            prompts.append((arrival_s, prompt))
-            if rng.random() < (min(0.9, 0.25 * turn) if memory else 0.5):
-                gap_s = rng.uniform(40, 120) if memory else rng.expovariate(1 / 60)
-                heapq.heappush(waiting, (arrival_s + gap_s, next(number), prompt, turn + 1))
-    return prompts[:num_prompts]
+    """With ``memory`` those that have gone on are likelier to go on, after a minute or two."""
+    if memory:
+        return talks(
+            seed,
+            num_prompts,
+            lambda rng: rng.uniform(40, 120),
+            goes_on=lambda turn: min(0.9, 0.25 * turn),
+            most_fresh=2 * length,
+        )
+    return talks(seed, num_prompts, lambda rng: rng.expovariate(1 / 60), goes_on=0.5, most_fresh=2 * length)
 
 
 def constant_return(capacity: int) -> Prompts:

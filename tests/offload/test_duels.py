@@ -24,6 +24,14 @@ def played(duels: Duels[int], results: list[bool]) -> None:
         duels.came_back(by_use if wins else by_policy)
 
 
+def met_by(duels: Duels[int], count: int) -> Run[int]:
+    """One that the order of use would have let go, and so many that the policy would."""
+    oldest = watched_run(0)
+    for number in range(1, 1 + count):
+        duels.begin(oldest, watched_run(number))
+    return oldest
+
+
 @pytest.mark.parametrize("wins", [True, False])
 def test_ten_in_a_row_are_no_chance_and_eight_may_be(wins: bool) -> None:
     duels: Duels[int] = Duels(1000)
@@ -38,10 +46,7 @@ def test_ten_in_a_row_are_no_chance_and_eight_may_be(wins: bool) -> None:
 
 def test_a_run_that_meets_many_counts_once() -> None:
     duels: Duels[int] = Duels(1000)
-    oldest = watched_run(0)
-    for number in range(1, 100):
-        duels.begin(oldest, watched_run(number))
-    duels.came_back(oldest)
+    duels.came_back(met_by(duels, 99))
     assert not duels.won
     assert duels._open == {} and duels._pairs_of == {}
 
@@ -110,8 +115,5 @@ def test_as_many_are_waited_for_as_it_says() -> None:
 
 def test_what_ends_with_one_run_weighs_as_the_root_of_it() -> None:
     duels: Duels[int] = Duels(1000)
-    oldest = watched_run(0)
-    for number in range(1, 5):
-        duels.begin(oldest, watched_run(number))
-    duels.came_back(oldest)
+    duels.came_back(met_by(duels, 4))
     assert (duels._ahead, duels._all, duels._variance) == (2.0, 2.0, 4.0)

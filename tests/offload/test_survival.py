@@ -9,37 +9,15 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import BlockIndex, make_policy
 from paddle_kv.offload.guard import Guard
 from paddle_kv.offload.owners import NOBODY
 from paddle_kv.offload.returns import NUM_PARTS
 from paddle_kv.offload.score import CLASSES, FIT_EVERY, Score
 from paddle_kv.offload.survival import HEAD, MIN_GHOSTS, Survival
-from tests.offload.streams import STREAMS, Prompts, sessions
+from tests.offload.served import Served, hit_rate
+from tests.offload.streams import STREAMS, sessions
 
 POINTS = 0.3
-
-
-class Served:
-    """A policy and its index, in the time of a stream."""
-
-    def __init__(self, name: str, capacity: int) -> None:
-        self.now_s = 0.0
-        self.policy: Any = make_policy(name, capacity, lambda: self.now_s)
-        self.index: BlockIndex[Any] = BlockIndex(self.policy, capacity)
-        self.free = list(range(capacity))
-
-    def use(self, arrival_s: float, prompt: list[int]) -> int:
-        self.now_s = arrival_s
-        found = self.index.lookup(prompt)
-        self.index.admit(prompt[found:], self.free)
-        return found
-
-
-def hit_rate(name: str, capacity: int, prompts: Prompts) -> float:
-    served = Served(name, capacity)
-    found = sum(served.use(arrival_s, prompt) for arrival_s, prompt in prompts)
-    return 100 * found / sum(len(prompt) for _, prompt in prompts)
 
 
 def check(served: Served) -> None:
