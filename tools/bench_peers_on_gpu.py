@@ -4,7 +4,7 @@ Two processes on one GPU, or on two (`--sender-gpu 1`), 512 MiB of scattered blo
 each size of a block: one contiguous copy of the same bytes from the memory of the one process to that of the other one
 (the ceiling); a copy per block from Python; a save of all blocks into the other cache, by each engine; the hand-over,
 from the call of `grant` to the end of the load. Then saves one behind the other, alone and beside a loop of matrix
-products of the receiver. Medians of all rounds, bytes counted once.
+products of the receiver, in turns with contiguous copies at the same pace. Medians of all rounds, bytes counted once.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ LAYERS = 16
 HEADS_AND_TOKENS = {4: (1, 16), 16: (4, 16), 32: (8, 16), 64: (8, 32), 128: (8, 64), 256: (8, 128)}  # by KiB of a block
 ENGINES = ("auto", "kernel", "copy_engine")
 ANY_KIND = 4  # cudaMemcpyDefault
+PACE = 0.6
 
 
 def make_spec(kib: int) -> KVCacheSpec:
@@ -106,6 +107,19 @@ def prefill(pipe: Connection, gpu: int, kib: int, blocks: int, exported: Any, ha
             one.wait(WAIT_S)
         return count, time.perf_counter() - began_s
 
+    def copy_on(seconds: float, every_s: float) -> tuple[int, float]:
+        """The same with contiguous copies."""
+        began_s, count = time.perf_counter(), 0
+        while time.perf_counter() - began_s < seconds:
+            time.sleep(max(0.0, began_s + count * every_s - time.perf_counter()))
+            contiguous()
+            count += 1
+        return count, time.perf_counter() - began_s
+
+    def idle(seconds: float) -> tuple[int, float]:
+        time.sleep(seconds)
+        return 0, seconds
+
     def send(grant: Any, source_ids: list[int]) -> list[float]:
         """When it was asked for, accepted, marked, and over here: of the clock that both processes have."""
         times = [time.monotonic()]
@@ -118,7 +132,8 @@ def prefill(pipe: Connection, gpu: int, kib: int, blocks: int, exported: Any, ha
         times.append(time.monotonic())
         return times
 
-    orders = {"contiguous": contiguous, "plain": plain, "save": save, "go_on": go_on, "send": send}
+    orders = {"contiguous": contiguous, "plain": plain, "save": save, "go_on": go_on, "copy_on": copy_on}
+    orders |= {"send": send, "idle": idle}
     pipe.send(None)
     while (order := pipe.recv()) is not None:
         pipe.send(orders[order[0]](*order[1:]))
@@ -216,23 +231,41 @@ def measure(kib: int, given: argparse.Namespace, products: Products) -> list[dic
         def tell(name: str, count: int, took_s: float, **more: float) -> None:
             rate = count * total_bytes / took_s / 1e9
             share = rate / (total_bytes / floor_ms / 1e6)
-            rows.append({"KiB": kib, "what": name, "ms": took_s / count * 1e3, "GB/s": rate, "of copy": share, **more})
+            rows.append(
+                {"KiB": kib, "what": name, "ms": took_s / max(1, count) * 1e3, "GB/s": rate, "of copy": share, **more}
+            )
 
         tell("saves without a pause, auto", *ask("go_on", "auto", sources, targets, given.seconds, 0.0))
-        paces = {**dict.fromkeys(ENGINES, 0.0), "auto, at three fifths of the copy": floor_s / 0.6}
-        for what, every_s in paces.items():
-            engine = what.partition(",")[0]
+
+        def slowed_by(order: tuple[Any, ...]) -> tuple[float, int, float]:
+            """By what products take longer beside it; how often it was done, and the time that it took."""
             alone = [products.run_ms() for _ in range(3)]
-            pipe.send(("go_on", engine, sources, targets, given.seconds, every_s))
+            pipe.send(order)
             time.sleep(0.05)
             beside, end_s = [], time.perf_counter() + given.seconds - 0.1
             while time.perf_counter() < end_s:
                 beside.append(products.run_ms())
             count, took_s = receive(pipe)
             alone += [products.run_ms() for _ in range(3)]  # also behind: the clock of the GPU changes
-            slowed = float(np.median(beside) / np.median(alone)) - 1
-            name = f"saves {'at a pace' if every_s else 'without a pause'}, {what}, beside products"
-            tell(name, count, took_s, **{"products slowed": slowed})
+            return float(np.median(beside) / np.median(alone)) - 1, count, took_s
+
+        orders: dict[str, tuple[Any, ...]] = {
+            f"saves without a pause, {engine}": ("go_on", engine, sources, targets, given.seconds, 0.0)
+            for engine in ENGINES
+        }
+        paced_s = floor_s / PACE
+        orders[f"saves at {PACE} of the copy, auto"] = ("go_on", "auto", sources, targets, given.seconds, paced_s)
+        orders[f"contiguous copies at {PACE} of the copy"] = ("copy_on", given.seconds, paced_s)
+        orders["nothing"] = ("idle", given.seconds)
+        turns: dict[str, list[tuple[float, int, float]]] = {name: [] for name in orders}
+        for _ in range(given.turns):
+            for name, order in orders.items():
+                turns[name].append(slowed_by(order))
+        for name, of_turns in turns.items():
+            slowed, counts, took = (np.array(column) for column in zip(*of_turns, strict=True))
+            spread = {"products slowed": np.median(slowed), "least": slowed.min(), "most": slowed.max()}
+            told = {column: float(value) for column, value in spread.items()}
+            tell(f"{name}, beside products", int(counts.sum()), float(took.sum()), **told)
         pipe.send(None)
         process.join(WAIT_S)
     finally:
@@ -248,7 +281,8 @@ def main() -> None:
     options.add_argument("--kib", type=int, nargs="+", choices=HEADS_AND_TOKENS, default=[4, 32, 128])
     options.add_argument("--mib", type=int, default=512)
     options.add_argument("--rounds", type=int, default=7)
-    options.add_argument("--seconds", type=float, default=1.5, help="of saves beside products")
+    options.add_argument("--seconds", type=float, default=1.0, help="of saves beside products, each turn")
+    options.add_argument("--turns", type=int, default=5, help="of all ways beside products")
     options.add_argument("--sender-gpu", type=int, default=0, help="the receiver is on GPU 0")
     options.add_argument("--json", type=Path)
     given = options.parse_args()
@@ -259,7 +293,9 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for kib in given.kib:
         for row in measure(kib, given, products):
-            slowed = f"{row['products slowed']:.0%}" if "products slowed" in row else ""
+            slowed = ""
+            if "products slowed" in row:
+                slowed = f"{row['products slowed']:.1%} ({row['least']:.1%} to {row['most']:.1%})"
             line = f"| {kib} | {row['what']} | {row['ms']:.2f} | {row['GB/s']:.0f} | {row['of copy']:.0%} | {slowed} |"
             print(line, flush=True)
             rows.append(row)
