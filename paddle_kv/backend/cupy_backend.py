@@ -152,6 +152,9 @@ class CupyBackend:
     def compute_stream(self, stream: Any) -> int:
         # Asked before anything else is done with the stream: a forbidden call would break the capture.
         named = streams.current(self._device_id) if stream is None else streams.handle_of(stream)
+        of = getattr(stream, "device_id", -1)  # CuPy's streams know, mostly
+        if of not in (-1, self._device_id):
+            raise ValueError(f"stream is one of GPU {of}; this scheduler works on GPU {self._device_id}")
         if runtime.streamIsCapturing(named):
             raise CaptureError(
                 "the stream is being captured into a CUDA graph; a transfer cannot become part of a graph"

@@ -40,8 +40,8 @@ class LayerwiseScheduler(Lifetime):
     Args:
         device_cache: the cache of this rank.
         host_pool: blocks in host memory, same spec.
-        compute_stream: stream on which the model runs (int handle, CuPy or Paddle stream). None: at each call Paddle's
-            current stream, or the CuPy stream of the surrounding ``with`` block.
+        compute_stream: stream of the cache's GPU on which the model runs (int handle, CuPy or Paddle stream). None: at
+            each call Paddle's current stream, or the CuPy stream of the surrounding ``with`` block.
         backend: "cupy" on a GPU, "cpu" without, "auto" picks; or an object that implements the protocol.
         engine: how bytes are moved on a GPU: "copy_engine", "kernel", "staging", or "auto", which chooses for each
             transfer (docs/design.md).

@@ -266,6 +266,16 @@ def test_the_compute_stream_is_the_one_that_is_named(gpu: Gpu, backend: Any) -> 
     assert gpu.asked() == [*asked, ("resolve_on", None, DEVICE)]
 
 
+def test_a_stream_of_another_gpu_is_refused(gpu: Gpu, backend: Any) -> None:
+    """CUDA would say "invalid resource handle" of an event, long after the stream was named."""
+    of = {device: SimpleNamespace(ptr=77, device_id=device) for device in (-1, DEVICE, DEVICE + 1)}
+    assert [backend.compute_stream(of[device]) for device in (-1, DEVICE)] == [77, 77]
+    gpu.asked()
+    with pytest.raises(ValueError, match=f"stream is one of GPU {DEVICE + 1}; this scheduler works on GPU {DEVICE}"):
+        backend.compute_stream(of[DEVICE + 1])
+    assert gpu.asked() == []
+
+
 @pytest.mark.parametrize("stream", [77, None])
 def test_a_stream_that_is_captured_is_only_asked_whether_it_is(gpu: Gpu, backend: Any, stream: int | None) -> None:
     gpu.answers["streamIsCapturing"] = True

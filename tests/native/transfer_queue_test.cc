@@ -363,6 +363,30 @@ void BetweenCachesCallsAreLongAndToldOfCompute() {
   DestroyFakeStream(compute);
 }
 
+// Nothing is left to compute behind the last one.
+void BetweenCachesTheLastLayerIsNotBesideCompute() {
+  Plan plan(3, 1 << 20, false, 0, true);
+  Submission save;
+  save.direction = Direction::kDeviceToHost;
+  OpenStream stream;
+  cudaStream_t compute = MakeFakeStream();
+  Event marks[3];
+  for (Event& mark : marks) save.waits.push_back({mark.handle()});
+  ClearLog();
+  {
+    Gate busy(compute);
+    for (Event& mark : marks) CHECK(cudaEventRecord(mark.event, compute) == cudaSuccess);
+    Transfer layers(plan, stream.handle(), save);
+    WaitUntil([] { return Log().size() == 3; });  // while none of them is computed
+    busy.Open();
+    CHECK(layers.Wait() == 0);
+  }
+  const auto log = Log();
+  for (int layer : {0, 1}) CHECK(log[layer].engine == EngineKind::kCopyEngine && log[layer].beside_compute);
+  CHECK(log[2].first_layer == 2 && log[2].engine == EngineKind::kKernel && !log[2].beside_compute);
+  DestroyFakeStream(compute);
+}
+
 void NoCallOfTheCopyEngineIsLargerThanItsBound() {
   const auto calls = [](std::int64_t layers, std::int64_t block_bytes, int blocks) {
     Plan plan(layers, block_bytes, false);
@@ -778,6 +802,7 @@ const Test kTests[] = {
     {"what_follows_goes_to_the_same_engine", WhatFollowsGoesToTheSameEngine},
     {"between_caches_kernels_copy_all_but_large_pieces", BetweenCachesKernelsCopyAllButLargePieces},
     {"between_caches_calls_are_long_and_told_of_compute", BetweenCachesCallsAreLongAndToldOfCompute},
+    {"between_caches_the_last_layer_is_not_beside_compute", BetweenCachesTheLastLayerIsNotBesideCompute},
     {"no_call_of_the_copy_engine_is_larger_than_its_bound", NoCallOfTheCopyEngineIsLargerThanItsBound},
     {"a_part_that_fails_fails_its_layer", APartThatFailsFailsItsLayer},
     {"two_calls_are_in_flight_however_large", TwoCallsAreInFlightHoweverLarge},

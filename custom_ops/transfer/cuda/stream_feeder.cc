@@ -47,7 +47,7 @@ Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_comp
     if (IsNotReady(cudaEventQuery(event))) *was_compute_busy = true;
     PADDLE_KV_CUDA(cudaStreamWaitEvent(handle, event, 0));
   }
-  step->beside_compute |= *was_compute_busy;
+  if (!transfer.plan->inside_device) step->beside_compute |= *was_compute_busy;
   PADDLE_KV_RETURN_IF_ERROR(Copy(transfer, step));
   if (idle_events_.empty()) {
     idle_events_.reserve(flights_.size() + 1);  // room for all that there are: they come back where nothing may throw

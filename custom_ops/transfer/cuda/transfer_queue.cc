@@ -254,8 +254,10 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
     return Fed::kStep;
   }
   const Device& device = devices_.find(stream.feeder.where().device)->second;
-  // Between caches the slow ways are for layers that are not computed yet: whoever is behind the model has to catch up.
-  const bool beside_compute = between_caches ? must_wait : Clock::now() - device.compute_seen < kComputeSeen;
+  // Between caches the slow ways are for layers that are not computed yet, but for the last one: whoever is behind the
+  // model has to catch up, and behind the last layer it has nothing left of this prompt to be slowed in.
+  const bool beside_compute =
+      between_caches ? must_wait && !transfer.IsAtLastLayer() : Clock::now() - device.compute_seen < kComputeSeen;
   const EngineKind engine = transfer.NextEngine(beside_compute, device.costs);
   if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));

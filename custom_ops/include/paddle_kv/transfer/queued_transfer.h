@@ -42,6 +42,8 @@ class QueuedTransfer {
   Step NextStep(EngineKind engine, bool beside_compute) const;
   // Whether the next group is copied, if nothing fails.
   bool IsCopied() const { return failure.ok() && next_group < end_copied_; }
+  // Whether the next group has the last layer of the cache.
+  bool IsAtLastLayer() const { return FirstLayer(next_group + 1) == plan->layer_count; }
   // The next group alone, of which nothing is copied (any more).
   Step PassedOverStep() const;
   // The next `wanted` blocks of the next groups.
