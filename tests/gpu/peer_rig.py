@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, PaddleKVError, devices
 from paddle_kv.memory import device_memory
-from paddle_kv.peers import Grant, Listener, PeerBlocks, Receiver, connect
+from paddle_kv.peers import Grant, Listener, PeerBlocks, Receiver, connect, heads_of
 from tests.schedule.rig import WAIT_S, Bits, make_spec, random_bits
 
 ANSWER_S = 60.0
@@ -28,6 +28,11 @@ SPECS: dict[str, tuple[KVCacheSpec, int, int]] = {  # blocks of the sender, of t
     "odd sizes": (make_spec(), 9, 13),
     "4 KiB": (KVCacheSpec(num_layers=3, num_kv_heads=1, head_dim=128, block_size=16, dtype="float16"), 70, 90),
     "32 KiB": (KVCacheSpec(num_layers=3, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16"), 40, 50),
+    "NHD": (
+        KVCacheSpec(num_layers=3, num_kv_heads=6, head_dim=64, block_size=16, dtype="float16", layout="NHD"),
+        40,
+        50,
+    ),
     "256 KiB": (KVCacheSpec(num_layers=2, num_kv_heads=8, head_dim=128, block_size=128, dtype="float16"), 12, 14),
     "long": (KVCacheSpec(num_layers=8, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16"), 300, 340),
 }
@@ -96,18 +101,22 @@ def _begin(gpu: int) -> None:
     use_gpu(gpu)
 
 
-def prefill(pipe: Connection, gpu: int, kind: str, exported: Any, path: str) -> None:
-    """A sender for each engine, until its pipe ends."""
+def prefill(
+    pipe: Connection, gpu: int, kind: str, exported: Any, path: str, heads: tuple[int, int] | None = None
+) -> None:
+    """A sender for each engine, until its pipe ends. ``heads``: the first one, and how many: a rank that has these."""
     _begin(gpu)
     import cupy
 
     from tests.gpu import delay
 
     spec, blocks, _ = SPECS[kind]
+    theirs: HostPool = PeerBlocks(DeviceCache.attach(spec, exported))
+    if heads is not None:
+        spec, theirs = spec.with_heads(heads[1]), heads_of(theirs, *heads)
     cache = DeviceCache(spec, blocks, devices.name_of(gpu))
-    set_cache(cache, random_bits(spec, blocks, SEED))
+    set_cache(cache, random_bits(spec, blocks, SEED + (heads[0] if heads else 0)))
     compute = cupy.cuda.Stream(non_blocking=True)
-    theirs = PeerBlocks(DeviceCache.attach(spec, exported))
     schedulers = [LayerwiseScheduler(cache, theirs, compute_stream=compute, engine=engine) for engine in ENGINES]
     senders = dict(zip(ENGINES, [connect(scheduler, path) for scheduler in schedulers], strict=True))
     saves: dict[str, Any] = {}

@@ -50,6 +50,7 @@ from tests.gpu.peer_rig import (  # noqa: E402
     until,
     use_gpu,
 )
+from tests.memory.test_heads import with_heads_moved  # noqa: E402
 from tests.schedule.rig import SHORT_S, WAIT_S, assert_same, make_spec, moved, random_bits  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not can_page_lock(), reason="needs a GPU and operators built for it")
@@ -130,6 +131,40 @@ def test_every_byte_with_permuted_ids_and_several_in_flight(gpus: Gpus, kind: st
         assert there.ask("again")
         assert there.ask("opened") == opened
         assert there.ask("close") == 0
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["32 KiB", "NHD"])
+def test_two_ranks_hand_over_to_one(gpus: Gpus, kind: str, engine: str) -> None:
+    """Of twice their tensor-parallel size; the second one is on the receiver's GPU."""
+    use_gpu(gpus.receiver)
+    here = GpuDecode(gpus.receiver, kind)
+    spec, sources, targets = SPECS[kind]
+    half, rng = spec.num_kv_heads // 2, random.Random(6)
+    target = rng.sample(range(targets), 20)
+    exported, path = here.cache.export(), here.listener.path
+    ranks = {
+        first: Process(prefill, gpu, kind, exported, path, (first, half))
+        for first, gpu in ((0, gpus.sender), (half, gpus.receiver))
+    }
+    try:
+        load, grants = here.receiver.grant_heads(target, [half, half], timeout_s=WAIT_S)
+        for (first, there), grant in zip(ranks.items(), grants, strict=True):
+            source = [rng.randrange(sources) for _ in target]
+            there.ask("send", "a", grant.to_json(), source, engine)
+            there.ask("mark", "a", list(range(spec.num_layers)))
+            bits, moved_ids = random_bits(spec.with_heads(half), sources, SEED + first), (source, target)
+            here.device = with_heads_moved(spec.with_heads(half), bits, spec, here.device, moved_ids, (0, first), half)
+        for layer in range(spec.num_layers):
+            load.wait_layer(layer, timeout_s=WAIT_S)
+        load.wait(WAIT_S)
+        assert [there.ask("wait", "a") for there in ranks.values()] == ["done", "done"]
+        assert_same(bits_of(here.cache), here.device)
+        until(lambda: here.num_held == 0)
+    finally:
+        for there in ranks.values():
+            there.kill()
+        here.close()
 
 
 def test_what_comes_after_what(gpus: Gpus) -> None:
