@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from paddle_kv import DeviceCache, LayerwiseScheduler, PaddleKVError
+from paddle_kv import AttachError, DeviceCache, LayerwiseScheduler, PaddleKVError
 from paddle_kv.peers import Listener, Receiver, connect
 from tests.peers.prefill import BLOCKS, SEED, Points, Prefill, attach, bits, context
 from tests.schedule.rig import (
@@ -112,7 +112,12 @@ def _kill_a_receiver(at: int, path: str, direct: bool) -> str:
     except EOFError:  # it died before it had anything to give
         process.join(WAIT_S)
         return "refused"
-    cache, pool = DeviceCache(spec, BLOCKS, "cpu"), attach(spec, exported)
+    try:
+        pool = attach(spec, exported)
+    except AttachError:  # it died before that
+        process.join(WAIT_S)
+        return "refused"
+    cache = DeviceCache(spec, BLOCKS, "cpu")
     set_cache(cache, bits())
     began_s = time.monotonic()
     ended = "refused"
