@@ -85,6 +85,14 @@ def test_a_number_that_is_no_int(name: str, value: Any) -> None:
         Directory(**{**given, name: 0})
 
 
+def test_what_is_wrong_is_named() -> None:
+    directory: Any = made()
+    with pytest.raises(TypeError, match=r"^prompt is str; a list of bytes is expected$"):
+        directory.lookup(KEYS[:2], prompt="ab")
+    with pytest.raises(TypeError, match=r"^computed_from\[0\] is str; the number of a load is expected$"):
+        directory.plan_save(KEYS[:2], [0, 1], computed_from=("a load",))
+
+
 def test_a_device_block_below_zero_is_sent_to_no_rank() -> None:
     directory = made()
     save(directory, KEYS[:2])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_kv import LayerwiseScheduler, offload
@@ -103,6 +104,20 @@ def test_of_hashes_the_first_that_is_none_is_named() -> None:
     with pytest.raises(TypeError, match=r"^hashes\[1\] is str; bytes are expected$"):
         checked_hashes([b"a", "b", 3])  # type: ignore[list-item]
     assert checked_hashes(UserList([b"a", b"b"])) == [b"a", b"b"]
+
+
+def test_a_count_of_another_kind_becomes_an_int() -> None:
+    found = checked_count(np.int64(3), "many", least=3)
+    assert (found, type(found)) == (3, int)
+
+
+def test_an_argument_of_the_manager_that_is_none_is_named(manager: KVOffloadManager) -> None:
+    given: Any = {"write_through": 1}, {"tier_timeout_s": "soon"}
+    for options in given:
+        with pytest.raises(TypeError, match=f"^{next(iter(options))} "):
+            KVOffloadManager(manager._scheduler, **options)
+    with pytest.raises(TypeError, match=r"^layerwise "):
+        manager.save([], [], layerwise=1)  # type: ignore[arg-type]
 
 
 # ---- names ----

@@ -488,6 +488,8 @@ def test_a_mover_needs_a_scheduler_and_a_rank() -> None:
             Mover(scheduler, rank=-1)
         with pytest.raises(MemoryError):
             Mover(scheduler, capacity_blocks=HOST_BLOCKS + 1)
+        with Mover(scheduler, capacity_blocks=1) as small:
+            assert small.hello().rank == 0
         with Mover(scheduler) as only:
             assert only.hello().rank == 0
 

@@ -434,6 +434,16 @@ def test_behind_a_failure_what_comes_behind_the_prefix_is_computed_again(clock: 
     assert [request.next_chunk() for _ in range(2)] == [range(CHUNK), range(4 * SIZE, 6 * SIZE)]
 
 
+def test_one_of_several_loads_that_fails_is_enough(clock: Any) -> None:
+    log: list[Any] = []
+    loads = ChunkLoad(log, "first"), ChunkLoad(log, "second")
+    steps = [Step(None, loads), Step(piece_of(0, 2)), Step()]  # type: ignore[arg-type]
+    request = chunked(ChunkManager([HERE] * 4, steps, log))
+    assert request.next_chunk() == range(4 * SIZE, 6 * SIZE)
+    loads[1].failed = True
+    assert [request.next_chunk() for _ in range(2)] == [range(CHUNK), range(4 * SIZE, 6 * SIZE)]
+
+
 def test_a_load_that_was_cancelled_is_a_load_that_failed(clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[Any] = []
     load = ChunkLoad(log, "load")

@@ -115,3 +115,16 @@ def test_what_derives_from_it_is_made_and_stays_what_it_is() -> None:
         assert type(one) is kind and (one.number, one.names, one.late, one.reason) == (1, ("a",), False, "why")
         with pytest.raises(FrozenInstanceError):
             one.number = 2  # type: ignore[misc]
+
+
+def test_what_derives_from_it_is_given_all_that_there_is() -> None:
+    @slot_constructor
+    @dataclass(frozen=True, slots=True)
+    class Base:
+        number: int
+        name: str = "none"
+
+    class Derived(Base):
+        pass
+
+    assert [(one.number, one.name) for one in (Derived(1), Derived(2, "b"))] == [(1, "none"), (2, "b")]
