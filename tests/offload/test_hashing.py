@@ -134,3 +134,9 @@ def test_the_manager_gives_the_hashes_of_a_prompt_that_grows() -> None:
         prefix.append(range(10, 30))
         assert prefix.hashes == manager.block_hashes(range(30), request_salt=b"r")
         assert prefix.hashes != manager.block_hashes(range(30))
+
+
+@pytest.mark.parametrize("block_size", [0, -1])
+def test_a_block_has_a_token(block_size: int) -> None:
+    with pytest.raises(ValueError, match=rf"^block_size = {block_size} must be in \[1, 2\*\*63\)$"):
+        BlockHasher(block_size)

@@ -56,6 +56,13 @@ def rig() -> Rig:
     return Rig()
 
 
+def test_it_is_told_when_there_is_something_to_do_again(rig: Rig) -> None:
+    rig.queues.advance(100.0)
+    assert 100.0 < rig.queues.next_look_s < 100.0 + EDGES_S[1]  # the first part is the shortest
+    rig.queues.advance(100.0 + EDGES_S[1])
+    assert rig.queues.next_look_s > 100.0 + EDGES_S[1]
+
+
 # ---- who may go ----
 def test_the_least_worth_goes_first_and_of_a_queue_who_was_used_first(rig: Rig) -> None:
     assert rig.queues.next() is None and rig.queues.all() == []
