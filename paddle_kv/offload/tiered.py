@@ -269,10 +269,14 @@ class TieredBooks(Books):
         self.directory.tier_stored(self.below.name, keys)
         job = self.directory.plan_load(keys, device_ids, tier=self.below.name)
         if len(job.keys) < len(keys):
-            self.directory.undo(job)
-            self._forget_tier(keys)
+            self._undo_from_tier(job, keys)
             raise TransferError(f"host memory has no room for {len(keys)} blocks of the tier: what is there is held")
         return job
+
+    def _undo_from_tier(self, job: Job, keys: list[bytes]) -> None:
+        self.directory.undo(job)
+        if not self._has_events:  # else what a lookup has noted stays
+            self._forget_tier(keys)
 
     def _look_at_its_end(self, transfer: Transfer) -> None:
         """What it brought goes down soon, also if nobody calls the manager."""
@@ -424,7 +428,7 @@ class TieredBooks(Books):
             for part in parts_of(wanted):
                 job = self._plan_from_tier(part, list(range(len(part))))  # no device block is meant
                 if not self.slots.pool.domain.try_lease(job.host_slots, write=True):
-                    self.directory.undo(job)
+                    self._undo_from_tier(job, part)
                     break
                 fetching.append(TierFetching(self, job, timeout_s))
         except TransferError:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv import TransferError
+from paddle_kv import ForkedError, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.offload import BlockState, KVOffloadManager, fetching
 from paddle_kv.offload.below import Clearing
 from paddle_kv.offload.jobs import Event, Job
@@ -217,14 +217,16 @@ def test_a_load_that_does_not_start_leaves_all_as_it_was(
     rig.check_books()
 
 
-def test_a_load_for_which_the_room_has_gone(make: MakeRig) -> None:
+@pytest.mark.parametrize("max_events", [0, 100])
+def test_a_load_for_which_the_room_has_gone(make: MakeRig, max_events: int) -> None:
     make(host_blocks=16).save(KEYS[:10])
-    rig = make()
+    rig = make(max_events=max_events)
     lease = rig.manager.lookup(KEYS[:10])
+    before = believed(rig)
     mine = rig.pool.allocate(8)
     with pytest.raises(TransferError, match="host memory has no room for 10 blocks of the tier: what is there is held"):
         rig.manager.onload(lease.hashes, range(10))
-    assert believed(rig) == set()
+    assert believed(rig) == before == (set(KEYS[:10]) if max_events else set())
     lease.release()
     rig.pool.free(mine)
     rig.check_books()
@@ -449,6 +451,38 @@ def test_an_engine_that_cannot_clear_is_asked_before_host_memory_is(
     assert not books_of(rig).below._clearing
 
 
+def test_what_is_cleared_lies_nowhere_and_may_come_again(make: MakeRig) -> None:
+    rig = make()
+    rig.save(KEYS[:3])
+    below = books_of(rig).below
+    assert rig.tier.exists(KEYS[:3]) == [True] * 3
+    assert rig.manager.clear() == 3
+    assert rig.tier.exists(KEYS[:3]) == [False] * 3
+    assert not below._clearing
+    rig.save(KEYS[:2])
+    assert rig.tier.exists(KEYS[:3]) == [True, True, False]
+    rig.check_books()
+
+
+def test_host_memory_is_cleared_where_the_tier_is_the_parents(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make()
+    rig.save(KEYS[:2])
+
+    def refuse() -> None:
+        raise ForkedError("the tier is the parent's")
+
+    monkeypatch.setattr(rig.tier, "clear", refuse)
+    assert rig.manager.clear() == 2
+    assert not books_of(rig).below._clearing
+
+
+def test_a_tier_lies_over_the_pool_of_the_scheduler(make: MakeRig) -> None:
+    rig = make()
+    other = LayerwiseScheduler(rig.cache, HostPool(rig.cache.spec, 3))
+    with other, pytest.raises(ValueError, match="tier is over another host pool than that of the scheduler"):
+        KVOffloadManager(other, tier=rig.tier)
+
+
 def test_clearing_where_nothing_lies_below(make: MakeRig) -> None:
     rig = make(max_events=10)
     assert section(rig, books_of(rig)._clear, Clearing()) == 0
@@ -460,9 +494,12 @@ def fetching_in_parts(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(fetching, "BLOCKS_PER_JOB", size)
 
 
-def test_a_prefetch_ends_at_a_part_that_somebody_holds(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_events", [0, 100])
+def test_a_prefetch_ends_at_a_part_that_somebody_holds(
+    make: MakeRig, monkeypatch: pytest.MonkeyPatch, max_events: int
+) -> None:
     make().save(KEYS[:6])
-    rig = make()
+    rig = make(max_events=max_events)
     fetching_in_parts(monkeypatch, 2)
     domain = rig.pool.domain
     try_lease, asked = domain.try_lease, []
@@ -476,7 +513,20 @@ def test_a_prefetch_ends_at_a_part_that_somebody_holds(make: MakeRig, monkeypatc
     assert prefetch.num_blocks == 2 and asked == [True, True]
     monkeypatch.undo()
     assert prefetch.wait(WAIT_S)
+    assert believed(rig) == (set(KEYS[:4]) if max_events else set())
     assert rig.manager.states(KEYS[:6]) == [PRESENT] * 2 + [TIER] * 4
+    rig.check_books()
+
+
+def test_a_prefetch_brings_what_there_is_room_for(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    make().save(KEYS[:6])
+    rig = make()
+    fetching_in_parts(monkeypatch, 2)
+    mine = rig.pool.allocate(9)  # of twelve
+    prefetch = rig.manager.prefetch(KEYS[:6], timeout_s=WAIT_S)
+    assert prefetch.wait(WAIT_S) and prefetch.num_blocks == 3
+    assert believed(rig) == set()
+    rig.pool.free(mine)
     rig.check_books()
 
 
