@@ -14,7 +14,7 @@ from paddle_kv.offload import pieces as pieces_module
 from paddle_kv.offload.feeding import Feed, Meeting
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Line, Piece, PieceState
-from paddle_kv.offload.rates import Rates
+from paddle_kv.offload.rates import TIER, Rates
 
 SIZE = 16
 PIECE_BLOCKS = 4
@@ -168,3 +168,67 @@ def test_a_piece_is_due_and_late_behind_what_is_before_it_on_the_link(monkeypatc
     for free_s, begin_s in ((0.0, 100.0), (130.0, 130.0)):
         piece.expect(3, rates, "onload", free_s)
         assert (piece.started_s, piece.due_s, piece.late_s) == (100.0, begin_s + 1.5, begin_s + 6.0)
+
+
+# ---- what is worth reading ----
+class Part:
+    """A piece, as a meeting looks at it when it asks what is to come from the tier."""
+
+    def __init__(self, state: PieceState, start: int, due_s: float = 0.0, late_s: float = 1e9) -> None:
+        self.state, self.start, self.stop, self.size = state, start, start + 4, 4
+        self.due_s, self.late_s = due_s, late_s
+
+
+def worth_reading(
+    piece: Part,
+    reading: list[Part],
+    below: list[Part],
+    *,
+    tier: bool = True,
+    link: bool = True,
+    compute_s: float = 10.0,
+) -> Any:
+    """Each block takes a second from the tier, and none over the link."""
+    snapshot = SimpleNamespace(tier_waits=tier, link_waits=link, tier_s=1.0, link_s=0.0)
+    rates = SimpleNamespace(snapshot=lambda: snapshot, compute_s=lambda start, stop: compute_s)
+    meeting: Any = SimpleNamespace(_rates=rates, _reading=dict.fromkeys(reading), _below=below)
+    books: Any = SimpleNamespace(feed=SimpleNamespace(num_reading_blocks=0, free_s=0.0))
+    return Meeting._worth_reading(meeting, piece, books)  # type: ignore[arg-type]
+
+
+def test_what_comes_from_the_tier_is_waited_for_where_both_ways_are_trusted() -> None:
+    read = Part(PieceState.READING, 8, due_s=0.0)
+    assert worth_reading(read, [read], []) is read
+    for trusted in ({"tier": False}, {"link": False}):
+        assert worth_reading(read, [read], [], **trusted) is None
+    assert worth_reading(read, [], []) is None  # nothing is on its way
+    late = Part(PieceState.READING, 8, late_s=0.0)
+    assert worth_reading(late, [late], []) is None
+
+
+def test_of_what_lies_below_what_comes_before_it_counts() -> None:
+    read = Part(PieceState.READING, 16)
+    first, last = Part(PieceState.BELOW, 4), Part(PieceState.BELOW, 8)
+    assert worth_reading(last, [read], [first, last]) is read  # behind four blocks
+    assert worth_reading(first, [read], [first, last]) is read  # behind eight
+    assert worth_reading(first, [read], [first, last], compute_s=7.0) is None
+    assert worth_reading(last, [read], [first, last], compute_s=7.0) is read
+    assert worth_reading(first, [read], [last]) is None  # it is no longer to be read
+    assert worth_reading(Part(PieceState.LOST, 8), [read], [first, last]) is None
+
+
+def test_only_what_was_waited_for_is_late() -> None:
+    log: list[Any] = []
+    parts = [Part(PieceState.READING, 0), Part(PieceState.READING, 4), Part(PieceState.READING, 8)]
+    waited, other = SimpleNamespace(done=False), SimpleNamespace(done=False)
+    meeting: Any = SimpleNamespace(
+        _reading=dict(zip(parts, (waited, other, waited), strict=True)),
+        _tell_late=lambda piece, source: log.append((piece, source)),
+        _leave=lambda piece, state: log.append((piece, state)),
+    )
+    Meeting.read_late(meeting, waited)  # type: ignore[arg-type]
+    late = [entry for part in (parts[0], parts[2]) for entry in ((part, TIER), (part, PieceState.LOST))]
+    assert log == late
+    waited.done = True
+    Meeting.read_late(meeting, waited)  # type: ignore[arg-type]
+    assert log == late

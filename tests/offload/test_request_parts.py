@@ -458,6 +458,28 @@ def test_a_load_that_was_cancelled_is_a_load_that_failed(clock: Any, monkeypatch
     assert log[-1] == "compute again"
 
 
+@pytest.mark.parametrize(
+    ("left_s", "waited_s", "end"),
+    [(None, 2.0, "late"), (3.0, 2.0, "late"), (2.0, 2.0, "late"), (1.0, 1.0, "call again")],
+)
+def test_a_chunk_waits_for_a_tier_until_either_time_is_over(
+    clock: Any, monkeypatch: pytest.MonkeyPatch, left_s: float | None, waited_s: float, end: str
+) -> None:
+    request: Any = chunked(ChunkManager([HERE] * 4, [], []))
+    log: list[Any] = []
+    reading = SimpleNamespace(wait=log.append)  # which has not come
+    monkeypatch.setattr(chunks, "change", lambda books, function: function())
+    request._meeting = SimpleNamespace(read_late=lambda late: log.append(late is reading))
+    step, deadline = SimpleNamespace(reading=reading, left_s=2.0), SimpleNamespace(left_s=lambda: left_s)
+    if end == "late":
+        request._wait_for_reading(step, deadline)
+        assert log == [waited_s, True]
+    else:
+        with pytest.raises(TimeoutError, match="had not come from the tier within timeout_s; call again"):
+            request._wait_for_reading(step, deadline)
+        assert log == [waited_s]
+
+
 # ---- what is asked for ----
 def asked(block_size: int, chunk_tokens: int, how: Any = "compute", tokens: int = 5) -> tuple[Any, Any]:
     log: list[Any] = []
