@@ -36,7 +36,7 @@ class Told(Lru[str]):
 class ToldInOrder(Told):
     by_order = True
 
-    def on_use(self, keys: list[str]) -> None:
+    def on_use(self, keys: list[str]) -> None:  # which no class inherits
         super().on_use(keys)
 
 
@@ -46,9 +46,6 @@ class Together(Lru[str]):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
-
-    def replace(self, incoming: str, pinned: Container[str]) -> str | None:
-        return super().replace(incoming, pinned)
 
     def replace_all(self, incoming: list[str], pinned: Container[str]) -> list[str]:
         self.calls.append("".join(incoming))

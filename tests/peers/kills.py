@@ -109,12 +109,8 @@ def _kill_a_receiver(at: int, path: str, direct: bool) -> str:
     there.close()
     try:
         exported, grant = pipe.recv()
-    except EOFError:  # it died before it had anything to give
-        process.join(WAIT_S)
-        return "refused"
-    try:
         pool = attach(spec, exported)
-    except AttachError:  # it died before that
+    except (EOFError, AttachError):  # it died before it had anything to give, or before that was taken
         process.join(WAIT_S)
         return "refused"
     cache = DeviceCache(spec, BLOCKS, "cpu")
