@@ -25,7 +25,7 @@ demo: ## serve conversations whose KV cache does not fit, kill the server and st
 
 # Modules that need CuPy cannot be imported where there is none; any other import error fails the tests themselves.
 test: ## all tests, and the examples in the docstrings
-	$(python) -m pytest -q tests --doctest-modules --doctest-ignore-import-errors paddle_kv $(ARGS)
+	$(python) -m pytest -q -n auto --dist loadfile tests --doctest-modules --doctest-ignore-import-errors paddle_kv $(ARGS)
 
 build: ## compile the operators into paddle_kv/_lib
 	$(python)

@@ -36,6 +36,12 @@ def gpu_count() -> int:
     return devices.gpu_count()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """A process a core; with a GPU none but this one: they would share its memory, and slow each other's kernels down."""
+    return 0 if gpu_count() > 0 else min(len(os.sched_getaffinity(0)), 4)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_count() > 0:
         return

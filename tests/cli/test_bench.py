@@ -22,6 +22,7 @@ COLUMNS = {
     "tokens_per_block", "num_blocks", "pattern", "direction", "backend", "total_bytes", "inner_bytes", "copy_size",
     "num_copies", "median_ms", "bandwidth_gbps",
 }  # fmt: skip
+WIDE = {"COLUMNS": "400"}  # a path in a message stays on one line
 
 
 def run(*arguments: str) -> str:
@@ -234,13 +235,13 @@ def changed(files, tmp_path, change):
 def test_compare_refuses_a_foreign_file(files, tmp_path, change):
     path = changed(files, tmp_path, change)
     for both in ((path, str(files["json"])), (str(files["json"]), path)):
-        result = CliRunner().invoke(app, ["bench", "compare", *both])
+        result = CliRunner().invoke(app, ["bench", "compare", *both], env=WIDE)
         assert result.exit_code == 2
         assert "changed.json is not a file that paddle-kv bench --json wrote" in plain(result.output)
 
 
 def test_compare_refuses_a_picture(files):
-    result = CliRunner().invoke(app, ["bench", "compare", str(files["png"]), str(files["json"])])
+    result = CliRunner().invoke(app, ["bench", "compare", str(files["png"]), str(files["json"])], env=WIDE)
     assert result.exit_code == 2
     assert "run.png is not a file that paddle-kv bench --json wrote" in plain(result.output)
 
