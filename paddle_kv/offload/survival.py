@@ -97,7 +97,7 @@ class Survival(Generic[Key]):
                 queues.enter(run)
             self._expect(run, prompt[found:] if found else prompt)
         for run in back:
-            if run.live and not run.watched and not run.head:
+            if run.live and not run.head:
                 self._leave_behind(run)
         for run in heads[::-1]:  # as of one prompt: the first blocks are the ones used last
             queues.leave(run)
@@ -169,7 +169,7 @@ class Survival(Generic[Key]):
             coming.clear()
         if fresh and fresh[0] in coming:  # another one, not saved yet, begins like this one
             for other, shared in groupby(fresh, coming.get):
-                if other is not None and other is not run:
+                if other is not None:
                     self._hang_on(other, list(shared)[-1])
         for key in fresh:
             coming[key] = run
@@ -235,7 +235,7 @@ class Survival(Generic[Key]):
         """The session of this prompt is over, it is said."""
         self._guard.told = True
         for run in {id(run): run for run in map(self._owner.get, prompt) if run is not None}.values():
-            if not run.head and run.klass < CLASSES and run.keys[-1] in prompt:
+            if run.klass < CLASSES and run.keys[-1] in prompt:
                 self._queues.reclass(run, OVER * CLASSES + run.klass)
                 self._over[run] = None
         self._going = None
@@ -281,8 +281,6 @@ class Survival(Generic[Key]):
         owner = self._owner
         owner.numbers[owner.slots[key]] = NOBODY
         run.live -= 1
-        if run.keys[run.end - 1] is key:
-            run.end -= 1
         if not run.live:
             self._disappear(run)
             self._unhang(run.parent)
@@ -299,8 +297,7 @@ class Survival(Generic[Key]):
                 self._giving = chosen[0]
             return self._let_go(chosen)
         run = self._going
-        key = self._last(run) if run is not None else None
-        if run is None or key is None or key in self._hanging or key in pinned:
+        if run is None or (key := self._last(run)) in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
                 return self._let_go(self._oldest(pinned, incoming))
@@ -309,7 +306,7 @@ class Survival(Generic[Key]):
         if incoming is not None and incoming not in pinned:
             own = self._coming.get(incoming)
             worth = self._queues.worth
-            if own is not None and own is not run and worth[own.klass][own.part] < worth[run.klass][run.part]:
+            if own is not None and worth[own.klass][own.part] < worth[run.klass][run.part]:
                 return incoming
         self._giving = run
         return self._lose(run, key)
@@ -332,7 +329,7 @@ class Survival(Generic[Key]):
         """:meth:`victim` and :meth:`on_insert` for the first of these, while the run of the last victim gives the next
         ones too. Each gets the slot of its victim."""
         run, own = self._giving, self._coming.get(incoming[0])
-        if run is None or own is None or not own.live:
+        if run is None or own is None or own is run or not own.live:
             return []
         if run is self._going:
             worth = self._queues.worth
@@ -345,7 +342,6 @@ class Survival(Generic[Key]):
             deque(map(self._coming.pop, incoming[: len(found)]), 0)
             self._owner.give(found.values(), own)
             own.live += len(found)
-            own.end = len(own.keys)
         return list(found)
 
     def _ending(self, run: Run[Key], count: int, pinned: Container[Key]) -> dict[Key, int]:
@@ -356,15 +352,12 @@ class Survival(Generic[Key]):
         if not count:
             return found
         self._last(run)
-        end = run.end
-        for key in reversed(run.keys[max(0, end - count) : end]):
+        for key in reversed(run.keys[max(0, run.end - count) : run.end]):
             slot = slots.get(key)
             if slot is not None and numbers[slot] == number:
                 if key in pinned or key in hanging:
                     break
                 found[key] = slot
-            end -= 1
-        run.end = end
         return found
 
     def _cheapest(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
@@ -390,7 +383,7 @@ class Survival(Generic[Key]):
     def _oldest(self, pinned: Container[Key], incoming: Key | None) -> tuple[Run[Key], Key] | None:
         """The block used longest ago, and its run; before all others those of sessions that are over, unless it is
         known better."""
-        if self._over and (not self._guard.warm or self._guard.trusts):
+        if not self._guard.warm:
             chosen = self._over_first(pinned)
             if chosen is not None:
                 return chosen
@@ -401,8 +394,7 @@ class Survival(Generic[Key]):
                 return run, key
         owner = self._owner
         for run in self._order:  # what hangs on them is held
-            for position in range(run.end - 1, -1, -1):
-                key = run.keys[position]
+            for key in reversed(run.keys[: run.end]):
                 if owner.get(key) is run and key not in pinned:
                     return run, key
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paddle_kv.offload.guard import Guard
+from paddle_kv.offload.index import FEW
 from paddle_kv.offload.owners import NOBODY
 from paddle_kv.offload.returns import NUM_PARTS
 from paddle_kv.offload.score import CLASSES, FIT_EVERY, Score
@@ -237,3 +238,36 @@ def test_a_block_of_a_long_prompt_costs_what_one_of_a_short_prompt_costs() -> No
         return calls / (4 * length)
 
     assert calls_a_block(1024) < 1.2 * calls_a_block(64)
+
+
+def test_a_block_that_is_not_there_cannot_be_used_or_removed() -> None:
+    served = Served("survival", 4)
+    served.use(0.0, [1, 2])
+    for call in (served.policy.on_access, served.policy.on_remove):
+        with pytest.raises(KeyError, match="^7$"):
+            call(7)
+    check(served)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_long_prompt_asks_once_for_each_run_that_makes_room(trusted: bool) -> None:
+    """The run of the last victim gives the next ones too."""
+    served = Served("survival", 120)
+    policy = served.policy
+    for number in range(4):
+        served.use(float(number), [1000 * number + position for position in range(30)])
+    policy._guard.saw = lambda *_: None
+    policy._guard.trusts = trusted
+    asked = 0
+    victim = policy.victim
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return victim(*arguments)
+
+    policy.victim = counted
+    served.use(9.0, [-position - 1 for position in range(90)])
+    assert 3 <= asked <= 3 * FEW
+    assert len(served.index.slots) == 120
+    check(served)
