@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import gc
+import multiprocessing
 import os
 import pickle
 import random
