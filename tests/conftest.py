@@ -38,7 +38,7 @@ def gpu_count() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """A process a core; with a GPU none but this one: they would share its memory, and slow each other's kernels down."""
+    """A process a core; with a GPU none but this one: they would share its memory and time."""
     return 0 if gpu_count() > 0 else min(len(os.sched_getaffinity(0)), 4)
 
 

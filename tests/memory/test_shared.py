@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import os
 import pickle
@@ -61,6 +62,7 @@ def memfds() -> int:
 
 @pytest.fixture(autouse=True)
 def _all_is_given_back() -> Iterator[None]:
+    gc.collect()  # what other tests have left
     before = memfds()
     yield
     assert memfds() == before

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ def descriptors() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_stays_open() -> Iterator[None]:
+    gc.collect()  # what other tests have left
     before = descriptors()
     yield
     assert descriptors() == before

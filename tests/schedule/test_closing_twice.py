@@ -136,6 +136,7 @@ def test_close_waits_for_whoever_holds_an_event(rig):
 def test_what_a_closed_scheduler_held_is_not_given_back_again(rig):
     scheduler = LayerwiseScheduler(rig.cache, rig.pool)
     scheduler.close()
+    gc.collect()  # of other tests
     before = len(abandoned)
     del scheduler
     gc.collect()
