@@ -461,7 +461,7 @@ class Survival(Generic[Key]):
             return
         del self._hanging[parent]
         above = self._owner.get(parent)
-        if above is not None and above.live:  # not while its blocks are about to be another's
+        if above is not None:
             self._queues.enter(above)
             if above.klass // CLASSES == OVER:
                 self._over[above] = None

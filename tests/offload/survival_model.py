@@ -1,5 +1,6 @@
-"""What the survival policy keeps, said as plainly as possible: who owns each block, and what follows from that is looked for
-each time anew. What is learnt, and the queues by class and age, are the policy's own; they have tests of their own."""
+"""What the survival policy keeps, said as plainly as possible: who owns each block, and what follows from that is
+looked for each time anew. What is learnt, and the queues by class and age, are the policy's own; they have tests of
+their own."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_a_block_that_is_not_there_cannot_be_used_or_removed() -> None:
     served = Served("survival", 4)
     served.use(0.0, [1, 2])
     for call in (served.policy.on_access, served.policy.on_remove):
-        with pytest.raises(KeyError, match="^7$"):
+        with pytest.raises(KeyError, match=r"^7$"):
             call(7)
     check(served)
 
@@ -270,4 +270,62 @@ def test_a_long_prompt_asks_once_for_each_run_that_makes_room(trusted: bool) -> 
     served.use(9.0, [-position - 1 for position in range(90)])
     assert 3 <= asked <= 3 * FEW
     assert len(served.index.slots) == 120
+    check(served)
+
+
+def test_there_is_no_victim_where_there_is_no_block() -> None:
+    for trusted in (False, True):
+        policy = Served("survival", 4).policy
+        policy._guard.trusts = trusted
+        assert policy.victim(None, ()) is None and policy.victim(3, ()) is None
+
+
+def test_the_end_of_a_session_may_be_told_again() -> None:
+    served = Served("survival", 4)
+    served.policy._score.class_of = lambda *_: 0
+    served.use(0.0, [1, 2])
+    for _ in range(2):
+        served.index.end([1, 2])
+        assert served.policy._owner.get(1).klass == CLASSES
+        check(served)
+
+
+def test_of_sessions_that_are_over_the_first_one_goes_first() -> None:
+    served = Served("survival", 6)
+    for talk in ([1, 2], [3, 4], [5, 6]):
+        served.use(0.0, talk)
+    for talk in ([5, 6], [3, 4]):
+        served.index.end(talk)
+    served.free += served.index.evict(1)
+    assert set(served.index.slots) == {1, 2, 3, 4, 5}
+    served.index.pin([5])
+    served.free += served.index.evict(1)
+    assert set(served.index.slots) == {1, 2, 3, 5}
+
+
+def test_a_prompt_makes_no_room_for_its_own_end() -> None:
+    """Its head is used longest ago, and has just made room for another run that is saved with it."""
+    served = Served("survival", 8)
+    served.index.lookup(list(range(1, 13)))
+    served.index.admit([1, 2, 3, 4], served.free)
+    served.use(1.0, [20, 21, 22, 23])
+    served.index.admit([5, 6, 7, 8, 9, 50], served.free)
+    assert set(served.index.slots) == {1, 2, 3, 5, 6, 7, 8, 9}
+    check(served)
+
+
+def test_each_run_that_is_saved_competes_with_the_one_that_makes_room() -> None:
+    served = Served("survival", 7)
+    policy = served.policy
+    served.use(0.0, [1, 2, 3])
+    served.index.lookup(list(range(1, 13)))  # its second turn
+    served.use(1.0, [20, 21, 22, 23])
+    second = policy._owner.get(1).klass
+    worth = [[0.1 if klass == second else 0.5] * NUM_PARTS for klass in range((HEAD + 1) * CLASSES)]
+    policy._returns.worth = lambda: worth
+    policy._queues.price()
+    policy._guard.trusts = True
+    served.index.pin([1, 2, 3])
+    served.index.admit([4, 5, 6, 7, 8, 9, 50], served.free)
+    assert set(served.index.slots) == {1, 2, 3, 20, 21, 22, 50}
     check(served)
