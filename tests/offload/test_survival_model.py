@@ -115,7 +115,7 @@ class Beside:
 
 
 def traffic(rng: random.Random, beside: Beside, num_steps: int, trusts: Callable[[int], bool] | None) -> None:
-    """Sessions go on, branch, begin alike, and are over; saves come late, in parts, or never; blocks are held, dropped."""
+    """Sessions go on, branch, begin alike, and are over; saves come late, in parts, or never; blocks are held."""
     sessions: list[list[int]] = []
     late: list[list[int]] = []
     held: list[list[int]] = []
