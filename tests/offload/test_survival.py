@@ -333,3 +333,10 @@ def test_each_run_that_is_saved_competes_with_the_one_that_makes_room() -> None:
     served.index.admit([4, 5, 6, 7, 8, 9, 50], served.free)
     assert set(served.index.slots) == {1, 2, 3, 4, 20, 21, 22}  # those of the second turn find no room but that of 50
     check(served)
+
+
+def test_a_block_that_nobody_has_heard_of_gets_room_all_the_same() -> None:
+    served = Served("survival", 2)
+    served.use(0.0, [1, 2])
+    served.policy._guard.trusts = True
+    assert served.policy.victim(77, ()) == 2
