@@ -24,6 +24,9 @@ BOUNDS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # a node that sends nothing; its connection is closed then: 30 s else
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    # A node that takes the place of a dead one under the same name (host and port) listens elsewhere for transfers. The
+    # library asks a node for that once, and never again by itself: all transfers to the new node would fail.
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "5",
 }
 # After 60 s the library gives a transfer up and leaves it under way: a node that goes on later writes into the memory.
 GIVES_UP_S = 50.0
