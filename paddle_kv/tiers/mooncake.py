@@ -63,6 +63,7 @@ class MooncakeEngine:
         threads: calls of the store at once.
         objects_per_call: the most that one call moves; of a load no more than 256 MiB, of a store than 64 MiB, or one
             object. A larger call costs less of the processor, but goes on when its objects are not wanted any more.
+            Byte ranges come in calls of eight.
         answer_s: what :meth:`exists` and :meth:`stats` wait for the master; what is not known by then is not there.
 
     Attributes:
