@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import TierError
+from ..tracking.keeper import log
 from .protocol import Outcome
 
-# What Mooncake itself waits for; read from the environment by its library. What is set already stays.
+# What Mooncake itself waits for; read from the environment by its library, the last one when it is imported. What is
+# set already stays.
 BOUNDS = {
     "MC_RPC_TIMEOUT_MS": "2000",  # a master that does not answer: 30 s else
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # a node that sends nothing; its connection is closed then: 30 s else
@@ -72,6 +75,15 @@ def is_fault(code: int) -> bool:
     return code < 0 and outcome_of(code) is Outcome.FAILED
 
 
+def set_bounds() -> None:
+    """To be called before Mooncake is imported."""
+    name = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"
+    if name not in os.environ and not {"mooncake.store", "mooncake.engine"}.isdisjoint(sys.modules):
+        log.warning("Mooncake was imported without %s: it does not find nodes that take the name of a dead one", name)
+    for name, value in BOUNDS.items():
+        os.environ.setdefault(name, value)
+
+
 def connect(master: str, *, hostname: str, segment_bytes: int, protocol: str, devices: str, metadata: str) -> Any:
     """A client that is set up.
 
@@ -79,8 +91,7 @@ def connect(master: str, *, hostname: str, segment_bytes: int, protocol: str, de
         ImportError: Mooncake is not installed.
         TierError: the master does not listen, or refuses.
     """
-    for name, value in BOUNDS.items():
-        os.environ.setdefault(name, value)
+    set_bounds()
     from mooncake.store import MooncakeDistributedStore
 
     host, colon, port = master.rpartition(":")

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paddle_kv.tiers.mooncake_store import set_bounds
+
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -42,6 +44,7 @@ def why_not() -> str:
     """Why there can be no store here; empty if there can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
+    set_bounds()
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -496,6 +497,25 @@ def test_no_master(network: None) -> None:
     assert time.monotonic() - started_s < SOON_S
 
 
+def test_a_library_that_was_imported_without_its_bounds_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"
+    for module in ("mooncake.store", "mooncake.engine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delenv(name, raising=False)
+    mooncake_store.set_bounds()
+    assert os.environ[name] == "5"
+    monkeypatch.setitem(sys.modules, "mooncake.engine", sys)
+    mooncake_store.set_bounds()
+    assert caplog.records == []
+    monkeypatch.delenv(name)
+    mooncake_store.set_bounds()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Mooncake was imported without {name}: it does not find nodes that take the name of a dead one"
+    ]
+
+
 @needs_store
 def test_bounds_are_set_unless_the_user_has_set_them(network: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1234")
@@ -509,10 +529,13 @@ def test_bounds_are_set_unless_the_user_has_set_them(network: None, monkeypatch:
 
 
 @needs_store
-def test_nodes_and_masters_die_stop_and_come_back(network: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_masters_die_stop_and_come_back(
+    network: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One store for all of it: each start takes a while."""
     with Cluster(32 << 20, options=("--client_ttl=1",)) as cluster:
         engine = MooncakeEngine(cluster.master, answer_s=1.0, metrics=cluster.metrics)
+        assert "metadata refresh polling enabled, interval_seconds=5" in capfd.readouterr().err
         rig = Rig(engine, ODD)
         names = keys(10)
         monkeypatch.setenv("MOONCAKE_MASTER", cluster.master)
