@@ -138,9 +138,11 @@ def _tier() -> str:
 def _mooncake() -> str:
     """Through the store of ``MOONCAKE_MASTER``, if there is one."""
     try:
-        from mooncake.store import MooncakeDistributedStore  # noqa: F401
-
         from ..tiers.mooncake import MooncakeEngine
+        from ..tiers.mooncake_store import set_bounds
+
+        set_bounds()
+        from mooncake.store import MooncakeDistributedStore  # noqa: F401
     except ImportError as error:
         raise NothingToCheck(f"{error}; pip install 'paddle_kv[mooncake]' where one is wanted") from None
     name = importlib.metadata.packages_distributions()["mooncake"][0]  # there is one for each kind of GPU

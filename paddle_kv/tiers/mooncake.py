@@ -27,6 +27,9 @@ from .protocol import Outcome, Read, Write, arrived, buffers_of, ended
 CALL_BYTES = 256 << 20  # that one call moves, or one object
 STORE_CALL_BYTES = 128 << 20  # of stores: while one call is under way the checksums for the next one are made
 DELETE_S = 2.0  # what a deletion is waited for
+# That one call reads: the library reads them one after the other, and spends a second on each that is on a dead node.
+CALL_RANGES = 8
+DEAD_S = 0.5  # a call of so many ranges that takes longer and reports a fault has met a dead node
 _METRICS = {
     "master_key_count": "objects",
     "master_allocated_bytes": "used_bytes",
@@ -60,6 +63,7 @@ class MooncakeEngine:
         threads: calls of the store at once.
         objects_per_call: the most that one call moves; of a load no more than 256 MiB, of a store than 64 MiB, or one
             object. A larger call costs less of the processor, but goes on when its objects are not wanted any more.
+            Byte ranges come in calls of eight.
         answer_s: what :meth:`exists` and :meth:`stats` wait for the master; what is not known by then is not there.
 
     Attributes:
@@ -330,11 +334,16 @@ class MooncakeEngine:
         stages = range(work.stage, work.stage + 1 if work.session else work.items[0].num_stages)
         moves = self._moves(work, [_buffers(item, stages) for item in work.items])
         if work.session:
-            offsets = [move.offsets for move in moves]
-            get = functools.partial(self.store.batch_get_into_multi_buffer_ranges, *_columns(moves), offsets)
+            codes, gave_up = self._call(self.reads, moves, lambda: self._get_ranges(moves))
         else:
             get = functools.partial(self.store.batch_get_into_multi_buffers, *_columns(moves))
-        codes, gave_up = self._call(self.reads, moves, get)
+            codes, gave_up = self._call(self.reads, moves, get)
+        if left := [move.item for move in moves[len(codes) :]]:
+            moves = moves[: len(codes)]
+            if work.stage == 0:
+                self._again(_Work(left, whole=True))  # all that is on the dead node fails at once
+            else:
+                self._end([(item, Outcome.FAILED) for item in left])
         ends = []
         came = [code == sum(move.sizes) for move, code in zip(moves, codes, strict=True)]
         wanted = iter(_arrivals([move.item for move, whole in zip(moves, came, strict=True) if whole], stages))
@@ -350,6 +359,19 @@ class MooncakeEngine:
         else:
             self._end_session(work)  # before the job is over: the next one may ask for the same objects
         self._end(ends, gave_up)
+
+    def _get_ranges(self, moves: list[Move]) -> list[int]:
+        """In calls of few ranges. After one that has met a dead node, what is left has no code."""
+        codes: list[int] = []
+        step = max(1, CALL_RANGES // max(len(move.starts) for move in moves))
+        for first in range(0, len(moves), step):
+            part = moves[first : first + step]
+            offsets = [move.offsets for move in part]
+            started_s = time.monotonic()
+            codes += self.store.batch_get_into_multi_buffer_ranges(*_columns(part), offsets)
+            if time.monotonic() - started_s > DEAD_S and any(is_fault(code) for code in codes[first:]):
+                break
+        return codes
 
     def _again(self, work: _Work) -> None:
         self._reads.append(work)

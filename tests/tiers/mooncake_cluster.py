@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from paddle_kv.tiers.mooncake_store import set_bounds
+
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP = 0x8913, 0x8914, 1
@@ -42,6 +44,7 @@ def why_not() -> str:
     """Why there can be no store here; empty if there can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
+    set_bounds()
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
@@ -77,12 +80,16 @@ def _checked(result: int) -> None:
 
 
 class Cluster:
-    """One master, and nodes that lend memory; they end with :meth:`close`, or with the thread that made them."""
+    """One master, and nodes that lend memory; they end with :meth:`close`, or with the thread that made them. A node
+    takes two of ``node_ports`` by chance; one of them is its name."""
 
-    def __init__(self, *node_bytes: int, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *node_bytes: int, options: tuple[str, ...] = (), node_ports: tuple[int, int] = (15000, 17000)
+    ) -> None:
         self.port = next(_ports)
         self.master, self.metrics = f"127.0.0.1:{self.port}", f"127.0.0.1:{self.port + 1}"
         self._options = options
+        self._node_ports = {"MC_MIN_RPC_PORT": str(node_ports[0]), "MC_MAX_RPC_PORT": str(node_ports[1])}
         self.nodes: list[subprocess.Popen[str]] = []
         self.start_master()
         for size in node_bytes:
@@ -105,7 +112,7 @@ class Cluster:
                 time.sleep(0.005)
 
     def start_node(self, size: int = 64 << 20) -> subprocess.Popen[str]:
-        node = _start(sys.executable, "-c", NODE, self.master, str(size))
+        node = _start(sys.executable, "-c", NODE, self.master, str(size), **self._node_ports)
         self.nodes.append(node)
         told = node.stdout.readline().strip()
         if told != "ready":
@@ -131,8 +138,8 @@ class Cluster:
         self.close()
 
 
-def _start(*command: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"GLOG_minloglevel": "2", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+def _start(*command: str, **settings: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"GLOG_minloglevel": "2", "MC_STORE_CLIENT_SETUP_RETRIES": "1"} | settings
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         preexec_fn=lambda: _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL),

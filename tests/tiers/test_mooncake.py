@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -124,6 +125,7 @@ def _memory(start: int, size: int) -> np.ndarray:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     store = FakeStore()
     monkeypatch.setattr(health, "FIRST_REST_S", 60.0)  # no test waits for its end
+    monkeypatch.setattr(mooncake, "CALL_RANGES", 16)  # eight objects: each has a header and a block
     monkeypatch.setattr(mooncake, "connect", lambda master, **options: store)
     return store
 
@@ -312,6 +314,35 @@ def test_one_object_that_fails_does_not_stop_the_others(fake: FakeStore, rig: Ri
     assert first in fake.objects
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_load_asks_a_dead_node_for_few_ranges(fake: FakeStore, monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
+    """Each costs a second in the store: a call of all objects would keep blocks and a thread for minutes."""
+    engine = MooncakeEngine("fake")
+    rig = Rig(engine)
+    rig.store(keys(40))
+    monkeypatch.setattr(mooncake, "DEAD_S", -1.0)
+    dead = {engine._key(rig.tier.format.name_of(key)) for key in keys(40)[::2]}
+    get, asked = fake._get, []
+
+    def get_or_fail(name: str, starts: list[int], sizes: list[int], offsets: list[int] | None) -> int:
+        if name not in dead or (offsets is not None and stage and not offsets[0]):
+            return get(name, starts, sizes, offsets)
+        asked.extend([] if offsets is None else offsets)
+        return -800
+
+    fake._get = get_or_fail  # type: ignore[method-assign]
+    load = rig.load(keys(40))
+    assert 0 < len(asked) <= mooncake.CALL_RANGES
+    assert all(outcome is Outcome.FAILED for outcome in load.outcomes[::2])
+    done = [outcome is Outcome.DONE for outcome in load.outcomes[1::2]]
+    assert all(done) if stage == 0 else any(done)  # later all that was not asked has failed
+    assert rig.wrong(load) == []
+    assert fake.sessions == []
+    assert not engine.reads.resting
+    rig.close()
+    engine.close(WAIT_S)
+
+
 @pytest.mark.parametrize("layerwise", [True, False])
 @pytest.mark.parametrize("change", [-5000, -1, 1, 5000])
 def test_an_object_of_another_size_is_damaged_and_goes(fake: FakeStore, rig: Rig, change: int, layerwise: bool) -> None:
@@ -466,21 +497,45 @@ def test_no_master(network: None) -> None:
     assert time.monotonic() - started_s < SOON_S
 
 
+def test_a_library_that_was_imported_without_its_bounds_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"
+    for module in ("mooncake.store", "mooncake.engine"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.delenv(name, raising=False)
+    mooncake_store.set_bounds()
+    assert os.environ[name] == "5"
+    monkeypatch.setitem(sys.modules, "mooncake.engine", sys)
+    mooncake_store.set_bounds()
+    assert caplog.records == []
+    monkeypatch.delenv(name)
+    mooncake_store.set_bounds()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Mooncake was imported without {name}: it does not find nodes that take the name of a dead one"
+    ]
+
+
 @needs_store
 def test_bounds_are_set_unless_the_user_has_set_them(network: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MC_RPC_TIMEOUT_MS", "1234")
-    monkeypatch.delenv("MC_TCP_PROGRESS_TIMEOUT_SEC", raising=False)
+    for name in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(TierError):
         MooncakeEngine("127.0.0.1:19999")
     assert os.environ["MC_RPC_TIMEOUT_MS"] == "1234"
     assert os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] == mooncake_store.BOUNDS["MC_TCP_PROGRESS_TIMEOUT_SEC"]
+    assert os.environ["MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"] == "5"  # never, else
 
 
 @needs_store
-def test_nodes_and_masters_die_stop_and_come_back(network: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_and_masters_die_stop_and_come_back(
+    network: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One store for all of it: each start takes a while."""
     with Cluster(32 << 20, options=("--client_ttl=1",)) as cluster:
         engine = MooncakeEngine(cluster.master, answer_s=1.0, metrics=cluster.metrics)
+        assert "metadata refresh polling enabled, interval_seconds=5" in capfd.readouterr().err
         rig = Rig(engine, ODD)
         names = keys(10)
         monkeypatch.setenv("MOONCAKE_MASTER", cluster.master)
@@ -489,7 +544,7 @@ def test_nodes_and_masters_die_stop_and_come_back(network: None, monkeypatch: py
         assert rig.load(names).done
         rig.tier.delete(names[:1])  # right after a get: the store's lease does not protect it
         assert rig.tier.exists(names[:2]) == [False, True]
-        with _killed_node(engine, cluster):  # a thread of the engine goes on asking for it for 15 s
+        with _killed_node(engine, cluster):  # a thread of the engine goes on asking for it for a while
             mooncake_kills.until_done(rig, names)
             _stopped_node(rig, cluster)
             _stopped_master(rig, cluster)

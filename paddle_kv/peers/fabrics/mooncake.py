@@ -17,7 +17,11 @@ from .protocol import Write
 from .queued import QueuedSink
 
 # What a call waits for without an answer; read from the environment by its library. What is set already stays.
-BOUNDS = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "5"}
+BOUNDS = {
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "5",  # read at the import, which may be the one of a tier too
+}
 
 
 class MooncakeFabric:
