@@ -236,7 +236,7 @@ def test_a_sender_that_ends_right_behind_its_last_word_has_handed_all_over(
     done = framed(encode("done", grant.grant_id))
     loop, told, go_on = decode.listener._loop, threading.Event(), threading.Event()
     select = loop._selector.select
-    monkeypatch.setattr(loop._selector, "select", lambda: sorted(select(), key=lambda one: -one[0].fd))
+    monkeypatch.setattr(loop._selector, "select", lambda *left_s: sorted(select(*left_s), key=lambda one: -one[0].fd))
     send = connection.Line.send
 
     def stop(line: Line, data: bytes) -> None:
