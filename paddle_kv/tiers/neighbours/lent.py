@@ -61,7 +61,7 @@ class Lent:
         self._rows = block_rows(pool)
         self._pool, self._form, self._told = pool, form, told
         self.headers = SharedMemory(pool.num_blocks * form.header_bytes)
-        self._header_rows = memoryview(self.headers.array())
+        self._header_rows = self.headers.array().data
         self.objects: dict[bytes, Object] = {}
         self._names: dict[int, bytes] = {}  # by block
         self.num_leased = 0

@@ -192,14 +192,14 @@ class Neighbour:
             if host != host_identity():
                 raise AttachError(f"it is on another host, or in another container: {host!r}")
             sizes = num_blocks * block_bytes, num_blocks * header_bytes
-            found = [
+            there, above = [
                 map_shared(_handle(given, line.process_id, size))
                 for given, size in zip((blocks, headers), sizes, strict=True)
             ]
         except (AttachError, MemoryError) as error:
             log.warning("the memory of the neighbour at %s cannot be used: %s", self.path, error)
             return False
-        self.memory = Memory(*found, num_blocks)
+        self.memory = Memory(there, above, num_blocks)
         self._retry_s = FIRST_RETRY_S
         line.send(encode("more"))
         return True
