@@ -32,6 +32,7 @@ MOST_THREADS = 64
 class _Work:
     """Objects of one answer, before the next stage of them."""
 
+    lender: Neighbour
     answer: Answer
     left: list[tuple[Read, int]]
     stage: int = 0
@@ -156,6 +157,9 @@ class NeighbourEngine:
         while not self._works.empty():  # of one that was put there behind the end
             work = self._works.get()
             ended([(item, Outcome.DROPPED) for item, _ in work.left] if work is not None else [])
+        ended([(item, Outcome.DROPPED) for one in self._neighbours for item in one.busy])
+        for one in self._neighbours:
+            one.busy = []
 
     def __enter__(self) -> NeighbourEngine:
         return self
@@ -189,7 +193,7 @@ class NeighbourEngine:
     def _ask_one(self, lender: Neighbour, items: list[Read]) -> None:
         left_s = [left for item in items if (left := item.deadline.left_s()) is not None]
         timeout_s = min([LONGEST_READ_S, *left_s])
-        lender.ask(items, timeout_s, functools.partial(self._answered, items))
+        lender.ask(items, timeout_s, functools.partial(self._answered, lender, items))
 
     def _lender_of(self, item: Read) -> Neighbour | None:
         for one in self._neighbours:
@@ -198,16 +202,26 @@ class NeighbourEngine:
                 return one
         return None
 
-    def _answered(self, items: list[Read], answer: Answer | None) -> None:
+    def _answered(self, lender: Neighbour, items: list[Read], answer: Answer | None) -> None:
         if answer is None:
             self._ask(items, Outcome.FAILED)
             return
-        ended([(item, Outcome.DROPPED) for item in answer.busy])
         self._ask(answer.absent, Outcome.MISSING)
         if answer.found:
-            self._works.put(_Work(answer, answer.found))
+            lender.num_reading += 1
+            self._works.put(_Work(lender, answer, answer.found))
         else:
             answer.done()
+        if lender.num_reading:
+            lender.busy += answer.busy
+        else:  # others read so much
+            ended([(item, Outcome.DROPPED) for item in answer.busy])
+
+    def _read_through(self, lender: Neighbour) -> None:
+        """Something was read, which makes room for what was too much."""
+        lender.num_reading -= 1
+        again, lender.busy = lender.busy, []
+        self._ask(again, Outcome.MISSING)
 
     # ---- in the threads that copy ----
     def _run(self) -> None:
@@ -222,6 +236,7 @@ class NeighbourEngine:
                 self._works.put(work)
             else:
                 work.answer.done()
+                self._loop.post(functools.partial(self._read_through, work.lender))
 
     def _copy(self, memory: Memory, part: list[tuple[Read, int]], stage: int) -> list[tuple[Read, int]]:
         """A stage of these; those of which more is wanted. The others are ended."""

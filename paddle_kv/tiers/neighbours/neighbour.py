@@ -79,6 +79,8 @@ class Neighbour:
 
     Attributes:
         names: of what it lends; a hint.
+        num_reading: answers of which objects are being read.
+        busy: what could not be read beside these.
         told: whether it has said all that it lent when it was reached.
         removed: how many it has told that were not lent any more.
         silent: whether a question was not answered in time. Until it says anything it is not asked again.
@@ -89,6 +91,8 @@ class Neighbour:
         self.names: set[bytes] = set()
         self.memory: Memory | None = None
         self.silent = self.told = False
+        self.num_reading = 0
+        self.busy: list[Read] = []
         self.removed = self.refused = self.errors = 0
         self._loop, self._changed = loop, changed
         self._line: Line | None = None
