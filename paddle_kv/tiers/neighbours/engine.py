@@ -154,9 +154,6 @@ class NeighbourEngine:
             thread.join(deadline.left_s())
         if any(thread.is_alive() for thread in self._threads):
             raise TimeoutError(f"copies from neighbours were not over after timeout_s = {timeout_s}")
-        while not self._works.empty():  # of one that was put there behind the end
-            work = self._works.get()
-            ended([(item, Outcome.DROPPED) for item, _ in work.left] if work is not None else [])
         ended([(item, Outcome.DROPPED) for one in self._neighbours for item in one.busy])
         for one in self._neighbours:
             one.busy = []
@@ -180,11 +177,17 @@ class NeighbourEngine:
         """Whoever has them; those that nobody has are ended."""
         batches: dict[Neighbour, list[Read]] = {}
         for item in items:
-            lender = None if self._closed or item.deadline.over else self._lender_of(item)
-            if lender is not None:
+            lender = self._lender_of(item)
+            if self._closed:
+                ended([(item, Outcome.DROPPED)])
+            elif item.deadline.over:
+                ended([(item, Outcome.LATE)])
+            elif lender is not None:
                 batches.setdefault(lender, []).append(item)
+            elif any(item.name in one.names for one in self._neighbours):  # of one that does not answer
+                ended([(item, Outcome.FAILED)])
             else:
-                ended([(item, Outcome.LATE if item.deadline.over else Outcome.DROPPED if self._closed else otherwise)])
+                ended([(item, otherwise)])
         for lender, some in batches.items():
             step = max(1, min(MOST_NAMES, BATCH_BYTES // some[0].size_bytes))
             for first in range(0, len(some), step):
@@ -209,7 +212,7 @@ class NeighbourEngine:
         self._ask(answer.absent, Outcome.MISSING)
         if answer.found:
             lender.num_reading += 1
-            self._works.put(_Work(lender, answer, answer.found))
+            self._go_on(_Work(lender, answer, answer.found))
         else:
             answer.done()
         if lender.num_reading:
@@ -223,20 +226,24 @@ class NeighbourEngine:
         again, lender.busy = lender.busy, []
         self._ask(again, Outcome.MISSING)
 
+    # ---- in any thread ----
+    def _go_on(self, work: _Work) -> None:
+        """With its next stage, behind all that waits."""
+        with self._changed:
+            if work.left and not self._closed:
+                self._works.put(work)
+                return
+        ended([(item, Outcome.DROPPED) for item, _ in work.left])
+        work.answer.done()
+        self._loop.post(functools.partial(self._read_through, work.lender))
+
     # ---- in the threads that copy ----
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
-            if self._closed:
-                ended([(item, Outcome.DROPPED) for item, _ in work.left])
-                work.left = []
-            else:
-                work.left = [one for part in _parts(work) for one in self._copy(work.answer.memory, part, work.stage)]
-                work.stage += 1
-            if work.left:
-                self._works.put(work)
-            else:
-                work.answer.done()
-                self._loop.post(functools.partial(self._read_through, work.lender))
+            memory, stage = work.answer.memory, work.stage
+            work.left = [one for part in _parts(work) for one in self._copy(memory, part, stage)]
+            work.stage += 1
+            self._go_on(work)
 
     def _copy(self, memory: Memory, part: list[tuple[Read, int]], stage: int) -> list[tuple[Read, int]]:
         """A stage of these; those of which more is wanted. The others are ended."""
@@ -244,7 +251,7 @@ class NeighbourEngine:
         over: list[tuple[Read, Outcome]] = []
         try:
             for item, block_id in part:
-                asked = item.buffers(stage)
+                asked = None if self._closed else item.buffers(stage)
                 if asked is None:
                     over.append((item, Outcome.DROPPED))
                 else:

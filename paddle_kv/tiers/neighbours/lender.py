@@ -230,8 +230,9 @@ class Lender:
 
     def gone(self, line: Line) -> None:
         reader = self._readers.pop(line, None)
-        if reader is not None and reader.reads:
-            change(self.pool.domain, functools.partial(self._lent.end, list(reader.reads.values())))
+        if reader is not None:
+            reads, reader.reads = list(reader.reads.values()), {}
+            change(self.pool.domain, functools.partial(self._lent.end, reads))
 
     def _take(self, line: Line, message: dict[str, Any]) -> bool:
         """Whether it makes sense now."""

@@ -39,7 +39,7 @@ class Object:
 
 @dataclass(eq=False)
 class Leased:
-    """Objects that a reader is reading."""
+    """Objects that a reader is reading, each once."""
 
     objects: list[Object]
     pins: Pins | None
@@ -103,6 +103,8 @@ class Lent:
             found = self.objects.get(name)
             if found is None or domain.poisoned([found.block_id]):
                 answers.append(ABSENT)
+            elif found in leased.objects:  # asked for twice
+                answers.append(found.block_id)
             elif len(leased.objects) >= room or not domain.try_lease([found.block_id], write=False):
                 answers.append(BUSY)
             else:
@@ -125,7 +127,7 @@ class Lent:
     # ---- not in a section ----
     def write_headers(self, leased: Leased) -> None:
         """Those that are missing. By one thread."""
-        missing = list(dict.fromkeys(one for one in leased.objects if not one.has_header))
+        missing = [one for one in leased.objects if not one.has_header]
         self._form.write_headers(
             [(self._header(one.block_id), one.key, self._payload(one.block_id)) for one in missing]
         )
