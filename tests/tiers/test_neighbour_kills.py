@@ -1,4 +1,4 @@
-"""Either side is killed or stopped at points of its work: no hang, no wrong byte that counts as loaded, no lease left."""
+"""Either side is killed or stopped at points of its work: no hang, no wrong byte that counts, no lease left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lender and a reader hear: what is damaged, forged or comes at the wrong time is refused and changes nothing."""
+"""What a lender and a reader hear: what is damaged, forged or comes at the wrong time changes nothing."""
 
 from __future__ import annotations
 

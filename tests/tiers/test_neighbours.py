@@ -81,14 +81,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int = 0) -> None:
         self.arrived, self.opened = threading.Event(), threading.Event()
-        self._left, self._copy = first, Memory.copy
+        self._left, self._copy, self._wait_s = first, Memory.copy, 15.0  # a test that fails does not hang
         monkeypatch.setattr(Memory, "copy", lambda *given: self.copy(*given))
 
     def copy(self, *given: Any) -> None:
         self._left -= 1
         if self._left < 0:
             self.arrived.set()
-            assert self.opened.wait(WAIT_S)
+            assert self.opened.wait(self._wait_s)
         self._copy(*given)
 
 
@@ -425,7 +425,7 @@ def test_an_engine_that_is_closed_in_the_middle(
     job = Job(KEYS, range(8), timeout_s=WAIT_S)
     reading.tier.load([job])
     assert gate.arrived.wait(WAIT_S)
-    with pytest.raises(TimeoutError, match="timeout_s = 0.05"):
+    with pytest.raises(TimeoutError, match="were not over"):
         reading.engine.close(SHORT_S)
     late = Job(KEYS[:2], range(10, 12))
     reading.tier.load([late])
