@@ -7,6 +7,7 @@ import select
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -74,6 +75,13 @@ def reading(lending: Lending) -> Iterator[Reading]:
     made = Reading(lending)
     yield made
     made.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A private one, with a name that is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="paddle_kv-") as made:
+        yield Path(made)
 
 
 class Gate:
@@ -379,10 +387,9 @@ def test_a_deadline_ends_a_question_before_its_answer(lending: Lending, reading:
     stop.set()
 
 
-def test_a_lender_that_ends_and_one_that_comes_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lender_that_ends_and_one_that_comes_after_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbour_module, "LONGEST_RETRY_S", 0.1)
-    tmp_path.chmod(0o700)
-    path = Path("/proc/self/cwd") / os.path.relpath(tmp_path) / "lender"  # short enough
+    path = folder / "lender"
     engine = NeighbourEngine([path])
     with pytest.raises(TimeoutError, match="nobody lends at"):
         engine.wait_connected(timeout_s=SHORT_S)
@@ -483,7 +490,7 @@ def test_a_copy_stays_within_header_and_block(lending: Lending, reading: Reading
             memory.copy(0, offset, [target])
 
 
-def test_bad_input(lending: Lending, tmp_path: Path) -> None:
+def test_bad_input(lending: Lending, folder: Path) -> None:
     lender, pool = lending.lender, lending.pool
     for wrong, error in (
         (([b"a"], [20]), IndexError),
@@ -512,9 +519,9 @@ def test_bad_input(lending: Lending, tmp_path: Path) -> None:
         Lender(HostPool(ODD, 2, shared=True), model=b"m")
     with pytest.raises(OSError, match="in use"):
         Lender(pool, model=b"m", path=lender.path)
-    tmp_path.chmod(0o755)
+    folder.chmod(0o755)
     with pytest.raises(PermissionError, match="755"):
-        Lender(pool, model=b"m", path=Path("/proc/self/cwd") / os.path.relpath(tmp_path) / "lender")
+        Lender(pool, model=b"m", path=folder / "lender")
     for paths, wrong_type in ((lender.path, True), (7, True), ([], False), ([lender.path] * 2, False), (["\0"], False)):
         with pytest.raises(TypeError if wrong_type else ValueError, match="path"):
             NeighbourEngine(paths)  # type: ignore[arg-type]
@@ -538,8 +545,7 @@ def test_other_users_are_not_read_from(lending: Lending, monkeypatch: pytest.Mon
         assert engine.stats()["capacity_bytes"] == 0
 
 
-def test_a_lender_that_takes_no_connections_is_called_again(tmp_path: Path) -> None:
-    folder = Path("/proc/self/cwd") / os.path.relpath(tmp_path)
+def test_a_lender_that_takes_no_connections_is_called_again(folder: Path) -> None:
     with socket.socket(socket.AF_UNIX) as full:
         full.bind(str(folder / "lender"))
         full.listen(0)
