@@ -90,9 +90,11 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: int = 0) -> None:
         self.arrived, self.opened = threading.Event(), threading.Event()
         self._left, self._copy, self._wait_s = first, Memory.copy, 15.0  # a test that fails does not hang
+        self.blocks: list[int] = []  # in the order of the copies
         monkeypatch.setattr(Memory, "copy", lambda *given: self.copy(*given))
 
     def copy(self, *given: Any) -> None:
+        self.blocks.append(given[1])
         self._left -= 1
         if self._left < 0:
             self.arrived.set()
@@ -322,6 +324,28 @@ def test_a_block_that_is_asked_for_twice(lending: Lending, reading: Reading) -> 
     until(lambda: not lending.lender.stats()["leased_blocks"])
     with lending.pool.lease(range(20), write=True, timeout_s=WAIT_S):
         pass
+
+
+def test_first_layers_come_before_later_ones_of_others(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = Reading(lending, threads=1)
+    waiting = reading.engine._works
+    jobs = [Job([key], [block_id], timeout_s=WAIT_S) for block_id, key in enumerate(KEYS[:3])]
+    first = Gate(monkeypatch)
+    reading.tier.load(jobs[:1])
+    assert first.arrived.wait(WAIT_S)
+    reading.tier.load(jobs[1:2])
+    until(lambda: waiting.qsize() == 1)
+    second = Gate(monkeypatch, first=1)
+    first.opened.set()
+    assert second.arrived.wait(WAIT_S)  # in the second stage of block 0; that of block 1 waits
+    until(lambda: waiting.qsize() == 1)
+    reading.tier.load(jobs[2:])
+    until(lambda: waiting.qsize() == 2)
+    second.opened.set()
+    reading.tier.drain(WAIT_S)
+    assert all(job.done for job in jobs)
+    assert second.blocks[:4] == [1, 0, 2, 1]
+    reading.close()
 
 
 def test_two_lenders_behind_one_engine() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import os
 import queue
 import threading
@@ -68,7 +70,8 @@ class NeighbourEngine:
         self._changed = threading.Condition()
         self._loop = Loop("paddle_kv-neighbours")
         self._neighbours = [Neighbour(self._loop, path, self._connected) for path in checked]
-        self._works: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._works: queue.PriorityQueue[tuple[float, int, _Work | None]] = queue.PriorityQueue()  # first stages first
+        self._numbers = itertools.count()
         self._process_id = os.getpid()
         self._closed = False
         self._threads = [
@@ -149,7 +152,7 @@ class NeighbourEngine:
         self._loop.post(self._close_here)
         self._loop.close(deadline.left_s())
         for _ in self._threads:
-            self._works.put(None)
+            self._works.put((math.inf, next(self._numbers), None))
         for thread in self._threads:
             thread.join(deadline.left_s())
         if any(thread.is_alive() for thread in self._threads):
@@ -228,10 +231,10 @@ class NeighbourEngine:
 
     # ---- in any thread ----
     def _go_on(self, work: _Work) -> None:
-        """With its next stage, behind all that waits."""
+        """With its next stage, behind all that waits for the same one."""
         with self._changed:
             if work.left and not self._closed:
-                self._works.put(work)
+                self._works.put((work.stage, next(self._numbers), work))
                 return
         ended([(item, Outcome.DROPPED) for item, _ in work.left])
         work.answer.done()
@@ -239,7 +242,7 @@ class NeighbourEngine:
 
     # ---- in the threads that copy ----
     def _run(self) -> None:
-        while (work := self._works.get()) is not None:
+        while (work := self._works.get()[2]) is not None:
             memory, stage = work.answer.memory, work.stage
             work.left = [one for part in _parts(work) for one in self._copy(memory, part, stage)]
             work.stage += 1
