@@ -71,8 +71,10 @@ class Lent:
         """An object for each block; what else was lent of that block or by that key is not any more."""
         for key, block_id in zip(keys, block_ids, strict=True):
             name = self._form.name_of(key)
+            before = self.objects.get(name)
+            if before is not None:  # nobody hears that it was not lent for a moment
+                del self._names[before.block_id]
             self._remove(self._names.get(block_id))
-            self._remove(name)
             self.objects[name] = Object(key, block_id)
             self._names[block_id] = name
             self._told(name, True)
