@@ -138,7 +138,7 @@ def small_batches() -> Iterator[None]:
     """Several questions for one load, and no long wait for an answer."""
     before = engine_module.BATCH_BYTES, engine_module.PART_BYTES, neighbour_module.ANSWER_S
     engine_module.BATCH_BYTES, engine_module.PART_BYTES = 110_000, 60_000
-    neighbour_module.ANSWER_S = SHORT_S
+    neighbour_module.ANSWER_S = 3 * SHORT_S
     try:
         yield
     finally:
@@ -170,7 +170,8 @@ def stop_a_lender(at: int, sign: int = signal.SIGKILL) -> str:
             until(lambda: rig.tier.exists(KEYS) == [True] * len(KEYS))
             assert rig.load(KEYS, TARGETS).done
         else:
-            if at >= LENDER_POINTS:
+            other.process.join(SHORT_S)
+            if other.process.exitcode is None:  # it did not come to that point
                 other.signal(signal.SIGKILL)
             other.process.join(WAIT_S)
             assert other.process.exitcode == -signal.SIGKILL

@@ -19,11 +19,6 @@ from tests.tiers.test_neighbours import Lending
 KEYS = keys(8)
 
 
-class TestFilesBehindNobody(EngineConformance):
-    def make_engine(self, folder: Path, capacity_bytes: int) -> EnginesInOrder:
-        return EnginesInOrder([NeighbourEngine(["/nobody/lends"]), FilesEngine({folder: capacity_bytes})])
-
-
 class TestTwoFolders(EngineConformance):
     """All is in the first one; what is there already is not stored again."""
 
