@@ -232,11 +232,9 @@ class NeighbourEngine:
     # ---- in any thread ----
     def _go_on(self, work: _Work) -> None:
         """With its next stage, behind all that waits for the same one."""
-        with self._changed:
-            if work.left and not self._closed:
-                self._works.put((work.stage, next(self._numbers), work))
-                return
-        ended([(item, Outcome.DROPPED) for item, _ in work.left])
+        if work.left:
+            self._works.put((work.stage, next(self._numbers), work))
+            return
         work.answer.done()
         self._loop.post(functools.partial(self._read_through, work.lender))
 
