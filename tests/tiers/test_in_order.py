@@ -13,6 +13,7 @@ from paddle_kv.testing.tiers import EngineConformance, FaultyEngine
 from paddle_kv.testing.tiers.rig import WAIT_S, Rig, keys
 from paddle_kv.tiers import EnginesInOrder, FilesEngine, Outcome
 from paddle_kv.tiers.neighbours import NeighbourEngine
+from paddle_kv.tiers.neighbours.neighbour import Memory
 from tests.tiers.neighbour_rig import until
 from tests.tiers.test_neighbours import Lending
 
@@ -91,6 +92,20 @@ def test_a_neighbour_that_fails(both: Both, monkeypatch: pytest.MonkeyPatch) -> 
     job = both.rig.load(KEYS)
     assert job.outcomes == [Outcome.FAILED] * 3 + [Outcome.DONE] * 5
     assert both.rig.wrong(job) == []
+
+
+def test_what_fails_in_its_middle_is_not_begun_again(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, asked = Memory.copy, []
+
+    def fails(memory: Memory, block_id: int, offset: int, targets: Any) -> None:
+        if offset:
+            raise OSError("lost")
+        copy(memory, block_id, offset, targets)
+
+    monkeypatch.setattr(Memory, "copy", fails)
+    monkeypatch.setattr(both.files, "read", lambda items: asked.extend(item.ended(Outcome.MISSING) for item in items))
+    assert both.rig.load([KEYS[4]]).outcomes == [Outcome.FAILED]
+    assert asked == []
 
 
 def test_damage_in_the_first_one_costs_nothing_in_the_next(both: Both) -> None:
