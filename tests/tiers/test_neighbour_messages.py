@@ -19,6 +19,7 @@ from paddle_kv.tiers.neighbours import Lender
 from paddle_kv.tiers.neighbours.messages import ABSENT, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
 from paddle_kv.tiers.neighbours.neighbour import Answer, Neighbour
 from tests.peers.test_messages import damaged
+from tests.tiers.neighbour_rig import until
 
 WRONG: list[Any] = [None, True, -1, 1.0, 1e999, 1 << 70, "", "1", [], [1], {}, "x" * 300, "é" * 32, 6, 99, "ab" * 17]
 
@@ -130,6 +131,23 @@ def test_a_lender_bounds_what_a_reader_asks_for(monkeypatch: pytest.MonkeyPatch)
         for number in range(5):
             lender.received(line, encode("read", number=number, names=[], timeout_ms=60_000))
         assert lender.stats()["refused_messages"] == 2
+        lender.gone(line)
+
+
+def test_a_reader_that_does_not_ask_costs_a_lender_no_more_than_its_blocks() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"told"], [5])
+        lender.received(line, encode("join", version=VERSION))
+        lender.received(line, encode("more"))
+        for number in range(100):
+            lender.lend([b"%d" % number], [number % 6])
+        lender.take_back([b"95"])
+        until(lambda: not lender._changes)
+        until(lambda: len(lender._readers[line].changed) == 6)  # five that are lent, and one that was
+        lender.received(line, encode("more"))
+        news = line.heard[-1]
+        assert (len(news["added"]), len(news["removed"]), news["is_all"]) == (5 * 32, 32, True)
         lender.gone(line)
 
 

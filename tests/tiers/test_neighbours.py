@@ -405,8 +405,10 @@ def test_a_deadline_ends_a_question_before_its_answer(lending: Lending, reading:
     lending.lender._listening.post(lambda: (stopped.set(), stop.wait(WAIT_S)))
     assert stopped.wait(WAIT_S)
     job = Job(KEYS, range(8), timeout_s=SHORT_S)
+    began_s = time.monotonic()
     reading.tier.load([job])
     reading.tier.drain(WAIT_S)  # over, not only settled
+    assert time.monotonic() - began_s < neighbour_module.ANSWER_S
     assert set(job.outcomes) == {Outcome.LATE}
     stop.set()
 
