@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import zlib
 from collections.abc import Callable
 from dataclasses import astuple
@@ -14,12 +15,11 @@ import pytest
 from paddle_kv import HostPool
 from paddle_kv.memory.shared_memory import host_identity
 from paddle_kv.peers.messages import MOST_BYTES
-from paddle_kv.testing.tiers.rig import ALIGNED
+from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S
 from paddle_kv.tiers.neighbours import Lender
 from paddle_kv.tiers.neighbours.messages import ABSENT, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
 from paddle_kv.tiers.neighbours.neighbour import Answer, Neighbour
 from tests.peers.test_messages import damaged
-from tests.tiers.neighbour_rig import until
 
 WRONG: list[Any] = [None, True, -1, 1.0, 1e999, 1 << 70, "", "1", [], [1], {}, "x" * 300, "é" * 32, 6, 99, "ab" * 17]
 
@@ -134,17 +134,25 @@ def test_a_lender_bounds_what_a_reader_asks_for(monkeypatch: pytest.MonkeyPatch)
         lender.gone(line)
 
 
+def wait_for_thread(lender: Lender) -> None:
+    """It has done what it was given before."""
+    done = threading.Event()
+    lender._listening.post(done.set)
+    assert done.wait(WAIT_S)
+
+
 def test_a_reader_that_does_not_ask_costs_a_lender_no_more_than_its_blocks() -> None:
     with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
         line: Any = FakeLine()
         lender.lend([b"told"], [5])
+        wait_for_thread(lender)
         lender.received(line, encode("join", version=VERSION))
         lender.received(line, encode("more"))
         for number in range(100):
             lender.lend([b"%d" % number], [number % 6])
         lender.take_back([b"95"])
-        until(lambda: not lender._changes)
-        until(lambda: len(lender._readers[line].changed) == 6)  # five that are lent, and one that was
+        wait_for_thread(lender)
+        assert len(lender._readers[line].changed) == 6  # five that are lent, and one that was
         lender.received(line, encode("more"))
         news = line.heard[-1]
         assert (len(news["added"]), len(news["removed"]), news["is_all"]) == (5 * 32, 32, True)
