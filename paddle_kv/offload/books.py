@@ -28,6 +28,8 @@ from .rates import LINK, LINK_UP, Rates
 
 if TYPE_CHECKING:
     from ..tiers import Tier
+    from ..tiers.neighbours import Lender
+    from .lending import Lending
 
 RANK, EPOCH = 0, 0  # there is one, and it lives as long as the directory
 _COUNTS = (
@@ -96,6 +98,7 @@ class Books:
         self.feed = Feed()
         spec = scheduler.device_cache.spec
         self.rates = Rates(spec.block_bytes * spec.num_layers, spec.block_size)
+        self.lending: Lending | None = None
         self.closed = False
 
     @property
@@ -144,6 +147,13 @@ class Books:
         """Behind :meth:`close`."""
 
     # ---- sections ----
+    def lend(self, lender: Lender) -> None:
+        """Once: others may read what is present from now on."""
+        from .lending import Lending  # needs packages that not everybody has
+
+        self.lending = Lending(lender, self.index, self)
+        self.directory.listen(self.lending.heard)
+
     def lookup(self, keys: list[bytes], below: Set[bytes]) -> tuple[list[bytes], list[BlockState], int]:
         """The prefix that can be loaded, pinned; where each of its blocks is; and how many blocks behind it are
         arriving."""
@@ -195,6 +205,8 @@ class Books:
         if job is not None:
             self.moves.add(transfer, [job])
         self.left_out[movement] = list(plan.left_out)
+        if self.lending is not None:
+            self._look_at_its_end(transfer)
         return transfer
 
     def begin_meeting(
@@ -249,6 +261,9 @@ class Books:
     def in_flight(self) -> list[Movement]:
         return [moving.movement for moving in self.moves.moving if not moving.movement.over]
 
+    def pin(self, keys: Iterable[bytes]) -> None:
+        self.index.pin(keys)
+
     def unpin(self, keys: Iterable[bytes]) -> None:
         if not self.closed:
             self.index.unpin(keys)
@@ -291,6 +306,8 @@ class Books:
         self.moves.moving.clear()
         for blocks in (self.index.slots, self.index.arriving, self.index.pins):
             blocks.clear()
+        if self.lending is not None:
+            self.lending.end()
         self.slots.give_back(list(self.slots.taken))
 
     # ---- inside of them ----
@@ -304,6 +321,19 @@ class Books:
             self.directory.complete(results)
             for job, result in zip(moving.jobs, results, strict=True):
                 self.ended(job, result)
+
+    def _look_at_its_end(self, transfer: Transfer) -> None:
+        """What it brought is seen soon, also if nobody calls the manager."""
+        movement = transfer._movement
+        if movement.over:
+            self.group.host.tell(functools.partial(self.look, self))
+        else:
+            movement.callbacks.append(functools.partial(self.look, self))
+
+    @staticmethod
+    def look(books: Books) -> None:
+        """Not in a section."""
+        change(books, lambda: None if books.closed else books.settle())
 
     def _measure(self, moving: Moving) -> None:
         movement = moving.movement

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from .checks import check_seconds, check_tier, checked_count, checked_hashes
-from .events import EventLog
+from .events import EventLog, Listener
 from .found import BlockState, Found, Holds
 from .index import BlockIndex
 from .jobs import HOST, Event, Snapshot
@@ -176,6 +176,11 @@ class Contents:
             for tier in tiers:
                 blocks.setdefault(tier, []).append(key)
         return Snapshot(self._events.number, {tier: tuple(keys) for tier, keys in blocks.items()})
+
+    def listen(self, listener: Listener) -> None:
+        """It is called with kind, tier and keys of each event, in the middle of the change: it calls nothing here."""
+        self._events.listen(listener)
+        self.index.evicted = self.index.evicted or []
 
     # ---- for the plans ----
     def _admit(self, keys: list[bytes]) -> dict[bytes, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from .checks import checked_hashes, checked_list
 from .jobs import HOST, Event, Snapshot
 from .messages import check_event, check_snapshot
+
+Listener = Callable[[str, str, tuple[bytes, ...]], object]  # kind, tier, keys
 
 
 class EventLog:
@@ -18,11 +20,19 @@ class EventLog:
         self.number = 0  # of the last one
         self.enabled = limit > 0
         self._waiting: deque[Event] = deque(maxlen=limit)
+        self._listener: Listener | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """It hears of all from now on, as it happens."""
+        self._listener = listener
+        self.enabled = True
 
     def add(self, kind: Literal["stored", "removed", "cleared"], tier: str, keys: Iterable[bytes] = ()) -> None:
         if not self.enabled:
             return
         named = tuple(keys)
+        if self._listener is not None:
+            self._listener(kind, tier, named)
         if named or kind == "cleared":
             self.number += 1
             self._waiting.append(Event(self.number, kind, tier, named))

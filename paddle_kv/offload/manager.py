@@ -29,6 +29,7 @@ from .request import Request
 
 if TYPE_CHECKING:
     from ..tiers import Saver, Tier
+    from ..tiers.neighbours import Lender
     from .prefetch import Prefetch
 
 
@@ -49,10 +50,13 @@ class KVOffloadManager(Keeping, LookAhead):
             when. It stays its owner's: close the manager first.
         tier_timeout_s: what a load has not got from the tier by then is to be computed.
         max_events: events kept for :meth:`take_events`; 0: none are collected.
+        lender: lets other processes read what is in host memory: a :class:`~paddle_kv.tiers.neighbours.Lender` over the
+            pool of the scheduler. It stays its owner's: close the manager first.
 
     Raises:
-        TypeError: not a scheduler, a policy, a tier, a salt, a bool or a time.
-        ValueError: an unknown policy, ``capacity_bytes`` below one block (all layers), a tier over another pool.
+        TypeError: not a scheduler, a policy, a tier, a lender, a salt, a bool or a time.
+        ValueError: an unknown policy, ``capacity_bytes`` below one block (all layers), a tier or a lender over another
+            pool, or one that another manager has.
 
     Any thread may call; calls are serialised, and whole whatever a signal handler raises. What is promised is in
     ``docs/offload.md``. A ``with`` block closes it.
@@ -83,6 +87,7 @@ class KVOffloadManager(Keeping, LookAhead):
         tier: Tier | Saver | None = None,
         tier_timeout_s: float = 30.0,
         max_events: int = 0,
+        lender: Lender | None = None,
     ) -> None:
         check_scheduler(scheduler)
         spec = scheduler.device_cache.spec
@@ -103,12 +108,18 @@ class KVOffloadManager(Keeping, LookAhead):
         self._block_size = spec.block_size
         self._hasher = BlockHasher(spec.block_size, spec_salt(spec) + salt)
         max_events = arguments.integer(max_events, "max_events")
+        if lender is not None:
+            from ..tiers.neighbours.lender import check_lender  # needs packages that not everybody has
+
+            check_lender(lender, scheduler.host_pool)
         if tier is None:
             self._books = Books(scheduler, policy, capacity_blocks, max_events)
         else:
             from .tiered import make_books  # needs packages that not everybody has
 
             self._books = make_books(scheduler, policy, capacity_blocks, max_events, tier, tier_timeout_s)
+        if lender is not None:
+            change(self._books, functools.partial(self._books.lend, lender))
 
     # ---- what is there ----
     def block_hashes(self, token_ids: Sequence[int], *, request_salt: bytes = b"") -> list[bytes]:

@@ -278,19 +278,6 @@ class TieredBooks(Books):
         if not self._has_events:  # else what a lookup has noted stays
             self._forget_tier(keys)
 
-    def _look_at_its_end(self, transfer: Transfer) -> None:
-        """What it brought goes down soon, also if nobody calls the manager."""
-        movement = transfer._movement
-        if movement.over:
-            self.group.host.tell(functools.partial(self.look, self))
-        else:
-            movement.callbacks.append(functools.partial(self.look, self))
-
-    @staticmethod
-    def look(books: TieredBooks) -> None:
-        """Not in a section."""
-        change(books, lambda: None if books.closed else books.settle())
-
     def save(self, keys: list[bytes], device_ids: list[int], *others: Any) -> Transfer:
         before = self.index.evicted_blocks
         transfer = super().save(keys, device_ids, *others)

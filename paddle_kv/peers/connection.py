@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
+import itertools
 import os
 import queue
 import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -33,6 +36,8 @@ class Loop:
         self._selector.register(self._wake, selectors.EVENT_READ, self._do_jobs)
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._ended = False
+        self._timed: list[tuple[float, int, Callable[[], object]]] = []  # when, in which order, what
+        self._numbers = itertools.count()
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -53,6 +58,10 @@ class Loop:
         except KeyError:
             self._selector.register(source, events, ready)
 
+    def later(self, seconds: float, job: Callable[[], object]) -> None:
+        """In the thread: does it there after so many seconds."""
+        heapq.heappush(self._timed, (time.monotonic() + seconds, next(self._numbers), job))
+
     def forget(self, source: int | socket.socket) -> None:
         """In the thread."""
         with contextlib.suppress(KeyError, ValueError):
@@ -69,12 +78,22 @@ class Loop:
 
     def _run(self) -> None:
         while not self._ended:
-            for key, _ in self._selector.select():
-                try:
-                    key.data()
-                except Exception:  # noqa: BLE001  the thread lives
-                    log.exception("an error in a channel between peers")
+            for key, _ in self._selector.select(self._left_s()):
+                self._do(key.data)
+            while self._left_s() == 0 and not self._ended:
+                self._do(heapq.heappop(self._timed)[2])
         self._selector.close()
+
+    def _left_s(self) -> float | None:
+        """Until the next one that is timed; None: there is none."""
+        return max(0.0, self._timed[0][0] - time.monotonic()) if self._timed else None
+
+    @staticmethod
+    def _do(job: Callable[[], object]) -> None:
+        try:
+            job()
+        except Exception:  # noqa: BLE001  the thread lives
+            log.exception("an error in a channel between peers")
 
     def _do_jobs(self) -> None:
         os.eventfd_read(self._wake)
@@ -84,10 +103,7 @@ class Loop:
                 if job is None:
                     self._ended = True
                     return
-                try:
-                    job()
-                except Exception:  # noqa: BLE001
-                    log.exception("an error in a channel between peers")
+                self._do(job)
 
 
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ..tracking.keeper import log
@@ -39,10 +40,14 @@ TO_SENDER: Mapping[str, Mapping[str, type]] = {"accepted": {}, "refused": {"reas
 def encode(kind: str, grant_id: str, **values: Any) -> bytes:
     if "reason" in values:
         values["reason"] = values["reason"][:MOST_REASON_CHARACTERS]
-    return _sealed(json.dumps({"kind": kind, "grant_id": grant_id, **values}, separators=(",", ":")).encode())
+    return sealed({"kind": kind, "grant_id": grant_id, **values})
 
 
-def _sealed(text: bytes) -> bytes:
+def sealed(message: Mapping[str, Any]) -> bytes:
+    return _with_checksum(json.dumps(message, separators=(",", ":")).encode())
+
+
+def _with_checksum(text: bytes) -> bytes:
     return b"%08x" % zlib.crc32(text) + text
 
 
@@ -57,10 +62,21 @@ def heard(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any] 
 
 def decode(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:
     """ValueError unless it is one of these kinds of messages, with all that belongs to it and nothing else."""
+    found = opened(data, kinds, common={"grant_id": str})
+    if not is_grant_id(found["grant_id"]):
+        raise ValueError("not the fields of the message")
+    return found
+
+
+def opened(
+    data: Any, kinds: Mapping[str, Mapping[str, type]], *, common: Mapping[str, type] = MappingProxyType({})
+) -> dict[str, Any]:
+    """What :func:`sealed` was given, with the fields of its kind and those that all have. ValueError unless it is
+    that."""
     if not isinstance(data, bytes) or len(data) > MOST_BYTES:
         raise ValueError(f"no bytes, or more than {MOST_BYTES}")
     text = data[CHECKSUM_BYTES:]
-    if data != _sealed(text):
+    if data != _with_checksum(text):
         raise ValueError("not what was sent")
     try:
         found = json.loads(text)
@@ -68,8 +84,8 @@ def decode(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any]
         raise ValueError("no JSON") from None
     if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or found["kind"] not in kinds:
         raise ValueError("no message of a known kind")
-    expected = kinds[found["kind"]]
-    if set(found) != {"kind", "grant_id", *expected} or not is_grant_id(found["grant_id"]):
+    expected = {**common, **kinds[found["kind"]]}
+    if set(found) != {"kind", *expected}:
         raise ValueError("not the fields of the message")
     if any(type(found[name]) is not kind for name, kind in expected.items()):  # True is no int
         raise ValueError("a field of the wrong type")

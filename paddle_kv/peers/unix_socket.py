@@ -10,6 +10,8 @@ import shutil
 import socket
 import stat
 import tempfile
+from collections.abc import Callable
+from typing import Protocol
 
 from ..errors import PeerError
 from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
@@ -23,7 +25,106 @@ from .sender import Sender
 MOST_PATH_BYTES = 107  # of a unix socket's address
 
 
-class Listener:
+class Side(Protocol):
+    """Who listens. All of it is called in the thread of the loop."""
+
+    def received(self, peer: Line, data: bytes) -> object:
+        """A message."""
+
+    def holds(self, peer: Line) -> bool:
+        """Whether the process at the other end may be touching blocks until it has ended."""
+
+    def lost(self, peer: Line) -> object:
+        """Of one that holds: its connection has ended, and its process perhaps not."""
+
+    def gone(self, peer: Line) -> object:
+        """Nothing more comes from it."""
+
+
+class Listening:
+    """A socket with those who have connected to it.
+
+    Args:
+        side: takes the messages.
+        name: of the socket in a temporary folder.
+        path: as of :class:`Listener`.
+    """
+
+    def __init__(self, side: Side, name: str, path: str | os.PathLike[str] | None) -> None:
+        if path is not None:
+            path = checked_path(path)
+        self._side = side
+        self._folder = tempfile.mkdtemp(prefix="paddle_kv-") if path is None else None
+        self.path = os.path.join(self._folder or "", name) if path is None else path
+        self._lines: set[Line] = set()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _check_private(os.path.dirname(os.path.abspath(self.path)))
+            _bind(self._socket, self.path)
+            self._socket.listen()
+            self._socket.setblocking(False)
+        except BaseException:
+            self._socket.close()
+            self._remove_folder()
+            raise
+        self._process_id = os.getpid()
+        self._loop = Loop("paddle_kv-peers-listener")
+        self._loop.post(lambda: self._loop.watch(self._socket, selectors.EVENT_READ, self._accept))
+        threads.add(self)
+
+    def post(self, job: Callable[[], object]) -> None:
+        """As :meth:`Loop.post`, in the thread that serves all of them."""
+        self._loop.post(job)
+
+    def later(self, seconds: float, job: Callable[[], object]) -> None:
+        """As :meth:`Loop.later`."""
+        self._loop.later(seconds, job)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Ends all connections. Again: does nothing."""
+        check_timeout(timeout_s)
+        if self._process_id != os.getpid():
+            return
+        self._loop.post(self._close_here)
+        self._loop.close(timeout_s)
+        self._remove_folder()  # at exit the thread may have ended before
+
+    # ---- in the thread of the loop ----
+    def _close_here(self) -> None:
+        for line in self._lines:
+            line._close()
+        self._loop.forget(self._socket)
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connected, _ = self._socket.accept()
+            line = Line(self._loop, connected, self._side.received, self._ended)
+            if line.user_id != os.geteuid():
+                log.warning("process %d of user %d was not let in", line.process_id, line.user_id)
+                connected.close()
+                return
+            self._lines.add(line)
+            line.start()
+
+    def _ended(self, line: Line) -> None:
+        if line.may_live and self._side.holds(line):
+            self._side.lost(line)
+            return  # the end of the process will be heard of
+        self._side.gone(line)
+        self._lines.discard(line)
+        line._close()
+
+
+class Listener(Listening):
     """Lets senders connect to a receiver: each connection is a peer of it.
 
     Processes of other users are not let in. Blocks that a connected process may be writing are held until it has said
@@ -46,26 +147,7 @@ class Listener:
 
     def __init__(self, receiver: Receiver, path: str | os.PathLike[str] | None = None) -> None:
         check_receiver(receiver)
-        if path is not None:
-            path = _checked_path(path)
-        self._receiver = receiver
-        self._folder = tempfile.mkdtemp(prefix="paddle_kv-") if path is None else None
-        self.path = os.path.join(self._folder or "", "receiver") if path is None else path
-        self._lines: set[Line] = set()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            _check_private(os.path.dirname(os.path.abspath(self.path)))
-            _bind(self._socket, self.path)
-            self._socket.listen()
-            self._socket.setblocking(False)
-        except BaseException:
-            self._socket.close()
-            self._remove_folder()
-            raise
-        self._process_id = os.getpid()
-        self._loop = Loop("paddle_kv-peers-listener")
-        self._loop.post(lambda: self._loop.watch(self._socket, selectors.EVENT_READ, self._accept))
-        threads.add(self)
+        super().__init__(receiver, "receiver", path)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends all connections. Close the receiver before: it waits until its senders are through. Again: does
@@ -74,52 +156,13 @@ class Listener:
         Raises:
             TypeError, ValueError: a time that is none.
         """
-        check_timeout(timeout_s)
-        if self._process_id != os.getpid():
-            return
-        self._loop.post(self._close_here)
-        self._loop.close(timeout_s)
-        self._remove_folder()  # at exit the thread may have ended before
+        super().close(timeout_s)
 
     def __enter__(self) -> Listener:
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
-
-    # ---- in the thread of the loop ----
-    def _close_here(self) -> None:
-        for line in self._lines:
-            line._close()
-        self._loop.forget(self._socket)
-        if self._socket.fileno() >= 0:
-            self._socket.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-            connected, _ = self._socket.accept()
-            line = Line(self._loop, connected, self._receiver.received, self._ended)
-            if line.user_id != os.geteuid():
-                log.warning("process %d of user %d was not let in", line.process_id, line.user_id)
-                connected.close()
-                return
-            self._lines.add(line)
-            line.start()
-
-    def _ended(self, line: Line) -> None:
-        if line.may_live and self._receiver.holds(line):
-            self._receiver.lost(line)
-            return  # the end of the process will be heard of
-        self._receiver.gone(line)
-        self._lines.discard(line)
-        line._close()
 
 
 def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Sender:
@@ -137,7 +180,7 @@ def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Send
         As :class:`Sender`.
     """
     check_scheduler(scheduler)
-    path = _checked_path(path)
+    path = checked_path(path)
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
@@ -146,8 +189,7 @@ def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Send
             raise PeerError(f"no receiver listens at {path!r}: {error.strerror}") from None
         line = _SenderLine(connected)
         try:
-            if line.user_id != os.geteuid():
-                raise PeerError(f"a process of user {line.user_id} listens at {path!r}; it is not trusted")
+            check_user(line, path)
             sender = Sender(scheduler, line.send, hang_up=line.hang_up)
         except BaseException:
             line.hang_up()
@@ -157,6 +199,12 @@ def connect(scheduler: LayerwiseScheduler, path: str | os.PathLike[str]) -> Send
         raise
     line.begin(sender)
     return sender
+
+
+def check_user(line: Line, path: str) -> None:
+    """PeerError if another user's process listens there."""
+    if line.user_id != os.geteuid():
+        raise PeerError(f"a process of user {line.user_id} listens at {path!r}; it is not trusted")
 
 
 class _SenderLine(Line):
@@ -179,7 +227,7 @@ def _nobody(*_: object) -> None:
     pass
 
 
-def _checked_path(path: str | os.PathLike[str]) -> str:
+def checked_path(path: str | os.PathLike[str]) -> str:
     """As a string; TypeError or ValueError unless it can name a socket."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path is {path!r}; a string or a path is expected")

@@ -189,11 +189,29 @@ def test_an_error_ends_neither_the_thread_nor_what_is_behind_it(caplog: pytest.L
     os.close(writing)
 
 
+def test_what_is_timed_is_done_in_its_order_and_no_sooner(caplog: pytest.LogCaptureFixture) -> None:
+    loop, end, seen = Loop("test"), threading.Event(), []
+    began_s = time.monotonic()
+
+    def time_them() -> None:
+        loop.later(0.04, lambda: (seen.append("last"), end.set()))
+        loop.later(0.02, lambda: seen.append(time.monotonic() - began_s))
+        loop.later(0.0, lambda: seen.append("first"))
+        loop.later(0.01, lambda: 1 / 0)
+
+    loop.post(time_them)
+    assert end.wait(WAIT_S)
+    assert [seen[0], seen[2]] == ["first", "last"]
+    assert seen[1] >= 0.02
+    assert len(caplog.records) == 1
+    loop.close(WAIT_S)
+
+
 def test_a_loop_that_has_done_its_jobs_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, done = Loop("test"), threading.Event()
     looks = []
     select = loop._selector.select
-    monkeypatch.setattr(loop._selector, "select", lambda: looks.append(None) or select())
+    monkeypatch.setattr(loop._selector, "select", lambda left_s: looks.append(None) or select(left_s))
     loop.post(done.set)
     assert done.wait(WAIT_S)
     time.sleep(0.05)
@@ -236,7 +254,7 @@ def test_a_sender_that_ends_right_behind_its_last_word_has_handed_all_over(
     done = framed(encode("done", grant.grant_id))
     loop, told, go_on = decode.listener._loop, threading.Event(), threading.Event()
     select = loop._selector.select
-    monkeypatch.setattr(loop._selector, "select", lambda: sorted(select(), key=lambda one: -one[0].fd))
+    monkeypatch.setattr(loop._selector, "select", lambda left_s: sorted(select(left_s), key=lambda one: -one[0].fd))
     send = connection.Line.send
 
     def stop(line: Line, data: bytes) -> None:
