@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import importlib.abc
 import importlib.machinery
 import json
@@ -297,7 +298,7 @@ class Trials:
 
     def _run(self, trial: Trial) -> int:
         if trial.code is not None:
-            replace(self._functions.get(str(trial.path), []), trial.code)
+            replace(self._functions.get(str(trial.path)) or functions_of(trial.path), trial.code)
         items = [self._items[name] for name in trial.names if name in self._items]
         for item, following in zip(items, [*items[1:], None], strict=False):
             self._tell("begins", item.nodeid)
@@ -346,6 +347,13 @@ def replace(functions: Sequence[FunctionType], edited: CodeType) -> None:
     for function in functions:
         here = function.__code__
         function.__code__ = codes.get((here.co_qualname, here.co_firstlineno), here)
+
+
+def functions_of(path: Path) -> list[FunctionType]:
+    """Of a module that is imported when it is needed."""
+    importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    held = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
+    return [one for one in held if one.__code__.co_filename == str(path)]
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

@@ -180,7 +180,7 @@ class Contents:
     def listen(self, listener: Listener) -> None:
         """It is called with kind, tier and keys of each event, in the middle of the change: it calls nothing here."""
         self._events.listen(listener)
-        self.index.evicted = self.index.evicted or []
+        self.index.evicted = []
 
     # ---- for the plans ----
     def _admit(self, keys: list[bytes]) -> dict[bytes, int]:

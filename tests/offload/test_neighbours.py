@@ -226,9 +226,9 @@ def test_a_manager_that_is_closed_while_a_block_is_read(
 
 
 def test_hashes_that_fit_into_no_object_are_not_lent(lending: Lending) -> None:
-    keys = [b"x" * 65, b"y" * 64]
+    keys = [b"x" * 65, b"", b"y" * 64, b"z"]
     lending.save(keys)
-    until(lambda: list(lending.lent) == keys[1:])
+    until(lambda: set(lending.lent) == set(keys[2:]))
     lending.manager.drop(keys)
     assert lending.lent == {}
 

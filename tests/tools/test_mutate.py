@@ -191,3 +191,8 @@ def test_waiting_for_a_processor_is_counted_of_all_threads_of_a_session() -> Non
             one.kill()
             one.communicate()
     assert mutation_runs.held_up_s(spinning[0].pid) == 0.0
+
+
+def test_functions_are_found_of_a_module_that_is_imported_when_it_is_needed() -> None:
+    found = mutation_runs.functions_of(mutation_runs.ROOT / "paddle_kv" / "offload" / "lending.py")
+    assert "Lending.heard" in {one.__qualname__ for one in found}
