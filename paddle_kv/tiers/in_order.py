@@ -24,7 +24,8 @@ class EnginesInOrder:
     in all of them; what turns out to be missing or damaged in one of them is deleted there alone.
 
     Args:
-        engines: two or more, those that are to be asked first in front. ``close`` closes them.
+        engines: two or more, those that are to be asked first in front. They stay their owner's: close this one first,
+            then them.
 
     Raises:
         TypeError: not a list of engines.
@@ -34,9 +35,9 @@ class EnginesInOrder:
         >>> import tempfile
         >>> from paddle_kv.tiers import EnginesInOrder, FilesEngine
         >>> folder = tempfile.TemporaryDirectory()
-        >>> near, far = (FilesEngine({f"{folder.name}/{name}": 1 << 20}) for name in ("near", "far"))
-        >>> with near, far:
-        ...     EnginesInOrder([near, far]).exists([b"0123456789abcdef"])
+        >>> fast, slow = (FilesEngine({f"{folder.name}/{name}": 1 << 20}) for name in ("fast", "slow"))
+        >>> with fast, slow:
+        ...     EnginesInOrder([fast, slow]).exists([b"0123456789abcdef"])
         [False]
     """
 

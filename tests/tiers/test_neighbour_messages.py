@@ -17,7 +17,7 @@ from paddle_kv.memory.shared_memory import host_identity
 from paddle_kv.peers.messages import MOST_BYTES
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S
 from paddle_kv.tiers.neighbours import Lender
-from paddle_kv.tiers.neighbours.messages import ABSENT, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
+from paddle_kv.tiers.neighbours.messages import ABSENT, BUSY, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
 from paddle_kv.tiers.neighbours.neighbour import Answer, Neighbour
 from tests.peers.test_messages import damaged
 
@@ -95,7 +95,6 @@ def test_ten_thousand_messages_to_a_lender() -> None:
     "data",
     [
         encode("join", version=VERSION),  # again
-        encode("done", number=3),  # not one of its reads
         encode("done", number=1 << 53),
         encode("read", number=1, names=[b"x" * 16], timeout_ms=10),  # a number that is in use
         encode("read", number=2, names=[b"x" * 15], timeout_ms=10),
@@ -129,8 +128,34 @@ def test_a_lender_bounds_what_a_reader_asks_for(monkeypatch: pytest.MonkeyPatch)
         line: Any = FakeLine()
         lender.received(line, encode("join", version=VERSION))
         for number in range(5):
-            lender.received(line, encode("read", number=number, names=[], timeout_ms=60_000))
-        assert lender.stats()["refused_messages"] == 2
+            lender.received(line, encode("read", number=number, names=[b"n" * 16], timeout_ms=60_000))
+        assert [one["blocks"] for one in line.heard[1:]] == [[ABSENT]] * 3 + [[BUSY]] * 2
+        assert len(lender._readers[line].reads) == 3
+        lender.received(line, encode("done", number=4))
+        assert lender.stats()["refused_messages"] == 0
+        lender.gone(line)
+
+
+def test_a_name_that_was_lent_again_for_a_moment_is_taken_back() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"one", b"two"], [0, 1])
+        wait_for_thread(lender)
+        lender.received(line, encode("join", version=VERSION))
+        lender.received(line, encode("more"))
+        lender.take_back([b"one"])
+        for call in (lambda: lender.lend([b"one"], [0]), lambda: lender.take_back([b"one"])):
+            wait_for_thread(lender)  # each is a change of its own
+            call()
+        busy = threading.Event()
+        lender._listening.post(lambda: busy.wait(WAIT_S))
+        lender.take_back([b"two"])  # these are one
+        lender.lend([b"two"], [1])
+        lender.take_back([b"two"])
+        busy.set()
+        wait_for_thread(lender)
+        lender.received(line, encode("more"))
+        assert (line.heard[-1]["added"], len(line.heard[-1]["removed"])) == ("", 2 * 32)
         lender.gone(line)
 
 

@@ -112,14 +112,16 @@ class Neighbour:
         """Connects; later again, if nobody is there."""
         if self._closed or self._line is not None:
             return
-        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connecting = None
         try:
+            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connecting.setblocking(False)  # a lender that is stopped takes no connections
             connecting.connect(self.path)
             line = Line(self._loop, connecting, self._heard, self._ended)
             check_user(line, self.path)
         except (OSError, PeerError) as error:
-            connecting.close()
+            if connecting is not None:
+                connecting.close()
             if getattr(error, "errno", None) not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
                 log.warning("the neighbour at %s cannot be reached: %s", self.path, error)
             self._call_later()
