@@ -104,7 +104,8 @@ class Listening:
             is_mine = _identity(self.path) == self._identity  # somebody may have removed it, and another one come
             self._socket.close()
             if is_mine:
-                os.unlink(self.path)
+                with contextlib.suppress(FileNotFoundError):  # whoever did not wait has removed the folder
+                    os.unlink(self.path)
         self._remove_folder()
 
     def _remove_folder(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import astuple
@@ -164,6 +165,62 @@ def wait_for_thread(lender: Lender) -> None:
     done = threading.Event()
     lender._listening.post(done.set)
     assert done.wait(WAIT_S)
+
+
+def hears(lender: Lender, line: Any, data: bytes) -> None:
+    """In the thread in which it does."""
+    lender._listening.post(lambda: lender.received(line, data))
+    wait_for_thread(lender)
+
+
+def test_the_end_of_what_there_is_is_told_though_the_rest_has_gone_meanwhile() -> None:
+    count = MOST_NAMES + 1
+    with HostPool(ALIGNED, count, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        keys = [b"%d" % number for number in range(count)]
+        lender.lend(keys, range(count))
+        hears(lender, line, encode("join", version=VERSION))
+        hears(lender, line, encode("more"))
+        assert not line.heard[-1]["is_all"]
+        lender.take_back(keys[-1:])
+        hears(lender, line, encode("more"))
+        assert (line.heard[-1]["added"], line.heard[-1]["is_all"]) == ("", True)
+        lender.gone(line)
+
+
+def test_a_number_that_is_used_again_has_a_time_of_its_own() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"one"], [1])
+        name = next(iter(lender._lent.objects))
+        hears(lender, line, encode("join", version=VERSION))
+        for timeout_ms in (50, 60_000):
+            hears(lender, line, encode("read", number=1, names=[name], timeout_ms=timeout_ms))
+            if timeout_ms == 50:
+                hears(lender, line, encode("done", number=1))
+        time.sleep(0.2)
+        assert (lender.stats()["leased_blocks"], lender.stats()["expired_blocks"]) == (1, 0)
+        lender.gone(line)
+
+
+def test_who_waits_for_a_block_is_woken_when_it_is_read() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"one"], [1])
+        name = next(iter(lender._lent.objects))
+        hears(lender, line, encode("join", version=VERSION))
+        hears(lender, line, encode("read", number=1, names=[name], timeout_ms=60_000))
+        written = threading.Event()
+
+        def write() -> None:
+            with pool.lease([1], write=True, timeout_s=WAIT_S):
+                written.set()
+
+        threading.Thread(target=write, daemon=True).start()
+        assert not written.wait(0.1)
+        hears(lender, line, encode("done", number=1))
+        assert written.wait(WAIT_S / 4)
+        lender.gone(line)
 
 
 def test_a_reader_that_does_not_ask_costs_a_lender_no_more_than_its_blocks() -> None:
