@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paddle_kv.testing.tiers.rig import WAIT_S
-from paddle_kv.tiers import Job
+from paddle_kv.tiers import Job, Outcome
 from paddle_kv.tiers.neighbours import NeighbourEngine
 from tests.test_worker import SHORT_S, raising_soon
 from tests.tiers.neighbour_rig import until
@@ -51,6 +51,39 @@ def test_no_descriptor_for_a_call(lending: Lending, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("paddle_kv.tiers.neighbours.neighbour.socket.socket", none_left)
     with NeighbourEngine([lending.lender.path]) as engine:
         engine.wait_connected(WAIT_S)  # it is called again
+
+
+def test_a_load_that_cannot_wait_costs_others_nothing(lending: Lending, reading: Reading) -> None:
+    go_on = threading.Event()
+    lending.lender._listening.post(lambda: go_on.wait(WAIT_S))
+    short, long = Job(KEYS[:1], [0], timeout_s=SHORT_S), Job(KEYS[1:2], [1], timeout_s=WAIT_S)
+    reading.tier.load([short, long])
+    until(lambda: short.outcomes[0] is not None)
+    alone = Job(KEYS[2:3], [2], timeout_s=SHORT_S)
+    reading.tier.load([alone])
+    until(lambda: alone.over)
+    later = Job(KEYS[3:4], [3], timeout_s=WAIT_S)
+    reading.tier.load([later])
+    go_on.set()
+    reading.tier.drain(WAIT_S)
+    assert (short.outcomes, alone.outcomes) == ([Outcome.LATE], [Outcome.LATE])
+    assert long.done
+    assert later.done
+
+
+def test_who_never_answers_is_left_alone_by_those_that_cannot_wait_too(
+    lending: Lending, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paddle_kv.tiers.neighbours.neighbour.ANSWER_S", 4 * SHORT_S)
+    go_on = threading.Event()
+    lending.lender._listening.post(lambda: go_on.wait(WAIT_S))
+    load = Job(KEYS[:1], [0], timeout_s=SHORT_S)
+    reading.tier.load([load])
+    until(lambda: load.over)
+    assert reading.engine.stats()["resting_roots"] == 0
+    until(lambda: reading.engine.stats()["resting_roots"] == 1)
+    go_on.set()
+    until(lambda: reading.engine.stats()["resting_roots"] == 0)
 
 
 def test_a_lender_whose_close_is_interrupted(

@@ -195,8 +195,8 @@ class NeighbourEngine:
                 self._ask_one(lender, some[first : first + step])
 
     def _ask_one(self, lender: Neighbour, items: list[Read]) -> None:
-        left_s = [left for item in items if (left := item.deadline.left_s()) is not None]
-        timeout_s = min([LONGEST_READ_S, *left_s])
+        left_s = [LONGEST_READ_S if (left := item.deadline.left_s()) is None else left for item in items]
+        timeout_s = min(LONGEST_READ_S, max(left_s))  # of the last one: the tier looks at the deadline of each
         lender.ask(items, timeout_s, functools.partial(self._answered, lender, items))
 
     def _lender_of(self, item: Read) -> Neighbour | None:
