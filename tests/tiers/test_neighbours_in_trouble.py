@@ -43,6 +43,14 @@ def test_more_reads_than_a_lender_keeps_come_in_turns(reading: Reading, monkeypa
     assert reading.engine.stats()["errors"] == 0
 
 
+def test_objects_of_another_size_are_not_asked_for(lending: Lending, reading: Reading) -> None:
+    memory = reading.engine._neighbours[0].memory
+    assert memory is not None
+    memory.object_bytes += 4096
+    assert not reading.rig.load(KEYS[:1]).done
+    assert lending.lender.stats()["read_blocks"] == 0
+
+
 def test_no_descriptor_for_a_call(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*_: Any) -> None:
         monkeypatch.undo()
