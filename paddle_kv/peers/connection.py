@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 
 from ..tracking.keeper import log
+from ..tracking.worker import Worker
 from .at_exit import threads
 from .messages import MOST_BYTES
 
@@ -39,7 +40,7 @@ class Loop:
         self._timed: list[tuple[float, int, Callable[[], object]]] = []  # when, in which order, what
         self._numbers = itertools.count()
         self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Worker(self._run, name)
         self._thread.start()
         threads.add(self)
         _loops.add(self)

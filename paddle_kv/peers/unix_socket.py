@@ -23,6 +23,7 @@ from .receiver import Receiver, check_receiver
 from .sender import Sender
 
 MOST_PATH_BYTES = 107  # of a unix socket's address
+PAUSE_S = 1.0  # after a connection that could not be taken
 
 
 class Side(Protocol):
@@ -61,6 +62,7 @@ class Listening:
         try:
             _check_private(os.path.dirname(os.path.abspath(self.path)))
             _bind(self._socket, self.path)
+            self._identity = _identity(self.path)
             self._socket.listen()
             self._socket.setblocking(False)
         except BaseException:
@@ -69,7 +71,7 @@ class Listening:
             raise
         self._process_id = os.getpid()
         self._loop = Loop("paddle_kv-peers-listener")
-        self._loop.post(lambda: self._loop.watch(self._socket, selectors.EVENT_READ, self._accept))
+        self._loop.post(self._watch)
         threads.add(self)
 
     def post(self, job: Callable[[], object]) -> None:
@@ -90,14 +92,20 @@ class Listening:
         self._remove_folder()  # at exit the thread may have ended before
 
     # ---- in the thread of the loop ----
+    def _watch(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.watch(self._socket, selectors.EVENT_READ, self._accept)
+
     def _close_here(self) -> None:
         for line in self._lines:
             line._close()
         self._loop.forget(self._socket)
         if self._socket.fileno() >= 0:
+            is_mine = _identity(self.path) == self._identity  # somebody may have removed it, and another one come
             self._socket.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.path)
+            if is_mine:
+                with contextlib.suppress(FileNotFoundError):  # whoever did not wait has removed the folder
+                    os.unlink(self.path)
         self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -105,15 +113,22 @@ class Listening:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+        try:
             connected, _ = self._socket.accept()
-            line = Line(self._loop, connected, self._side.received, self._ended)
-            if line.user_id != os.geteuid():
-                log.warning("process %d of user %d was not let in", line.process_id, line.user_id)
-                connected.close()
-                return
-            self._lines.add(line)
-            line.start()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor is left; it would be ready for ever
+            log.warning("nobody can be let in at %s now: %s", self.path, error)
+            self._loop.forget(self._socket)
+            self._loop.later(PAUSE_S, self._watch)
+            return
+        line = Line(self._loop, connected, self._side.received, self._ended)
+        if line.user_id != os.geteuid():
+            log.warning("process %d of user %d was not let in", line.process_id, line.user_id)
+            connected.close()
+            return
+        self._lines.add(line)
+        line.start()
 
     def _ended(self, line: Line) -> None:
         if line.may_live and self._side.holds(line):
@@ -260,9 +275,18 @@ def _bind(listening: socket.socket, path: str) -> None:
     os.chmod(path, 0o600)
 
 
+def _identity(path: str) -> tuple[int, int] | None:
+    """None: there is nothing."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        found = os.lstat(path)
+        return found.st_dev, found.st_ino
+    return None
+
+
 def _is_served(path: str) -> bool:
     """Whether it is anything but a socket to which nobody listens."""
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         return True
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # one that is stopped takes no more connections
         return probe.connect_ex(path) != errno.ECONNREFUSED

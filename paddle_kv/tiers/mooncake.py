@@ -19,6 +19,7 @@ from ..checks import check_process
 from ..layout import check_positive
 from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline, log
+from ..tracking.worker import Worker
 from . import at_exit
 from .health import Health
 from .mooncake_store import GIVES_UP_S, SIZE_CODES, MooncakeError, Move, connect, is_fault, outcome_of
@@ -121,8 +122,7 @@ class MooncakeEngine:
         self._closed = self._over = False
         work = [(f"mooncake-{number}", self._run) for number in range(check_positive(threads, "threads"))]
         self._threads = [
-            threading.Thread(target=target, name=f"paddle_kv-{name}", daemon=True)
-            for name, target in [*work, ("mooncake-asks", self._answer)]
+            Worker(target, f"paddle_kv-{name}") for name, target in [*work, ("mooncake-asks", self._answer)]
         ]
         for thread in self._threads:
             thread.start()

@@ -22,6 +22,7 @@ from ..errors import TierError
 from ..layout import check_positive
 from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
+from ..tracking.worker import Worker
 from . import at_exit
 from .health import Health
 from .protocol import Outcome, Read, Write
@@ -165,10 +166,7 @@ class NixlEngine:
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._process_id = os.getpid()
         self._closed = self._over = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"paddle_kv-nixl-{number}", daemon=True)
-            for number in range(threads)
-        ]
+        self._threads = [Worker(self._run, f"paddle_kv-nixl-{number}") for number in range(threads)]
         for thread in self._threads:
             thread.start()
         at_exit.engines.add(self)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..tracking.keeper import Deadline, log
+from ..tracking.worker import Worker
 from . import object_file
 from .folder import Folder
 from .health import OF_ONE_OBJECT, Health
@@ -110,7 +111,7 @@ class Root:
             raise
 
     def _start(self, run: Callable[[], None], name: str) -> threading.Thread:
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = Worker(run, name)
         thread.start()
         self._threads.append(thread)
         return thread

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from paddle_kv.memory.host_rows import block_rows
 from paddle_kv.offload import BlockState, KVOffloadManager
 from paddle_kv.tiers import FilesEngine
 from paddle_kv.tiers.neighbours import Lender, NeighbourEngine
+from paddle_kv.tracking.group import change
 from tests.offload.tiered_rig import KEYS, POISON, SPEC, WAIT_S, StagedTier, TieredRig, until
 from tests.tiers.neighbour_kills import Other
 from tests.tiers.test_neighbours import Gate
@@ -107,6 +109,12 @@ def test_what_is_evicted_dropped_or_cleared_is_not_lent(lending: Lending, readin
     until(lambda: reading.engine.stats()["objects"] == 0)
 
 
+def lent_and_present(lending: Lending) -> tuple[dict[bytes, int], dict[bytes, int]]:
+    """In a section: a save may end meanwhile."""
+    index = lending.manager._books.index
+    return lending.lent, {key: slot for key, slot in index.slots.items() if key not in index.arriving}
+
+
 @pytest.mark.parametrize("policy", ["lru", "survival", "arc", "s3fifo"])
 def test_what_is_lent_is_what_is_present(policy: str) -> None:
     rng = random.Random(7)
@@ -131,8 +139,8 @@ def test_what_is_lent_is_what_is_present(policy: str) -> None:
             elif rng.random() < 0.2:
                 manager.clear()
             manager.stats()  # settles
-            present = {key: slot for key, slot in books.index.slots.items() if key not in books.index.arriving}
-            assert lending.lent == present
+            lent, present = change(books, functools.partial(lent_and_present, lending))
+            assert lent == present
         assert len(lending.lent) > 3
 
 
@@ -223,6 +231,13 @@ def test_a_manager_that_is_closed_while_a_block_is_read(
     load.wait(WAIT_S)
     assert reading.right(KEYS[:3], TABLE[:3]) == [True] * 3
     until(lambda: lending.pool.num_free_blocks == 12)
+
+
+def test_a_manager_that_goes_on_without_its_lender(lending: Lending) -> None:
+    lending.lender.close(WAIT_S)
+    lending.save(KEYS[:4])
+    lending.manager.clear()
+    assert not lending.lender._changes  # nobody would take them
 
 
 def test_hashes_that_fit_into_no_object_are_not_lent(lending: Lending) -> None:

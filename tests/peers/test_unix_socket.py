@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import resource
 import socket
 import stat
 import struct
@@ -89,6 +91,49 @@ def test_a_socket_that_nobody_serves_is_replaced_and_nothing_else(decode: Decode
     with pytest.raises(OSError, match="in use"):
         Listener(decode.receiver, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_socket_of_another_one_is_left(decode: Decode, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    path = tmp_path / "socket"
+    first = Listener(decode.receiver, path)
+    path.unlink()  # by somebody who believed that it was served by nobody
+    with Listener(decode.receiver, path):
+        first.close()
+        assert path.exists()
+    assert not path.exists()
+
+
+def test_a_listener_that_is_stopped_keeps_its_path(decode: Decode, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as first:
+        full.bind(str(tmp_path / "socket"))
+        full.listen(0)
+        first.connect(str(tmp_path / "socket"))
+        with pytest.raises(OSError, match="in use"):
+            Listener(decode.receiver, tmp_path / "socket")
+
+
+def test_no_descriptor_for_who_comes(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unix_socket, "PAUSE_S", SHORT_S)
+    with Listener(decode.receiver) as listener, socket.socket(socket.AF_UNIX) as coming:
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(coming.fileno() + 1, before[0]), before[1]))
+        taken = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            coming.connect(listener.path)
+            time.sleep(4 * SHORT_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for one in taken:
+                os.close(one)
+        assert 1 <= caplog.text.count("nobody can be let in") <= 6
+        until(lambda: listener._lines)
 
 
 def test_a_listener_that_nobody_closes_leaves_no_folder() -> None:

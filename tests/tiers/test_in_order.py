@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,59 @@ def test_bad_input(tmp_path: Path) -> None:
         for wrong, error in ((engine, TypeError), ([engine], ValueError), ([], ValueError), ([engine, "x"], TypeError)):
             with pytest.raises(error, match="engines"):
                 EnginesInOrder(wrong)  # type: ignore[arg-type]
+
+
+class Fake:
+    """An engine that keeps what it is asked for."""
+
+    name = "fake"
+
+    def __init__(self, *names: bytes) -> None:
+        self.names, self.asked, self.deleted = set(names), [], []  # type: ignore[var-annotated]
+        self.closing_s: list[float | None] = []
+
+    def register(self, memory: Any) -> None: ...
+
+    def write(self, items: Any) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+    def exists(self, names: Any) -> list[bool]:
+        return [name in self.names for name in names]
+
+    def read(self, items: Any) -> None:
+        self.asked += [item.name for item in items]
+
+    def delete(self, names: Any) -> None:
+        self.deleted += names
+
+    def close(self, timeout_s: float | None = None) -> None:
+        self.closing_s.append(timeout_s)
+        time.sleep(0.05)
+
+
+def test_an_engine_is_asked_for_what_it_has_and_the_last_one_for_the_rest() -> None:
+    class Item:
+        def __init__(self, name: bytes) -> None:
+            self.name = name
+
+    first, last = Fake(b"a", b"b"), Fake(b"b", b"c")
+    EnginesInOrder([first, last]).read([Item(name) for name in (b"a", b"b", b"c", b"d")])  # type: ignore[list-item]
+    assert (first.asked, last.asked) == ([b"a", b"b"], [b"c", b"d"])
+
+
+def test_a_thread_that_has_ended_an_object_deletes_in_all_again() -> None:
+    first, last = Fake(), Fake()
+    engine = EnginesInOrder([first, last])
+    with engine._deleting_in(0):
+        engine.delete([b"a"])
+    engine.delete([b"b"])
+    assert (first.deleted, last.deleted) == ([b"a", b"b"], [b"b"])
+
+
+def test_engines_are_closed_within_one_time() -> None:
+    first, last = Fake(), Fake()
+    EnginesInOrder([first, last]).close(10.0)
+    assert last.closing_s[0] is not None
+    assert last.closing_s[0] <= 9.96

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import astuple
@@ -17,7 +18,7 @@ from paddle_kv.memory.shared_memory import host_identity
 from paddle_kv.peers.messages import MOST_BYTES
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S
 from paddle_kv.tiers.neighbours import Lender
-from paddle_kv.tiers.neighbours.messages import ABSENT, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
+from paddle_kv.tiers.neighbours.messages import ABSENT, BUSY, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
 from paddle_kv.tiers.neighbours.neighbour import Answer, Neighbour
 from tests.peers.test_messages import damaged
 
@@ -95,7 +96,6 @@ def test_ten_thousand_messages_to_a_lender() -> None:
     "data",
     [
         encode("join", version=VERSION),  # again
-        encode("done", number=3),  # not one of its reads
         encode("done", number=1 << 53),
         encode("read", number=1, names=[b"x" * 16], timeout_ms=10),  # a number that is in use
         encode("read", number=2, names=[b"x" * 15], timeout_ms=10),
@@ -129,8 +129,34 @@ def test_a_lender_bounds_what_a_reader_asks_for(monkeypatch: pytest.MonkeyPatch)
         line: Any = FakeLine()
         lender.received(line, encode("join", version=VERSION))
         for number in range(5):
-            lender.received(line, encode("read", number=number, names=[], timeout_ms=60_000))
-        assert lender.stats()["refused_messages"] == 2
+            lender.received(line, encode("read", number=number, names=[b"n" * 16], timeout_ms=60_000))
+        assert [one["blocks"] for one in line.heard[1:]] == [[ABSENT]] * 3 + [[BUSY]] * 2
+        assert len(lender._readers[line].reads) == 3
+        lender.received(line, encode("done", number=4))
+        assert lender.stats()["refused_messages"] == 0
+        lender.gone(line)
+
+
+def test_a_name_that_was_lent_again_for_a_moment_is_taken_back() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"one", b"two"], [0, 1])
+        wait_for_thread(lender)
+        lender.received(line, encode("join", version=VERSION))
+        lender.received(line, encode("more"))
+        lender.take_back([b"one"])
+        for call in (lambda: lender.lend([b"one"], [0]), lambda: lender.take_back([b"one"])):
+            wait_for_thread(lender)  # each is a change of its own
+            call()
+        busy = threading.Event()
+        lender._listening.post(lambda: busy.wait(WAIT_S))
+        lender.take_back([b"two"])  # these are one
+        lender.lend([b"two"], [1])
+        lender.take_back([b"two"])
+        busy.set()
+        wait_for_thread(lender)
+        lender.received(line, encode("more"))
+        assert (line.heard[-1]["added"], len(line.heard[-1]["removed"])) == ("", 2 * 32)
         lender.gone(line)
 
 
@@ -139,6 +165,62 @@ def wait_for_thread(lender: Lender) -> None:
     done = threading.Event()
     lender._listening.post(done.set)
     assert done.wait(WAIT_S)
+
+
+def hears(lender: Lender, line: Any, data: bytes) -> None:
+    """In the thread in which it does."""
+    lender._listening.post(lambda: lender.received(line, data))
+    wait_for_thread(lender)
+
+
+def test_the_end_of_what_there_is_is_told_though_the_rest_has_gone_meanwhile() -> None:
+    count = MOST_NAMES + 1
+    with HostPool(ALIGNED, count, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        keys = [b"%d" % number for number in range(count)]
+        lender.lend(keys, range(count))
+        hears(lender, line, encode("join", version=VERSION))
+        hears(lender, line, encode("more"))
+        assert not line.heard[-1]["is_all"]
+        lender.take_back(keys[-1:])
+        hears(lender, line, encode("more"))
+        assert (line.heard[-1]["added"], line.heard[-1]["is_all"]) == ("", True)
+        lender.gone(line)
+
+
+def test_a_number_that_is_used_again_has_a_time_of_its_own() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"one"], [1])
+        name = next(iter(lender._lent.objects))
+        hears(lender, line, encode("join", version=VERSION))
+        for timeout_ms in (50, 60_000):
+            hears(lender, line, encode("read", number=1, names=[name], timeout_ms=timeout_ms))
+            if timeout_ms == 50:
+                hears(lender, line, encode("done", number=1))
+        time.sleep(0.2)
+        assert (lender.stats()["leased_blocks"], lender.stats()["expired_blocks"]) == (1, 0)
+        lender.gone(line)
+
+
+def test_who_waits_for_a_block_is_woken_when_it_is_read() -> None:
+    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+        line: Any = FakeLine()
+        lender.lend([b"one"], [1])
+        name = next(iter(lender._lent.objects))
+        hears(lender, line, encode("join", version=VERSION))
+        hears(lender, line, encode("read", number=1, names=[name], timeout_ms=60_000))
+        written = threading.Event()
+
+        def write() -> None:
+            with pool.lease([1], write=True, timeout_s=WAIT_S):
+                written.set()
+
+        threading.Thread(target=write, daemon=True).start()
+        assert not written.wait(0.1)
+        hears(lender, line, encode("done", number=1))
+        assert written.wait(WAIT_S / 4)
+        lender.gone(line)
 
 
 def test_a_reader_that_does_not_ask_costs_a_lender_no_more_than_its_blocks() -> None:

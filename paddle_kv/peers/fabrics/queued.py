@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import PeerError
 from ...timeouts import check_timeout
 from ...tracking.keeper import Deadline, log
+from ...tracking.worker import Worker
 from ..at_exit import threads
 from .protocol import Addresses, Write
 
@@ -27,7 +28,7 @@ class QueuedSink(ABC):
         self._broken = ""
         self._lock = threading.Lock()  # a write is behind the end, or ended
         self._process_id = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = Worker(self._run, name)
         self._thread.start()
         threads.add(self)
 

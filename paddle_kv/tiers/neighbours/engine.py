@@ -19,6 +19,7 @@ from ...peers.connection import Loop
 from ...peers.unix_socket import checked_path
 from ...timeouts import check_time, check_timeout
 from ...tracking.keeper import Deadline, log
+from ...tracking.worker import Worker
 from .. import at_exit
 from ..protocol import Outcome, Read, Write, arrived, ended
 from .messages import MOST_NAMES
@@ -74,10 +75,7 @@ class NeighbourEngine:
         self._numbers = itertools.count()
         self._process_id = os.getpid()
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"paddle_kv-neighbours-{number}", daemon=True)
-            for number in range(threads)
-        ]
+        self._threads = [Worker(self._run, f"paddle_kv-neighbours-{number}") for number in range(threads)]
         for thread in self._threads:
             thread.start()
         for one in self._neighbours:
@@ -197,8 +195,8 @@ class NeighbourEngine:
                 self._ask_one(lender, some[first : first + step])
 
     def _ask_one(self, lender: Neighbour, items: list[Read]) -> None:
-        left_s = [left for item in items if (left := item.deadline.left_s()) is not None]
-        timeout_s = min([LONGEST_READ_S, *left_s])
+        left_s = [LONGEST_READ_S if (left := item.deadline.left_s()) is None else left for item in items]
+        timeout_s = min(LONGEST_READ_S, max(left_s))  # of the last one: the tier looks at the deadline of each
         lender.ask(items, timeout_s, functools.partial(self._answered, lender, items))
 
     def _lender_of(self, item: Read) -> Neighbour | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -22,7 +21,7 @@ from ...tracking.group import change
 from ..job import check_blocks, check_keys
 from ..object_format import ObjectFormat
 from .lent import Leased, Lent, Pins
-from .messages import MOST_NAMES, TO_LENDER, VERSION, encode, heard
+from .messages import BUSY, MOST_NAMES, TO_LENDER, VERSION, encode, heard
 
 LONGEST_LEASE_S = 10.0  # whatever a reader asks for: one that is stopped holds blocks no longer
 MOST_READS = 1024  # of a reader at once
@@ -116,7 +115,6 @@ class Lender:
         self._counts = dict.fromkeys(("read_blocks", "expired_blocks", "refused_messages"), 0)
         self._process_id = os.getpid()
         self._closed = False
-        self._closing = threading.Lock()
         self._listening = Listening(self, "lender", path)
         self.path = self._listening.path
 
@@ -162,18 +160,11 @@ class Lender:
             TypeError, ValueError: a time that is none.
         """
         check_timeout(timeout_s)
-        with self._closing:
-            if self._closed or self._process_id != os.getpid():
-                return
-            self._closed = True
+        if self._process_id != os.getpid():
+            return
+        self._closed = True
+        self._listening.post(self._end_all)
         self._listening.close(timeout_s)
-        readers, self._readers = list(self._readers.values()), {}
-        change(self.pool.domain, functools.partial(self._end_all, readers))
-
-    def _end_all(self, readers: list[_Reader]) -> None:
-        self._lent.take_back_all()
-        for reader in readers:
-            self._lent.end(reader.reads.values())
 
     def __enter__(self) -> Lender:
         return self
@@ -212,11 +203,18 @@ class Lender:
         self._lent.pins = None
 
     def _changed(self, name: bytes, is_lent: bool) -> None:
+        if self._closed:  # nobody is there who would take them out
+            return
         self._changes.append((name, is_lent))
         if len(self._changes) == 1:  # else it was asked for already
             self._listening.post(self._tell_all)
 
     # ---- in the thread of the channel ----
+    def _end_all(self) -> None:
+        change(self.pool.domain, self._lent.take_back_all)
+        for line in list(self._readers):
+            self.gone(line)
+
     def received(self, line: Line, data: bytes) -> None:
         message = heard(data, TO_LENDER)
         if message is None or not self._take(line, message):
@@ -238,7 +236,8 @@ class Lender:
         """Whether it makes sense now."""
         kind, reader = message["kind"], self._readers.get(line)
         if kind == "join":
-            return message["version"] == VERSION and reader is None and self._join(line)
+            fits = message["version"] == VERSION and reader is None and not self._closed
+            return fits and self._join(line)
         if reader is None:
             return False
         if kind == "more":
@@ -249,7 +248,8 @@ class Lender:
             return True
         if kind == "read":
             return self._read(line, reader, message["number"], message["names"], message["timeout_ms"] / 1000)
-        return self._end(reader, message["number"]) is not None
+        self._end(reader, message["number"])  # unless its time was over, or it was too much
+        return True
 
     def _join(self, line: Line) -> bool:
         self._readers[line] = _Reader(changed=dict.fromkeys(list(self._lent.objects)))
@@ -263,8 +263,11 @@ class Lender:
         return True
 
     def _read(self, line: Line, reader: _Reader, number: int, names: list[bytes], timeout_s: float) -> bool:
-        if number in reader.reads or len(reader.reads) >= MOST_READS:
+        if number in reader.reads:
             return False
+        if len(reader.reads) >= MOST_READS:  # what is not answered would make this lender one that is stopped
+            line.send(encode("lent", number=number, blocks=[BUSY] * len(names)))
+            return True
         answers, leased = change(self.pool.domain, functools.partial(self._lent.lease, names))
         reader.reads[number] = leased
         self._lent.write_headers(leased)
@@ -278,11 +281,10 @@ class Lender:
             self._counts["expired_blocks"] += len(leased.objects)
             self._end(reader, number)
 
-    def _end(self, reader: _Reader, number: int) -> Leased | None:
+    def _end(self, reader: _Reader, number: int) -> None:
         leased = reader.reads.pop(number, None)
         if leased is not None:
             change(self.pool.domain, functools.partial(self._lent.end, [leased]))
-        return leased
 
     def _tell_all(self) -> None:
         changes = []
@@ -290,9 +292,8 @@ class Lender:
             changes.append(self._changes.popleft())
         for line, reader in self._readers.items():
             for name, is_lent in changes:
-                if is_lent:  # also what it knows: it may have forgotten it
-                    reader.told.discard(name)
-                if (name in self._lent.objects) != (name in reader.told):
+                # Also what it knows is told when it is lent anew: it may have forgotten it.
+                if is_lent or (name in self._lent.objects) != (name in reader.told):
                     reader.changed[name] = None
                 else:
                     reader.changed.pop(name, None)

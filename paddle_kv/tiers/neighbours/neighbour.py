@@ -83,7 +83,7 @@ class Neighbour:
         busy: what could not be read beside these.
         told: whether it has said all that it lent when it was reached.
         removed: how many it has told that were not lent any more.
-        silent: whether a question was not answered in time. Until it says anything it is not asked again.
+        silent: whether a question was not answered within two seconds. Until it says anything it is not asked again.
     """
 
     def __init__(self, loop: Loop, path: str, changed: Callable[[], object]) -> None:
@@ -99,7 +99,7 @@ class Neighbour:
         self._retry_s = FIRST_RETRY_S
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count()
-        self._num_asked = 0
+        self._num_asked = self._num_heard = 0
         self._closed = False
 
     @property
@@ -112,14 +112,16 @@ class Neighbour:
         """Connects; later again, if nobody is there."""
         if self._closed or self._line is not None:
             return
-        connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connecting = None
         try:
+            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connecting.setblocking(False)  # a lender that is stopped takes no connections
             connecting.connect(self.path)
             line = Line(self._loop, connecting, self._heard, self._ended)
             check_user(line, self.path)
         except (OSError, PeerError) as error:
-            connecting.close()
+            if connecting is not None:
+                connecting.close()
             if getattr(error, "errno", None) not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
                 log.warning("the neighbour at %s cannot be reached: %s", self.path, error)
             self._call_later()
@@ -135,7 +137,8 @@ class Neighbour:
         self._questions[number] = _Question(items, answered)
         names = [item.name for item in items]
         self._line.send(encode("read", number=number, names=names, timeout_ms=int(timeout_s * 1000)))
-        self._loop.later(min(timeout_s, ANSWER_S), functools.partial(self._give_up, number, self._line))
+        wait_s = min(timeout_s, ANSWER_S)
+        self._loop.later(wait_s, functools.partial(self._give_up, number, self._line, ANSWER_S - wait_s))
 
     def close(self) -> None:
         self._closed = True
@@ -146,13 +149,20 @@ class Neighbour:
             self._loop.later(self._retry_s, self.call)
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
-    def _give_up(self, number: int, line: Line) -> None:
+    def _give_up(self, number: int, line: Line, rest_s: float) -> None:
         question = self._questions.pop(number, None) if line is self._line else None
         if question is not None:
-            self.silent = True
+            if rest_s > 0:  # those who asked could not wait longer; others may
+                self._loop.later(rest_s, functools.partial(self._leave_alone, line, self._num_heard))
+            else:
+                self.silent = True
             self.errors += 1
             line.send(encode("done", number=number))  # if it is only slow
             question.answered(None)
+
+    def _leave_alone(self, line: Line, num_heard: int) -> None:
+        """Unless it has said anything since."""
+        self.silent = self.silent or (line is self._line and num_heard == self._num_heard)
 
     def _ended(self, line: Line) -> None:
         if line is self._line:
@@ -174,6 +184,7 @@ class Neighbour:
         if line is not self._line:
             return
         self.silent = False
+        self._num_heard += 1
         message = heard(data, TO_READER)
         if message is None or not getattr(self, "_" + message.pop("kind"))(line, **message):
             self.refused += 1
