@@ -73,3 +73,47 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not() -> None:
     assert os.waitpid(child, 0)[1] == 0
     end.set()
     worker.join(WAIT_S)
+
+
+class EndsLate(Worker):
+    """Its function is over a while before the thread is."""
+
+    def __init__(self, target: Any) -> None:
+        super().__init__(target, "late")
+        self.through, self.end = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        super().run()
+        self.through.set()
+        self.end.wait(WAIT_S)
+
+
+def test_a_thread_is_waited_for_to_its_very_end() -> None:
+    worker = EndsLate(lambda: None)
+    worker.start()
+    assert worker.through.wait(WAIT_S)
+    assert worker.is_alive()
+    threading.Timer(SHORT_S, worker.end.set).start()
+    worker.join(WAIT_S)
+    assert worker not in threading.enumerate()
+    assert not worker.is_alive()
+
+
+def test_the_interpreter_is_asked_for_its_end_only_when_the_function_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It might say that a thread is over which is not."""
+    joined: list[Any] = []
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout=None: joined.append(timeout))
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda self: False)
+    end = threading.Event()
+    worker = Worker(lambda: end.wait(WAIT_S), "worker")
+    worker.start()
+    worker.join(SHORT_S)
+    assert worker.is_alive() and joined == []
+    end.set()
+    worker.join(WAIT_S)
+    assert not worker.is_alive() and joined == [WAIT_S]
+
+
+def test_it_has_its_name_and_holds_no_interpreter_up() -> None:
+    worker = Worker(lambda: None, "worker")
+    assert worker.name == "worker" and worker.daemon
