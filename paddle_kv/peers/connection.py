@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import heapq
 import itertools
@@ -24,6 +25,7 @@ from .messages import MOST_BYTES
 LENGTH = struct.Struct(">I")
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 MOST_UNSENT_BYTES = 1 << 20  # of a peer that does not read
+LACKING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of which there may be more later
 
 
 class Loop:
@@ -159,8 +161,15 @@ class Line:
 
     def start(self) -> None:
         """In the thread of the loop."""
-        with contextlib.suppress(OSError):  # not allowed, or it has ended: then the end of the connection tells
+        try:
             self._process = os.pidfd_open(self.process_id)
+        except OSError as error:  # not allowed, or it has ended: then the end of the connection tells
+            if error.errno in LACKING:  # it would write blocks, and nobody would see whether it still can
+                log.warning("process %d is not connected: %s", self.process_id, error)
+                self._at_end = True
+                self._ended(self)
+                return
+        else:
             self._loop.watch(self._process, selectors.EVENT_READ, self._process_ended)
         self._loop.watch(self._socket, selectors.EVENT_READ, self._ready)
 

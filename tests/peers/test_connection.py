@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -68,6 +69,28 @@ def ends() -> Iterator[Ends]:
     yield made
     made.line._close()
     made.there.close()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM, errno.ESRCH])
+def test_a_process_whose_end_could_not_be_seen_is_not_connected(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """For want of descriptors or memory: where it is not allowed at all, the end of the connection has to do."""
+
+    def refused(_: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refused)
+    ends = Ends()
+    ends.there.sendall(framed(b"may I write?"))
+    if number in (errno.EPERM, errno.ESRCH):
+        assert ends.told == [] and list(ends.loop.watched) == [ends.here]
+        ends.loop.watched[ends.here]()
+        assert ends.told == [b"may I write?"]
+    else:
+        assert ends.told == ["ended"] and not ends.loop.watched
+        ends.line._write(b"yes")
+    assert not ends.line.may_live
+    ends.line._close()
+    ends.there.close()
 
 
 @pytest.mark.parametrize("closed", [False, True])
