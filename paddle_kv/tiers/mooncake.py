@@ -62,7 +62,7 @@ class MooncakeEngine:
         prefix: of the names in the store.
         metrics: ``host:port`` of the master's metrics, for :meth:`stats`.
         threads: calls of the store at once.
-        objects_per_call: the most that one call moves; of a load no more than 256 MiB, of a store than 64 MiB, or one
+        objects_per_call: the most that one call moves; of a load no more than 256 MiB, of a store than 128 MiB, or one
             object. A larger call costs less of the processor, but goes on when its objects are not wanted any more.
             Byte ranges come in calls of eight.
         answer_s: what :meth:`exists` and :meth:`stats` wait for the master; what is not known by then is not there.
