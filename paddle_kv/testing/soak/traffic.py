@@ -2,7 +2,8 @@
 
 No choice depends on how fast the device is: what a step does follows from the seed and from the calls before it alone.
 Only which block the pool gives out may differ, because that follows from when transfers end. So host blocks have
-numbers here that do not: ``Server.host_ids`` says which block of the pool each of them is.
+numbers here that do not: ``Server.host_ids`` says which block of the pool each of them is. And a cancelled transfer of
+which nothing waits for a mark may be dropped or not: then its blocks hold something else, and later steps find others.
 """
 
 from __future__ import annotations
