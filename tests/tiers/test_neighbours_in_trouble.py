@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +58,9 @@ def test_no_descriptor_for_a_call(lending: Lending, monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr("paddle_kv.tiers.neighbours.neighbour.socket.socket", none_left)
+    # For the reader alone: the lender's thread uses the module too.
+    sockets = SimpleNamespace(AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM, socket=none_left)
+    monkeypatch.setattr("paddle_kv.tiers.neighbours.neighbour.socket", sockets)
     with NeighbourEngine([lending.lender.path]) as engine:
         engine.wait_connected(WAIT_S)  # it is called again
 
