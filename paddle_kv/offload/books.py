@@ -99,6 +99,7 @@ class Books:
         spec = scheduler.device_cache.spec
         self.rates = Rates(spec.block_bytes * spec.num_layers, spec.block_size)
         self.lending: Lending | None = None
+        self.looks_at_ends = False  # of saves: somebody waits for what they bring
         self.closed = False
 
     @property
@@ -153,6 +154,7 @@ class Books:
 
         self.lending = Lending(lender, self.index, self)
         self.directory.listen(self.lending.heard)
+        self.looks_at_ends = True
 
     def lookup(self, keys: list[bytes], below: Set[bytes]) -> tuple[list[bytes], list[BlockState], int]:
         """The prefix that can be loaded, pinned; where each of its blocks is; and how many blocks behind it are
@@ -205,7 +207,7 @@ class Books:
         if job is not None:
             self.moves.add(transfer, [job])
         self.left_out[movement] = list(plan.left_out)
-        if self.lending is not None:
+        if self.looks_at_ends:
             self._look_at_its_end(transfer)
         return transfer
 

@@ -66,6 +66,7 @@ class TieredBooks(Books):
         super().__init__(scheduler, policy, capacity_blocks, max_events)
         self.below, self.timeout_s, self.tier = below, timeout_s, below.tier
         self._has_events = max_events > 0
+        self.looks_at_ends = True  # what they bring goes down
         self._prefetches: weakref.WeakSet[Prefetch] = weakref.WeakSet()
         below.begin(self)
 
@@ -283,7 +284,6 @@ class TieredBooks(Books):
         transfer = super().save(keys, device_ids, *others)
         if self.below.keeps_room:  # they were written over before they could be stored
             self.counts["tier_dropped_blocks"] += self.index.evicted_blocks - before
-        self._look_at_its_end(transfer)
         return transfer
 
     def ended(self, job: Job, result: Result) -> None:
