@@ -9,12 +9,10 @@ copy with the checksums behind it, and a tier in files inside FOLDER. Medians of
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import zlib  # noqa: F401  Paddle 2.6 exports its own deflate: zlib has to be loaded first
 from collections.abc import Callable, Iterator
@@ -26,20 +24,14 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
-from paddle_kv import HostPool, KVCacheSpec
+from paddle_kv import HostPool
+from paddle_kv.bench.tiers import HEADER_BYTES, Watch, frozen, spec_of
 from paddle_kv.memory.host_rows import block_rows
 from paddle_kv.tiers import FilesEngine, Job, Tier
 from paddle_kv.tiers.checksum import checksums
 from paddle_kv.tiers.neighbours import Lender, NeighbourEngine
 
-NUM_LAYERS = 32
 WAIT_S = 120.0
-
-
-def make_spec(block_bytes: int) -> KVCacheSpec:
-    return KVCacheSpec(
-        num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=block_bytes // NUM_LAYERS // 2, block_size=1, dtype="int8"
-    )
 
 
 def keys_of(num_blocks: int) -> list[bytes]:
@@ -48,7 +40,7 @@ def keys_of(num_blocks: int) -> list[bytes]:
 
 def lend(pipe: Connection, num_blocks: int, block_bytes: int) -> None:
     """The other process. Half of its pool at most can be read at a time."""
-    pool = HostPool(make_spec(block_bytes), 2 * num_blocks, layout="block_first", shared=True)
+    pool = HostPool(spec_of(block_bytes), 2 * num_blocks, layout="block_first", shared=True)
     rows = block_rows(pool)[:num_blocks]
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
     with Lender(pool, model=b"bench") as lender:
@@ -56,24 +48,6 @@ def lend(pipe: Connection, num_blocks: int, block_bytes: int) -> None:
         while pipe.recv():
             lender.lend(keys_of(num_blocks), range(num_blocks))  # anew: without headers
             pipe.send(None)
-
-
-class Watch:
-    """Hears of one job."""
-
-    def __init__(self) -> None:
-        self.first_s = 0.0
-        self.end = threading.Event()
-
-    def layers_arrived(self, job: Job, layers: range) -> None:
-        if 0 in layers:
-            self.first_s = time.perf_counter()
-
-    def settled(self, job: Job) -> None:
-        pass
-
-    def over(self, job: Job) -> None:
-        self.end.set()
 
 
 def load(tier: Tier, num_blocks: int, layerwise: bool) -> float | None:
@@ -99,10 +73,10 @@ def rounds(
     )
     other.start()
     path, exported = pipe.recv()
-    spec = make_spec(block_bytes)
+    spec = spec_of(block_bytes)
     pool = HostPool(spec, num_blocks, layout="block_first")
     rows, theirs = block_rows(pool), block_rows(HostPool.attach(spec, exported))[:num_blocks]
-    size = num_blocks * (block_bytes + 4096)
+    size = num_blocks * (block_bytes + HEADER_BYTES)
     step = spec.block_bytes
 
     def copy() -> None:
@@ -160,9 +134,8 @@ def main() -> None:
     parser.add_argument("--block-bytes", type=int, default=1 << 20)
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
-    gc.freeze()
     found: dict[str, list[tuple[float, float, float | None]]] = {}
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+    with frozen(), tempfile.TemporaryDirectory(dir=given.folder) as folder:
         for what, *result in rounds(folder, given.blocks, given.block_bytes, given.rounds):
             found.setdefault(what, []).append(tuple(result))  # type: ignore[arg-type]
     print(f"{given.blocks} blocks of {given.block_bytes} bytes, {given.rounds} rounds")

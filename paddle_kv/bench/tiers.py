@@ -59,8 +59,8 @@ class Row:
     first_layer: float | None = None  # share of the time after which layer 0 was usable
 
 
-class _Watch:
-    """Hears of one job."""
+class Watch:
+    """Hears of one job: when its first layer was there, and when it was over."""
 
     def __init__(self) -> None:
         self.first_s = 0.0
@@ -79,14 +79,14 @@ class _Watch:
 
 def measure(case: Case, progress: Callable[[int, int, str], object]) -> list[Row]:
     """Each round runs every way once; the first round does not count."""
-    pool = HostPool(_spec(case.object_bytes), case.num_objects, layout="block_first", room_bytes=HEADER_BYTES)
+    pool = HostPool(spec_of(case.object_bytes), case.num_objects, layout="block_first", room_bytes=HEADER_BYTES)
     rows = block_rows(pool)
     rows[:] = np.random.default_rng(0).integers(0, 256, rows.shape, np.uint8)
     capacity = case.num_objects * (case.object_bytes + HEADER_BYTES)
     found: dict[str, list[tuple[float, float | None, float | None]]] = {}
     engine = _engine(case, capacity)
     with (
-        _frozen(),
+        frozen(),
         engine,
         Tier(engine, pool, model=b"bench", max_objects=case.num_objects, max_store_bytes=2 * capacity) as tier,
     ):
@@ -132,7 +132,8 @@ def _bare_store_round(case: Case, engine: MooncakeEngine, rows: np.ndarray) -> I
     engine.store.batch_remove(names, True)
 
 
-def _spec(object_bytes: int) -> KVCacheSpec:
+def spec_of(object_bytes: int) -> KVCacheSpec:
+    """Of blocks of so many bytes, in 32 layers."""
     width = object_bytes // NUM_LAYERS // 2
     if width * 2 * NUM_LAYERS != object_bytes or not width:
         raise ValueError(f"an object of {object_bytes} bytes must be a multiple of {2 * NUM_LAYERS}")
@@ -157,10 +158,10 @@ def _tier_round(case: Case, tier: Tier, number: int) -> Iterator[Result]:
         ("tier load", tier.load, False),
         ("tier load, layer by layer", tier.load, True),
     ):
-        watch = _Watch()
+        watch = Watch()
         job = Job(keys, range(case.num_objects), timeout_s=WAIT_S, layerwise=layerwise, observer=watch)
 
-        def run(start: Callable[[list[Job]], None] = start, job: Job = job, watch: _Watch = watch) -> None:
+        def run(start: Callable[[list[Job]], None] = start, job: Job = job, watch: Watch = watch) -> None:
             start([job])
             watch.end.wait(WAIT_S)
 
@@ -173,7 +174,7 @@ def _tier_round(case: Case, tier: Tier, number: int) -> Iterator[Result]:
 
 
 @contextlib.contextmanager
-def _frozen() -> Iterator[None]:
+def frozen() -> Iterator[None]:
     """As in a server that calls gc.freeze(): to look at all of Paddle takes as long as a fifth of a round."""
     gc.collect()
     gc.freeze()
