@@ -14,6 +14,7 @@ from paddle_kv.offload.returns import NUM_PARTS
 from paddle_kv.offload.score import CLASSES
 from paddle_kv.offload.slot_lru import SlotLru
 from paddle_kv.offload.survival import HEAD, Survival
+from tests.offload.index_traffic import hold_and_drop
 
 
 class FourMethods:
@@ -129,19 +130,7 @@ def test_in_traffic(name: str, seed: int) -> None:
             stop = rng.randrange(len(blocks) + 1) if rng.random() < 0.2 else len(blocks)
             for part in (blocks[:stop], blocks[stop:]):
                 both.each(lambda index, free, part=part: list(index.admit(part, free).items()))
-        there = list(both.indexes[0].slots)
-        if there and rng.random() < 0.3:
-            held.append(rng.sample(there, rng.randrange(1 + len(there) // 4)))
-            both.each(lambda index, _: index.pin(held[-1]))
-        while len(held) > rng.randrange(4):
-            let_go = held.pop(0)
-            both.each(lambda index, _, let_go=let_go: index.unpin(let_go))
-        if there and rng.random() < 0.1:
-            gone = rng.choice(there)
-            both.each(lambda index, free, gone=gone: free.append(index.remove(gone)))
-        if rng.random() < 0.1:
-            count = rng.randrange(1, 4)
-            both.each(lambda index, free, count=count: free.extend(index.evict(count)))
+        hold_and_drop(rng, list(both.indexes[0].slots), held, both.each, most_held=1 / 4)
         if rng.random() < 0.02:
             over = rng.choice(sessions)
             both.each(lambda index, _, over=over: index.end(over))

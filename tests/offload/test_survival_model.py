@@ -12,6 +12,7 @@ from paddle_kv.offload import BlockIndex, slot_numbers
 from paddle_kv.offload.run import Run
 from paddle_kv.offload.score import LEVELS, TURNS
 from paddle_kv.offload.survival import Survival
+from tests.offload.index_traffic import hold_and_drop
 from tests.offload.survival_model import PlainSurvival
 
 
@@ -153,19 +154,7 @@ def traffic(rng: random.Random, beside: Beside, num_steps: int, trusts: Callable
             for part in (blocks[:stop], blocks[stop:]):
                 if rng.random() < 0.95:
                     beside.each(lambda index, free, part=part: list(index.admit(part, free).items()))
-        there = list(beside.indexes[0].slots)
-        if there and rng.random() < 0.3:
-            held.append(rng.sample(there, rng.randrange(1 + len(there) // 3)))
-            beside.each(lambda index, _: index.pin(held[-1]))
-        while len(held) > rng.randrange(4):
-            let_go = held.pop(0)
-            beside.each(lambda index, _, let_go=let_go: index.unpin(let_go))
-        if there and rng.random() < 0.1:
-            gone = rng.choice(there)
-            beside.each(lambda index, free, gone=gone: free.append(index.remove(gone)))
-        if rng.random() < 0.1:
-            count = rng.randrange(1, 4)
-            beside.each(lambda index, free, count=count: free.extend(index.evict(count)))
+        hold_and_drop(rng, list(beside.indexes[0].slots), held, beside.each, most_held=1 / 3)
         if rng.random() < 0.1:
             over = rng.choice(sessions[-12:])
             beside.each(lambda index, _, over=over: index.end(over))

@@ -29,8 +29,8 @@ from paddle_kv.tiers.neighbours import lender as lender_module
 from paddle_kv.tiers.neighbours import neighbour as neighbour_module
 from paddle_kv.tiers.neighbours.lent import Leased, Lent
 from paddle_kv.tiers.neighbours.neighbour import Memory
+from tests.peers.conftest import until
 from tests.peers.prefill import context
-from tests.tiers.neighbour_rig import until
 
 KEYS = keys(8)
 LENDER_POINTS = 20  # of one load

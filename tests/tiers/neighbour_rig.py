@@ -5,8 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,7 @@ from paddle_kv.memory.host_rows import block_rows
 from paddle_kv.testing.tiers.rig import WAIT_S
 from paddle_kv.tiers import Outcome, Write
 from paddle_kv.tiers.neighbours import Lender, NeighbourEngine
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+from tests.peers.conftest import until
 
 
 class Written(NeighbourEngine):

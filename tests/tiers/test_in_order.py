@@ -15,7 +15,7 @@ from paddle_kv.testing.tiers.rig import WAIT_S, Rig, keys
 from paddle_kv.tiers import EnginesInOrder, FilesEngine, Outcome
 from paddle_kv.tiers.neighbours import NeighbourEngine
 from paddle_kv.tiers.neighbours.neighbour import Memory
-from tests.tiers.neighbour_rig import until
+from tests.peers.conftest import until
 from tests.tiers.test_neighbours import Lending
 
 KEYS = keys(8)

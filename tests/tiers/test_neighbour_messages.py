@@ -7,7 +7,8 @@ import random
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any
 
@@ -62,11 +63,20 @@ def forged(rng: random.Random, true: list[bytes]) -> bytes:
     return b"%08x" % zlib.crc32(text) + text
 
 
+@contextmanager
+def one_reader(num_blocks: int = 6) -> Iterator[tuple[Lender, Any]]:
+    """A lender over so many blocks, and the line of a reader that the test plays."""
+    pool = HostPool(ALIGNED, num_blocks, layout="block_first", shared=True)
+    with pool, Lender(pool, model=b"model") as lender:
+        line = FakeLine()
+        yield lender, line
+        lender.gone(line)  # type: ignore[arg-type]
+
+
 def test_ten_thousand_messages_to_a_lender() -> None:
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
+    with one_reader() as (lender, line):
         lender.lend([b"one", b"two"], [3, 5])
         names = list(lender._lent.objects)
-        line: Any = FakeLine()
         lender.received(line, encode("join", version=VERSION))
         lender.received(line, encode("read", number=4, names=names, timeout_ms=60_000))
         rng = random.Random(3)
@@ -89,7 +99,6 @@ def test_ten_thousand_messages_to_a_lender() -> None:
         }
         assert [one["kind"] for one in line.heard] == ["hello", "lent"]
         assert line.heard[1]["blocks"] == [3, 5]
-        lender.gone(line)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +113,7 @@ def test_ten_thousand_messages_to_a_lender() -> None:
     ],
 )
 def test_what_makes_no_sense_to_a_lender(data: bytes) -> None:
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        stranger: Any = FakeLine()
+    with one_reader() as (lender, stranger):
         for early in (encode("more"), encode("read", number=0, names=[], timeout_ms=1), encode("done", number=0)):
             lender.received(stranger, early)
         lender.received(stranger, encode("join", version=VERSION + 1))
@@ -120,13 +128,11 @@ def test_what_makes_no_sense_to_a_lender(data: bytes) -> None:
         lender.received(stranger, encode("more"))
         lender.received(stranger, encode("more"))  # before it has been answered
         assert lender.stats()["refused_messages"] == 6
-        lender.gone(stranger)
 
 
 def test_a_lender_bounds_what_a_reader_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paddle_kv.tiers.neighbours.lender.MOST_READS", 3)
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        line: Any = FakeLine()
+    with one_reader() as (lender, line):
         lender.received(line, encode("join", version=VERSION))
         for number in range(5):
             lender.received(line, encode("read", number=number, names=[b"n" * 16], timeout_ms=60_000))
@@ -134,12 +140,10 @@ def test_a_lender_bounds_what_a_reader_asks_for(monkeypatch: pytest.MonkeyPatch)
         assert len(lender._readers[line].reads) == 3
         lender.received(line, encode("done", number=4))
         assert lender.stats()["refused_messages"] == 0
-        lender.gone(line)
 
 
 def test_a_name_that_was_lent_again_for_a_moment_is_taken_back() -> None:
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        line: Any = FakeLine()
+    with one_reader() as (lender, line):
         lender.lend([b"one", b"two"], [0, 1])
         wait_for_thread(lender)
         lender.received(line, encode("join", version=VERSION))
@@ -157,7 +161,6 @@ def test_a_name_that_was_lent_again_for_a_moment_is_taken_back() -> None:
         wait_for_thread(lender)
         lender.received(line, encode("more"))
         assert (line.heard[-1]["added"], len(line.heard[-1]["removed"])) == ("", 2 * 32)
-        lender.gone(line)
 
 
 def wait_for_thread(lender: Lender) -> None:
@@ -175,8 +178,7 @@ def hears(lender: Lender, line: Any, data: bytes) -> None:
 
 def test_the_end_of_what_there_is_is_told_though_the_rest_has_gone_meanwhile() -> None:
     count = MOST_NAMES + 1
-    with HostPool(ALIGNED, count, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        line: Any = FakeLine()
+    with one_reader(count) as (lender, line):
         keys = [b"%d" % number for number in range(count)]
         lender.lend(keys, range(count))
         hears(lender, line, encode("join", version=VERSION))
@@ -185,12 +187,10 @@ def test_the_end_of_what_there_is_is_told_though_the_rest_has_gone_meanwhile() -
         lender.take_back(keys[-1:])
         hears(lender, line, encode("more"))
         assert (line.heard[-1]["added"], line.heard[-1]["is_all"]) == ("", True)
-        lender.gone(line)
 
 
 def test_a_number_that_is_used_again_has_a_time_of_its_own() -> None:
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        line: Any = FakeLine()
+    with one_reader() as (lender, line):
         lender.lend([b"one"], [1])
         name = next(iter(lender._lent.objects))
         hears(lender, line, encode("join", version=VERSION))
@@ -200,12 +200,10 @@ def test_a_number_that_is_used_again_has_a_time_of_its_own() -> None:
                 hears(lender, line, encode("done", number=1))
         time.sleep(0.2)
         assert (lender.stats()["leased_blocks"], lender.stats()["expired_blocks"]) == (1, 0)
-        lender.gone(line)
 
 
 def test_who_waits_for_a_block_is_woken_when_it_is_read() -> None:
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        line: Any = FakeLine()
+    with one_reader() as (lender, line):
         lender.lend([b"one"], [1])
         name = next(iter(lender._lent.objects))
         hears(lender, line, encode("join", version=VERSION))
@@ -213,19 +211,17 @@ def test_who_waits_for_a_block_is_woken_when_it_is_read() -> None:
         written = threading.Event()
 
         def write() -> None:
-            with pool.lease([1], write=True, timeout_s=WAIT_S):
+            with lender.pool.lease([1], write=True, timeout_s=WAIT_S):
                 written.set()
 
         threading.Thread(target=write, daemon=True).start()
         assert not written.wait(0.1)
         hears(lender, line, encode("done", number=1))
         assert written.wait(WAIT_S / 4)
-        lender.gone(line)
 
 
 def test_a_reader_that_does_not_ask_costs_a_lender_no_more_than_its_blocks() -> None:
-    with HostPool(ALIGNED, 6, layout="block_first", shared=True) as pool, Lender(pool, model=b"model") as lender:
-        line: Any = FakeLine()
+    with one_reader() as (lender, line):
         lender.lend([b"told"], [5])
         wait_for_thread(lender)
         lender.received(line, encode("join", version=VERSION))
@@ -238,7 +234,6 @@ def test_a_reader_that_does_not_ask_costs_a_lender_no_more_than_its_blocks() -> 
         lender.received(line, encode("more"))
         news = line.heard[-1]
         assert (len(news["added"]), len(news["removed"]), news["is_all"]) == (5 * 32, 32, True)
-        lender.gone(line)
 
 
 class Hearing:

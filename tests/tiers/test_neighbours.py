@@ -26,8 +26,8 @@ from paddle_kv.tiers.neighbours import engine as engine_module
 from paddle_kv.tiers.neighbours import lender as lender_module
 from paddle_kv.tiers.neighbours import neighbour as neighbour_module
 from paddle_kv.tiers.neighbours.neighbour import Memory
+from tests.peers.conftest import until
 from tests.tiers.neighbour_kills import content
-from tests.tiers.neighbour_rig import until
 
 SHORT_S = 0.05
 KEYS = keys(8)

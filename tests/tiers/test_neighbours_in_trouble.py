@@ -15,8 +15,8 @@ import pytest
 from paddle_kv.testing.tiers.rig import WAIT_S
 from paddle_kv.tiers import Job, Outcome
 from paddle_kv.tiers.neighbours import NeighbourEngine
+from tests.peers.conftest import until
 from tests.test_worker import SHORT_S, raising_soon
-from tests.tiers.neighbour_rig import until
 from tests.tiers.test_neighbours import KEYS, Gate, Lending, Reading
 
 
