@@ -133,13 +133,10 @@ class EngineCase:
         for transfer in transfers:
             transfer.wait(WAIT_S)
         elapsed = cupy.cuda.runtime.eventElapsedTime
-        started, ended = (elapsed(scheduler.origin_event, event.ptr) for event in load.span)
-        times = itertools.chain.from_iterable(transfer.layer_times_ms for transfer in transfers)
-        ends = [end for _, end in times if started <= end <= ended]
-        if not ends or ends[-1] <= ends[0]:
-            return 0.0
-        # Several layers may arrive at once: of those that came with the first it is not known when they began.
-        return sum(end > ends[0] for end in ends) * self.bytes / LAYERS / (ends[-1] - ends[0]) / 1e6
+        started, ended = (float(elapsed(scheduler.origin_event, event.ptr)) for event in load.span)
+        times = list(itertools.chain.from_iterable(transfer.layer_times_ms for transfer in transfers))
+        began = max(started, times[0][0])
+        return _moved(times, self.bytes / LAYERS, began, ended) / (ended - began) / 1e6
 
 
 class Link:
@@ -238,8 +235,15 @@ def both_ways(piece_bytes: int, engine: str, repeats: int) -> tuple[float, float
 def _rate_while_both(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]], size: float) -> float:
     """Pieces of equal size with their times: the rate while both sides were at work, parts of pieces counted."""
     begin, end = max(one[0][0], other[0][0]), min(one[-1][1], other[-1][1])
-    moved = sum(size * max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e in (*one, *other) if e > b)
-    return moved / (end - begin) / 1e6
+    return _moved([*one, *other], size, begin, end) / (end - begin) / 1e6
+
+
+def _moved(times: Sequence[tuple[float, float]], size: float, begin: float, end: float) -> float:
+    """Of pieces of equal size, each with its times, what was moved in between: of those that were under way at its
+    begin or end the part of their time. Layers that arrive together have the same times, or one behind the other."""
+    whole = sum(begin <= b and e <= end for b, e in times)
+    parts = ((b, e) for b, e in times if not (begin <= b and e <= end))
+    return size * (whole + sum(max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e in parts))
 
 
 def rows(

@@ -95,7 +95,7 @@ def use_gpu(number: int) -> None:
     cupy.cuda.Device(number).use()
 
 
-def _begin(gpu: int) -> None:
+def begin(gpu: int) -> None:
     faulthandler.enable()
     faulthandler.dump_traceback_later(LIFE_S, exit=True)
     use_gpu(gpu)
@@ -105,7 +105,7 @@ def prefill(
     pipe: Connection, gpu: int, kind: str, exported: Any, path: str, heads: tuple[int, int] | None = None
 ) -> None:
     """A sender for each engine, until its pipe ends. ``heads``: the first one, and how many: a rank that has these."""
-    _begin(gpu)
+    begin(gpu)
     import cupy
 
     from tests.gpu import delay
@@ -157,12 +157,12 @@ def prefill(
         "sendings": lambda: sum(len(sender._sendings) for sender in senders.values()),
         "close": close,
     }
-    _serve(pipe, orders)
+    serve(pipe, orders)
 
 
 def decode(pipe: Connection, gpu: int, kind: str, path: str) -> None:
     """A receiver in a process of its own."""
-    _begin(gpu)
+    begin(gpu)
     here = GpuDecode(gpu, kind, path)
     loads: list[Any] = []
 
@@ -171,10 +171,10 @@ def decode(pipe: Connection, gpu: int, kind: str, path: str) -> None:
         loads.append(load)
         return given
 
-    _serve(pipe, {"grant": grant, "exported": here.cache.export})
+    serve(pipe, {"grant": grant, "exported": here.cache.export})
 
 
-def _serve(pipe: Connection, orders: dict[str, Callable[..., Any]]) -> None:
+def serve(pipe: Connection, orders: dict[str, Callable[..., Any]]) -> None:
     while True:
         try:
             order, *given = pipe.recv()
