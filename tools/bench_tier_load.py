@@ -86,12 +86,12 @@ def lend(pipe: Connection, spec: KVCacheSpec, num_blocks: int) -> None:
 
 
 @contextlib.contextmanager
-def neighbour(spec: KVCacheSpec, num_blocks: int) -> Iterator[NeighbourEngine]:
+def neighbour(spec: KVCacheSpec, num_blocks: int, threads: int) -> Iterator[NeighbourEngine]:
     pipe, there = multiprocessing.Pipe()
     other = multiprocessing.get_context("spawn").Process(target=lend, args=(there, spec, num_blocks), daemon=True)
     other.start()
     there.close()
-    with contextlib.closing(NeighbourEngine([pipe.recv()])) as engine:
+    with contextlib.closing(NeighbourEngine([pipe.recv()], threads=threads)) as engine:
         yield engine
     pipe.close()
     other.join(WAIT_S)
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--neighbour", action="store_true", help="no files: the host memory of another process")
     parser.add_argument("--products", type=int, nargs="+", default=[1, 2, 4, 8], help="pairs a layer, one model each")
-    parser.add_argument("--threads", type=int, help="calls of the system at once; else the engine's own")
+    parser.add_argument("--threads", type=int, default=8, help="of the engine")
     parser.add_argument("--prefix", type=int, default=16384, help="tokens that come back")
     parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")
     parser.add_argument("--layers", type=int, default=32)
@@ -263,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     rows, options.products, products = [], 1, options.products
     blocks = options.prefix // options.block_size
-    with neighbour(spec, blocks) if options.neighbour else files(spec, blocks, options) as engine:
+    with neighbour(spec, blocks, options.threads) if options.neighbour else files(spec, blocks, options) as engine:
         bench = Bench(options, spec, engine)
         for pairs in products:
             rows.append(measure(bench, options, pairs))

@@ -138,7 +138,7 @@ def test_two_managers() -> None:
             manager.onload(lease.hashes, target).wait(WAIT_S)
         assert_same(bits_of(here.cache), moved(theirs, here.device, at, target))
         assert manager.stats()["tier_hit_blocks"] == len(keys)
-        manager.clear()
+        manager.evict(here.pool.num_blocks)
         assert there.ask("evict", 2 * sources) == len(keys)
         until(lambda: manager.peek(keys) == 0)
         manager.close()
@@ -175,7 +175,7 @@ def test_a_lender_that_is_killed_costs_blocks_and_no_wrong_byte(seed: int) -> No
         for name in spec.tensor_names:
             np.testing.assert_array_equal(actual[name][:, untouched], here.device[name][:, untouched])
         until(lambda: manager.peek(keys) <= len(keys) - len(lost))
-        manager.clear()
+        manager.evict(here.pool.num_blocks)
         until(lambda: here.pool.num_free_blocks == here.pool.num_blocks)
         manager.close()
         print(f"killed: {len(lost)} of {sources} blocks to recompute")
