@@ -30,11 +30,41 @@ from paddle_kv.schedule.scheduler import LayerwiseScheduler
 PIPELINE_BAR = 1.10  # of the load alone, and the layers that arrive with the first one
 
 
+PIPELINE = KVCacheSpec(num_layers=32, num_kv_heads=1, head_dim=128, block_size=16, dtype="bfloat16")
+PIPELINE_BYTES = 512 << 20
+
+
+def saves_behind_layers(pattern: str, repeats: int) -> tuple[float, float]:
+    """The same layers, each marked when it is computed, for as long as its share of a save takes: median milliseconds
+    of the save alone, and of how long the last layer's end is behind its mark."""
+    case = make_case(PIPELINE, pattern, "d2h", PIPELINE_BYTES // (32 * PIPELINE.block_bytes), pinned=True, seed=1)
+    compute, busy = cupy.cuda.Stream(non_blocking=True), CudaClock()
+    alone, behind = [], []
+    with LayerwiseScheduler(
+        case.device_cache, case.host_pool, compute_stream=compute, record_layer_times=True
+    ) as scheduler:
+        for _ in range(repeats + 1):
+            save = scheduler.offload(case.device_ids, case.host_ids)
+            save.wait(60.0)
+            alone.append(save.elapsed_ms)
+            save = scheduler.offload(case.device_ids, case.host_ids, layerwise=True)
+            computed = cupy.cuda.Event()
+            for layer in range(PIPELINE.num_layers):
+                busy.occupy(compute, min(alone) / PIPELINE.num_layers)
+                save.mark_layer_written(layer)
+            computed.record(compute)
+            save.wait(60.0)
+            end_ms = cupy.cuda.runtime.eventElapsedTime(scheduler.origin_event, computed.ptr)
+            behind.append(save.layer_times_ms[-1][1] - end_ms)
+    case.close()
+    return statistics.median(alone[1:]), statistics.median(behind[1:])
+
+
 def pipeline(pattern: str, repeats: int) -> tuple[float, float, float, float]:
     """32 layers of 4 KiB blocks, each computed when it is there, for as long as its share of the load takes: median
     milliseconds of the load alone, of all layers, of the first layer's arrival, and what all layers may take."""
-    spec = KVCacheSpec(num_layers=32, num_kv_heads=1, head_dim=128, block_size=16, dtype="bfloat16")
-    case = make_case(spec, pattern, "h2d", (512 << 20) // (32 * spec.block_bytes), pinned=True, seed=1)
+    spec = PIPELINE
+    case = make_case(spec, pattern, "h2d", PIPELINE_BYTES // (32 * spec.block_bytes), pinned=True, seed=1)
     compute, busy = cupy.cuda.Stream(non_blocking=True), CudaClock()
     marks = [cupy.cuda.Event() for _ in range(3)]
     alone, whole, first = [], [], []
@@ -128,6 +158,8 @@ def main() -> None:
             f"pipeline of 32 layers, {pattern}: load alone {alone_ms:.2f} ms, with as much to compute {whole_ms:.2f} "
             f"({whole_ms / alone_ms:.2f} times; aim: {bar_ms:.2f} ms), the first layer after {first_ms:.2f} ms"
         )
+        alone_ms, behind_ms = saves_behind_layers(pattern, given.repeats)
+        print(f"saves of {pattern}: alone {alone_ms:.2f} ms; layer by layer {behind_ms:.2f} ms behind the last layer")
     if given.csv:
         write_csv(done, given.csv)
 

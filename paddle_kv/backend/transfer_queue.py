@@ -22,7 +22,7 @@ from ..ops import _library
 
 NO_END = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
-FEW_BLOCKS = 1024  # sorted in less time than it takes to get the GIL back
+FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
 
 

@@ -145,7 +145,7 @@ class CacheTransferManager:
             num_host_blocks,
             (local_rank, device_id),
             host_strides_bytes,
-            layout="layer_first" if make_tier is None else "block_first",
+            layout=None if make_tier is None else "block_first",
         )
         with contextlib.ExitStack() as failed:  # closes what was made, in the other order
             failed.enter_context(pool)

@@ -10,6 +10,7 @@ from ..layout import KVCacheSpec
 from ..ops import _arguments as arguments
 
 ROOM_UNIT_BYTES = 4096
+SMALL_BLOCK_BYTES = 24 << 10  # of a tensor; smaller ones move as layers of a block side by side (docs/performance.md)
 HostLayout = Literal["layer_first", "block_first", "page_first_direct"]
 
 
@@ -22,10 +23,16 @@ class Placement:
     first_blocks: dict[str, list[tuple[int, int]]]  # name -> of each layer the piece, and the first byte in it
 
 
-def check_layout(layout: str) -> None:
-    """ValueError unless it is one of ``HostLayout``."""
-    if layout not in get_args(HostLayout):
-        raise ValueError(f"layout = {layout!r} must be 'layer_first', 'block_first' or 'page_first_direct'")
+def check_layout(layout: str | None) -> None:
+    """ValueError unless it is one of ``HostLayout``, or None."""
+    if layout is not None and layout not in get_args(HostLayout):
+        raise ValueError(f"layout = {layout!r} must be 'layer_first', 'block_first', 'page_first_direct' or None")
+
+
+def layout_for(spec: KVCacheSpec) -> HostLayout:
+    """The one in which blocks of this size move best beside a model."""
+    small = spec.block_bytes < SMALL_BLOCK_BYTES * len(spec.tensor_names)
+    return "block_first" if small else "layer_first"
 
 
 def check_room(room_bytes: int, layout: str, *, shared: bool) -> None:

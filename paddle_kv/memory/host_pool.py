@@ -21,7 +21,7 @@ from ..tracking.group import OnItsWay, change, wait_until
 from ..tracking.memories import Extent, attach, interleaved
 from .exported import Exported, describe, refuse_overlap, resolve
 from .free_extents import FreeExtents
-from .host_layout import HostLayout, adopted, check_layout, check_room, placement
+from .host_layout import HostLayout, adopted, check_layout, check_room, layout_for, placement
 from .host_lease import Lease
 from .host_memory import HostMemory, allocate, bytes_at, can_page_lock
 from .shared_memory import SharedMemory
@@ -39,7 +39,8 @@ class HostPool:
         spec: shapes and dtypes.
         num_blocks: blocks of the pool.
         layout: order of the memory. Where the layers of a block are adjacent the GPU's copy engine moves small blocks
-            in large pieces (docs/performance.md), and tiers store a block as one object.
+            in large pieces (docs/performance.md), and tiers store a block as one object. None: "block_first" where
+            blocks of a tensor in a layer have less than 24 KiB on average, else "layer_first".
         shared: in memory that other processes can :meth:`attach`.
         room_bytes: before each block of a "block_first" pool that is not shared: a tier writes the header of an object
             there, which so becomes one buffer. A multiple of 4,096; 4,096 is enough for 163 layers.
@@ -65,14 +66,15 @@ class HostPool:
         spec: KVCacheSpec,
         num_blocks: int,
         *,
-        layout: HostLayout = "layer_first",
+        layout: HostLayout | None = None,
         shared: bool = False,
         room_bytes: int = 0,
     ) -> None:
         check_layout(layout)
         room_bytes = arguments.integer(room_bytes, "room_bytes")
-        check_room(room_bytes, layout, shared=shared)
         self._set_up(spec, num_blocks)
+        layout = layout or layout_for(spec)
+        check_room(room_bytes, layout, shared=shared)
         self.room_bytes = room_bytes
         where = placement(spec, self.num_blocks, layout, room_bytes)
         make = SharedMemory if shared else HostMemory

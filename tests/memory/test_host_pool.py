@@ -208,7 +208,9 @@ def test_a_room_that_is_no_multiple(room):
         HostPool(make_spec(), 3, layout="block_first", room_bytes=room)
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "page_first_direct"}, {"layout": "block_first", "shared": True}])
+@pytest.mark.parametrize(
+    "options", [{"layout": "layer_first"}, {"layout": "page_first_direct"}, {"layout": "block_first", "shared": True}]
+)
 def test_blocks_that_can_have_no_room_before_them(options):
     with pytest.raises(ValueError, match=r"room_bytes = 4096 needs layout='block_first' and shared=False"):
         HostPool(make_spec(), 3, room_bytes=4096, **options)
@@ -227,9 +229,32 @@ def test_room_before_each_block():
         assert pool.room_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "adjacent"),
+    [
+        ({"head_dim": 127}, True),
+        ({"head_dim": 128}, False),  # 24 KiB
+        ({"head_dim": 128, "v_head_dim": 127}, True),  # on average
+        ({"head_dim": 128, "extra": {"scale": ((16,), "float32")}}, True),
+        ({"head_dim": 767, "latent": True}, True),
+        ({"head_dim": 768, "latent": True}, False),
+    ],
+)
+def test_small_blocks_have_their_layers_side_by_side(changes, adjacent):
+    """Unless another layout is asked for."""
+    spec = KVCacheSpec(
+        num_layers=3, num_kv_heads=1 if "latent" in changes else 6, block_size=16, dtype="float16", **changes
+    )
+    name = spec.tensor_names[0]
+    with HostPool(spec, 5) as pool:
+        assert pool.stride_bytes(name) == (3 * spec.block_bytes if adjacent else spec.tensor_block_bytes(name))
+    with HostPool(spec, 5, layout="layer_first") as pool:
+        assert pool.stride_bytes(name) == spec.tensor_block_bytes(name)
+
+
 def test_wrong_layout_and_spec():
     with pytest.raises(
-        ValueError, match=r"layout = 'layers' must be 'layer_first', 'block_first' or 'page_first_direct'"
+        ValueError, match=r"layout = 'layers' must be 'layer_first', 'block_first', 'page_first_direct' or None"
     ):
         HostPool(make_spec(), 3, layout="layers")
     with pytest.raises(TypeError, match=r"spec is dict; a KVCacheSpec is expected"):

@@ -176,10 +176,10 @@ def test_allocation_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(host_pool, "HostMemory", failing)
         if number <= LAYERS:
             with pytest.raises(MemoryError, match="made to fail"):
-                HostPool(SPEC, 4)
+                HostPool(SPEC, 4, layout="layer_first")
             assert set(memories._attached) <= known  # pools of other tests may go meanwhile
         else:
-            pool = HostPool(SPEC, 4)
+            pool = HostPool(SPEC, 4, layout="layer_first")
             assert len(made) == LAYERS and pool.pinned_bytes == 4 * LAYERS * SPEC.block_bytes
             pool.close()
             return

@@ -542,7 +542,7 @@ def test_bad_input(lending: Lending, folder: Path) -> None:
     with pytest.raises(ValueError, match="shared=True"):
         Lender(HostPool(ALIGNED, 2, layout="block_first"), model=b"m")
     with pytest.raises(ValueError, match="block_first"):
-        Lender(HostPool(ODD, 2, shared=True), model=b"m")
+        Lender(HostPool(ODD, 2, layout="layer_first", shared=True), model=b"m")
     with pytest.raises(OSError, match="in use"):
         Lender(pool, model=b"m", path=lender.path)
     folder.chmod(0o755)

@@ -22,14 +22,12 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
       plan(std::move(registered)),
       direction(static_cast<Direction>(given.direction)),
       engine(static_cast<EngineKind>(given.engine)),
-      runs(MergeRuns(given.host_ids, given.device_ids, given.block_count)),
       start_event(given.start_event),
+      host_ids_(given.host_ids, given.host_ids + given.block_count),
+      device_ids_(given.device_ids, given.device_ids + given.block_count),
       first_layer_(given.first_layer),
       end_layer_(given.end_layer),
       block_count_(given.block_count) {
-  if (direction == Direction::kDeviceToHost) {
-    for (Run& run : runs) std::swap(run.source, run.target);
-  }
   const std::int64_t layers = end_layer_ - first_layer_;
   // Whoever wants one event for all may name any number: arithmetic with that would overflow.
   layers_per_event = std::clamp<std::int64_t>(given.layers_per_event, 1, layers);
@@ -38,20 +36,30 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   std::partial_sum(given.waits_per_group, given.waits_per_group + groups, first_wait.begin() + 1);
   wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
   record_events.assign(given.record_events, given.record_events + groups);
+  end_copied_ = groups;
+}
+
+void QueuedTransfer::Prepare() {
+  runs = MergeRuns(host_ids_.data(), device_ids_.data(), block_count_);
+  host_ids_ = device_ids_ = {};
+  if (direction == Direction::kDeviceToHost) {
+    for (Run& run : runs) std::swap(run.source, run.target);
+  }
   // Groups that have to wait for something begin a band.
-  const auto waiting = std::count_if(given.waits_per_group + 1, given.waits_per_group + groups,
-                                     [](std::int64_t waits) { return waits > 0; });
+  std::int64_t waiting = 0;
+  for (std::int64_t group = 1; group < group_count(); ++group) waiting += first_wait[group + 1] > first_wait[group];
   std::int64_t band = LayersOfRows(*plan, kStagedRowBytes[static_cast<int>(direction) % 2]);
   if (direction == Direction::kHostToDevice) {
+    const std::int64_t layers = end_layer_ - first_layer_;
     band = std::min(band, std::max(LayersOfRows(*plan, kShortestLoadedRow), layers / kBandsOfLoad));
   }
   const std::int64_t wanted = (band + layers_per_event - 1) / layers_per_event;
-  groups_per_band_ = std::min(wanted, (groups + waiting) / (1 + waiting));
+  groups_per_band_ = std::min(wanted, (group_count() + waiting) / (1 + waiting));
   sizes_ = SizesOfPieces(*plan, direction, runs, layers_per_band());
-  end_copied_ = groups;
   for (std::int64_t t = 0; t < plan->tensors_per_layer; ++t) {
     layer_bytes_ += plan->tensors[t].block_bytes * block_count_;
   }
+  is_prepared_ = true;
 }
 
 std::int64_t QueuedTransfer::FirstLayer(std::int64_t group) const {

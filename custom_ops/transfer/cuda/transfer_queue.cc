@@ -17,6 +17,15 @@ constexpr std::chrono::microseconds kPoll{50};                // for the end of 
 constexpr std::chrono::milliseconds kComputeSeen{20};         // how long a busy compute stream counts as busy
 constexpr std::chrono::microseconds kLongestWait{1LL << 45};  // a year; more would overflow the clock
 
+Status Prepare(QueuedTransfer& transfer) {
+  try {
+    transfer.Prepare();
+  } catch (const std::bad_alloc&) {
+    return OutOfHostMemory();
+  }
+  return {};
+}
+
 }  // namespace
 
 TransferQueue& TransferQueue::Get() {
@@ -237,6 +246,12 @@ std::shared_ptr<TransferQueue::Stream> TransferQueue::NextInPass() const {
 
 TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
   QueuedTransfer& transfer = stream.transfers.front();
+  if (transfer.IsCopied() && !transfer.is_prepared()) {
+    lock.unlock();
+    const Status prepared = Prepare(transfer);
+    lock.lock();
+    if (!prepared.ok()) transfer.failure = prepared;
+  }
   for (std::int64_t w = transfer.first_wait[transfer.next_group]; w < transfer.first_wait[transfer.next_group + 1];
        ++w) {
     if (events_.IsPending(transfer.wait_events[w])) return Fed::kNothing;

@@ -137,7 +137,7 @@ class _Server:
         self.hits: list[int] = []
         self.tier_hits: list[int] = []
         with ExitStack() as made:  # what is made is closed, also if a later part cannot be made
-            layout: Any = "block_first" if tier_blocks else "layer_first"
+            layout: Any = "block_first" if tier_blocks else None
             pool = made.enter_context(closing(HostPool(spec, capacity_blocks, layout=layout)))
             tier = _tier(made, pool, tier_blocks, folder) if tier_blocks else None
             self._stream = _gpu_stream() if has_gpu() else None

@@ -32,7 +32,12 @@ struct Step {
 
 class QueuedTransfer {
  public:
+  // Does no more than it must: somebody waits for it. Then Prepare, before anything of it is copied.
   QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered);
+
+  // Touches nothing that Drop does. Throws std::bad_alloc.
+  void Prepare();
+  bool is_prepared() const { return is_prepared_; }
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const;
@@ -68,7 +73,7 @@ class QueuedTransfer {
   std::shared_ptr<const TransferPlan> plan;
   Direction direction;
   EngineKind engine;
-  std::vector<Run> runs;  // sorted by host block
+  std::vector<Run> runs;  // sorted by host block; once it is prepared
   std::int64_t layers_per_event;
   std::vector<std::int64_t> wait_events;
   std::vector<std::int64_t> first_wait;  // of each group, and the end
@@ -85,12 +90,15 @@ class QueuedTransfer {
   // Of the groups from this one on that an engine moves together.
   std::int64_t EndOfBand(std::int64_t group, EngineKind by) const;
 
+  bool is_prepared_ = false;
+  std::vector<std::int64_t> host_ids_;  // until it is
+  std::vector<std::int64_t> device_ids_;
   PieceSizes sizes_;
   std::int64_t first_layer_;
   std::int64_t end_layer_;
   std::int64_t layer_bytes_ = 0;
   std::int64_t block_count_;
-  std::int64_t groups_per_band_;
+  std::int64_t groups_per_band_ = 1;
   std::int64_t submitted_blocks_ = 0;  // of the next group, or of the next band
   std::size_t next_run_ = 0;           // with the first block of it that is not
   std::int64_t next_in_run_ = 0;
