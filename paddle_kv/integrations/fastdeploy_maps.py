@@ -22,7 +22,7 @@ def adopt(
     num_host_blocks: int,
     owner: tuple[int, int],
     host_strides_bytes: Mapping[str, int] | None,
-    layout: HostLayout,
+    layout: HostLayout | None,
 ) -> tuple[DeviceCache, HostPool]:
     """``owner``: rank and device; ``layout``: of memory that is allocated here. See
     :meth:`CacheTransferManager.from_maps`."""

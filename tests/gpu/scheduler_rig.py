@@ -84,7 +84,7 @@ class GpuRig:
     def __init__(self, spec: KVCacheSpec | None = None, *, device_blocks: int = 9, host_blocks: int = 11, **pool: Any):
         self.spec = spec or make_spec(num_layers=3)
         self.cache = DeviceCache(self.spec, device_blocks, "gpu:0")
-        self.pool = HostPool(self.spec, host_blocks, **pool)
+        self.pool = HostPool(self.spec, host_blocks, **{"layout": "layer_first", **pool})
         self.device = random_bits(self.spec, device_blocks, 1)
         self.host = random_bits(self.spec, host_blocks, 2)
         self.compute = cupy.cuda.Stream(non_blocking=True)

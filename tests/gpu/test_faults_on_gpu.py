@@ -76,7 +76,7 @@ def test_each_pinned_allocation_that_fails(rig, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(host_memory, "_page_lock_functions", lambda: (counted, remove))
             try:
-                pool = HostPool(spec, 7)
+                pool = HostPool(spec, 7, layout="layer_first")  # a piece for each layer
             except MemoryError as error:
                 asked = 7 * 3 * spec.block_bytes
                 assert f"{asked} bytes of page-locked host memory were asked for" in str(error)

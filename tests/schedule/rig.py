@@ -121,7 +121,7 @@ class Rig:
     ):
         self.spec = spec or make_spec()
         self.cache = DeviceCache(self.spec, device_blocks, "cpu", shared=shared_cache)
-        self.pool = HostPool(self.spec, host_blocks, **pool)
+        self.pool = HostPool(self.spec, host_blocks, **{"layout": "layer_first", **pool})
         self.device = random_bits(self.spec, device_blocks, 1)
         self.host = random_bits(self.spec, host_blocks, 2)
         set_cache(self.cache, self.device)
