@@ -318,6 +318,7 @@ def test_a_hello_is_of_memory_of_that_process_and_size() -> None:
         ]
         for number, changes in enumerate(wrong):
             assert hearing.hear(hearing.hello(**changes)) == number + 1, changes
+            hearing.neighbour._line = hearing.line  # it is called again
             assert hearing.neighbour.memory is None
         assert hearing.hear(encode("news", added=[], removed=[], is_all=True)) == len(wrong) + 1  # nobody yet
         assert hearing.hear(hearing.hello()) == len(wrong) + 1
