@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paddle_kv.testing.tiers.rig import WAIT_S
-from paddle_kv.tiers import Outcome
+from paddle_kv.tiers import Outcome, at_exit
 from paddle_kv.tiers.neighbours import NeighbourEngine
 from paddle_kv.tiers.neighbours import engine as engine_module
 from paddle_kv.tiers.neighbours.messages import MOST_NAMES
@@ -326,6 +326,7 @@ def test_a_wrong_time_closes_nothing() -> None:
 def test_an_engine_is_closed_behind_its_block() -> None:
     with NeighbourEngine(["nobody"]) as engine:
         assert len(engine._threads) == 2
+        assert engine in at_exit.engines  # closes it where nobody does
     assert not engine._loop._thread.is_alive()
     with NeighbourEngine(["nobody"], threads=engine_module.MOST_THREADS) as engine:
         assert len(engine._threads) == 64
