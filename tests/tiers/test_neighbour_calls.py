@@ -210,6 +210,17 @@ def test_memory_that_cannot_be_mapped_is_asked_for_again(caplog: pytest.LogCaptu
         assert reader.neighbour.asked
 
 
+def test_what_goes_on_is_complained_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with played() as reader:
+        for again in (1, 2):
+            for host in ("another", "another", "a third"):
+                reader.neighbour._ended(reader.line)
+                reader.neighbour._line = reader.line = FakeLine()
+                reader.hear(reader.hello(host=host))
+            assert [record.getMessage()[-9:] for record in caplog.records] == ["'another'", "'a third'"] * again
+            reader.come_back()
+
+
 # ---- what it is told ----
 def test_all_is_told_when_the_lender_says_so() -> None:
     with played() as reader:

@@ -21,6 +21,7 @@ from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S
 from paddle_kv.tiers.neighbours import Lender
 from paddle_kv.tiers.neighbours.messages import ABSENT, BUSY, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
 from paddle_kv.tiers.neighbours.neighbour import Answer, Neighbour
+from paddle_kv.tracking.keeper import log
 from tests.peers.test_messages import damaged
 
 WRONG: list[Any] = [None, True, -1, 1.0, 1e999, 1 << 70, "", "1", [], [1], {}, "x" * 300, "é" * 32, 6, 99, "ab" * 17]
@@ -377,14 +378,20 @@ def test_the_longest_messages_fit() -> None:
         "a" * 31,
         "zz" * 16,
         "é" * 32,
-        *(blank.join(["ab" * 15, ""]) + blank for blank in " \t\n\r"),
+        *(f"{'ab' * 15}{blank}{blank}" for blank in " \t\n\r"),
+        " ".join(["ab" * 16] * 2),
+        f"{'ab' * 16}\t",
     ],
 )
-def test_what_are_no_names_is_refused(text: str) -> None:
+def test_what_are_no_names_is_refused(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", log.name)
+
     def news(added: str) -> dict[str, Any] | None:
         return heard(sealed({"kind": "news", "added": added, "removed": "", "is_all": False}), TO_READER)
 
     assert news(text) is None
+    [record] = caplog.records
+    assert record.getMessage().startswith("a message was refused: n")  # and why
     found = news("AB" * 32)
     assert found is not None
     assert found["added"] == [b"\xab" * 16] * 2

@@ -97,6 +97,7 @@ class Neighbour:
         self._loop, self._changed = loop, changed
         self._line: Line | None = None
         self._retry_s = FIRST_RETRY_S
+        self._complaint: str | None = None
         self._questions: dict[int, _Question] = {}
         self._num_asked = 0
         self._num_heard = 0
@@ -123,7 +124,7 @@ class Neighbour:
             if connecting is not None:
                 connecting.close()
             if getattr(error, "errno", None) not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
-                log.warning("the neighbour at %s cannot be reached: %s", self.path, error)
+                self._complain(f"the neighbour at {self.path} cannot be reached: {error}")
             self._call_later()
             return
         self._line = line
@@ -144,6 +145,12 @@ class Neighbour:
     def close(self) -> None:
         self._closed = True
         self._hang_up()
+
+    def _complain(self, text: str) -> None:
+        """Once, though it is called again and again."""
+        if text != self._complaint:
+            self._complaint = text
+            log.warning("%s", text)
 
     def _call_later(self) -> None:
         self._loop.later(self._retry_s, self.call)
@@ -213,9 +220,10 @@ class Neighbour:
                 for given, size in zip((blocks, headers), sizes, strict=True)
             ]
         except (AttachError, MemoryError) as error:
-            log.warning("the memory of the neighbour at %s cannot be used: %s", self.path, error)
+            self._complain(f"the memory of the neighbour at {self.path} cannot be used: {error}")
             self._ended(line)  # it may be for want of descriptors, of which there are more later
             return False
+        self._complaint = None
         self.memory = Memory(there, above, num_blocks)
         self._retry_s = FIRST_RETRY_S
         line.send(encode("more"))
