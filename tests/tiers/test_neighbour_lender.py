@@ -188,6 +188,7 @@ def test_what_comes_and_goes_unheard_is_not_told(lender: Lender) -> None:
         wait_for_thread(lender)
     hears(lender, line, encode("more"))
     assert [(len(one["added"]), len(one["removed"])) for one in line.heard[1:]] == [(0, 0), (32, 0), (0, 32)]
+    hears(lender, line, encode("more"))  # it waits for more
     lender._listening.post(lambda: (lender.lend([b"one"], [1]), lender.take_back([b"one"])))
     wait_for_thread(lender)
     wait_for_thread(lender)  # and what that left for it
