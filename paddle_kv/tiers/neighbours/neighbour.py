@@ -17,11 +17,10 @@ from ...peers.connection import Line, Loop
 from ...peers.unix_socket import check_user
 from ...tracking.keeper import log
 from ..protocol import Read
-from .messages import ABSENT, BUSY, MOST_NUMBER, TO_READER, VERSION, encode, heard
+from .messages import ABSENT, BUSY, TO_READER, VERSION, encode, heard
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0  # until it is called again
 ANSWER_S = 2.0  # what has not been answered by then is not waited for
-_TOKEN_CHARACTERS = 32
 
 
 class Memory:
@@ -246,7 +245,8 @@ class Neighbour:
         if question is None:
             return number < self._num_asked  # given up meanwhile
         memory = self.memory
-        if memory is None or len(blocks) != len(question.items):
+        assert memory is not None  # of whom has been asked
+        if len(blocks) != len(question.items):
             return False
         if not all(type(one) is int and BUSY <= one < memory.num_blocks for one in blocks):
             return False
@@ -266,6 +266,4 @@ def _handle(given: list[Any], process_id: int, size_bytes: int) -> SharedHandle:
     kinds = [type(one) for one in given]
     if kinds != [int, int, str, int] or given[0] != process_id or given[3] != size_bytes:
         raise AttachError(f"{given!r} is no memory of {size_bytes} bytes of process {process_id}")
-    if not 0 <= given[1] < MOST_NUMBER or len(given[2]) != _TOKEN_CHARACTERS:
-        raise AttachError(f"{given!r} names no memory")
     return SharedHandle(*given)
