@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import resource
@@ -127,6 +128,28 @@ def test_a_socket_that_nobody_serves_is_replaced_once(
     with socket.socket(socket.AF_UNIX) as sender:
         sender.connect(str(path))
     listener.close()
+
+
+def test_a_child_that_was_forked_while_a_listener_was_made_keeps_nobody_waiting(
+    decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    flock, kept = fcntl.flock, list[int]()
+
+    def lock(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        kept.append(os.dup(descriptor))  # as the child has it
+
+    monkeypatch.setattr(unix_socket, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": lock}))
+    first = Listener(decode.receiver, tmp_path / "first")
+    monkeypatch.undo()
+    second = threading.Thread(target=lambda: Listener(decode.receiver, tmp_path / "second").close(), daemon=True)
+    second.start()
+    second.join(WAIT_S / 4)
+    assert not second.is_alive()
+    first.close()
+    for descriptor in kept:
+        os.close(descriptor)
 
 
 def test_a_socket_is_removed_while_it_is_served(
