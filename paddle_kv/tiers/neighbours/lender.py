@@ -229,7 +229,7 @@ class Lender:
             reads, reader.reads = list(reader.reads.values()), {}
             change(self.pool.domain, functools.partial(self._lent.end, reads))
 
-    lost = gone
+    lost = gone  # of one that holds, which none does
 
     def _take(self, line: Line, message: dict[str, Any]) -> bool:
         """Whether it makes sense now."""
