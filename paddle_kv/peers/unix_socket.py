@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import selectors
 import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from ..errors import PeerError
@@ -60,10 +61,12 @@ class Listening:
         self._lines: set[Line] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            _check_private(os.path.dirname(os.path.abspath(self.path)))
-            _bind(self._socket, self.path)
-            self._identity = _identity(self.path)
-            self._socket.listen()
+            folder = os.path.dirname(os.path.abspath(self.path))
+            _check_private(folder)
+            with _alone_in(folder):
+                _bind(self._socket, self.path)
+                self._identity = _identity(self.path)
+                self._socket.listen()
             self._socket.setblocking(False)
         except BaseException:
             self._socket.close()
@@ -101,11 +104,10 @@ class Listening:
             line._close()
         self._loop.forget(self._socket)
         if self._socket.fileno() >= 0:
-            is_mine = _identity(self.path) == self._identity  # somebody may have removed it, and another one come
-            self._socket.close()
-            if is_mine:
+            if _identity(self.path) == self._identity:  # somebody may have removed it, and another one come
                 with contextlib.suppress(FileNotFoundError):  # whoever did not wait has removed the folder
-                    os.unlink(self.path)
+                    os.unlink(self.path)  # while it is served: else another one might have replaced it by now
+            self._socket.close()
         self._remove_folder()
 
     def _remove_folder(self) -> None:
@@ -262,6 +264,18 @@ def _check_private(folder: str) -> None:
             f"the folder {folder!r} has mode {stat.S_IMODE(found.st_mode):o} and user {found.st_uid}; "
             f"700 and {os.geteuid()} are expected"
         )
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str) -> Iterator[None]:
+    """Two processes that found the same socket served by nobody would replace each other's."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
+        os.close(descriptor)
 
 
 def _bind(listening: socket.socket, path: str) -> None:

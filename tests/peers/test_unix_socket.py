@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import resource
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +93,80 @@ def test_a_socket_that_nobody_serves_is_replaced_and_nothing_else(decode: Decode
     with pytest.raises(OSError, match="in use"):
         Listener(decode.receiver, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_socket_that_nobody_serves_is_replaced_once(
+    decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though two find it at the same time."""
+    tmp_path.chmod(0o700)
+    path = tmp_path / "left"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    made: list[Listener | OSError] = []
+
+    def make() -> None:
+        try:
+            made.append(Listener(decode.receiver, path))
+        except OSError as error:
+            made.append(error)
+
+    other = threading.Thread(target=make)
+
+    def is_served(path: str) -> bool:
+        monkeypatch.undo()
+        served = unix_socket._is_served(path)
+        other.start()
+        other.join(SHORT_S)  # it waits, or has replaced the socket
+        return served
+
+    monkeypatch.setattr(unix_socket, "_is_served", is_served)
+    make()
+    other.join(WAIT_S)
+    [listener] = [one for one in made if isinstance(one, Listener)]
+    assert len(made) == 2
+    with socket.socket(socket.AF_UNIX) as sender:
+        sender.connect(str(path))
+    listener.close()
+
+
+def test_a_child_that_was_forked_while_a_listener_was_made_keeps_nobody_waiting(
+    decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    flock, kept = fcntl.flock, list[int]()
+
+    def lock(descriptor: int, operation: int) -> None:
+        flock(descriptor, operation)
+        kept.append(os.dup(descriptor))  # as the child has it
+
+    monkeypatch.setattr(unix_socket, "fcntl", SimpleNamespace(**vars(fcntl) | {"flock": lock}))
+    first = Listener(decode.receiver, tmp_path / "first")
+    monkeypatch.undo()
+    second = threading.Thread(target=lambda: Listener(decode.receiver, tmp_path / "second").close(), daemon=True)
+    second.start()
+    second.join(WAIT_S / 4)
+    assert not second.is_alive()
+    first.close()
+    for descriptor in kept:
+        os.close(descriptor)
+
+
+def test_a_socket_is_removed_while_it_is_served(
+    decode: Decode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nobody replaces it before, whose socket would be removed."""
+    tmp_path.chmod(0o700)
+    listener, unlink, found = Listener(decode.receiver, tmp_path / "socket"), os.unlink, list[bool]()
+
+    def look(path: str) -> None:
+        found.append(unix_socket._is_served(path))
+        unlink(path)
+
+    monkeypatch.setattr(unix_socket, "os", SimpleNamespace(**vars(os) | {"unlink": look}))
+    listener.close()
+    assert found == [True]
+    assert not (tmp_path / "socket").exists()
 
 
 def test_a_socket_of_another_one_is_left(decode: Decode, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def stop_a_lender(at: int, sign: int = signal.SIGKILL) -> str:
         stack.callback(engine.close, WAIT_S)
         rig = Rig(engine)
         stack.callback(rig.close)
-        until(lambda: engine._neighbours[0].names or engine._neighbours[0]._line is None or at < 6)
+        until(lambda: engine._neighbours[0].names or other.process.exitcode is not None or at < 6)
         job = Job(KEYS, TARGETS, timeout_s=2.0)
         rig.rows[:] = POISON
         rig.tier.load([job])

@@ -16,11 +16,12 @@ import pytest
 
 from paddle_kv import HostPool
 from paddle_kv.memory.shared_memory import host_identity
-from paddle_kv.peers.messages import MOST_BYTES
+from paddle_kv.peers.messages import MOST_BYTES, sealed
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S
 from paddle_kv.tiers.neighbours import Lender
 from paddle_kv.tiers.neighbours.messages import ABSENT, BUSY, MOST_NAMES, TO_LENDER, TO_READER, VERSION, encode, heard
 from paddle_kv.tiers.neighbours.neighbour import Answer, Neighbour
+from paddle_kv.tracking.keeper import log
 from tests.peers.test_messages import damaged
 
 WRONG: list[Any] = [None, True, -1, 1.0, 1e999, 1 << 70, "", "1", [], [1], {}, "x" * 300, "é" * 32, 6, 99, "ab" * 17]
@@ -309,7 +310,9 @@ def test_a_hello_is_of_memory_of_that_process_and_size() -> None:
             {"blocks": headers},
             {"blocks": [blocks[0] + 1, *blocks[1:]]},
             {"blocks": [1, *blocks[1:]]},
-            {"blocks": [blocks[0], -1, *blocks[2:]]},
+            {"blocks": [blocks[0], -1, "0" * 32, blocks[3]]},
+            {"blocks": [blocks[0], 10**300, "0" * 32, blocks[3]]},
+            {"blocks": [*blocks[:2], "", blocks[3]]},
             {"blocks": [*blocks[:2], "0" * 32, blocks[3]]},
             {"blocks": [*blocks[:2], "../" + "0" * 29, blocks[3]]},
             {"blocks": [*blocks[:2], blocks[2], float(blocks[3])]},
@@ -318,6 +321,7 @@ def test_a_hello_is_of_memory_of_that_process_and_size() -> None:
         ]
         for number, changes in enumerate(wrong):
             assert hearing.hear(hearing.hello(**changes)) == number + 1, changes
+            hearing.neighbour._line = hearing.line  # it is called again
             assert hearing.neighbour.memory is None
         assert hearing.hear(encode("news", added=[], removed=[], is_all=True)) == len(wrong) + 1  # nobody yet
         assert hearing.hear(hearing.hello()) == len(wrong) + 1
@@ -366,3 +370,55 @@ def test_the_longest_messages_fit() -> None:
         assert heard(data, kinds) is not None
     assert heard(encode("read", number=0, names=[*names, b"x" * 16], timeout_ms=1), TO_LENDER) is None
     assert heard(encode("lent", number=0, blocks=[0] * (MOST_NAMES + 1)), TO_READER) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ab" * 15,
+        "ab" * 17,
+        "a" * 31,
+        "zz" * 16,
+        "é" * 32,
+        *(f"{'ab' * 15}{blank}{blank}" for blank in " \t\n\r"),
+        " ".join(["ab" * 16] * 2),
+        f"{'ab' * 16}\t",
+    ],
+)
+def test_what_are_no_names_is_refused(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", log.name)
+
+    def news(added: str) -> dict[str, Any] | None:
+        return heard(sealed({"kind": "news", "added": added, "removed": "", "is_all": False}), TO_READER)
+
+    assert news(text) is None
+    [record] = caplog.records
+    assert record.getMessage().startswith("a message was refused: n")  # and why
+    found = news("AB" * 32)
+    assert found is not None
+    assert found["added"] == [b"\xab" * 16] * 2
+
+
+def test_numbers_are_in_their_range() -> None:
+    def lent(number: int, blocks: Any) -> dict[str, Any] | None:
+        return heard(encode("lent", number=number, blocks=blocks), TO_READER)
+
+    def read(timeout_ms: int) -> dict[str, Any] | None:
+        return heard(encode("read", number=0, names=[], timeout_ms=timeout_ms), TO_LENDER)
+
+    most = (1 << 53) - 1
+    assert [lent(number, []) is not None for number in (-1, 0, most, most + 1)] == [False, True, True, False]
+    assert [read(number) is not None for number in (-1, 0, most, most + 1)] == [False, True, True, False]
+    assert [lent(0, [1] * count) is not None for count in (0, MOST_NAMES, MOST_NAMES + 1)] == [True, True, False]
+    values: dict[str, Any] = {"num_blocks": 1, "block_bytes": 1, "header_bytes": 1, "version": 0}
+    for name, least in values.items():
+        for wrong in (least - 1, most + 1):
+            changed = {**values, name: wrong}
+            assert heard(encode("hello", host="", blocks=[], headers=[], **changed), TO_READER) is None
+    for name in ("blocks", "headers"):
+        for count in (MOST_NAMES, MOST_NAMES + 1):
+            lists = {"blocks": [], "headers": [], name: [1] * count}
+            found = heard(encode("hello", host="", **lists, **values), TO_READER)
+            assert (found is not None) == (count == MOST_NAMES)
+    hello = heard(encode("hello", host="h", blocks=[3], headers=[4], **values), TO_READER)
+    assert hello == {"kind": "hello", "host": "h", "blocks": [3], "headers": [4], **values}

@@ -590,7 +590,11 @@ def test_a_forked_child_has_neither(lending: Lending, reading: Reading) -> None:
     child = os.fork()
     if child == 0:
         code = 0
-        for call in (lambda: lending.lender.lend([b"c"], [9]), lambda: reading.engine.read([])):
+        for call in (
+            lambda: lending.lender.lend([b"c"], [9]),
+            lambda: reading.engine.read([]),
+            lambda: reading.engine.write([]),
+        ):
             try:
                 call()
                 code = 1

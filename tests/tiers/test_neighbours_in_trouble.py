@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from paddle_kv.errors import AttachError
 from paddle_kv.testing.tiers.rig import WAIT_S
 from paddle_kv.tiers import Job, Outcome
 from paddle_kv.tiers.neighbours import NeighbourEngine
@@ -59,10 +60,21 @@ def test_no_descriptor_for_a_call(lending: Lending, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EMFILE, "Too many open files")
 
     # For the reader alone: the lender's thread uses the module too.
-    sockets = SimpleNamespace(AF_UNIX=socket.AF_UNIX, SOCK_STREAM=socket.SOCK_STREAM, socket=none_left)
+    sockets = SimpleNamespace(AF_UNIX=socket.AF_UNIX, socket=none_left)
     monkeypatch.setattr("paddle_kv.tiers.neighbours.neighbour.socket", sockets)
     with NeighbourEngine([lending.lender.path]) as engine:
         engine.wait_connected(WAIT_S)  # it is called again
+
+
+def test_no_descriptor_for_the_memory_of_a_lender(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: Any) -> None:
+        monkeypatch.undo()
+        raise AttachError("the memory cannot be opened: Too many open files")
+
+    monkeypatch.setattr("paddle_kv.tiers.neighbours.neighbour.map_shared", none_left)
+    with NeighbourEngine([lending.lender.path]) as engine:
+        engine.wait_connected(WAIT_S)  # it is called again
+        until(lambda: lending.lender.stats()["readers"] == 1)  # as one who hung up, and comes again
 
 
 def test_a_load_that_cannot_wait_costs_others_nothing(lending: Lending, reading: Reading) -> None:

@@ -261,9 +261,14 @@ class NeighbourEngine:
             log.exception("an error while blocks came from a neighbour")
             ended([(item, Outcome.FAILED) for item, _ in part])
             return []
-        more = [go and stage + 1 < item.num_stages for go, (item, _) in zip(going_on, wanted, strict=True)]
-        ended([*over, *((item, Outcome.DONE) for go, (item, _) in zip(more, wanted, strict=True) if not go)])
-        return [one for go, one in zip(more, wanted, strict=True) if go]
+        left: list[tuple[Read, int]] = []
+        for one, go in zip(wanted, going_on, strict=True):
+            if go and stage + 1 < one[0].num_stages:
+                left.append(one)
+            else:
+                over.append((one[0], Outcome.DONE))
+        ended(over)
+        return left
 
 
 def _parts(work: _Work) -> list[list[tuple[Read, int]]]:

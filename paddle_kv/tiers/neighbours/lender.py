@@ -52,8 +52,8 @@ class Lender:
     A manager that is given it, ``KVOffloadManager(scheduler, lender=lender)``, lends all that is in host memory. A
     server that keeps its own books calls :meth:`lend` and :meth:`take_back`. Any thread may call.
 
-    A block that a neighbour reads is leased for reading, for ten seconds at most; half of the pool at most is leased
-    at a time. A read copies: nothing of the neighbour's touches the block behind that.
+    A block that a neighbour reads is leased for reading, for ten seconds at most; half of the pool at most (one block,
+    if it has no more) is leased at a time. A read copies: nothing of the neighbour's touches the block behind that.
 
     Args:
         pool: ``HostPool(..., layout="block_first", shared=True)``.
@@ -223,14 +223,13 @@ class Lender:
     def holds(self, line: Line) -> bool:
         return False  # it only reads: what it still copies its own tier finds to be damaged
 
-    def lost(self, line: Line) -> None:
-        self.gone(line)
-
     def gone(self, line: Line) -> None:
         reader = self._readers.pop(line, None)
         if reader is not None:
             reads, reader.reads = list(reader.reads.values()), {}
             change(self.pool.domain, functools.partial(self._lent.end, reads))
+
+    lost = gone  # of one that holds, which none does
 
     def _take(self, line: Line, message: dict[str, Any]) -> bool:
         """Whether it makes sense now."""

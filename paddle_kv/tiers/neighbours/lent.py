@@ -13,7 +13,7 @@ from ...memory.shared_memory import SharedMemory
 from ..object_format import ObjectFormat
 from .messages import ABSENT, BUSY
 
-LEASED_SHARE = 0.5  # of the pool at most: the rest can be written
+LEASED_SHARE = 0.5  # of the pool at most, but for one block: the rest can be written
 
 
 class Pins(Protocol):
@@ -74,7 +74,9 @@ class Lent:
             before = self.objects.get(name)
             if before is not None:  # nobody hears that it was not lent for a moment
                 del self._names[before.block_id]
-            self._remove(self._names.get(block_id))
+            other = self._names.get(block_id)
+            if other is not None:
+                self._remove(other)
             self.objects[name] = Object(key, block_id)
             self._names[block_id] = name
             self._told(name, True)
@@ -88,16 +90,16 @@ class Lent:
         for name in list(self.objects):
             self._remove(name)
 
-    def _remove(self, name: bytes | None) -> None:
-        found = self.objects.pop(name, None) if name is not None else None
-        if found is not None and name is not None:
+    def _remove(self, name: bytes) -> None:
+        found = self.objects.pop(name, None)
+        if found is not None:
             del self._names[found.block_id]
             self._told(name, False)
 
     # ---- readers ----
     def lease(self, names: Sequence[bytes]) -> tuple[list[int], Leased]:
         """The block of each, or why not. Those blocks stay as they are until :meth:`end`."""
-        room = int(self._pool.num_blocks * LEASED_SHARE) - self.num_leased
+        room = max(1, int(self._pool.num_blocks * LEASED_SHARE)) - self.num_leased
         answers: list[int] = []
         leased = Leased([], self.pins)
         domain = self._pool.domain

@@ -74,7 +74,7 @@ def heard(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any] 
 
 
 def _names(text: str) -> Sequence[bytes]:
-    if len(text) % (2 * NAME_BYTES) or len(text) > 2 * NAME_BYTES * MOST_NAMES or not text.isascii() or " " in text:
+    together = bytes.fromhex(text)  # which passes over any white space
+    if 2 * len(together) != len(text) or len(together) % NAME_BYTES or len(together) > MOST_NAMES * NAME_BYTES:
         raise ValueError("not the names of objects")
-    together = bytes.fromhex(text)
     return [together[at : at + NAME_BYTES] for at in range(0, len(together), NAME_BYTES)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from ...peers.connection import Line, Loop
 from ...peers.unix_socket import check_user
 from ...tracking.keeper import log
 from ..protocol import Read
-from .messages import ABSENT, BUSY, MOST_NUMBER, TO_READER, VERSION, encode, heard
+from .messages import ABSENT, BUSY, TO_READER, VERSION, encode, heard
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 5.0  # until it is called again
 ANSWER_S = 2.0  # what has not been answered by then is not waited for
-_TOKEN_CHARACTERS = 32
 
 
 class Memory:
@@ -30,10 +28,11 @@ class Memory:
 
     def __init__(self, blocks: SharedMemory, headers: SharedMemory, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._blocks = blocks.array().reshape(num_blocks, -1)
-        self._headers = headers.array().reshape(num_blocks, -1)
-        self.block_bytes, self.header_bytes = self._blocks.shape[1], self._headers.shape[1]
-        self.object_bytes = self.header_bytes + self.block_bytes
+        self.header_bytes = headers.size_bytes // num_blocks
+        block_bytes = blocks.size_bytes // num_blocks
+        self.object_bytes = self.header_bytes + block_bytes
+        self._blocks = blocks.array().reshape(num_blocks, block_bytes)
+        self._headers = headers.array().reshape(num_blocks, self.header_bytes)
 
     def copy(self, block_id: int, offset: int, targets: Sequence[memoryview]) -> None:
         """Bytes of the object in a block, from ``offset`` on, into the targets, one behind the other. None of them has
@@ -97,9 +96,10 @@ class Neighbour:
         self._loop, self._changed = loop, changed
         self._line: Line | None = None
         self._retry_s = FIRST_RETRY_S
+        self._complaint: str | None = None
         self._questions: dict[int, _Question] = {}
-        self._numbers = itertools.count()
-        self._num_asked = self._num_heard = 0
+        self._num_asked = 0
+        self._num_heard = 0
         self._closed = False
 
     @property
@@ -114,7 +114,7 @@ class Neighbour:
             return
         connecting = None
         try:
-            connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connecting = socket.socket(socket.AF_UNIX)
             connecting.setblocking(False)  # a lender that is stopped takes no connections
             connecting.connect(self.path)
             line = Line(self._loop, connecting, self._heard, self._ended)
@@ -123,7 +123,7 @@ class Neighbour:
             if connecting is not None:
                 connecting.close()
             if getattr(error, "errno", None) not in (errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN):
-                log.warning("the neighbour at %s cannot be reached: %s", self.path, error)
+                self._complain(f"the neighbour at {self.path} cannot be reached: {error}")
             self._call_later()
             return
         self._line = line
@@ -132,8 +132,9 @@ class Neighbour:
 
     def ask(self, items: list[Read], timeout_s: float, answered: Callable[[Answer | None], object]) -> None:
         """Whether these can be read for so long. ``answered`` is called once; None: it has not answered."""
-        number = self._num_asked = next(self._numbers)
         assert self._line is not None
+        number = self._num_asked
+        self._num_asked += 1
         self._questions[number] = _Question(items, answered)
         names = [item.name for item in items]
         self._line.send(encode("read", number=number, names=names, timeout_ms=int(timeout_s * 1000)))
@@ -144,25 +145,31 @@ class Neighbour:
         self._closed = True
         self._hang_up()
 
+    def _complain(self, text: str) -> None:
+        """Once, though it is called again and again."""
+        if text != self._complaint:
+            self._complaint = text
+            log.warning("%s", text)
+
     def _call_later(self) -> None:
-        if not self._closed:
-            self._loop.later(self._retry_s, self.call)
-            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+        self._loop.later(self._retry_s, self.call)
+        self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
 
     def _give_up(self, number: int, line: Line, rest_s: float) -> None:
-        question = self._questions.pop(number, None) if line is self._line else None
+        question = self._questions.pop(number, None)
         if question is not None:
             if rest_s > 0:  # those who asked could not wait longer; others may
-                self._loop.later(rest_s, functools.partial(self._leave_alone, line, self._num_heard))
+                self._loop.later(rest_s, functools.partial(self._leave_alone, self._num_heard))
             else:
                 self.silent = True
             self.errors += 1
             line.send(encode("done", number=number))  # if it is only slow
             question.answered(None)
 
-    def _leave_alone(self, line: Line, num_heard: int) -> None:
+    def _leave_alone(self, num_heard: int) -> None:
         """Unless it has said anything since."""
-        self.silent = self.silent or (line is self._line and num_heard == self._num_heard)
+        if num_heard == self._num_heard:
+            self.silent = True
 
     def _ended(self, line: Line) -> None:
         if line is self._line:
@@ -212,8 +219,10 @@ class Neighbour:
                 for given, size in zip((blocks, headers), sizes, strict=True)
             ]
         except (AttachError, MemoryError) as error:
-            log.warning("the memory of the neighbour at %s cannot be used: %s", self.path, error)
+            self._complain(f"the memory of the neighbour at {self.path} cannot be used: {error}")
+            self._ended(line)  # it may be for want of descriptors, of which there are more later
             return False
+        self._complaint = None
         self.memory = Memory(there, above, num_blocks)
         self._retry_s = FIRST_RETRY_S
         line.send(encode("more"))
@@ -234,9 +243,10 @@ class Neighbour:
     def _lent(self, line: Line, number: int, blocks: list[Any]) -> bool:
         question = self._questions.get(number)
         if question is None:
-            return number <= self._num_asked  # given up meanwhile
+            return number < self._num_asked  # given up meanwhile
         memory = self.memory
-        if memory is None or len(blocks) != len(question.items):
+        assert memory is not None  # of whom has been asked
+        if len(blocks) != len(question.items):
             return False
         if not all(type(one) is int and BUSY <= one < memory.num_blocks for one in blocks):
             return False
@@ -256,6 +266,4 @@ def _handle(given: list[Any], process_id: int, size_bytes: int) -> SharedHandle:
     kinds = [type(one) for one in given]
     if kinds != [int, int, str, int] or given[0] != process_id or given[3] != size_bytes:
         raise AttachError(f"{given!r} is no memory of {size_bytes} bytes of process {process_id}")
-    if not 0 <= given[1] < MOST_NUMBER or len(given[2]) != _TOKEN_CHARACTERS:
-        raise AttachError(f"{given!r} names no memory")
     return SharedHandle(*given)
