@@ -194,12 +194,12 @@ void AnUrgentTransferThatComesMeanwhileIsSubmittedNext() {
   CHECK(log.size() == 2 && log[0].plan_blocks == load.blocks);
 }
 
-// Blocks whose 16 layers of 16 KiB lie side by side on the host: a load has bands of 4 of them, a save of all.
+// Blocks whose layers of 16 KiB lie side by side on the host: 16 layers are one band of a save, four of a load.
 struct BlockFirstPlan {
   std::int64_t number = next_plan++;
-  std::int64_t layers = 16;
+  const std::int64_t layers;
 
-  BlockFirstPlan() {
+  explicit BlockFirstPlan(std::int64_t layer_count) : layers(layer_count) {
     constexpr std::int64_t kBytes = 16 << 10;
     auto plan = std::make_shared<TransferPlan>();
     plan->device = 0;
@@ -218,7 +218,7 @@ struct BlockFirstPlan {
 
 // What waits begins a band, and those before it are made no longer than all are on average.
 void BandsBeginWhereATransferHasToWait() {
-  BlockFirstPlan plan;
+  BlockFirstPlan plan(16), deep(64);
   OpenStream stream;
   Event mark;
   cudaEventRecord(mark.event, stream.stream);
@@ -241,13 +241,25 @@ void BandsBeginWhereATransferHasToWait() {
   };
   const Direction load = Direction::kHostToDevice, save = Direction::kDeviceToHost;
   CHECK(layers_per_band(load, 1, {}, 1) == 4 && layers_per_band(save, 1, {}, 1) == 16);
-  CHECK(layers_per_band(save, 1, {0}, 1) == 16);  // the first one begins a band anyway
+  CHECK(Log().back().engine == EngineKind::kStaging);  // the rows of a band are large enough
+  CHECK(layers_per_band(save, 1, {0}, 1) == 16);       // the first one begins a band anyway
   for (const std::size_t times : {1, 2}) {
     CHECK(layers_per_band(save, 1, {1}, times) == 8 && layers_per_band(save, 1, {15}, times) == 8);
     CHECK(layers_per_band(save, 1, {0, 1, 9}, times) == 6);
   }
   CHECK(layers_per_band(load, 1, {1}, 1) == 4 && layers_per_band(load, 1, {1, 3, 5, 7, 9, 11, 13, 15}, 1) == 2);
   CHECK(layers_per_band(load, 3, {}, 1) == 6 && layers_per_band(save, 3, {}, 1) == 18);  // whole groups
+  before_copy = [](const EngineWork& work, const DeviceStream&) {
+    CHECK(work.layers_per_band == (work.direction == Direction::kHostToDevice ? 8 : 16));
+    return Status{};
+  };
+  for (const Direction direction : {load, save}) {
+    Submission given;
+    given.direction = direction;
+    Transfer transfer(deep, stream.handle(), given);
+    CHECK(transfer.Wait() == 0);
+  }
+  before_copy = nullptr;
 }
 
 // 16 MiB in a layer, of which the first tensor has one: a call of the copy engine has no more.
