@@ -239,11 +239,19 @@ def _rate_while_both(one: Sequence[tuple[float, float]], other: Sequence[tuple[f
 
 
 def _moved(times: Sequence[tuple[float, float]], size: float, begin: float, end: float) -> float:
-    """Of pieces of equal size, each with its times, what was moved in between: of those that were under way at its
-    begin or end the part of their time. Layers that arrive together have the same times, or one behind the other."""
-    whole = sum(begin <= b and e <= end for b, e in times)
-    parts = ((b, e) for b, e in times if not (begin <= b and e <= end))
-    return size * (whole + sum(max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e in parts))
+    """Of layers of equal size, each with its times, what was moved in between: of those that were under way at its
+    begin or end the part of their time. Layers that arrive together have the same times, or one behind the other: those
+    of a band, which the first one's times stand for, were all under way then."""
+    shortest = sum(e - b for b, e in times) / len(times) / 10
+    pieces: list[tuple[float, float, int]] = []  # with the number of layers
+    for b, e in times:
+        if pieces and e - b < shortest and b == pieces[-1][1]:
+            pieces[-1] = (pieces[-1][0], e, pieces[-1][2] + 1)
+        else:
+            pieces.append((b, e, 1))
+    whole = sum(n for b, e, n in pieces if begin <= b and e <= end)
+    parts = (piece for piece in pieces if piece[0] < piece[1] and not (begin <= piece[0] and piece[1] <= end))
+    return size * (whole + sum(n * max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e, n in parts))
 
 
 def rows(

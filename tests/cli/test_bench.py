@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import paddle_kv
-from paddle_kv.bench import methods
+from paddle_kv.bench import engines, methods
 from paddle_kv.cli.main import app
 from paddle_kv.devices import has_gpu
 
@@ -419,6 +419,28 @@ def test_what_cannot_end_well_does_not_begin(arguments, message, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2, result.output
     assert message in plain(result.output)
+
+
+@pytest.mark.parametrize("band", [1, 4, 16])
+def test_what_was_moved_in_a_time(band):
+    """At a constant rate that is its share, also where the layers of a band arrive together, one behind the other."""
+    size, rate, gap_ms = 10.0, 2.0, 0.01
+    times, now = [], 100.0
+    for _ in range(16 * 8 // band):
+        for length in (band * size / rate, *[gap_ms] * (band - 1)):
+            times.append((now, now + length))
+            now += length
+    for begin, end in ((100.0, 100.5), (101.0, 333.0), (140.0, 420.25), (99.0, 100.0), (now, now + 1)):
+        expected = rate * max(0.0, end - max(100.0, begin)) if begin < now else 0.0
+        assert engines._moved(times, size, begin, end) == pytest.approx(expected, abs=0.02 * (end - begin))
+
+
+def test_layers_without_a_duration_that_were_moved_in_a_time():
+    """The clock is not fine enough for those that arrive together."""
+    times = [(0.0, 0.0), (0.0, 2.0), (2.0, 4.0), (4.0, 4.0), (4.0, 8.0), (8.0, 8.0)]
+    assert engines._moved(times, 10, 1.0, 5.0) == 10 * (1 / 2 + 2 + 2 * 1 / 4)
+    assert engines._moved(times, 10, 2.0, 4.0) == 10 * (1 + 1)
+    assert engines._moved(times, 10, 9.0, 10.0) == 0
 
 
 def test_methods_that_do_not_fit_are_named():

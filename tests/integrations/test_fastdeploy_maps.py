@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
+from paddle_kv import HostPool
 from paddle_kv.integrations import CacheTransferManager
 from tests.machine import POISON, bits_of, item_bytes, random_bits, tensor_of
 from tests.schedule.rig import WAIT_S, cpu_tensor
@@ -94,6 +95,26 @@ def test_without_host_memory_it_is_allocated(form: str) -> None:
         maps.move(manager)
         assert manager.scheduler.host_pool.num_blocks == HOST_BLOCKS
     maps.check()
+
+
+@pytest.mark.parametrize(("width", "adjacent"), [(2047, True), (2048, False)])
+def test_memory_that_is_allocated_has_the_order_for_its_blocks(width: int, adjacent: bool) -> None:
+    """Layers side by side where blocks have less than 24 KiB, or for a tier."""
+    maps = Maps({role: ((HEADS, TOKENS, width), "bfloat16") for role in ("key_caches", "value_caches")})
+    block_bytes = HEADS * TOKENS * width * 2
+    with maps.manager(host_cache_kvs_map=None) as manager:
+        pool = manager.scheduler.host_pool
+        assert pool.stride_bytes("key") == (3 * 2 * block_bytes if adjacent else block_bytes)
+
+    class NoTier(Exception):
+        pass
+
+    def make_tier(pool: HostPool) -> NoReturn:
+        assert pool.stride_bytes("key") == 3 * 2 * block_bytes
+        raise NoTier
+
+    with pytest.raises(NoTier):
+        maps.manager(host_cache_kvs_map=None, make_tier=make_tier)
 
 
 @pytest.mark.parametrize("draft_layer", [0, 2])

@@ -252,6 +252,17 @@ def test_small_blocks_have_their_layers_side_by_side(changes, adjacent):
         assert pool.stride_bytes(name) == spec.tensor_block_bytes(name)
 
 
+def test_room_in_the_order_that_a_pool_has_by_default():
+    small = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=128, block_size=16, dtype="float16")
+    with HostPool(small, 3, room_bytes=4096) as pool:
+        assert pool.pinned_bytes == 3 * (4096 + 2 * small.block_bytes)
+    large = KVCacheSpec(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")
+    with pytest.raises(ValueError, match=r"room_bytes = 4096 needs layout='block_first' and shared=False"):
+        HostPool(large, 3, room_bytes=4096)
+    with pytest.raises(ValueError, match=r"room_bytes = 4096 needs layout='block_first' and shared=False"):
+        HostPool(small, 3, room_bytes=4096, shared=True)
+
+
 def test_wrong_layout_and_spec():
     with pytest.raises(
         ValueError, match=r"layout = 'layers' must be 'layer_first', 'block_first', 'page_first_direct' or None"

@@ -33,6 +33,7 @@ SOURCES = {
     "transfer_queue_test": [*CPU_COPIES, *QUEUE],
     "queue_calls_test": [*CPU_COPIES, *QUEUE],
     "queue_stress_test": [*CPU_COPIES, *QUEUE],
+    "queue_preparation_test": [*CPU_COPIES, *QUEUE],
     "device_plan_test": [*CPU_COPIES, *QUEUE],
     "engine_choice_test": [PLAN, TRANSFER / "engine_choice.cc", TRANSFER / "host_rows.cc"],
     "engines_test": [

@@ -41,7 +41,8 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
 
 void QueuedTransfer::Prepare() {
   runs = MergeRuns(host_ids_.data(), device_ids_.data(), block_count_);
-  host_ids_ = device_ids_ = {};
+  host_ids_ = std::vector<std::int64_t>();  // `= {}` would keep the memory
+  device_ids_ = std::vector<std::int64_t>();
   if (direction == Direction::kDeviceToHost) {
     for (Run& run : runs) std::swap(run.source, run.target);
   }

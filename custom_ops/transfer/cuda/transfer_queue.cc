@@ -251,6 +251,7 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
     const Status prepared = Prepare(transfer);
     lock.lock();
     if (!prepared.ok()) transfer.failure = prepared;
+    return Fed::kStep;  // nothing is held back, but an urgent one may have come meanwhile
   }
   for (std::int64_t w = transfer.first_wait[transfer.next_group]; w < transfer.first_wait[transfer.next_group + 1];
        ++w) {
