@@ -56,6 +56,7 @@ class Granted:
     Attributes:
         load: which it is for.
         peer: who has begun to write; None: nobody.
+        answered: whether it was told that it may.
         next_layer: the first one that was not told.
         stopped: its sender begins no more.
         over: nobody writes by it any more.
@@ -65,6 +66,7 @@ class Granted:
         self.load = load
         self.grant = grant
         self.peer: Peer | None = None
+        self.answered = False
         self.next_layer = 0
         self.stopped = False
         self.over = False

@@ -351,6 +351,7 @@ class Receiver:
         wait = granted.load.wait
         if wait is not None and wait.state is not State.DONE:
             return True, None  # answered when whatever used the blocks is through
+        granted.answered = True
         return True, encode("accepted", message["grant_id"])
 
     def _refuse(self, reply: bytes | None = None) -> tuple[bool, bytes | None]:
@@ -405,7 +406,10 @@ class Receiver:
             self._fail(load, "what used the blocks before failed")  # and the senders are told to stop
         if load.movement is None or load.movement.failed:
             return []
-        return [part for part in load.parts if part.peer is not None]
+        asked = [part for part in load.parts if part.peer is not None and not part.answered]
+        for part in asked:
+            part.answered = True
+        return asked
 
     def _stop_soon(self, load: GrantedLoad) -> None:
         self.scheduler.group.host.post(functools.partial(self._stop, load))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler, LeasedError, TransferError
 from paddle_kv.peers import Receiver
+from paddle_kv.peers.granted import GrantedLoad
 from paddle_kv.peers.messages import encode
 from tests.peers.conftest import Decode, until
 from tests.peers.kills import RECEIVER_POINTS, SENDER_POINTS, kill_a_receiver, kill_a_sender
@@ -74,6 +76,26 @@ def test_what_a_sender_hears_while_the_blocks_are_in_use(decode: Decode, copies:
     load.wait_over(WAIT_S)
     decode.forget([3])
     decode.rig.host = pool_memory(decode.pool)
+
+
+def test_a_sender_that_asks_as_the_blocks_get_free_is_answered_once(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, answered, peer = decode.receiver._answer, threading.Event(), FakePeer()
+
+    def asked_before(load: GrantedLoad) -> None:
+        [part] = load.parts
+        decode.receiver.received(peer, encode("begin", part.grant.grant_id, digest=part.grant.digest))
+        answer(load)
+        answered.set()
+
+    monkeypatch.setattr(decode.receiver, "_answer", asked_before)
+    decode.receiver.grant([3], timeout_s=WAIT_S)
+    assert answered.wait(WAIT_S)
+    assert peer.kinds == ["accepted"]
+    decode.receiver.gone(peer)
+    until(lambda: decode.num_held == 0)
+    decode.forget([3])
 
 
 def test_a_save_behind_the_grant_saves_what_was_sent(decode: Decode, prefill: Prefill) -> None:

@@ -138,6 +138,20 @@ class Cluster:
         self.close()
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Until SIGCONT. Its threads stop one by one, and one that runs may answer meanwhile: it is waited for."""
+    process.send_signal(signal.SIGSTOP)
+    end_s = time.monotonic() + START_S
+    while any(path.read_text().rpartition(")")[2].split()[0] != "T" for path in _thread_stats(process)):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"process {process.pid} does not stop")
+        time.sleep(0.001)
+
+
+def _thread_stats(process: subprocess.Popen[str]) -> Iterator[Path]:
+    return Path(f"/proc/{process.pid}/task").glob("*/stat")
+
+
 def _start(*command: str, **settings: str) -> subprocess.Popen[str]:
     environment = os.environ | {"GLOG_minloglevel": "2", "MC_STORE_CLIENT_SETUP_RETRIES": "1"} | settings
     return subprocess.Popen(

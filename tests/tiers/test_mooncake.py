@@ -22,7 +22,7 @@ from paddle_kv.tiers.mooncake import MooncakeEngine
 from paddle_kv.tiers.mooncake_store import MooncakeError
 
 from . import mooncake_kills
-from .mooncake_cluster import Cluster, loopback_only, why_not
+from .mooncake_cluster import Cluster, loopback_only, stop, why_not
 
 needs_store = pytest.mark.skipif(bool(why_not()), reason=why_not())
 SOON_S = 20.0  # far more than any bound, far less than what Mooncake waits for by itself
@@ -558,7 +558,7 @@ def _stopped_node(rig: Rig, cluster: Cluster) -> None:
     mooncake_kills.until_done(rig, names)
     rig.rows[20:30] = POISON
     load = Job(names, range(20, 24), timeout_s=0.5, layerwise=False)
-    os.kill(cluster.nodes[0].pid, signal.SIGSTOP)
+    stop(cluster.nodes[0])
     rig.tier.load([load])
     rig.tier.drain(WAIT_S)
     assert set(load.outcomes) <= {Outcome.LATE, Outcome.FAILED}
@@ -569,7 +569,7 @@ def _stopped_node(rig: Rig, cluster: Cluster) -> None:
 
 
 def _stopped_master(rig: Rig, cluster: Cluster) -> None:
-    os.kill(cluster.master_process.pid, signal.SIGSTOP)
+    stop(cluster.master_process)
     try:
         ticks, blocked = 0, Job(keys(10), range(20, 30), timeout_s=0.3)
         rig.tier.load([blocked])
