@@ -143,7 +143,7 @@ def measure(backend: str, num_layers: int, num_blocks: int, given: argparse.Name
         dtype="float16",
     )
     cache = DeviceCache(spec, num_blocks, "gpu" if backend == "cupy" else "cpu")
-    pool = HostPool(spec, num_blocks)
+    pool = HostPool(spec, num_blocks, layout="block_first")
     chance = np.random.default_rng(7)
     with LayerwiseScheduler(cache, pool, backend=NoBackend() if backend == "none" else backend) as scheduler:
         warm, timed = Stopwatch(), Stopwatch()

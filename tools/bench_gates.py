@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, num_layers: int, num_blocks: int = 64) -> None:
         self.spec = KVCacheSpec(num_layers=num_layers, num_kv_heads=1, head_dim=64, block_size=16, dtype="float16")
         self.cache = DeviceCache(self.spec, num_blocks, "gpu:0")
-        self.pool = HostPool(self.spec, num_blocks)
+        self.pool = HostPool(self.spec, num_blocks, layout="block_first")
         self.compute = cupy.cuda.Stream(non_blocking=True)
         self.scheduler = LayerwiseScheduler(self.cache, self.pool, compute_stream=self.compute)
         self.gates = self.scheduler.gates(timeout_s=20.0)

@@ -123,7 +123,7 @@ class EngineCase:
         past.record(load.stream)
         load.start()
         transfers: list[Transfer] = []
-        while not load.span[1].done:
+        while not (transfers and load.span[1].done):
             # The stream of the model waits for a layer now and then: so the library knows that it is busy.
             transfer_queue.wait_stream(self.device_id, load.stream.ptr, past.ptr, None)
             if len(transfers) < IN_FLIGHT or transfers[-IN_FLIGHT].done():

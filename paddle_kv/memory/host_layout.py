@@ -30,8 +30,10 @@ def check_layout(layout: str | None) -> None:
 
 
 def layout_for(spec: KVCacheSpec) -> HostLayout:
-    """The one in which blocks of this size move best beside a model."""
-    small = spec.block_bytes < SMALL_BLOCK_BYTES * len(spec.tensor_names)
+    """The one in which blocks of this size move best beside a model. Each tensor counts by its bytes: scales are small,
+    and little of what is moved."""
+    sizes = [spec.tensor_block_bytes(name) for name in spec.tensor_names]
+    small = sum(size * size for size in sizes) < SMALL_BLOCK_BYTES * sum(sizes)
     return "block_first" if small else "layer_first"
 
 

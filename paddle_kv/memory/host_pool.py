@@ -40,7 +40,8 @@ class HostPool:
         num_blocks: blocks of the pool.
         layout: order of the memory. Where the layers of a block are adjacent the GPU's copy engine moves small blocks
             in large pieces (docs/performance.md), and tiers store a block as one object. None: "block_first" where
-            blocks of a tensor in a layer have less than 24 KiB on average, else "layer_first".
+            a block of a tensor in a layer has less than 24 KiB (of several sizes the mean, each weighted by its bytes),
+            else "layer_first".
         shared: in memory that other processes can :meth:`attach`.
         room_bytes: before each block of a "block_first" pool that is not shared: a tier writes the header of an object
             there, which so becomes one buffer. A multiple of 4,096; 4,096 is enough for 163 layers.

@@ -21,15 +21,22 @@ namespace {
 
 // Blocks of the transfers that are watched: nothing else allocates so many bytes.
 constexpr std::int64_t kBlocks = 4321;
+constexpr std::int64_t kManyBlocks = 9001;
 
 enum class Preparation { kFree, kHeld, kFails };
 std::atomic<Preparation> preparation{Preparation::kFree};
 std::atomic<int> preparations{0};
+std::atomic<int> own_preparations{0};  // in the thread that submits
+thread_local bool is_submitting = false;
 
 void* Allocate(std::size_t bytes) {
   if (bytes == kBlocks * sizeof(paddle_kv::Run)) {
     ++preparations;
     while (preparation == Preparation::kHeld) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (preparation == Preparation::kFails) throw std::bad_alloc();
+  }
+  if (bytes == kManyBlocks * sizeof(paddle_kv::Run) && is_submitting) {
+    ++own_preparations;
     if (preparation == Preparation::kFails) throw std::bad_alloc();
   }
   if (void* const memory = std::malloc(bytes)) return memory;
@@ -138,6 +145,28 @@ void WhatIsCancelledBeforeItsTurnIsNeverPrepared() {
   busy.Open();
   CheckFailed(transfer, "cancelled");
   CHECK(first.Wait() == 0 && preparations == before && Log().size() == 1);
+}
+
+// In the thread of the queue they would hold up an urgent transfer.
+void ManyBlocksAreSortedByWhoeverSubmitsThem() {
+  Plan plan(2, 100, false), small(1, 100, false);
+  OpenStream stream;
+  ClearLog();
+  Submission many;
+  many.device_ids.clear(), many.host_ids.clear();
+  for (std::int64_t i = 0; i < kManyBlocks; ++i) many.device_ids.push_back(i), many.host_ids.push_back(i);
+  is_submitting = true;
+  {
+    preparation = Preparation::kFails;
+    const Transfer refused(plan, stream.handle(), many);
+    CHECK(refused.result == -1 && NameOfError() == "out of host memory");
+    preparation = Preparation::kFree;
+  }
+  CHECK(own_preparations == 1);
+  Transfer transfer(plan, stream.handle(), many), few(small, stream.handle(), {});
+  is_submitting = false;
+  CHECK(transfer.Wait() == 0 && few.Wait() == 0);
+  CHECK(own_preparations == 2 && !Log().empty());
 }
 
 void WithoutMemoryToPrepareATransferItFails() {
@@ -293,6 +322,7 @@ const Test kTests[] = {
     {"no_lock_is_held_while_a_transfer_is_prepared", NoLockIsHeldWhileATransferIsPrepared},
     {"cancel_while_a_transfer_is_prepared", CancelWhileATransferIsPrepared},
     {"what_is_cancelled_before_its_turn_is_never_prepared", WhatIsCancelledBeforeItsTurnIsNeverPrepared},
+    {"many_blocks_are_sorted_by_whoever_submits_them", ManyBlocksAreSortedByWhoeverSubmitsThem},
     {"without_memory_to_prepare_a_transfer_it_fails", WithoutMemoryToPrepareATransferItFails},
     {"without_memory_a_transfer_keeps_its_place", WithoutMemoryATransferKeepsItsPlace},
     {"bands_begin_where_a_transfer_has_to_wait", BandsBeginWhereATransferHasToWait},

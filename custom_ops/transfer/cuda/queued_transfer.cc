@@ -14,6 +14,7 @@ namespace {
 constexpr std::int64_t kCopyEngineBytes = 16 << 20;
 constexpr std::int64_t kKernelBytes = 64 << 20;
 constexpr std::int64_t kKernelBytesBetweenCaches = 512 << 20;  // which take as long
+constexpr std::int64_t kMostPreparedLater = 8192;              // blocks, of 0.1 us each
 
 }  // namespace
 
@@ -37,6 +38,7 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
   record_events.assign(given.record_events, given.record_events + groups);
   end_copied_ = groups;
+  if (block_count_ > kMostPreparedLater) Prepare();
 }
 
 void QueuedTransfer::Prepare() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <new>
 #include <string>
 
 #include "paddle_kv/common/status.h"
@@ -18,6 +19,8 @@ template <class Function>
 int Guarded(Function function) {
   try {
     return function();
+  } catch (const std::bad_alloc&) {
+    return Fail(OutOfHostMemory());
   } catch (const std::exception& error) {
     return Fail(error.what());
   }
