@@ -29,7 +29,8 @@ def swap_cache_per_layer(
 
     Args:
         cache_gpu: ``[num_blocks, ...]``, rank 3 to 5, any dtype, contiguous. On the CPU build a CPU tensor.
-        cache_cpu_ptr: address of ``max_block_num_cpu`` blocks of the same size, page-locked if the cache is on a GPU.
+        cache_cpu_ptr: address of ``max_block_num_cpu`` blocks of the same size, one behind the other (of a ``HostPool``
+            with ``layout="layer_first"``), page-locked if the cache is on a GPU.
         max_block_num_cpu: blocks that fit behind the address.
         swap_block_ids_gpu: ids of blocks in ``cache_gpu``.
         swap_block_ids_cpu: ids of blocks in host memory, as many. Neither side needs an order; a source may occur
