@@ -229,11 +229,14 @@ class Model:
             for number, cache in enumerate(self._caches[layer]):
                 cupy.take(cache, self._prefix, axis=0, out=self._gathered)
                 self.seen[layer, number] = self._gathered.sum(dtype=cupy.uint64)
-            for _ in range(self._products):
-                cupy.matmul(self._hidden, self._up, out=self._wide)
-                cupy.matmul(self._wide, self._down, out=self._result)
+            self._multiply(stream)
             for cache in self._caches[layer]:
                 cache[self._fresh] = self.written(layer)
+
+    def _multiply(self, stream: cupy.cuda.Stream) -> None:
+        for _ in range(self._products):
+            cupy.matmul(self._hidden, self._up, out=self._wide)
+            cupy.matmul(self._wide, self._down, out=self._result)
 
     def written(self, layer: int) -> cupy.ndarray:
         """What the layer writes to the blocks of the new tokens, as keys and as values."""

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
@@ -34,6 +35,7 @@ import numpy as np
 from gpu_pipeline import Model, device_words
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, Transfer
+from paddle_kv.bench.load import WORKSPACE_BYTES, Product
 from paddle_kv.memory.host_rows import block_rows
 from paddle_kv.tiers import Engine, FilesEngine, Job, Tier, load
 from paddle_kv.tiers.neighbours import Lender, NeighbourEngine
@@ -106,6 +108,27 @@ def files(spec: KVCacheSpec, num_blocks: int, options: argparse.Namespace) -> It
             yield engine
 
 
+class Replayed(Model):
+    """Its products are one launch a layer, as a server's are that replays graphs."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._graph: Any = None
+
+    def _multiply(self, stream: cupy.cuda.Stream) -> None:
+        if self._graph is None:
+            self._workspace = cupy.empty(WORKSPACE_BYTES, "uint8")
+            product = Product(stream, self._workspace)
+            product(self._hidden, self._up, self._wide)  # kernels are loaded before they are captured
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(self._products):
+                product(self._hidden, self._up, self._wide)
+                product(self._wide, self._down, self._result)
+            self._graph = stream.end_capture()
+        self._graph.launch(stream)
+
+
 class Bench:
     """Pool and cache are overwritten before each run: nothing stands there from the one before."""
 
@@ -140,7 +163,7 @@ class Bench:
             time.sleep(0.01)
         self.compute = cupy.cuda.Stream(non_blocking=True)
         self.scheduler = LayerwiseScheduler(self.device, self.pool, compute_stream=self.compute)
-        self._model_of = functools.partial(Model, self.device, self.device_ids, fresh)
+        self._model_of = functools.partial(Replayed if options.graphs else Model, self.device, self.device_ids, fresh)
         self.model = self._model_of(options)
 
     def use_model(self, options: argparse.Namespace) -> None:
@@ -240,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--neighbour", action="store_true", help="no files: the host memory of another process")
     parser.add_argument("--products", type=int, nargs="+", default=[1, 2, 4, 8], help="pairs a layer, one model each")
+    parser.add_argument("--graphs", action="store_true", help="the products of a layer are launched as one graph")
     parser.add_argument("--threads", type=int, default=8, help="of the engine")
     parser.add_argument("--prefix", type=int, default=16384, help="tokens that come back")
     parser.add_argument("--block-size", type=int, default=64, help="tokens of a block")

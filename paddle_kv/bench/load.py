@@ -13,7 +13,7 @@ from typing import Any, Literal
 LoadName = Literal["none", "gemm", "gemv"]
 LOADS: tuple[LoadName, ...] = ("none", "gemm", "gemv")
 _SHAPES = {"gemm": (4096, 8192, 8192, 60), "gemv": (16, 8192, 8192, 900)}  # m, n, k, products
-_WORKSPACE_BYTES = 64 << 20  # of cuBLAS: in a graph it would be allocated for each product
+WORKSPACE_BYTES = 64 << 20  # of cuBLAS: in a graph it would be allocated for each product
 _FLOAT16, _COMPUTE_FLOAT32 = 2, 68  # of CUDA's and cuBLAS's enumerations
 
 
@@ -32,8 +32,8 @@ class ComputeLoad:
         self._c = cupy.empty((m, n), "float16")
         self._start, self._end = cupy.cuda.Event(), cupy.cuda.Event()
         self._elapsed = cupy.cuda.get_elapsed_time
-        self._workspace = cupy.empty(_WORKSPACE_BYTES, "uint8")
-        product = _Product(self.stream, self._workspace)
+        self._workspace = cupy.empty(WORKSPACE_BYTES, "uint8")
+        product = Product(self.stream, self._workspace)
         product(self._a, self._b[0], self._c)  # kernels are loaded before they are captured
         expected = cupy.matmul(self._a[:8], self._b[0])
         cupy.cuda.Device().synchronize()
@@ -72,7 +72,7 @@ class ComputeLoad:
         return sorted(times)[1]
 
 
-class _Product:
+class Product:
     """c = a @ b by cuBLAS, on one stream. CuPy's own call refuses to be captured."""
 
     def __init__(self, stream: Any, workspace: Any) -> None:
