@@ -32,8 +32,8 @@ struct Step {
 
 class QueuedTransfer {
  public:
-  // Somebody waits for it. Few blocks are left to Prepare, which has to come before anything of it is copied; many would
-  // hold up those behind it, of other callers, for longer than its own caller minds.
+  // Somebody waits for it. Few blocks are left to Prepare, which has to come before anything of it is copied; many
+  // would hold up what others have submitted for longer than its own caller minds.
   QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered);
 
   // Touches nothing that Drop does. Throws std::bad_alloc.
