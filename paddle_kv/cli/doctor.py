@@ -138,10 +138,11 @@ def _tier() -> str:
 def _mooncake() -> str:
     """Through the store of ``MOONCAKE_MASTER``, if there is one."""
     try:
+        from ..mooncake_bounds import set_bounds
         from ..tiers.mooncake import MooncakeEngine
-        from ..tiers.mooncake_store import set_bounds
+        from ..tiers.mooncake_store import BOUNDS
 
-        set_bounds()
+        set_bounds(BOUNDS)
         from mooncake.store import MooncakeDistributedStore  # noqa: F401
     except ImportError as error:
         raise NothingToCheck(f"{error}; pip install 'paddle_kv[mooncake]' where one is wanted") from None

@@ -7,9 +7,7 @@ give it up.
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,19 +15,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import TierError
-from ..tracking.keeper import log
+from ..mooncake_bounds import set_bounds
 from .protocol import Outcome
 
-# What Mooncake itself waits for; read from the environment by its library, the last one when it is imported. What is
-# set already stays.
+# What Mooncake itself waits for. What is set already stays.
 BOUNDS = {
     "MC_RPC_TIMEOUT_MS": "2000",  # a master that does not answer: 30 s else
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # a node that sends nothing; its connection is closed then: 30 s else
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-    # A node that takes the place of a dead one under the same name (host and port) listens elsewhere for transfers. The
-    # library asks a node for that once, and never again by itself: all transfers to the new node would fail.
-    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "5",
 }
 # After 60 s the library gives a transfer up and leaves it under way: a node that goes on later writes into the memory.
 GIVES_UP_S = 50.0
@@ -75,15 +69,6 @@ def is_fault(code: int) -> bool:
     return code < 0 and outcome_of(code) is Outcome.FAILED
 
 
-def set_bounds() -> None:
-    """To be called before Mooncake is imported."""
-    name = "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"
-    if name not in os.environ and not {"mooncake.store", "mooncake.engine"}.isdisjoint(sys.modules):
-        log.warning("Mooncake was imported without %s: it does not find nodes that take the name of a dead one", name)
-    for name, value in BOUNDS.items():
-        os.environ.setdefault(name, value)
-
-
 def connect(master: str, *, hostname: str, segment_bytes: int, protocol: str, devices: str, metadata: str) -> Any:
     """A client that is set up.
 
@@ -91,7 +76,7 @@ def connect(master: str, *, hostname: str, segment_bytes: int, protocol: str, de
         ImportError: Mooncake is not installed.
         TierError: the master does not listen, or refuses.
     """
-    set_bounds()
+    set_bounds(BOUNDS)
     from mooncake.store import MooncakeDistributedStore
 
     host, colon, port = master.rpartition(":")

@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paddle_kv.tiers.mooncake_store import set_bounds
+from paddle_kv.mooncake_bounds import set_bounds
+from paddle_kv.tiers.mooncake_store import BOUNDS
 
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -44,7 +45,7 @@ def why_not() -> str:
     """Why there can be no store here; empty if there can."""
     if importlib.util.find_spec("mooncake") is None:
         return "mooncake-transfer-engine-non-cuda is not installed"
-    set_bounds()
+    set_bounds(BOUNDS)
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:

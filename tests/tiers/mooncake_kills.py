@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass, field
 
 from paddle_kv import KVCacheSpec
+from paddle_kv.mooncake_bounds import REFRESH_S
 from paddle_kv.testing.tiers.rig import WAIT_S, Rig, keys
 from paddle_kv.tiers import Job
 from paddle_kv.tiers.mooncake import CALL_RANGES, MooncakeEngine
-from paddle_kv.tiers.mooncake_store import BOUNDS
 
 from .mooncake_cluster import Cluster, loopback_only, why_not
 
@@ -34,7 +34,7 @@ NODE_PORTS = (15000, 15099)
 
 # How long stores may fail: the master gives out the memory of a dead node, or the client does not know where the new
 # one listens. Each takes a second at most to be seen.
-OUTAGE_S = max(CLIENT_TTL_S + 2.0, float(BOUNDS["MC_TE_METADATA_REFRESH_INTERVAL_SECONDS"]) + 1.0)
+OUTAGE_S = max(CLIENT_TTL_S + 2.0, REFRESH_S + 1.0)
 CALL_S = CALL_RANGES * 1.0 + 2.0  # of a load at a dead node, and what it has left
 # The rests, 1 s at first and each twice as long, end after 2 * outage + 1; then connections to a dead node whose port
 # the new one has may fail once more, which doubles that once more.

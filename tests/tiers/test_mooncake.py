@@ -16,6 +16,7 @@ import pytest
 
 from paddle_kv.cli import doctor
 from paddle_kv.errors import ForkedError, TierError
+from paddle_kv.mooncake_bounds import set_bounds
 from paddle_kv.testing.tiers.rig import ODD, POISON, WAIT_S, Rig, keys
 from paddle_kv.tiers import Job, Outcome, Tier, health, mooncake, mooncake_store
 from paddle_kv.tiers.mooncake import MooncakeEngine
@@ -504,13 +505,13 @@ def test_a_library_that_was_imported_without_its_bounds_is_told(
     for module in ("mooncake.store", "mooncake.engine"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delenv(name, raising=False)
-    mooncake_store.set_bounds()
+    set_bounds(mooncake_store.BOUNDS)
     assert os.environ[name] == "5"
     monkeypatch.setitem(sys.modules, "mooncake.engine", sys)
-    mooncake_store.set_bounds()
+    set_bounds(mooncake_store.BOUNDS)
     assert caplog.records == []
     monkeypatch.delenv(name)
-    mooncake_store.set_bounds()
+    set_bounds(mooncake_store.BOUNDS)
     assert [record.getMessage() for record in caplog.records] == [
         f"Mooncake was imported without {name}: it does not find nodes that take the name of a dead one"
     ]

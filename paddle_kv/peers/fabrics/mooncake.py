@@ -7,21 +7,17 @@ network.
 from __future__ import annotations
 
 import contextlib
-import os
 from typing import Any
 
 import numpy as np
 
 from ...errors import PeerError
+from ...mooncake_bounds import set_bounds
 from .protocol import Write
 from .queued import QueuedSink
 
-# What a call waits for without an answer; read from the environment by its library. What is set already stays.
-BOUNDS = {
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
-    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
-    "MC_TE_METADATA_REFRESH_INTERVAL_SECONDS": "5",  # read at the import, which may be the one of a tier too
-}
+# What a call waits for without an answer. What is set already stays.
+BOUNDS = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TCP_STATUS_TIMEOUT_SEC": "5"}
 
 
 class MooncakeFabric:
@@ -40,8 +36,7 @@ class MooncakeFabric:
     name = "mooncake"
 
     def __init__(self, hostname: str, *, protocol: str = "tcp", devices: str = "") -> None:
-        for name, value in BOUNDS.items():
-            os.environ.setdefault(name, value)
+        set_bounds(BOUNDS)
         from mooncake.engine import TransferEngine
 
         self.engine: Any = TransferEngine()
