@@ -44,6 +44,7 @@ SOURCES = {
         FAKE / "fake_kernels.cc",
     ],
     "mapped_memory_test": [],
+    "fork_test": [PLAN, ROOT / "custom_ops/kernels/common/mapped_memory.cc"],
     "thread_cores_test": [TRANSFER / "thread_cores.cc"],
     "file_ranges_test": [ROOT / f"custom_ops/tiers/{name}.cc" for name in ("file_ranges", "queued_reads")],
     "memcpy_batch_test": [ROOT / "custom_ops/kernels/memcpy/memcpy_batch.cu", FAKE / "fake_cuda.cc"],

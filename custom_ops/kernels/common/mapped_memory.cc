@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <mutex>
 
+#include "paddle_kv/common/fork_mutex.h"
+
 namespace paddle_kv {
 namespace {
 
@@ -27,12 +29,13 @@ struct MappingQuery {
 };
 constexpr unsigned long kQueryMapping = _IOWR('f', 17, MappingQuery);
 
+ForkMutex& list_mutex = *new ForkMutex;
+
 // The process's own list, open to be asked. A forked child has one of its own.
 int OpenList() {
-  static std::mutex& mutex = *new std::mutex;
   static int descriptor = -1;
   static pid_t owner = 0;
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::lock_guard<ForkMutex> lock(list_mutex);
   if (owner != getpid()) {
     if (descriptor >= 0) close(descriptor);
     descriptor = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
