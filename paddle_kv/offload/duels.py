@@ -49,7 +49,7 @@ class Duels(Generic[Key]):
 
     def won_after(self, failures: int) -> bool:
         """:attr:`won`, though so many trials have failed: each takes twice the deviations, and half the duels lost."""
-        times = 2**failures
+        times = 1 << failures
         clearly = 1 - (1 - CLEARLY) / times
         return self._ahead > SURE * times * sqrt(self._variance) and self._ahead >= clearly * self._all
 

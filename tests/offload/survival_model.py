@@ -237,7 +237,11 @@ class PlainSurvival:
                     self.going = self.owner[chosen]
             if chosen is None:
                 chosen = self.oldest(pinned, own)
-            elif own is not None and incoming not in pinned and self.worth_of(own, incoming) < self.worth(self.owner[chosen]):
+            elif (
+                own is not None
+                and incoming not in pinned
+                and self.worth_of(own, incoming) < self.worth(self.owner[chosen])
+            ):
                 return incoming
         if chosen is not None:
             self.on_remove(chosen)
