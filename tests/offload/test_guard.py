@@ -142,7 +142,7 @@ def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.Monk
     made = Guard(64)
     duels = Verdict()
     made.duels = duels  # type: ignore[assignment]
-    duels.won = True
+    duels.won, duels.most_failures = True, -1
     made.warm, made.trusts, made._has_won, made._tried = True, trusts, True, True
     made._asked, made._lead = 1.0, -4.0 if trusts else -0.5
     made._squares = 2.25  # two of 1.5: as much as the 1 of what was asked for and 2 of the capacity allow
