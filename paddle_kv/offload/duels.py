@@ -45,7 +45,13 @@ class Duels(Generic[Key]):
     @property
     def won(self) -> bool:
         """The policy chooses clearly better; that is no chance."""
-        return self._ahead > SURE * sqrt(self._variance) and self._ahead >= CLEARLY * self._all
+        return self.won_after(0)
+
+    def won_after(self, failures: int) -> bool:
+        """:attr:`won`, though so many trials have failed: each takes twice the deviations, and half the duels lost."""
+        times = 1 << failures
+        clearly = 1 - (1 - CLEARLY) / times
+        return self._ahead > SURE * times * sqrt(self._variance) and self._ahead >= clearly * self._all
 
     @property
     def lost(self) -> bool:

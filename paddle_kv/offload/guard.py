@@ -9,6 +9,8 @@ A trial of the policy costs hits if it fails, and about as many again until the 
 one only if it has won its duels with the order of use (:mod:`.duels`): then it is given up only when what it is behind
 is no chance either, since one long prompt may be more than a thousandth, or is more than twice that and a share of the
 capacity. Or if it has not lost its duels, and so many blocks were asked for that such a failure is a small part.
+A few long prompts can end a trial all the same. What it has lost then does not come back while the order of use
+decides; so there is another one if the duels since are won far more clearly, and what was lost counts no more.
 Nor does the policy decide before it has watched for a few times as long as LRU keeps a block: what it knows of returns
 ends there.
 """
@@ -59,6 +61,7 @@ class Guard:
         self._trial_from = TRIAL_TURNOVERS * self._size
         self._has_won = False  # before it was trusted
         self._tried = False
+        self._failures = 0
         self.trusts = False
 
     def _sampled(self, keys: Sequence[Any]) -> list[Any]:
@@ -109,13 +112,17 @@ class Guard:
             if self._lead < -allowed:
                 if self._has_won:
                     allowed += min(CHANCE * sqrt(self._squares), allowed + self._share)
-                self.trusts = self._lead >= -allowed
+                if self._lead < -allowed:
+                    self.trusts = False
+                    self._failures += 1
             return
         if not self._tried:
             self._lead = 0.0  # both are LRU: it is the error of the sample
         self._has_won = self.duels.won or self.told
         if self._lead < -allowed / 2:
-            return
+            if not self.duels.won_after(self._failures):
+                return
+            self._lead = 0.0  # what was lost is lost
         if self._has_won or (self._asked >= self._trial_from and not self.duels.lost):
             self.trusts = self._tried = True
             self._squares = 0.0

@@ -16,7 +16,7 @@ from operator import mul
 
 from .returns import EDGES_S, part_of
 
-TURNS = 8  # the last one stands for all that follow
+TURNS = 5  # the last one stands for all that follow
 LEVELS = 3  # of the score
 CLASSES = TURNS * LEVELS
 HORIZON_PART = part_of(180.0)  # what has not come back by then counts as lost; so an outcome is soon known

@@ -20,6 +20,7 @@ from itertools import groupby, takewhile
 from typing import Generic
 
 from .guard import Guard
+from .last_blocks import LastBlocks
 from .owners import NOBODY, Owners
 from .policy import Key
 from .queues import Queues
@@ -57,6 +58,7 @@ class Survival(Generic[Key]):
         self._returns = Returns(PRIORS, CLASSES, LEVELS)
         self._queues: Queues[Key] = Queues(self._returns, HORIZON_PART, self._passed, self._faded)
         self._score = Score()
+        self._last_blocks = LastBlocks()
         self._guard = Guard(capacity_blocks)
         self._num_prompts = 0
         self._going: Run[Key] | None = None  # the one that makes room now
@@ -83,6 +85,8 @@ class Survival(Generic[Key]):
         back = list(filter(None, map(self._signs.get, prompt)))
         for known in back:
             self._came_back(known, now_s)
+            if known.live and known.sign != known.keys[-1]:
+                self._last_blocks.came_back(known.keys[-1] in prompt)
         own, num_heads = found, len(parts)
         while num_heads and parts[num_heads - 1][0] in back and not parts[num_heads - 1][0].head:
             num_heads -= 1
@@ -305,11 +309,17 @@ class Survival(Generic[Key]):
             self._going = run
         if incoming is not None and incoming not in pinned:
             own = self._coming.get(incoming)
-            worth = self._queues.worth
-            if own is not None and worth[own.klass][own.part] < worth[run.klass][run.part]:
+            if own is not None and self._worth_of(own, incoming) < self._worth(run):
                 return incoming
         self._giving = run
         return self._lose(run, key)
+
+    def _worth(self, run: Run[Key]) -> float:
+        return self._queues.worth[run.klass][run.part]
+
+    def _worth_of(self, run: Run[Key], key: Key) -> float:
+        """Of this block of it, which may be of less use than the others."""
+        return self._worth(run) * (self._last_blocks.share if key == run.keys[-1] != run.sign else 1.0)
 
     def _let_go(self, chosen: tuple[Run[Key], Key] | None) -> Key | None:
         return None if chosen is None else self._lose(*chosen)
@@ -319,9 +329,9 @@ class Survival(Generic[Key]):
         chosen = self._worth_least()
         if chosen is None:
             return
-        run, worth = chosen[0], self._queues.worth
+        run = chosen[0]
         own = None if incoming is None else self._coming.get(incoming)
-        if own is not None and worth[own.klass][own.part] < worth[run.klass][run.part]:
+        if own is not None and self._worth(own) < self._worth(run):
             run = own
         self._guard.duels.begin(oldest, run)
 
@@ -331,10 +341,8 @@ class Survival(Generic[Key]):
         run, own = self._giving, self._coming.get(incoming[0])
         if run is None or own is None or own is run or not own.live:
             return []
-        if run is self._going:
-            worth = self._queues.worth
-            if worth[own.klass][own.part] < worth[run.klass][run.part]:
-                return []
+        if run is self._going and self._worth(own) < self._worth(run):
+            return []
         same = len(list(takewhile(partial(operator.is_, own), map(self._coming.get, incoming))))
         found = self._ending(run, min(same, run.live - 1), pinned)
         if found:

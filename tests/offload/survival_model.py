@@ -8,12 +8,13 @@ from collections.abc import Callable, Container, Sequence
 from itertools import groupby, takewhile
 
 from paddle_kv.offload.guard import Guard
+from paddle_kv.offload.last_blocks import LastBlocks
 from paddle_kv.offload.queues import Queues
 from paddle_kv.offload.returns import Returns, part_of
 from paddle_kv.offload.run import Run
 from paddle_kv.offload.score import Score
 
-LEVELS, TURNS = 3, 8  # of a score; of a session
+LEVELS, TURNS = 3, 5  # of a score; of a session
 CLASSES = LEVELS * TURNS
 OPEN, OVER, LEFT, HEAD = 0, CLASSES, 2 * CLASSES, 3 * CLASSES  # the first class of each kind
 UNKNOWN = 1  # turn 1, the level in the middle: a run that no prompt was seen of
@@ -35,6 +36,7 @@ class PlainSurvival:
         self.returns = Returns([0.05, 0.0, 0.0, 0.05], CLASSES, LEVELS)
         self.queues: Queues[int] = Queues(self.returns, part_of(180.0), self.passed, self.faded)
         self.score = Score()
+        self.last_blocks = LastBlocks()
         self.guard = Guard(capacity_blocks)
         self.num_prompts = 0
         self.going: Run[int] | None = None
@@ -72,6 +74,8 @@ class PlainSurvival:
         back = [self.signs[key] for key in prompt if key in self.signs]
         for run in back:
             self.came_back(run, now_s)
+            if run.live and run.sign != run.keys[-1]:
+                self.last_blocks.came_back(run.keys[-1] in prompt)
         parts = [(run, list(keys)) for run, keys in groupby(there, self.owner.__getitem__)]
         heads = list(parts)  # all but those at the end that this session owned alone
         while heads and heads[-1][0] in back and not heads[-1][0].head:
@@ -233,7 +237,11 @@ class PlainSurvival:
                     self.going = self.owner[chosen]
             if chosen is None:
                 chosen = self.oldest(pinned, own)
-            elif own is not None and incoming not in pinned and self.worth(own) < self.worth(self.owner[chosen]):
+            elif (
+                own is not None
+                and incoming not in pinned
+                and self.worth_of(own, incoming) < self.worth(self.owner[chosen])
+            ):
                 return incoming
         if chosen is not None:
             self.on_remove(chosen)
@@ -241,6 +249,10 @@ class PlainSurvival:
 
     def worth(self, run: Run[int]) -> float:
         return self.queues.worth[run.klass][run.part]
+
+    def worth_of(self, run: Run[int], key: int | None) -> float:
+        is_last = key == run.keys[-1] and run.sign != key
+        return self.worth(run) * (self.last_blocks.share if is_last else 1.0)
 
     def cheapest(self, pinned: Container[int]) -> int | None:
         run = self.worth_least()

@@ -44,6 +44,18 @@ def test_ten_in_a_row_are_no_chance_and_eight_may_be(wins: bool) -> None:
     assert not duels.won and not duels.lost
 
 
+def test_behind_a_trial_that_failed_they_have_to_be_won_more_clearly() -> None:
+    duels: Duels[int] = Duels(1000)
+    played(duels, [True] * 36)
+    assert duels.won and not duels.won_after(1)  # six deviations are more than the root of 36, less what is long ago
+    played(duels, [True] * 4)
+    assert duels.won_after(1) and not duels.won_after(2)
+    played(duels, [False] * 14 + [True] * 40)
+    assert duels.won_after(0) and not duels.won_after(1)  # more than one of eight was lost, of late
+    played(duels, [True] * 400)
+    assert duels.won_after(2) and not duels.won_after(3)
+
+
 def test_a_run_that_meets_many_counts_once() -> None:
     duels: Duels[int] = Duels(1000)
     duels.came_back(met_by(duels, 99))

@@ -19,7 +19,11 @@ class Verdict:
     def __init__(self) -> None:
         self.asked_blocks = 0
         self.won = self.lost = False
+        self.most_failures = 0
         self.clears = 0
+
+    def won_after(self, failures: int) -> bool:
+        return self.won and failures <= self.most_failures
 
     def clear(self) -> None:
         self.clears += 1
@@ -33,6 +37,7 @@ class Plain:
     def __init__(self, capacity: int, numbers: tuple[Any, ...], duels: Verdict) -> None:
         shadow, self.behind, self.chance, self.ahead, share, trial_turnovers, self.stays, turnovers = numbers
         self.duels, self.has_won, self.tried = duels, False, False
+        self.failures = 0
         self.every = next(2**n for n in itertools.count() if capacity // 2**n <= shadow)
         self.size, self.memory = capacity // self.every, turnovers * capacity
         self.share = self.size / share
@@ -65,8 +70,9 @@ class Plain:
             if self.has_won:
                 allowed += min(self.chance * math.sqrt(self.squares), self.behind * self.asked + self.share)
             self.trusts = self.lead >= -allowed
-        elif self.warm and (self.lead >= -allowed / 2 or not self.tried):
-            self.lead = self.lead if self.tried else 0.0
+            self.failures += not self.trusts
+        elif self.warm and (self.lead >= -allowed / 2 or not self.tried or self.duels.won_after(self.failures)):
+            self.lead = self.lead if self.tried and self.lead >= -allowed / 2 else 0.0
             is_open = not self.duels.lost and self.asked >= self.trial_from
             self.has_won = self.duels.won
             self.trusts = self.has_won or is_open
@@ -116,6 +122,7 @@ def test_it_trusts_when_plain_counting_does(
             better = rng.choice([0.0, 0.2, 0.5, 1.0])
         if number % 20 == 0:
             duels.won, duels.lost = rng.choice([(False, False), (True, False), (False, True)])
+            duels.most_failures = rng.randrange(6)
         prompt = rng.sample(keys, rng.randint(0, len(keys)))
         found = len(prompt) if rng.random() < better else rng.randint(0, len(prompt) // 8)
         asked_blocks += len(prompt)
@@ -135,7 +142,7 @@ def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.Monk
     made = Guard(64)
     duels = Verdict()
     made.duels = duels  # type: ignore[assignment]
-    duels.won = True
+    duels.won, duels.most_failures = True, -1
     made.warm, made.trusts, made._has_won, made._tried = True, trusts, True, True
     made._asked, made._lead = 1.0, -4.0 if trusts else -0.5
     made._squares = 2.25  # two of 1.5: as much as the 1 of what was asked for and 2 of the capacity allow
@@ -152,6 +159,23 @@ def test_a_trial_needs_evidence_or_time(evidence: str) -> None:
     made._asked = 1e5 if duels.lost else 8.0
     made.saw([1], 0, 1.0)
     assert made.trusts == (evidence in ("told", "won"))
+
+
+def test_a_trial_that_failed_is_followed_by_one_with_more_evidence() -> None:
+    made, duels = Guard(64), Verdict()
+    made.duels = duels  # type: ignore[assignment]
+    made.warm = True
+    for failures in range(3):
+        duels.won, duels.most_failures = True, failures - 1
+        if failures:
+            made.saw([1], 0, 1.0)
+            assert not made.trusts
+        duels.most_failures = failures
+        made.saw([1], 0, 1.0)
+        assert made.trusts and not duels.won
+        for _ in range(20):
+            made.saw(list(range(16)), 0, 1.0)
+        assert not made.trusts and made._lead < 0.0
 
 
 @pytest.mark.parametrize(
