@@ -195,11 +195,13 @@ class TestStreams:
         """The operator waits for what is on it, and the call does not."""
         shape = Shape(blocks=40)  # a table of addresses in device memory
         stack, out = Stack(machine, shape), dense(machine, shape.universal, shape.dtype)
+        machine.synchronize()  # they were filled on Paddle's stream
         ops.universal_from_block(stack.chunks, num_layers=shape.layers, out=out.tensor, stream=other_stream)
         machine.synchronize()
         out.check(expected_universal(stack))
 
         again = dense(machine, shape.universal, shape.dtype)
+        machine.synchronize()
         busy(other_stream, 100)
         ops.universal_from_block(stack.chunks, num_layers=shape.layers, out=again.tensor, stream=other_stream)
         assert not other_stream.done, "the call has waited for the stream"
