@@ -27,12 +27,12 @@ POLICIES = ("lru", "survival")
 Row = dict[str, Any]
 
 
-def rate(policy: str, capacity_blocks: int, prompts: Prompts) -> float:
-    """Of hits, in percent."""
+def rate(policy: str, capacity_blocks: int, prompts: Prompts, warm_up: int = 0) -> float:
+    """Of hits, in percent; so many of the first prompts are not counted."""
     if policy != "optimum":
-        return hit_rate(policy, capacity_blocks, prompts)
-    requests = [Request(arrival_s, 0, prompt) for arrival_s, prompt in prompts]
-    return 100 * sum(optimal_hits(requests, capacity_blocks)[0]) / sum(len(prompt) for _, prompt in prompts)
+        return hit_rate(policy, capacity_blocks, prompts, warm_up)
+    found = optimal_hits([Request(arrival_s, 0, prompt) for arrival_s, prompt in prompts], capacity_blocks)[0]
+    return 100 * sum(found[warm_up:]) / sum(len(prompt) for _, prompt in prompts[warm_up:])
 
 
 def measure(name: str, seed: int, make: Callable[[int], Prompts], policies: tuple[str, ...]) -> list[Row]:
