@@ -1,16 +1,11 @@
-#define Py_LIMITED_API 0x030B0000  // the library serves every Python that Paddle's does
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "paddle_kv/tiers/tier_functions.h"
-
-#include <cxxabi.h>
 
 #include <exception>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "paddle_kv/common/python_objects.h"
 #include "paddle_kv/tiers/file_ranges.h"
 #include "paddle_kv/tiers/object_headers.h"
 
@@ -20,33 +15,11 @@ namespace {
 // Less than this is done before another thread would have got the lock.
 constexpr Py_ssize_t kKeepGilBytes = 128 << 10;
 
-// A Python exception is set already.
-struct PythonError {};
-
-// Memory of Python's objects, held until the end.
-class Buffers {
- public:
-  Buffers() = default;
-  Buffers(const Buffers&) = delete;
-  ~Buffers() {
-    for (Py_buffer& view : views_) PyBuffer_Release(&view);
-  }
-
-  iovec Take(PyObject* object, int flags) {
-    Py_buffer view;
-    if (PyObject_GetBuffer(object, &view, flags) != 0) throw PythonError();
-    views_.push_back(view);
-    return {view.buf, static_cast<std::size_t>(view.len)};
-  }
-
- private:
-  std::vector<Py_buffer> views_;
-};
-
-long long IntegerIn(PyObject* object) {
-  const long long value = PyLong_AsLongLong(object);
-  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
-  return value;
+// The memory of one of Python's objects.
+iovec MemoryOf(PythonBuffers* held, PyObject* object, int flags) {
+  const Py_buffer* const view = held->TryTake(object, flags);
+  if (view == nullptr) throw PythonError();
+  return {view->buf, static_cast<std::size_t>(view->len)};
 }
 
 Py_ssize_t SizeOf(PyObject* list) {
@@ -91,20 +64,6 @@ PyObject* ListOf(Py_ssize_t size, Make make) {
   return list;
 }
 
-// No C++ exception may get into Python.
-template <class Body>
-PyObject* Guarded(Body body) {
-  try {
-    return body();
-  } catch (const PythonError&) {
-    return nullptr;
-  } catch (const abi::__forced_unwind&) {  // the thread ends
-    throw;
-  } catch (const std::exception&) {
-    return PyErr_NoMemory();
-  }
-}
-
 [[noreturn]] void Refuse(const char* why) {
   PyErr_SetString(PyExc_ValueError, why);
   throw PythonError();
@@ -119,8 +78,8 @@ std::size_t PositiveIn(PyObject* object, const char* otherwise) {
 using MoveRanges = void (*)(std::vector<FileRange>*, const std::vector<iovec>&);
 
 PyObject* Moved(PyObject* asked, int flags, MoveRanges move) {
-  return Guarded([&] {
-    Buffers held;
+  return GuardedFromPython([&] {
+    PythonBuffers held;
     std::vector<iovec> buffers;
     std::vector<FileRange> ranges(SizeOf(asked));
     for (std::size_t i = 0; i < ranges.size(); ++i) {
@@ -130,7 +89,7 @@ PyObject* Moved(PyObject* asked, int flags, MoveRanges move) {
       ranges[i].first_buffer = buffers.size();
       PyObject* parts = Entry(range, 2);
       for (Py_ssize_t part = 0; part < SizeOf(parts); ++part) {
-        buffers.push_back(held.Take(PyList_GetItem(parts, part), flags));
+        buffers.push_back(MemoryOf(&held, PyList_GetItem(parts, part), flags));
       }
       ranges[i].end_buffer = buffers.size();
     }
@@ -144,17 +103,17 @@ PyObject* ReadRanges(PyObject*, PyObject* asked) { return Moved(asked, PyBUF_WRI
 PyObject* WriteRanges(PyObject*, PyObject* asked) { return Moved(asked, PyBUF_SIMPLE, WriteFileRanges); }
 
 PyObject* WriteTable(PyObject*, PyObject* given) {
-  return Guarded([&] {
-    Buffers held;
+  return GuardedFromPython([&] {
+    PythonBuffers held;
     const int folder = static_cast<int>(IntegerIn(Entry(given, 0)));
-    const iovec path = held.Take(Entry(given, 1), PyBUF_SIMPLE);
+    const iovec path = MemoryOf(&held, Entry(given, 1), PyBUF_SIMPLE);
     const std::string name(static_cast<const char*>(path.iov_base), path.iov_len);
     const int slab = static_cast<int>(IntegerIn(Entry(given, 2)));
     PyObject* asked = Entry(given, 3);
     std::vector<Entries> entries(SizeOf(asked));
     for (std::size_t i = 0; i < entries.size(); ++i) {
       PyObject* one = PyList_GetItem(asked, i);
-      entries[i] = {IntegerIn(Entry(one, 0)), held.Take(Entry(one, 1), PyBUF_SIMPLE)};
+      entries[i] = {IntegerIn(Entry(one, 0)), MemoryOf(&held, Entry(one, 1), PyBUF_SIMPLE)};
     }
     int result = 0;
     WithoutGil([&] { result = WriteEntries(folder, name.c_str(), slab, entries); });
@@ -167,16 +126,16 @@ Checksum ChecksumAt(PyObject* address) {
 }
 
 PyObject* Checksums(PyObject*, PyObject* given) {
-  return Guarded([&] {
+  return GuardedFromPython([&] {
     const Checksum checksum = ChecksumAt(Entry(given, 0));
     PyObject* asked = Entry(given, 1);
-    Buffers held;
+    PythonBuffers held;
     std::vector<std::pair<iovec, std::size_t>> buffers(SizeOf(asked));
     std::vector<std::vector<std::uint64_t>> sums(buffers.size());
     std::size_t total_bytes = 0;
     for (std::size_t i = 0; i < buffers.size(); ++i) {
       PyObject* one = PyList_GetItem(asked, i);
-      const iovec buffer = held.Take(Entry(one, 0), PyBUF_SIMPLE);
+      const iovec buffer = MemoryOf(&held, Entry(one, 0), PyBUF_SIMPLE);
       buffers[i] = {buffer, PositiveIn(Entry(one, 1), "the bytes of a piece must be positive")};
       sums[i].resize(PiecesOf(buffer.iov_len, buffers[i].second));
       total_bytes += buffer.iov_len;
@@ -198,11 +157,11 @@ PyObject* Checksums(PyObject*, PyObject* given) {
 }
 
 PyObject* WriteObjectHeaders(PyObject*, PyObject* given) {
-  return Guarded([&] {
+  return GuardedFromPython([&] {
     const Checksum checksum = ChecksumAt(Entry(given, 0));
     PyObject* said = Entry(given, 1);
-    Buffers held;
-    HeaderForm form{held.Take(Entry(said, 0), PyBUF_SIMPLE), 0, 0, 0, 0};
+    PythonBuffers held;
+    HeaderForm form{MemoryOf(&held, Entry(said, 0), PyBUF_SIMPLE), 0, 0, 0, 0};
     std::size_t* const sizes[] = {&form.key_at, &form.sum_at, &form.sums_at, &form.piece_bytes};
     for (Py_ssize_t i = 0; i < 4; ++i) {
       *sizes[i] = PositiveIn(Entry(said, i + 1), "the form of a header has a number that is not positive");
@@ -211,14 +170,13 @@ PyObject* WriteObjectHeaders(PyObject*, PyObject* given) {
     std::vector<HeaderToWrite> headers(SizeOf(asked));
     for (std::size_t i = 0; i < headers.size(); ++i) {
       PyObject* one = PyList_GetItem(asked, i);
-      headers[i].header = held.Take(Entry(one, 0), PyBUF_WRITABLE);
-      headers[i].key = held.Take(Entry(one, 1), PyBUF_SIMPLE);
-      headers[i].payload = held.Take(Entry(one, 2), PyBUF_SIMPLE);
+      headers[i].header = MemoryOf(&held, Entry(one, 0), PyBUF_WRITABLE);
+      headers[i].key = MemoryOf(&held, Entry(one, 1), PyBUF_SIMPLE);
+      headers[i].payload = MemoryOf(&held, Entry(one, 2), PyBUF_SIMPLE);
       if (!Fits(form, headers[i])) Refuse("an object does not fit the form of its header");
     }
     WithoutGil([&] { WriteHeaders(checksum, form, headers); });
-    Py_INCREF(Py_None);
-    return Py_None;
+    return None();
   });
 }
 
@@ -232,15 +190,5 @@ void* paddle_kv_tier_functions() {
                                   {"write_table", WriteTable, METH_VARARGS, nullptr},
                                   {"checksums", Checksums, METH_VARARGS, nullptr},
                                   {"write_headers", WriteObjectHeaders, METH_VARARGS, nullptr}};
-  PyObject* functions = PyDict_New();
-  for (PyMethodDef& method : methods) {
-    PyObject* function = functions == nullptr ? nullptr : PyCFunction_New(&method, nullptr);
-    const bool added = function != nullptr && PyDict_SetItemString(functions, method.ml_name, function) == 0;
-    Py_XDECREF(function);
-    if (!added) {
-      Py_XDECREF(functions);
-      return nullptr;
-    }
-  }
-  return functions;
+  return DictionaryOf(methods);
 }

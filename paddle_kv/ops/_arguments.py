@@ -36,7 +36,7 @@ _UNREAL = tuple("bcmMSU")  # NumPy's kinds of scalars that are no real number: b
 psdb = private("jit.sot", "psdb")
 
 
-def _nothing(tensor: Any) -> Any:
+def _nothing(*asked: Any) -> Any:
     """The answer where the library gives none: then Paddle is asked, by what stands below."""
 
 
@@ -45,6 +45,8 @@ def _nothing(tensor: Any) -> Any:
 _is_plain: Callable[[Any], Any] = facts.get("is_plain", _nothing)
 _device: Callable[[Any], Any] = facts.get("device", _nothing)
 _strided: Callable[[Any], Any] = facts.get("strided", _nothing)
+# The same for ids: all that is to be checked of a list of them.
+_plain_ids: Callable[[Any, int, bool], Any] = _library.id_functions().get("plain_ids", _nothing)
 _TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
@@ -75,6 +77,13 @@ def block_id_array(ids: Any, name: str) -> np.ndarray:
     if found.ndim != 1:
         raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of integers is expected")
     return np.array(found, np.int64)
+
+
+def plain_id_array(ids: Any, num_blocks: int, *, distinct: bool) -> np.ndarray | None:
+    """:func:`block_id_array` of ids to which nothing can be objected: each lies in [0, num_blocks), and is there once
+    if they are to be ``distinct``. None: ask for everything one by one."""
+    found = _plain_ids(ids, num_blocks, distinct)
+    return None if found is None else np.frombuffer(found, np.int64)
 
 
 def id_array(ids: Any, name: str) -> np.ndarray:

@@ -73,6 +73,15 @@ def _python_functions() -> tuple[_Functions, _Functions]:
     return ask()  # type: ignore[no-any-return]
 
 
+def id_functions() -> _Functions:
+    """What is asked of block ids: custom_ops/include/paddle_kv/transfer/id_functions.h."""
+    ask = getattr(ctypes.PyDLL(str(LIBRARY)), "paddle_kv_id_functions", None)
+    if ask is None:  # built in place from earlier sources
+        return {}
+    ask.restype = ctypes.py_object
+    return ask()  # type: ignore[no-any-return]
+
+
 def tier_functions() -> _Functions:
     """What tiers do without the interpreter's lock: custom_ops/include/paddle_kv/tiers/tier_functions.h."""
     ask = getattr(ctypes.PyDLL(str(LIBRARY)), "paddle_kv_tier_functions", None)

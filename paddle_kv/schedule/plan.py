@@ -11,22 +11,18 @@ from ..backend.work import Direction, TransferPlan
 from ..checks import Ids, check_distinct, check_ids
 
 
-def make_plan(
+def check_blocks(
     direction: Direction,
     device_ids: Sequence[int] | Ids,
     host_ids: Sequence[int] | Ids,
     *,
     device_blocks: int,
     host_blocks: int,
-    num_layers: int,
-    layers_per_event: int,
-    layers: Sequence[int] | None = None,
-) -> TransferPlan:
-    """A checked plan. int64 arrays are kept, not copied: nobody may change them afterwards.
-
+) -> None:
+    """
     Raises:
         IndexError: an id is outside its pool.
-        ValueError: the lists differ in length, or a target occurs twice; of layers that share an event only some.
+        ValueError: the lists differ in length, or a target occurs twice.
     """
     check_ids(device_ids, "device_block_ids", device_blocks)
     check_ids(host_ids, "host_block_ids", host_blocks)
@@ -35,6 +31,24 @@ def make_plan(
             f"device_block_ids has {len(device_ids)} ids, host_block_ids has {len(host_ids)}; both need the same number"
         )
     check_distinct(*(("host_block_ids", host_ids) if direction == "offload" else ("device_block_ids", device_ids)))
+
+
+def make_plan(
+    direction: Direction,
+    device_ids: Sequence[int] | Ids,
+    host_ids: Sequence[int] | Ids,
+    *,
+    num_layers: int,
+    layers_per_event: int,
+    layers: Sequence[int] | None = None,
+) -> TransferPlan:
+    """A plan of blocks that were checked (:func:`check_blocks`). int64 arrays are kept, not copied: nobody may change
+    them afterwards.
+
+    Raises:
+        IndexError: a layer that there is not.
+        ValueError: of layers that share an event only some.
+    """
     plan = TransferPlan(direction, np.asarray(device_ids), np.asarray(host_ids), num_layers, layers_per_event)
     if layers is None:
         return plan

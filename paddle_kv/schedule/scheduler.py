@@ -11,6 +11,7 @@ from typing import Any, Literal
 from .. import backend as backends
 from ..backend.protocol import Backend
 from ..backend.work import ENGINES, Direction, Event, Stream, TransferPlan
+from ..checks import Ids
 from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
@@ -23,7 +24,7 @@ from . import checksum, settling
 from .gates import Gates
 from .lifetime import Lifetime
 from .movement import Movement, Reading
-from .plan import make_plan
+from .plan import check_blocks, make_plan
 from .resources import Events
 from .starting import hold, start
 from .statistics import Statistics
@@ -212,16 +213,26 @@ class LayerwiseScheduler(Lifetime):
     def plan(self, direction: Direction, device_ids: Any, host_ids: Any, layers: Any = None) -> TransferPlan:
         """Checked."""
         self.check_open()
+        device, host = self._checked(direction, device_ids, host_ids)
         return make_plan(
             direction,
-            arguments.block_id_array(device_ids, "device_block_ids"),
-            arguments.block_id_array(host_ids, "host_block_ids"),
-            device_blocks=self.device_cache.num_blocks,
-            host_blocks=self.host_pool.num_blocks,
+            device,
+            host,
             num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self._layers_per_event,
             layers=None if layers is None else arguments.block_ids(layers, "layers"),
         )
+
+    def _checked(self, direction: Direction, device_ids: Any, host_ids: Any) -> tuple[Ids, Ids]:
+        device_blocks, host_blocks = self.device_cache.num_blocks, self.host_pool.num_blocks
+        to_host = direction == "offload"
+        device = arguments.plain_id_array(device_ids, device_blocks, distinct=not to_host)
+        host = arguments.plain_id_array(host_ids, host_blocks, distinct=to_host)
+        if device is None or host is None or len(device) != len(host):  # the checks find the words
+            device = arguments.block_id_array(device_ids, "device_block_ids")
+            host = arguments.block_id_array(host_ids, "host_block_ids")
+            check_blocks(direction, device, host, device_blocks=device_blocks, host_blocks=host_blocks)
+        return device, host
 
     def start_here(
         self,

@@ -9,20 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_kv.backend.work import TransferPlan
-from paddle_kv.schedule.plan import make_plan
+from paddle_kv.schedule.plan import check_blocks, make_plan
 from paddle_kv.timeouts import check_timeout
 
 
 def plan(device_ids, host_ids, direction="offload", layers=7, per_event=3):
-    return make_plan(
-        direction,
-        device_ids,
-        host_ids,
-        device_blocks=10,
-        host_blocks=20,
-        num_layers=layers,
-        layers_per_event=per_event,
-    )
+    check_blocks(direction, device_ids, host_ids, device_blocks=10, host_blocks=20)
+    return make_plan(direction, device_ids, host_ids, num_layers=layers, layers_per_event=per_event)
 
 
 def test_direction_decides_what_is_source_and_target():
@@ -101,4 +94,4 @@ sys.exit(any(name.split(".")[0] in ("paddle", "cupy") for name in sys.modules))
 
 def test_each_side_has_its_own_bound():
     with pytest.raises(IndexError, match=r"host_block_ids\[0\] = 7 must be in \[0, 5\)"):
-        make_plan("onload", [7], [7], device_blocks=9, host_blocks=5, num_layers=1, layers_per_event=1)
+        check_blocks("onload", [7], [7], device_blocks=9, host_blocks=5)
