@@ -82,9 +82,18 @@ def id_functions() -> _Functions:
     return ask()  # type: ignore[no-any-return]
 
 
+def signal_functions() -> _Functions:
+    """What keeps signal handlers away: custom_ops/include/paddle_kv/transfer/signal_functions.h."""
+    return _functions_of("signal")
+
+
 def tier_functions() -> _Functions:
     """What tiers do without the interpreter's lock: custom_ops/include/paddle_kv/tiers/tier_functions.h."""
-    ask = getattr(ctypes.PyDLL(str(LIBRARY)), "paddle_kv_tier_functions", None)
+    return _functions_of("tier")
+
+
+def _functions_of(kind: str) -> _Functions:
+    ask = getattr(ctypes.PyDLL(str(LIBRARY)), f"paddle_kv_{kind}_functions", None)
     if ask is None:
         raise ImportError(f"{LIBRARY} was built from earlier sources; build it again: python setup_ops.py build")
     ask.restype = ctypes.py_object

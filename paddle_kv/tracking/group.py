@@ -2,7 +2,7 @@
 
 A pool begins as a group of its own; the scheduler that moves blocks between two pools unites their groups. What changes
 the state of pools, transfers or managers is a *section*: a function that :func:`change` runs under the lock of the
-group, in a thread that no signal handler interrupts, and that waits for nothing.
+group, that no signal handler interrupts, and that waits for nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import ReentryError
-from .keeper import Deadline, Host, Waiter, keeper, log, nothing
+from .keeper import Deadline, Host, Waiter, keeper, log
 
 
 class Grouped(Protocol):
@@ -66,7 +66,7 @@ class MemoryGroup:
         self.waiters: deque[Waiter] = deque()
         self._members: weakref.WeakSet[Any] = weakref.WeakSet([member])
         self._inside: int | None = None  # the thread that runs a section
-        self._noted: deque[Callable[[], object]] = deque()  # what finalizers want done
+        self._noted: deque[Callable[[], object]] = deque()  # what is to be done soon
         _groups.add(self)
 
     @property
@@ -91,18 +91,19 @@ class MemoryGroup:
             )
         self._inside = threading.get_ident()
         try:
-            self._do_what_was_noted()
+            self.do_what_was_noted()
             return function()
         finally:
-            self._do_what_was_noted()
+            self.do_what_was_noted()
             self._inside = None
 
-    def _do_what_was_noted(self) -> None:
+    def do_what_was_noted(self) -> None:
+        """In a section."""
         while self._noted:
             try:
                 self._noted.popleft()()
             except Exception:  # noqa: BLE001  it is nobody's
-                log.exception("an error in what a finalizer of paddle_kv wanted done")
+                log.exception("an error in what was to be done soon")
 
     def _absorb(self, other: MemoryGroup) -> None:
         for member in list(other._members):
@@ -124,34 +125,38 @@ registry = threading.RLock()  # of groups and memories; whoever holds it may hol
 
 def change(member: Grouped, function: Callable[[], Any]) -> Any:
     """Runs a section of the member's group and returns what it returns."""
-    return member.group.host.call(functools.partial(_change_here, member, function))
+    return member.group.host.call_here(functools.partial(_change_here, member, function))
 
 
 def change_soon(member: Grouped, function: Callable[[], object]) -> None:
-    """As :func:`change`, but the main thread does not wait until it has been done."""
-    member.group.host.soon(functools.partial(_change_here, member, function))
+    """As :func:`change`, but the main thread does not do it itself, nor wait until it has been done. Its next section
+    comes behind it."""
+    (note if member.group.host.defers else change)(member, function)
 
 
 def note(member: Grouped, function: Callable[[], object]) -> None:
     """For finalizers and for calls that one may make out of a section: it is done in a section, soon."""
     group = member.group
     group.note(function)
-    group.host.post(functools.partial(_change_here, member, nothing))
+    # This group's, also if it is united with another one meanwhile.
+    group.host.post(functools.partial(_change_here, member, group.do_what_was_noted))
 
 
 class Guard(weakref.ref):  # type: ignore[type-arg]
-    """Runs a section when the last reference to its owner goes. By C code alone up to the keeper: a handler may raise
-    already before the first instruction of a ``__del__``."""
+    """Runs a section when the last reference to its owner goes: in the keeper, or before the next section of any
+    thread. By C code alone up to there: a handler may raise already before the first instruction of a ``__del__``."""
 
     def __new__(cls, owner: object, member: Grouped, function: Callable[[], object]) -> Guard:
-        return super().__new__(cls, owner, member.group.host.put)
+        return super().__new__(cls, owner, _dropped.append)
 
     def __init__(self, owner: object, member: Grouped, function: Callable[[], object]) -> None:
-        super().__init__(owner, member.group.host.put)  # type: ignore[call-arg]
+        super().__init__(owner, _dropped.append)  # type: ignore[call-arg]
         self._section: tuple[Grouped, Callable[[], object]] | None = (member, function)
+        self._call = _Call(owner, member.group.host.put)
         _guards.add(self)
 
-    def __call__(self) -> None:
+    def run(self) -> None:
+        """Behind the end of the owner."""
         section = self._section
         self.cancel()
         if section is not None:
@@ -166,6 +171,24 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
     __eq__ = object.__eq__
 
 
+class _Call(weakref.ref):  # type: ignore[type-arg]
+    """Calls the keeper."""
+
+    def __call__(self) -> None:
+        _run_guards()
+
+
+def _run_guards() -> None:
+    while _dropped:
+        try:
+            _dropped.popleft().run()
+        except IndexError:  # another thread was quicker
+            return
+        except Exception:  # noqa: BLE001  it is nobody's
+            log.exception("an error behind the end of what somebody has dropped")
+
+
+_dropped: deque[Guard] = deque()  # guards whose owners are gone
 _guards: set[Guard] = set()  # or garbage collection could take one together with its owner
 
 
@@ -210,7 +233,7 @@ def wake(waiters: deque[Waiter]) -> None:
 
 def unite(first: Grouped, second: Grouped) -> None:
     """From now on one lock guards both. Not out of a section."""
-    first.group.host.call(functools.partial(_unite, first, second))
+    first.group.host.call_here(functools.partial(_unite, first, second))
 
 
 def _unite(first: Grouped, second: Grouped) -> None:
@@ -223,6 +246,8 @@ def _unite(first: Grouped, second: Grouped) -> None:
 
 
 def _change_here(member: Grouped, function: Callable[[], Any]) -> Any:
+    if _dropped and not any(group.inside for group in list(_groups)):
+        _run_guards()
     while True:
         group = member.group
         group.host.pause()

@@ -1,9 +1,9 @@
-"""The thread in which state changes for the main thread.
+"""Where the library's own work runs, so that no signal handler leaves it half done, and the thread that does the rest.
 
 Python runs signal handlers in the main thread only, between any two of its instructions, and what they raise leaves
-whatever runs there half done. So the main thread changes nothing itself: it hands the change to this thread and waits.
-An exception of a handler then ends the waiting, never the change. Other threads see no signals and change state
-themselves.
+whatever runs there half done. A short change of state runs where it is called; in the main thread handlers are put off
+until its end. What may take long the main thread hands to a thread of the library, the keeper, and waits: an exception
+of a handler then ends the waiting, never the work. Other threads see no signals and do both themselves.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ class Host(Protocol):
 
     def call(self, function: Callable[[], Any]) -> Any:
         """The function's result. Whatever is raised into the caller meanwhile, the function runs to its end."""
+
+    def call_here(self, function: Callable[[], Any]) -> Any:
+        """:meth:`call` in the calling thread: for what waits for nothing. Nothing is raised into it meanwhile."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether the calling thread, the main one, leaves to another one what need not be done at once."""
 
     def soon(self, function: Callable[[], object]) -> None:
         """As :meth:`call`, but the main thread does not wait for it. Calls of one thread keep their order."""
@@ -140,6 +147,10 @@ class _Job:
 class Keeper:
     """See the module. The thread starts with the first job and ends with the process; a forked child has its own."""
 
+    # Runs a function and puts off the handlers that come meanwhile. Of the compiled library, whose Paddle the tracker
+    # does not know; without it the thread does everything.
+    undisturbed: Callable[[Callable[[], Any]], Any] | None = None
+
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -149,15 +160,24 @@ class Keeper:
         self._callbacks = Callbacks(self._put)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        if self._ended or not _in_main_thread():
+        if not self.defers:
             return function()
         job = _Job(function)
         self._put(job)
         self.park(job.over, None)
         return job.take()
 
+    def call_here(self, function: Callable[[], Any]) -> Any:
+        if not _in_main_thread():
+            return function()
+        return self.call(function) if self.undisturbed is None else self.undisturbed(function)
+
+    @property
+    def defers(self) -> bool:
+        return _in_main_thread() and not self._ended
+
     def soon(self, function: Callable[[], object]) -> None:
-        if _in_main_thread() and not self._ended:
+        if self.defers:
             self._put(function)
         else:
             function()

@@ -77,7 +77,7 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
                 f"the tensors at {before.start:#x} and {after.start:#x} overlap; "
                 "each name and layer needs memory of its own"
             )
-    attached: tuple[BlockDomain, Callable[[], object]] = keeper.call(functools.partial(_attach, owner, tuple(extents)))
+    attached: tuple[BlockDomain, Callable[[], object]] = keeper.call_here(functools.partial(_attach, owner, tuple(extents)))
     return attached
 
 
@@ -118,7 +118,7 @@ def _forget_the_ended() -> None:
 def check_access(address: int, block_ids: Sequence[int], writing: bool, stream: int | None) -> None:
     """Raises RuntimeError if work on ``stream`` touches blocks of a pool's tensor that a transfer is moving, without
     having waited for it (clause 5 of the contract; the debug mode asks)."""
-    for extent, attached in keeper.call(_known_memories):
+    for extent, attached in keeper.call_here(_known_memories):
         if extent.start <= address < extent.end:
             first = (address - extent.start) // extent.stride_bytes
             asked = [first + block_id for block_id in block_ids]

@@ -26,7 +26,7 @@ def child_status(rig: Rig, state: list[int]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def fork_beside_a_section(rig: Rig, in_keeper: bool) -> int:
+def fork_beside_a_section(rig: Rig, forked_by_main: bool) -> int:
     state, inside, found = [0, 0], threading.Event(), []
 
     def section() -> None:
@@ -39,9 +39,8 @@ def fork_beside_a_section(rig: Rig, in_keeper: bool) -> int:
         assert inside.wait(WAIT_S)
         found.append(child_status(rig, state))
 
-    # Sections of the main thread run in the keeper.
-    tasks = (fork, lambda: change(rig.pool.domain, section))
-    other, main = tasks if in_keeper else tasks[::-1]
+    tasks = (lambda: change(rig.pool.domain, section), fork)
+    other, main = tasks if forked_by_main else tasks[::-1]
     thread = threading.Thread(target=other)
     thread.start()
     main()
@@ -49,13 +48,13 @@ def fork_beside_a_section(rig: Rig, in_keeper: bool) -> int:
     return found[0]
 
 
-@pytest.mark.parametrize("in_keeper", [True, False])
+@pytest.mark.parametrize("forked_by_main", [True, False])
 @pytest.mark.parametrize("locked", [True, False])
-def test_fork_beside_a_section(in_keeper: bool, locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_beside_a_section(forked_by_main: bool, locked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     if not locked:  # as if the fork took no lock: that is noticed
         monkeypatch.setattr(group_module, "_groups", weakref.WeakSet())
-    assert (fork_beside_a_section(rig, in_keeper) == 0) == locked
+    assert (fork_beside_a_section(rig, forked_by_main) == 0) == locked
 
 
 class Pausing:

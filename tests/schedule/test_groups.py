@@ -22,11 +22,10 @@ class Member:
 class InPlace(Keeper):
     """Runs everything where it is called, and what is posted never."""
 
-    def call(self, function):
-        return function()
+    defers = False
 
-    def soon(self, function):
-        function()
+    def call_here(self, function):
+        return function()
 
     def post(self, function):
         pass
@@ -157,6 +156,38 @@ def test_sections_that_need_no_answer_run_too():
     member, done = in_place(), []
     change_soon(member, lambda: done.append(member.group.inside))
     assert done == [True]
+
+
+def test_the_main_thread_leaves_it_to_the_keeper_and_its_next_section_comes_behind_it():
+    member, done, over = Member(), [], threading.Event()
+    name = threading.current_thread().name
+    keeper.post(lambda: over.wait(WAIT_S))  # it is busy
+    change_soon(member, lambda: done.append(threading.current_thread().name))
+    assert done == []
+    assert change(member, done.copy) == [name]
+    over.set()
+    change_soon(member, lambda: done.append(threading.current_thread().name))
+    keeper.call(list)
+    assert done == [name, "paddle_kv-keeper"]
+
+
+def test_what_is_noted_in_a_group_that_is_united_at_once_is_done_too():
+    member, other, done = Member(), Member(), threading.Event()
+    group = member.group
+
+    class Uniting(Keeper):
+        def post(self, function):
+            if member.group is group:
+                unite(other, member)
+            keeper.post(function)
+
+    group.host = Uniting()
+    group.note, noted = lambda function: None, []  # it comes behind the union
+    post = group.host.post
+    group.host.post = lambda function: (post(list), group._noted.append(done.set), noted.append(1), post(function))
+    note(member, done.set)
+    assert noted and member.group is not group
+    assert done.wait(WAIT_S)
 
 
 def test_the_numbers_of_groups_grow():

@@ -1,4 +1,4 @@
-"""An exception of a signal handler behind each hand-over of the main thread: nothing is lost, everything still ends."""
+"""An exception of a signal handler behind each change by the main thread: nothing is lost, everything still ends."""
 
 from __future__ import annotations
 
@@ -24,21 +24,25 @@ class Interrupted(BaseException):
 
 
 class InterruptingHost:
-    """The keeper; the call with this number, counted from 1, raises when it was handed over and done."""
+    """The keeper; the call with this number, counted from 1, raises when it was done."""
+
+    defers = False
 
     def __init__(self, number: int) -> None:
         self.left = number
 
     def call(self, function: Callable[[], Any]) -> Any:
-        result = keeper.call(function)
+        return self._behind(keeper.call(function))
+
+    def call_here(self, function: Callable[[], Any]) -> Any:
+        return self._behind(keeper.call_here(function))
+
+    def _behind(self, result: Any) -> Any:
         if threading.current_thread() is threading.main_thread():
             self.left -= 1
             if self.left == 0:
                 raise Interrupted
         return result
-
-    def soon(self, function: Callable[[], object]) -> None:
-        self.call(function)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(keeper, name)
@@ -64,7 +68,7 @@ def program(rig: Rig, made: list[LayerwiseScheduler], owned: list[int]) -> None:
     scheduler.close(WAIT_S)
 
 
-def test_an_exception_behind_each_hand_over():
+def test_an_exception_behind_each_change():
     number, fired = 0, True
     while fired:
         number += 1
@@ -83,19 +87,19 @@ def test_an_exception_behind_each_hand_over():
             closing = threading.Thread(target=scheduler.close, args=(WAIT_S,), daemon=True)
             closing.start()
             closing.join(WAIT_S)
-            assert not closing.is_alive(), f"close does not end behind an exception at hand-over {number}"
+            assert not closing.is_alive(), f"close does not end behind an exception at change {number}"
         rig.pool.free(owned)
-        assert rig.pool.num_free_blocks == 17, f"hand-over {number}"
+        assert rig.pool.num_free_blocks == 17, f"change {number}"
     assert number > 15
 
 
 def test_a_mark_whose_caller_was_interrupted_counts_once(rig, monkeypatch):
     """The caller does not know; that he marks again must not submit the layer twice, in place of another one."""
-    hand_over = marking.change_soon
+    change_soon = marking.change_soon
 
     def interrupted(*arguments: Any) -> None:
-        hand_over(*arguments)
-        rig.pool.num_free_blocks  # noqa: B018  the keeper has done it
+        change_soon(*arguments)
+        rig.pool.num_free_blocks  # noqa: B018  a section behind it
         raise Interrupted
 
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:

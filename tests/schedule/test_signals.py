@@ -1,4 +1,4 @@
-"""An exception of a signal handler between any two instructions of each call: nothing is held that nobody owns."""
+"""A signal whose handler raises, between any two instructions of each call: nothing is held that nobody owns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from tests.schedule.rig import WAIT_S, bytes_at, in_flight
 PACKAGE = os.path.dirname(paddle_kv.__file__) + os.sep
 SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=3, block_size=1, dtype="float32", latent=True)
 BLOCK_BYTES = SPEC.block_bytes
+PUT_OFF_EACH = 37
 
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of finalizers
@@ -30,35 +31,53 @@ class Interrupted(BaseException):
     """What a handler raises."""
 
 
+def interrupt(number: int, frame: object) -> None:
+    raise Interrupted
+
+
+@contextlib.contextmanager
+def handled() -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
 class At:
-    """Raises at the n-th instruction of the package in the main thread."""
+    """Sends the signal at the n-th instruction of the package in the main thread. Where handlers are put off, at each
+    instruction alike, only some count, each time others."""
 
     def __init__(self, number: int) -> None:
         self.left = number
         self.where = ""
+        self._put_off = number
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
+            if signal.getsignal(signal.SIGUSR1) is not interrupt:
+                self._put_off += 1
+                if self._put_off % PUT_OFF_EACH:
+                    return self
             self.left -= 1
             if self.left == 0:
                 sys.settrace(None)
                 self.where = f"{frame.f_code.co_name}:{frame.f_lineno}"
-                raise Interrupted
+                signal.raise_signal(signal.SIGUSR1)
         return self
 
     def run(self, call: Callable[[], object]) -> bool:
         """Whether it came so far."""
         sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of instructions only where a frame wants it before
-        sys.settrace(self)
-        try:
-            call()
-        except Interrupted:
-            return True
-        finally:
-            sys.settrace(None)
+        with handled():
+            sys.settrace(self)
+            try:
+                call()
+            except Interrupted:
+                return True
+            finally:
+                sys.settrace(None)
         return self.left <= 0  # a finalizer or a hook keeps the exception to itself
 
 
@@ -206,9 +225,6 @@ def test_the_last_reference_to_a_layerwise_save_goes_while_handlers_raise():
 def test_a_signal_that_comes_with_the_end_of_a_save_leaves_nothing_of_it():
     """As above, with real signals: they are seen at the first instruction of a finalizer, if there is one."""
 
-    def interrupt(number: int, frame: object) -> None:
-        raise Interrupted
-
     class Last:
         def __init__(self) -> None:
             self.save = server.scheduler.offload([0], [3], layerwise=True)
@@ -218,14 +234,11 @@ def test_a_signal_that_comes_with_the_end_of_a_save_leaves_nothing_of_it():
                 signal.raise_signal(signal.SIGUSR1)
 
     server = Server()
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    try:
+    with handled():
         for _ in range(20):
             last = Last()
             del last
             server.check("a save that nobody marks")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
     server.scheduler.close(WAIT_S)
 
 

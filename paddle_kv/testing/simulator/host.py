@@ -91,6 +91,12 @@ class SimulatedHost:
     # ---- what the library asks ----
     def call(self, function: Callable[[], Any]) -> Any:
         threads = self._device.threads
+        if threads is not None and threads.current.number == 1 and threads.current.depth == 0:
+            self._device.run_until(lambda: not self._posted, None)  # its calls keep their order
+        return self.call_here(function)
+
+    def call_here(self, function: Callable[[], Any]) -> Any:
+        threads = self._device.threads
         if threads is None:
             self._run_posted()
             self._depth += 1
@@ -99,8 +105,6 @@ class SimulatedHost:
             finally:
                 self._depth -= 1
         me = threads.current
-        if me.number == 1 and me.depth == 0:  # its calls keep their order
-            self._device.run_until(lambda: not self._posted, None)
         me.depth += 1
         try:
             return function()
@@ -108,9 +112,13 @@ class SimulatedHost:
             me.depth -= 1
             self._leave_section()
 
-    def soon(self, function: Callable[[], object]) -> None:
+    @property
+    def defers(self) -> bool:
         threads = self._device.threads
-        if threads is not None and threads.current.number == 1:
+        return threads is not None and threads.current.number == 1
+
+    def soon(self, function: Callable[[], object]) -> None:
+        if self.defers:
             self.post(function)
         else:
             self.call(function)
