@@ -77,7 +77,9 @@ def attach(owner: object, extents: Sequence[Extent]) -> tuple[BlockDomain, Calla
                 f"the tensors at {before.start:#x} and {after.start:#x} overlap; "
                 "each name and layer needs memory of its own"
             )
-    attached: tuple[BlockDomain, Callable[[], object]] = keeper.call_here(functools.partial(_attach, owner, tuple(extents)))
+    attached: tuple[BlockDomain, Callable[[], object]] = keeper.call_here(
+        functools.partial(_attach, owner, tuple(extents))
+    )
     return attached
 
 
