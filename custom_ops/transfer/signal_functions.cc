@@ -11,7 +11,7 @@ namespace {
 constexpr int kSignals = 65;
 
 // Of the main thread, which has the interpreter's lock wherever it uses these. A forked child finds them as they are.
-PyObject* handler_of = nullptr;   // of the module signal, without what makes enumerations of numbers
+PyObject* handler_of = nullptr;  // of the module signal, without what makes enumerations of numbers
 PyObject* set_handler = nullptr;
 PyObject* stand_in = nullptr;
 PyObject* numbers[kSignals];
