@@ -6,7 +6,7 @@
 Microseconds on the host's clock; what the device does meanwhile is not counted. A call is timed with the device idle:
 everything before it has been waited for, without a call that would tell the scheduler so. The next call therefore also
 pays for what the end of the last transfer costs. "none" is a backend whose calls do nothing: what is left is the
-scheduler's own. The main thread hands each change of state to a thread of the library, others make it themselves:
+scheduler's own. The main thread puts signal handlers off while it changes state, others need not:
 ``--thread other`` makes the calls in another one. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
 """
 

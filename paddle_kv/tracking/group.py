@@ -147,12 +147,13 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
     thread. By C code alone up to there: a handler may raise already before the first instruction of a ``__del__``."""
 
     def __new__(cls, owner: object, member: Grouped, function: Callable[[], object]) -> Guard:
-        return super().__new__(cls, owner, _dropped.append)
+        return super().__new__(cls, owner, member.group.host.dropped.append)
 
     def __init__(self, owner: object, member: Grouped, function: Callable[[], object]) -> None:
-        super().__init__(owner, _dropped.append)  # type: ignore[call-arg]
+        host = member.group.host
+        super().__init__(owner, host.dropped.append)  # type: ignore[call-arg]
         self._section: tuple[Grouped, Callable[[], object]] | None = (member, function)
-        self._call = _Call(owner, member.group.host.put)
+        self._call = _Call(owner, host)
         _guards.add(self)
 
     def run(self) -> None:
@@ -172,23 +173,29 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
 
 
 class _Call(weakref.ref):  # type: ignore[type-arg]
-    """Calls the keeper."""
+    """Calls the host to run them, if there is no section before."""
+
+    def __new__(cls, owner: object, host: Host) -> _Call:
+        return super().__new__(cls, owner, host.put)
+
+    def __init__(self, owner: object, host: Host) -> None:
+        super().__init__(owner, host.put)  # type: ignore[call-arg]
+        self._host = host
 
     def __call__(self) -> None:
-        _run_guards()
+        _run_guards(self._host.dropped)
 
 
-def _run_guards() -> None:
-    while _dropped:
+def _run_guards(dropped: deque[Guard]) -> None:
+    while dropped:
         try:
-            _dropped.popleft().run()
+            dropped.popleft().run()
         except IndexError:  # another thread was quicker
             return
         except Exception:  # noqa: BLE001  it is nobody's
             log.exception("an error behind the end of what somebody has dropped")
 
 
-_dropped: deque[Guard] = deque()  # guards whose owners are gone
 _guards: set[Guard] = set()  # or garbage collection could take one together with its owner
 
 
@@ -246,8 +253,9 @@ def _unite(first: Grouped, second: Grouped) -> None:
 
 
 def _change_here(member: Grouped, function: Callable[[], Any]) -> Any:
-    if _dropped and not any(group.inside for group in list(_groups)):
-        _run_guards()
+    dropped = member.group.host.dropped
+    if dropped and not any(group.inside for group in list(_groups)):
+        _run_guards(dropped)
     while True:
         group = member.group
         group.host.pause()

@@ -58,7 +58,13 @@ class Deadline:
 
 
 class Host(Protocol):
-    """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it."""
+    """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it.
+
+    Attributes:
+        dropped: what finalizers leave to the next section, see :class:`.group.Guard`.
+    """
+
+    dropped: deque[Any]
 
     def call(self, function: Callable[[], Any]) -> Any:
         """The function's result. Whatever is raised into the caller meanwhile, the function runs to its end."""
@@ -155,6 +161,7 @@ class Keeper:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
+        self.dropped: deque[Any] = deque()
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
         self._callbacks = Callbacks(self._put)

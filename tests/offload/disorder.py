@@ -43,8 +43,8 @@ class Rebel(Lru[bytes]):
 
 
 def interrupted(call: Callable[[], object], lines: int) -> bool:
-    """Whether the call was ended by an interrupt, as of a signal handler: at so many lines of the package that the
-    main thread executes."""
+    """Whether the call was ended by an interrupt: a signal comes at so many lines of the package that the main thread
+    executes."""
     left = lines
     package = str(Path(books.__file__).parents[1])
 
@@ -55,7 +55,8 @@ def interrupted(call: Callable[[], object], lines: int) -> bool:
         if event == "line":
             left -= 1
             if left == 0:
-                raise KeyboardInterrupt
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)

@@ -26,6 +26,7 @@ class SimulatedHost:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._posted: deque[Callable[[], object]] = deque()
+        self.dropped: deque[Any] = deque()
         self._callbacks = Callbacks(self.post)
         self._depth = 0
         self._ending = False
