@@ -99,6 +99,12 @@ class MemoryGroup:
 
     def do_what_was_noted(self) -> None:
         """In a section."""
+        while self.host.dropped:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                guard = self.host.dropped.popleft()
+                member = guard.leave()
+                if member is not None and member.group is self:  # the others run in the host's thread
+                    self._noted.append(guard.run)
         while self._noted:
             try:
                 self._noted.popleft()()
@@ -143,8 +149,8 @@ def note(member: Grouped, function: Callable[[], object]) -> None:
 
 
 class Guard(weakref.ref):  # type: ignore[type-arg]
-    """Runs a section when the last reference to its owner goes: in the keeper, or before the next section of any
-    thread. By C code alone up to there: a handler may raise already before the first instruction of a ``__del__``."""
+    """Runs a section when the last reference to its owner goes: in the host's thread, or with the next section of the
+    group. By C code alone up to there: a handler may raise already before the first instruction of a ``__del__``."""
 
     def __new__(cls, owner: object, member: Grouped, function: Callable[[], object]) -> Guard:
         return super().__new__(cls, owner, member.group.host.dropped.append)
@@ -152,48 +158,44 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
     def __init__(self, owner: object, member: Grouped, function: Callable[[], object]) -> None:
         host = member.group.host
         super().__init__(owner, host.dropped.append)  # type: ignore[call-arg]
-        self._section: tuple[Grouped, Callable[[], object]] | None = (member, function)
-        self._call = _Call(owner, host)
+        self._member: Grouped | None = member
+        self._functions = [function]
+        self.run = functools.partial(_run_once, self._functions)  # in a section; no reference to this
+        self._call: _Call | None = _Call(owner, host, functools.partial(change, member, self.run))
         _guards.add(self)
 
-    def run(self) -> None:
-        """Behind the end of the owner."""
-        section = self._section
-        self.cancel()
-        if section is not None:
-            change(*section)
+    def leave(self) -> Grouped | None:
+        """Keeps nothing any more. Returns whose section it runs."""
+        _guards.discard(self)
+        member, self._member, self._call = self._member, None, None
+        return member
 
     def cancel(self) -> None:
         """There is nothing left to do."""
-        _guards.discard(self)
-        self._section = None
+        self.leave()
+        self._functions.clear()
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
 
-class _Call(weakref.ref):  # type: ignore[type-arg]
-    """Calls the host to run them, if there is no section before."""
+def _run_once(functions: list[Callable[[], object]]) -> None:
+    if functions:
+        functions.pop()()
 
-    def __new__(cls, owner: object, host: Host) -> _Call:
+
+class _Call(weakref.ref):  # type: ignore[type-arg]
+    """Has the host call a function when the last reference to the owner goes."""
+
+    def __new__(cls, owner: object, host: Host, function: Callable[[], object]) -> _Call:
         return super().__new__(cls, owner, host.put)
 
-    def __init__(self, owner: object, host: Host) -> None:
+    def __init__(self, owner: object, host: Host, function: Callable[[], object]) -> None:
         super().__init__(owner, host.put)  # type: ignore[call-arg]
-        self._host = host
+        self._function = function
 
     def __call__(self) -> None:
-        _run_guards(self._host.dropped)
-
-
-def _run_guards(dropped: deque[Guard]) -> None:
-    while dropped:
-        try:
-            dropped.popleft().run()
-        except IndexError:  # another thread was quicker
-            return
-        except Exception:  # noqa: BLE001  it is nobody's
-            log.exception("an error behind the end of what somebody has dropped")
+        self._function()
 
 
 _guards: set[Guard] = set()  # or garbage collection could take one together with its owner
@@ -253,9 +255,6 @@ def _unite(first: Grouped, second: Grouped) -> None:
 
 
 def _change_here(member: Grouped, function: Callable[[], Any]) -> Any:
-    dropped = member.group.host.dropped
-    if dropped and not any(group.inside for group in list(_groups)):
-        _run_guards(dropped)
     while True:
         group = member.group
         group.host.pause()

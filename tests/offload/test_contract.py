@@ -362,7 +362,7 @@ MUTATIONS: dict[int, tuple[Any, str, Any]] = {
     9: (directory.Directory, "_drop_damaged", lambda self, job, positions: None),
     10: (index.BlockIndex, "_tell_anew", lambda self, gone=(): None),
     11: (moving.Moving, "__init__", keep_handle),
-    12: (keeper.Keeper, "call", lambda self, function: function()),
+    12: (keeper.Keeper, "call_here", lambda self, function: function()),
     13: (group, "_groups", set()),
     14: (index.BlockIndex, "clear", lambda self: []),
     15: (KVOffloadManager, "_reusable", lambda self, keys, num_tokens: keys),
