@@ -22,7 +22,8 @@ _thread: threading.Thread | None = None
 def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> None:
     """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
     thread: a signal handler could come in between."""
-    _start()
+    if _thread is None:
+        _start()
     token = next(_tokens)
     _reports[token] = report
     try:

@@ -151,7 +151,8 @@ class CupyBackend:
     @_on_device
     def compute_stream(self, stream: Any) -> int:
         # Asked before anything else is done with the stream: a forbidden call would break the capture.
-        named = streams.current(self._device_id) if stream is None else streams.handle_of(stream)
+        surrounding = streams.cupy_stream() if stream is None else stream
+        named = streams.paddle_stream(self._device_id) if surrounding is None else streams.handle_of(surrounding)
         of = getattr(stream, "device_id", -1)  # CuPy's streams know, mostly
         if of not in (-1, self._device_id):
             raise ValueError(f"stream is one of GPU {of}; this scheduler works on GPU {self._device_id}")
@@ -159,7 +160,7 @@ class CupyBackend:
             raise CaptureError(
                 "the stream is being captured into a CUDA graph; a transfer cannot become part of a graph"
             )
-        if stream is not None or streams.cupy_stream() is None:
+        if surrounding is stream:
             return named
         return streams.resolve_on(None, self._device_id)
 
@@ -181,9 +182,9 @@ class CupyBackend:
             host_ids=plan.host_ids,
             layers=range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
             layers_per_event=plan.layers_per_event,
-            waits=work.waits,
+            waits=list(work.waits),
             start_event=work.start,
-            record_events=work.records,
+            record_events=list(work.records),
             stream=stream.ptr,
             token=work.number,
         )

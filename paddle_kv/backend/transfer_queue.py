@@ -1,8 +1,9 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
-Called through ctypes: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called for every layer of a
-model. ctypes gives up the GIL for the time of a call; those that only look into the queue, under a lock that nobody
-holds while CUDA works, keep it: to get it back costs more than they do. Streams and events are handles. The C side is
+Called through ctypes, but for ``submit``, which has so many arguments that ctypes would take longer than the call: an
+operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called for every layer of a model. ctypes gives up the
+GIL for the time of a call; those that only look into the queue, under a lock that nobody holds while CUDA works, keep
+it: to get it back costs more than they do. Streams and events are handles. The C side is
 ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,26 +23,6 @@ NO_END = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
-
-
-class _Transfer(ctypes.Structure):
-    _fields_ = (
-        ("plan", ctypes.c_int64),
-        ("direction", ctypes.c_int64),
-        ("engine", ctypes.c_int64),
-        ("device_ids", ctypes.c_void_p),
-        ("host_ids", ctypes.c_void_p),
-        ("block_count", ctypes.c_int64),
-        ("first_layer", ctypes.c_int64),
-        ("end_layer", ctypes.c_int64),
-        ("layers_per_event", ctypes.c_int64),
-        ("wait_events", ctypes.c_void_p),
-        ("waits_per_group", ctypes.c_void_p),
-        ("start_event", ctypes.c_int64),
-        ("record_events", ctypes.c_void_p),
-        ("stream", ctypes.c_int64),
-        ("token", ctypes.c_int64),
-    )
 
 
 class _DevicePlan(ctypes.Structure):
@@ -69,7 +48,6 @@ def _functions(keeping_the_gil: bool = False) -> Any:
         "register_device_plan": [ctypes.c_void_p],
         "open": [ctypes.c_int, ctypes.c_int64, ctypes.c_int],
         "close": [ctypes.c_int64],
-        "submit": [ctypes.c_void_p],
         "flush": [ctypes.c_int64, ctypes.c_int64],
         "wait_stream": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64],
         "query": [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64],
@@ -88,6 +66,12 @@ def _functions(keeping_the_gil: bool = False) -> Any:
     library.paddle_kv_completions_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.paddle_kv_completions_counter.restype = ctypes.c_void_p
     return library
+
+
+@functools.cache
+def _submit() -> Any:
+    function = ctypes.cast(_functions().paddle_kv_queue_submit, ctypes.c_void_p).value
+    return functools.partial(_library.queue_functions()["submit"], function, FEW_BLOCKS)
 
 
 def checked(result: int) -> int:
@@ -151,9 +135,9 @@ def submit(
     host_ids: np.ndarray,
     layers: range,
     layers_per_event: int,
-    waits: Sequence[Sequence[int]],
+    waits: list[Sequence[int]],
     start_event: int,
-    record_events: Sequence[int],
+    record_events: list[int],
     stream: int,
     token: int = 0,
 ) -> None:
@@ -162,31 +146,23 @@ def submit(
     :func:`cancel` knows the transfer by; several submissions of one have the same.
 
     Raises RuntimeError if something of this cannot be right; then nothing is enqueued."""
-    wait_events = array("q", itertools.chain.from_iterable(waits))
-    waits_per_group = array("q", map(len, waits))
-    records = array("q", record_events)
-    transfer = _Transfer(
-        plan,
-        direction,
-        engine,
-        _address(device_ids),
-        _address(host_ids),
-        len(device_ids),
-        layers.start,
-        layers.stop,
-        layers_per_event,
-        wait_events.buffer_info()[0],
-        waits_per_group.buffer_info()[0],
-        start_event,
-        records.buffer_info()[0],
-        stream,
-        token,
+    checked(
+        _submit()(
+            plan,
+            direction,
+            engine,
+            device_ids,
+            host_ids,
+            layers.start,
+            layers.stop,
+            layers_per_event,
+            waits,
+            start_event,
+            record_events,
+            stream,
+            token,
+        )
     )
-    checked(_functions(len(device_ids) <= FEW_BLOCKS).paddle_kv_queue_submit(ctypes.byref(transfer)))
-
-
-def _address(ids: np.ndarray) -> int:
-    return int(ids.__array_interface__["data"][0])  # in a fifth of the time of ``ids.ctypes.data``
 
 
 def cancel(stream: int, token: int) -> int | None:

@@ -16,9 +16,10 @@ Direction = Literal["onload", "offload"]
 ENGINES = ("auto", "copy_engine", "kernel", "staging")  # in the order of the library's codes
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class TransferPlan:
-    """Blocks ``device_ids[i]`` and ``host_ids[i]`` of each layer, in groups of layers that share an event."""
+    """Blocks ``device_ids[i]`` and ``host_ids[i]`` of each layer, in groups of layers that share an event. Does not
+    change once it is made."""
 
     direction: Direction
     device_ids: Ids
@@ -31,15 +32,14 @@ class TransferPlan:
     num_moved_layers: int = field(init=False)
 
     def __post_init__(self) -> None:
-        num_groups = -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
-        every = range(num_groups)
-        self.__dict__.update(  # it is frozen
-            device_ids=np.ascontiguousarray(self.device_ids, np.int64),
-            host_ids=np.ascontiguousarray(self.host_ids, np.int64),
-            num_groups=num_groups,
-            groups=[group for group in every if group not in self.left_out] if self.left_out else every,
-            num_moved_layers=self.num_layers - sum(len(self.layers_of(group)) for group in self.left_out),
-        )
+        self.device_ids = np.ascontiguousarray(self.device_ids, np.int64)
+        self.host_ids = np.ascontiguousarray(self.host_ids, np.int64)
+        self.num_groups = -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
+        self.groups = range(self.num_groups)
+        self.num_moved_layers = self.num_layers
+        if self.left_out:
+            self.groups = [group for group in self.groups if group not in self.left_out]
+            self.num_moved_layers -= sum(len(self.layers_of(group)) for group in self.left_out)
 
     @property
     def id_lists(self) -> tuple[list[int], list[int]]:

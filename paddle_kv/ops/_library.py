@@ -87,6 +87,11 @@ def signal_functions() -> _Functions:
     return _functions_of("signal")
 
 
+def queue_functions() -> _Functions:
+    """What submits transfers: custom_ops/include/paddle_kv/transfer/queue_functions.h."""
+    return _functions_of("queue")
+
+
 def tier_functions() -> _Functions:
     """What tiers do without the interpreter's lock: custom_ops/include/paddle_kv/tiers/tier_functions.h."""
     return _functions_of("tier")

@@ -162,6 +162,21 @@ class Movement:
     """One transfer in flight. Changes in a section of its group (:mod:`paddle_kv.tracking.group`) alone, but for
     ``waiters`` and ``ordered``."""
 
+    # What most never set lies here: a start has to be short.
+    computed_from: tuple[Movement, ...] | None = None  # the loads that a save was computed from, if it is known
+    last_event: Event | None = None
+    fence_event: Event | None = None  # behind a submission that failed half way
+    held: tuple[Events, ...] = ()  # all events of it
+    state = State.PENDING
+    failure: Failure | None = None
+    loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
+    submission_failed = False  # already in the call that started it
+    through = False  # nothing of it runs any more
+    told = False  # somebody knows of the failure
+    elapsed_ms = float("nan")
+    sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
+    guard: Guard | None = None  # of the handle
+
     def __init__(
         self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool, reading: Reading | None = None
     ) -> None:
@@ -184,41 +199,25 @@ class Movement:
         self.sharing: dict[Movement, bool] = {}  # the same
         self.reading = reading  # what still writes some of its source blocks; None once nobody touches them
         self.unread = set(range(plan.num_layers)) if reading else set()  # layers that are not there yet
-        waits_for_layers = self.to_mark or self.unread
-        self.ready = [  # marked, not submitted; ascending
-            group for group in plan.groups if not (waits_for_layers and self.is_held_back(group))
-        ]
+        self.ready = list(plan.groups)  # marked, not submitted; ascending
+        if self.to_mark or self.unread:
+            self.ready = [group for group in self.ready if not self.is_held_back(group)]
         self.after: list[Event] = []  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
-        self.computed_from: tuple[Movement, ...] | None = (
-            None  # the loads that a save was computed from, if it is known
-        )
         self.dependents: dict[Movement, None] = {}
         self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
         self.num_unsubmitted = len(plan.groups)
         self.starts: list[tuple[Event, range]] = []  # one a submission
-        self.last_event: Event | None = None
-        self.fence_event: Event | None = None  # behind a submission that failed half way
         self.followers: list[Follower] = []
-        self.held: tuple[Events, ...] = ()  # all of the above and the marks
         # The end
-        self.state = State.PENDING
-        self.failure: Failure | None = None
-        self.loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
-        self.lost = np.zeros(len(plan.device_ids), bool)  # which
-        self.submission_failed = False  # already in the call that started it
-        self.through = False  # nothing of it runs any more
-        self.told = False  # somebody knows of the failure
-        self.elapsed_ms = float("nan")
-        self.sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
+        self.lost = np.zeros(len(plan.device_ids), bool)  # which blocks do not come
         self.layer_times_ms: list[tuple[float, float]] = []
         # Those who wait
         self.waiters: deque[Waiter] = deque()
         self.callbacks: list[Callable[[], object]] = []
         self.ordered: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
         self.handle: Callable[[], Any] = _no_handle  # the user's, as long as there is one
-        self.guard: Guard | None = None  # of it
         to_host = plan.direction == "offload"
         pools = (scheduler.device_cache, scheduler.host_pool)
         source, target = pools if to_host else pools[::-1]

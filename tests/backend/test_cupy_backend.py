@@ -96,7 +96,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "streamIsCapturing": False,
         "enqueued": 0,
         "submitted": 0,
-        "current": 81,
+        "paddle_stream": 81,
         "resolve_on": 82,
     }
     runtime, cuda = cupy_backend.runtime, cupy_backend.cupy.cuda
@@ -107,7 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         cuda: ("Stream", "Event"),
         transfer_queue: ("set_costs", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
                          "query", "forget", "enqueued", "submitted", "push_device", "pop_device"),
-        streams: ("current", "cupy_stream", "resolve_on"),
+        streams: ("paddle_stream", "cupy_stream", "resolve_on"),
         completions: ("watch",),
         binding: ("register", "release"),
         calibration: ("load",),
@@ -259,11 +259,10 @@ def test_the_compute_stream_is_the_one_that_is_named(gpu: Gpu, backend: Any) -> 
     assert backend.compute_stream(77) == 77
     assert gpu.asked() == [("streamIsCapturing", 77)]
     assert backend.compute_stream(None) == 81
-    asked = [("current", DEVICE), ("streamIsCapturing", 81), ("cupy_stream",)]
-    assert gpu.asked() == asked
-    gpu.answers["cupy_stream"] = "of a with block"  # it is made to wait for Paddle's
+    assert gpu.asked() == [("cupy_stream",), ("paddle_stream", DEVICE), ("streamIsCapturing", 81)]
+    gpu.answers["cupy_stream"] = SimpleNamespace(ptr=83)  # of a with block: it is made to wait for Paddle's
     assert backend.compute_stream(None) == 82
-    assert gpu.asked() == [*asked, ("resolve_on", None, DEVICE)]
+    assert gpu.asked() == [("cupy_stream",), ("streamIsCapturing", 83), ("resolve_on", None, DEVICE)]
 
 
 def test_a_stream_of_another_gpu_is_refused(gpu: Gpu, backend: Any) -> None:

@@ -4,6 +4,9 @@ have, note what they are given. With the true ones: tests/gpu/test_transfer_queu
 from __future__ import annotations
 
 import ctypes
+import functools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,8 +17,14 @@ from paddle_kv import CudaError
 from paddle_kv.backend import transfer_queue
 from paddle_kv.ops import _library
 from tests import c_header
+from tests.schedule.rig import WAIT_S
 
 HEADER = "transfer/queue_api.h"
+SUBMIT = _library.queue_functions()["submit"]
+
+
+class Transfer(ctypes.Structure):
+    _fields_ = c_header.members(HEADER, "PaddleKvTransfer")
 
 
 class Function:
@@ -70,6 +79,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     cached = (transfer_queue._functions, transfer_queue._completions_counter)
     for function in cached:
         function.cache_clear()
+
+    def submit(given: Any) -> int:
+        made.calls.append((False, "submit", ("pointer",)))
+        return int(made.answers.get("submit", lambda *_: 0)(given.contents))
+
+    called = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Transfer))(submit)
+    address = ctypes.cast(called, ctypes.c_void_p).value
+    function = functools.partial(SUBMIT, address, transfer_queue.FEW_BLOCKS)
+    monkeypatch.setattr(transfer_queue, "_submit", lambda: function)
     yield made
     for function in cached:
         function.cache_clear()
@@ -79,10 +97,10 @@ def test_functions_and_structure_are_those_of_the_header(library: Library) -> No
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
     assert len(declared) == 19
+    declared.pop("paddle_kv_queue_submit")  # by no ctypes
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
     untyped = set(declared) - set(typed)
     assert typed | dict.fromkeys(untyped, (ctypes.c_int, [])) == declared  # ctypes takes an int for granted
-    assert c_header.members(HEADER, "PaddleKvTransfer") == list(transfer_queue._Transfer._fields_)
     assert c_header.members(HEADER, "PaddleKvDevicePlan") == list(transfer_queue._DevicePlan._fields_)
 
 
@@ -92,8 +110,7 @@ def test_what_a_submission_hands_over(library: Library) -> None:
     def array(address: int, count: int) -> list[int]:
         return (ctypes.c_int64 * count).from_address(address)[:]
 
-    def submit(pointer: Any) -> int:
-        given = pointer._obj
+    def submit(given: Any) -> int:
         pointers = {"device_ids": 3, "host_ids": 3, "wait_events": 3, "waits_per_group": 2, "record_events": 2}
         fields = {name: getattr(given, name) for name, _ in given._fields_}
         seen.append({**fields, **{name: array(fields[name], count) for name, count in pointers.items()}})
@@ -120,6 +137,63 @@ def test_what_a_submission_hands_over(library: Library) -> None:
     assert seen == [{**expected, "token": 0}, {**expected, "token": 23}]
 
 
+@pytest.mark.parametrize("block_count", [transfer_queue.FEW_BLOCKS, transfer_queue.FEW_BLOCKS + 1])
+def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
+    """As what submits stands the C library's nanosleep, to which plan and direction are seconds and nanoseconds."""
+    sleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
+    begun, over, steps = threading.Event(), [], [0]
+
+    def count() -> None:
+        begun.set()
+        while not over:
+            steps[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    assert begun.wait(WAIT_S)
+    ids = np.arange(block_count)
+    before = steps[0]
+    few = transfer_queue.FEW_BLOCKS
+    SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], 2, [3], 4, 0)
+    meanwhile = steps[0] - before
+    over.append(True)
+    thread.join(WAIT_S)
+    assert (meanwhile > 5) == (block_count > few), meanwhile
+
+
+@pytest.mark.parametrize(
+    ("at", "wrong", "words"),
+    [
+        (5, np.arange(3, dtype=np.int32), "int64"),
+        (5, np.arange(6).reshape(3, 2), "one dimension"),
+        (5, [1, 2, 3], "bytes-like|buffer"),
+        (6, np.arange(4), "as many"),
+        (6, np.arange(6)[::2], "contiguous"),
+        (10, ((), ()), "no list"),
+        (10, [(), 7], "list or tuple"),
+        (10, [(), ("event",)], "int"),
+        (10, [()], "event for each group"),
+        (12, [1, 2, 3], "event for each group"),
+        (12, [1, None], "int"),
+        (13, 2**63, "large|big|convert"),
+        (14, "token", "int"),
+    ],
+)
+def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wrong: Any, words: str) -> None:
+    called: list[Any] = []
+    note = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda given: called.append(given) or 0)
+    address = ctypes.cast(note, ctypes.c_void_p).value
+    given: list[Any] = [address, 10, 1, 2, 3, np.arange(3), np.arange(3), 0, 2, 1, [(), [5]], 6, [7, 8], 9, 10]
+    assert SUBMIT(*given) == 0 and len(called) == 1
+    given[at] = wrong
+    with pytest.raises((TypeError, ValueError, OverflowError, BufferError), match=words):
+        SUBMIT(*given)
+    with pytest.raises(TypeError, match="15 arguments"):
+        SUBMIT(*given[:-1])
+    assert len(called) == 1
+
+
 def test_what_a_plan_between_two_gpus_hands_over(library: Library) -> None:
     seen: list[Any] = []
     counts = {"device_pointers": 6, "other_pointers": 6, "device_strides": 2, "other_strides": 2, "block_bytes": 2}
@@ -135,16 +209,6 @@ def test_what_a_plan_between_two_gpus_hands_over(library: Library) -> None:
     lists = {name: [100 * at + i for i in range(count)] for at, (name, count) in enumerate(counts.items(), 1)}
     transfer_queue.register_device_plan(*numbers.values(), *lists.values(), on_other_gpu=True)
     assert seen == [{**numbers, **lists, "layer_count": 3, "tensors_per_layer": 2, "on_other_gpu": 1}]
-
-
-@pytest.mark.parametrize(("more", "gives_up_the_gil"), [(0, False), (1, True)])
-def test_a_submission_of_many_blocks_gives_up_the_gil(library: Library, more: int, gives_up_the_gil: bool) -> None:
-    ids = np.arange(transfer_queue.FEW_BLOCKS + more)
-    transfer_queue.submit(
-        plan=1, direction=0, engine=0, device_ids=ids, host_ids=ids, layers=range(1), layers_per_event=1,
-        waits=[[]], start_event=2, record_events=[3], stream=4,
-    )  # fmt: skip
-    assert library.calls == [(gives_up_the_gil, "submit", ("pointer",))]
 
 
 def test_arguments_and_which_calls_give_up_the_gil(library: Library) -> None:

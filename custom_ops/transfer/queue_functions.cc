@@ -1,0 +1,83 @@
+#include "paddle_kv/transfer/queue_functions.h"
+
+#include <cstdint>
+#include <vector>
+
+#include "paddle_kv/common/python_objects.h"
+#include "paddle_kv/transfer/queue_api.h"
+
+namespace paddle_kv {
+namespace {
+
+[[noreturn]] void Refuse(const char* what) {
+  PyErr_SetString(PyExc_TypeError, what);
+  throw PythonError();
+}
+
+// Of a list or tuple, each put behind what is there.
+Py_ssize_t AppendIntegers(PyObject* from, std::vector<std::int64_t>* to) {
+  const bool is_list = PyList_Check(from);
+  if (!is_list && !PyTuple_Check(from)) Refuse("a list or tuple of integers is expected");
+  const Py_ssize_t count = PyObject_Size(from);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const one = is_list ? PyList_GetItem(from, i) : PyTuple_GetItem(from, i);
+    if (one == nullptr) throw PythonError();
+    to->push_back(IntegerIn(one));
+  }
+  return count;
+}
+
+const std::int64_t* IdsIn(PyObject* object, PythonBuffers* held, std::int64_t* count) {
+  const Py_buffer* const ids = held->TryTake(object, PyBUF_ND);
+  if (ids == nullptr) throw PythonError();
+  if (ids->ndim != 1 || ids->itemsize != sizeof(std::int64_t)) Refuse("ids of int64 in one dimension are expected");
+  *count = ids->shape[0];
+  return static_cast<const std::int64_t*>(ids->buf);
+}
+
+PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 15) Refuse("submit takes 15 arguments");
+    const auto function = reinterpret_cast<int (*)(const PaddleKvTransfer*)>(IntegerIn(given[0]));
+    PaddleKvTransfer transfer = {};
+    PythonBuffers held;
+    std::int64_t host_count = 0;
+    transfer.plan = IntegerIn(given[2]);
+    transfer.direction = IntegerIn(given[3]);
+    transfer.engine = IntegerIn(given[4]);
+    transfer.device_ids = IdsIn(given[5], &held, &transfer.block_count);
+    transfer.host_ids = IdsIn(given[6], &held, &host_count);
+    if (host_count != transfer.block_count) Refuse("as many device ids as host ids are expected");
+    transfer.first_layer = IntegerIn(given[7]);
+    transfer.end_layer = IntegerIn(given[8]);
+    transfer.layers_per_event = IntegerIn(given[9]);
+    if (!PyList_Check(given[10])) Refuse("waits is no list");
+    std::vector<std::int64_t> wait_events, waits_per_group, record_events;
+    const Py_ssize_t groups = PyList_Size(given[10]);
+    waits_per_group.reserve(groups);
+    for (Py_ssize_t group = 0; group < groups; ++group) {
+      waits_per_group.push_back(AppendIntegers(PyList_GetItem(given[10], group), &wait_events));
+    }
+    if (AppendIntegers(given[12], &record_events) != groups) Refuse("an event for each group is expected");
+    transfer.wait_events = wait_events.data();
+    transfer.waits_per_group = waits_per_group.data();
+    transfer.start_event = IntegerIn(given[11]);
+    transfer.record_events = record_events.data();
+    transfer.stream = IntegerIn(given[13]);
+    transfer.token = IntegerIn(given[14]);
+    PyThreadState* const state = transfer.block_count > IntegerIn(given[1]) ? PyEval_SaveThread() : nullptr;
+    const int result = function(&transfer);
+    if (state != nullptr) PyEval_RestoreThread(state);
+    return PyLong_FromLong(result);
+  });
+}
+
+}  // namespace
+}  // namespace paddle_kv
+
+void* paddle_kv_queue_functions() {
+  using namespace paddle_kv;
+  static PyMethodDef methods[] = {
+      {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)), METH_FASTCALL, nullptr}};
+  return DictionaryOf(methods);
+}
