@@ -42,15 +42,15 @@ bool IsPrepared() {
   return stand_in != nullptr;
 }
 
-// Puts a handler into Python's table, and leaves the action of the signal as it is. False: a handler that came before,
-// of any signal, has raised, and nothing is changed.
-bool Put(int number, PyObject* handler) {
+// Puts a handler into Python's table, and leaves the action of the signal as it is. Returns the one before, owned;
+// null: a handler that came before, of any signal, has raised, and nothing is changed.
+PyObject* Put(int number, PyObject* handler) {
+  if (PyErr_CheckSignals() != 0) return nullptr;  // they may change the action
   struct sigaction action;
   const bool known = sigaction(number, nullptr, &action) == 0;
   PyObject* const before = PyObject_CallFunctionObjArgs(set_handler, numbers[number], handler, nullptr);
   if (known && before != nullptr) sigaction(number, &action, nullptr);
-  Py_XDECREF(before);
-  return before != nullptr;
+  return before;
 }
 
 // What Python has raised, put aside.
@@ -84,35 +84,42 @@ class Raised {
   PyObject* traceback_ = nullptr;
 };
 
+bool IsStandIn(int number) {
+  PyObject* const handler = PyObject_CallFunctionObjArgs(handler_of, numbers[number], nullptr);
+  if (handler == nullptr) PyErr_Clear();
+  Py_XDECREF(handler);  // the table has it too
+  return handler == stand_in;
+}
+
 // What a handler raises, that came before, is told by a Python exception; then not all are put off.
 void PutOffAll(bool* mine) {
   for (int number = 1; number < kSignals; ++number) {
     PyObject* const handler = PyObject_CallFunctionObjArgs(handler_of, numbers[number], nullptr);
+    Py_XDECREF(handler);
     if (handler == nullptr) return;
-    if (!PyCallable_Check(handler) || handler == stand_in) {  // stand_in: this call is made in another one
-      Py_DECREF(handler);
-      continue;
-    }
+    if (!PyCallable_Check(handler) || handler == stand_in) continue;  // stand_in: this call is made in another one
     came[number] = false;
-    put_off[number] = handler;
-    mine[number] = Put(number, stand_in);
-    if (mine[number]) continue;
-    put_off[number] = nullptr;
-    Py_DECREF(handler);
-    return;
+    PyObject* const before = Put(number, stand_in);
+    if (before == nullptr) return;
+    put_off[number] = before;
+    mine[number] = true;
   }
 }
 
 void PutBackAll(const bool* mine, Raised* raised) {
   for (int number = 1; number < kSignals; ++number) {
-    // It fails by a handler that is back already and raises; that came once.
-    while (mine[number] && put_off[number] != nullptr && !Put(number, put_off[number])) raised->Take();
+    // Not one that was set meanwhile. It fails by a handler that is back already and raises; that came once.
+    while (mine[number] && put_off[number] != nullptr && IsStandIn(number)) {
+      PyObject* const before = Put(number, put_off[number]);
+      if (before == nullptr) raised->Take();
+      Py_XDECREF(before);
+    }
   }
   for (int number = 1; number < kSignals; ++number) {
     PyObject* const handler = mine[number] ? put_off[number] : nullptr;
     if (handler == nullptr) continue;
     put_off[number] = nullptr;
-    if (came[number]) {
+    if (came[number] && PyCallable_Check(handler)) {
       PyObject* const frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
       PyObject* const given = frame == nullptr ? Py_None : frame;
       PyObject* const result = PyObject_CallFunctionObjArgs(handler, numbers[number], given, nullptr);

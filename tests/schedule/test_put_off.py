@@ -259,3 +259,53 @@ def test_a_child_of_another_thread_has_its_handlers(handled: list[Any]) -> None:
     assert [number for number, _ in handled] == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is handler
     pool.close()
+
+
+def test_a_handler_that_is_set_meanwhile_stays(handled: list[Any]) -> None:
+    """In the function; and by the handler of a signal that comes while they are put off one by one."""
+    first = signal.getsignal(signal.SIGUSR1)
+
+    def second(number: int, frame: object) -> None:
+        handled.append((-number, frame))
+
+    def section() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.signal(signal.SIGUSR1, second)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+    undisturbed(section)
+    assert signal.getsignal(signal.SIGUSR1) is second and signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN
+    assert [number for number, _ in handled] == [signal.SIGUSR1]  # it came to the one that was there
+
+    def sets(number: int, frame: object) -> None:
+        signal.signal(signal.SIGUSR2, second)
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+    signal.signal(signal.SIGUSR1, first)
+    signal.signal(signal.SIGUSR2, first)
+    signal.signal(signal.SIGRTMAX, sets)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMAX})
+    signal.raise_signal(signal.SIGRTMAX)
+    undisturbed(lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGRTMAX}))
+    assert signal.getsignal(signal.SIGUSR2) is second and signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    assert keeper.undisturbed is not None and undisturbed(lambda: 5) == 5
+
+
+def test_nothing_is_kept_or_lost_by_thousands_of_calls(handled: list[Any]) -> None:
+    handler, marker = signal.getsignal(signal.SIGUSR1), object()
+
+    def section() -> object:
+        return marker
+
+    kept = (handler, marker, section, None)
+    before = list(map(sys.getrefcount, kept))
+    for number in range(3000):
+        assert undisturbed(section) is marker
+        if number % 100 == 0:
+            undisturbed(lambda: signal.raise_signal(signal.SIGUSR1))
+            with pytest.raises(ZeroDivisionError):
+                undisturbed(lambda: 1 / 0)
+    assert len(handled) == 30
+    handled.clear()
+    after = list(map(sys.getrefcount, kept))
+    assert all(abs(one - other) < 20 for one, other in zip(before, after, strict=True)), (before, after)
