@@ -16,9 +16,8 @@ from ..errors import ClosedError
 from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
-from ..ops import _check, _library
+from ..ops import _check
 from ..tracking.group import change, unite
-from ..tracking.keeper import keeper
 from ..tracking.memories import check_access
 from ..values import check_bool, check_choice
 from . import checksum, settling
@@ -33,9 +32,6 @@ from .transfer import Transfer
 from .uses import Use
 
 _check.access_checks.append(check_access)
-_signals = _library.signal_functions()
-keeper.undisturbed = _signals["undisturbed"]
-os.register_at_fork(after_in_child=_signals["put_back"])
 
 
 class LayerwiseScheduler(Lifetime):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -219,6 +221,18 @@ def test_what_another_thread_hears_of_a_section_of_the_main_one(handled: list[An
     pool.close()
 
 
+def test_a_pool_alone_needs_no_scheduler_for_it() -> None:
+    program = """
+import zlib
+import paddle_kv
+paddle_kv.HostPool
+from paddle_kv.tracking.keeper import keeper
+print(keeper.undisturbed(lambda: 5))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "5\n"
+
+
 def test_without_the_library_the_keeper_does_it() -> None:
     own = Keeper()
     try:
@@ -238,8 +252,9 @@ def test_a_child_of_another_thread_has_its_handlers(handled: list[Any]) -> None:
         with pool.domain.group.lock:
             held.set()
             assert waits.wait(WAIT_S)
+            deadline = time.monotonic() + WAIT_S
             while signal.getsignal(signal.SIGUSR1) is handler:  # the main thread comes to it
-                pass
+                assert time.monotonic() < deadline
             signal.raise_signal(signal.SIGUSR1)  # the parent's
             child = os.fork()
             if child == 0:
