@@ -18,7 +18,7 @@ import pytest
 from paddle_kv import HostPool, KVCacheSpec
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Keeper, keeper
-from tests.schedule.rig import WAIT_S
+from tests.schedule.rig import SHORT_S, WAIT_S
 
 SPEC = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=8, block_size=1, dtype="float16")
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGRTMAX)
@@ -255,7 +255,8 @@ def test_a_child_of_another_thread_has_its_handlers(handled: list[Any]) -> None:
             deadline = time.monotonic() + WAIT_S
             while signal.getsignal(signal.SIGUSR1) is handler:  # the main thread comes to it
                 assert time.monotonic() < deadline
-            signal.raise_signal(signal.SIGUSR1)  # the parent's
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)  # the parent's: noted, and not told yet
+            time.sleep(SHORT_S)
             child = os.fork()
             if child == 0:
                 mine = signal.getsignal(signal.SIGUSR1) is handler and not handled
