@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <csignal>
+#include <utility>
 
 #include "paddle_kv/common/python_objects.h"
 
@@ -107,26 +108,29 @@ void PutOffAll(bool* mine) {
 }
 
 void PutBackAll(const bool* mine, Raised* raised) {
+  // A handler that runs in here may come to this code itself: what is back must not lie in the tables any more.
+  PyObject* back[kSignals] = {};
+  bool is_due[kSignals] = {};
   for (int number = 1; number < kSignals; ++number) {
+    if (!mine[number] || put_off[number] == nullptr) continue;
     // Not one that was set meanwhile. It fails by a handler that is back already and raises; that came once.
-    while (mine[number] && put_off[number] != nullptr && IsStandIn(number)) {
+    while (IsStandIn(number)) {
       PyObject* const before = Put(number, put_off[number]);
       if (before == nullptr) raised->Take();
       Py_XDECREF(before);
     }
+    std::swap(back[number], put_off[number]);
+    is_due[number] = came[number];
   }
   for (int number = 1; number < kSignals; ++number) {
-    PyObject* const handler = mine[number] ? put_off[number] : nullptr;
-    if (handler == nullptr) continue;
-    put_off[number] = nullptr;
-    if (came[number] && PyCallable_Check(handler)) {
+    if (is_due[number] && PyCallable_Check(back[number])) {
       PyObject* const frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
       PyObject* const given = frame == nullptr ? Py_None : frame;
-      PyObject* const result = PyObject_CallFunctionObjArgs(handler, numbers[number], given, nullptr);
+      PyObject* const result = PyObject_CallFunctionObjArgs(back[number], numbers[number], given, nullptr);
       if (result == nullptr) raised->Take();
       Py_XDECREF(result);
     }
-    Py_DECREF(handler);
+    Py_XDECREF(back[number]);
   }
 }
 

@@ -94,8 +94,10 @@ class MemoryGroup:
             self.do_what_was_noted()
             return function()
         finally:
-            self.do_what_was_noted()
-            self._inside = None
+            try:
+                self.do_what_was_noted()
+            finally:
+                self._inside = None
 
     def do_what_was_noted(self) -> None:
         """In a section."""

@@ -307,6 +307,23 @@ def test_a_handler_that_is_set_meanwhile_stays(handled: list[Any]) -> None:
     assert keeper.undisturbed is not None and undisturbed(lambda: 5) == 5
 
 
+def test_a_handler_that_changes_state_takes_nothing_from_the_others(handled: list[Any]) -> None:
+    second, last = (signal.getsignal(number) for number in SIGNALS[1:])
+
+    def changes(number: int, frame: object) -> None:
+        handled.append((number, frame))
+        undisturbed(list)
+
+    signal.signal(signal.SIGUSR1, changes)
+    undisturbed(lambda: [signal.raise_signal(number) for number in SIGNALS])
+    assert [number for number, _ in handled] == list(SIGNALS)
+    before = sys.getrefcount(second), sys.getrefcount(last)
+    for _ in range(100):
+        undisturbed(lambda: signal.raise_signal(signal.SIGUSR1))
+    assert (sys.getrefcount(second), sys.getrefcount(last)) == before
+    assert [signal.getsignal(number) for number in SIGNALS] == [changes, second, last]
+
+
 def test_nothing_is_kept_or_lost_by_thousands_of_calls(handled: list[Any]) -> None:
     handler, marker = signal.getsignal(signal.SIGUSR1), object()
 
