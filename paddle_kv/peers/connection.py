@@ -32,6 +32,8 @@ class Loop:
     """A thread that waits for sockets and processes, and does what others leave for it: it alone reads and closes
     them."""
 
+    PAUSE_S = 1.0  # until what lacked a descriptor is tried again
+
     def __init__(self, name: str) -> None:
         self._selector = selectors.DefaultSelector()
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -161,13 +163,14 @@ class Line:
 
     def start(self) -> None:
         """In the thread of the loop."""
+        if self._closed:
+            return  # before there was a descriptor
         try:
             self._process = os.pidfd_open(self.process_id)
         except OSError as error:  # not allowed, or it has ended: then the end of the connection tells
             if error.errno in LACKING:  # it would write blocks, and nobody would see whether it still can
-                log.warning("process %d is not connected: %s", self.process_id, error)
-                self._at_end = True
-                self._ended(self)
+                log.warning("process %d is not heard now: %s", self.process_id, error)
+                self._loop.later(Loop.PAUSE_S, self.start)
                 return
         else:
             self._loop.watch(self._process, selectors.EVENT_READ, self._process_ended)

@@ -24,7 +24,6 @@ from .receiver import Receiver, check_receiver
 from .sender import Sender
 
 MOST_PATH_BYTES = 107  # of a unix socket's address
-PAUSE_S = 1.0  # after a connection that could not be taken
 
 
 class Side(Protocol):
@@ -122,7 +121,7 @@ class Listening:
         except OSError as error:  # no descriptor is left; it would be ready for ever
             log.warning("nobody can be let in at %s now: %s", self.path, error)
             self._loop.forget(self._socket)
-            self._loop.later(PAUSE_S, self._watch)
+            self._loop.later(Loop.PAUSE_S, self._watch)
             return
         line = Line(self._loop, connected, self._side.received, self._ended)
         if line.user_id != os.geteuid():

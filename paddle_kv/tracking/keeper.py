@@ -3,7 +3,8 @@
 Python runs signal handlers in the main thread only, between any two of its instructions, and what they raise leaves
 whatever runs there half done. A short change of state runs where it is called; in the main thread handlers are put off
 until its end. What may take long the main thread hands to a thread of the library, the keeper, and waits: an exception
-of a handler then ends the waiting, never the work. Other threads see no signals and do both themselves.
+of a handler then ends the waiting, never the work, and what the main thread calls next comes behind it. Other threads
+see no signals and do both themselves.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ class Keeper:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
+        self._behind = False  # the main thread may have left something to the thread, and wait for it no more
         self.dropped: deque[Any] = deque()
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
@@ -170,13 +172,17 @@ class Keeper:
         if not self.defers:
             return function()
         job = _Job(function)
+        self._behind = True
         self._put(job)
         self.park(job.over, None)
+        self._behind = False
         return job.take()
 
     def call_here(self, function: Callable[[], Any]) -> Any:
         if not _in_main_thread():
             return function()
+        if self._behind:
+            self.call(nothing)
         return self.call(function) if self.undisturbed is None else self.undisturbed(function)
 
     @property

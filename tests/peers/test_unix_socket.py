@@ -193,7 +193,7 @@ def test_a_listener_that_is_stopped_keeps_its_path(decode: Decode, tmp_path: Pat
 def test_no_descriptor_for_who_comes(
     decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(unix_socket, "PAUSE_S", SHORT_S)
+    monkeypatch.setattr(connection.Loop, "PAUSE_S", SHORT_S)
     with Listener(decode.receiver) as listener, socket.socket(socket.AF_UNIX) as coming:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(coming.fileno() + 1, before[0]), before[1]))
@@ -211,6 +211,39 @@ def test_no_descriptor_for_who_comes(
         tries = caplog.text.count("nobody can be let in")
         assert 1 <= tries <= (time.monotonic() - started_s) / SHORT_S + 2
         until(lambda: listener._lines)
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_no_descriptor_for_the_process_of_who_comes(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stays: bool
+) -> None:
+    opened, tries = os.pidfd_open, threading.Semaphore(0)
+    lacking = True
+
+    def open_process(process_id: int) -> int:
+        if lacking:
+            tries.release()
+            raise OSError(connection.LACKING[0], "none is left")
+        return opened(process_id)
+
+    monkeypatch.setattr(os, "pidfd_open", open_process)
+    monkeypatch.setattr(connection.Loop, "PAUSE_S", SHORT_S)
+    with raw(decode) as coming:
+        coming.sendall(framed(encode("begin", "0" * 32, digest="x")))
+        for _ in range(3):
+            assert tries.acquire(timeout=WAIT_S)
+        assert "is not heard now" in caplog.text
+        [line] = decode.listener._lines
+        if stays:
+            lacking = False
+            assert b"the grant is over" in coming.recv(4096)
+            return
+        line.close()
+        with pytest.raises(ConnectionResetError):  # with what nobody has read
+            coming.recv(1)
+    before = tries._value
+    time.sleep(3 * SHORT_S)
+    assert tries._value <= before + 1  # nobody asks for ever
 
 
 def test_a_listener_that_nobody_closes_leaves_no_folder() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import signal
 import sys
 import threading
 import time
@@ -110,6 +111,34 @@ def test_one_that_was_never_used_ends_too():
     keeper.at_end.append(lambda: done.append("ended"))
     keeper.end()
     assert done == ["ended"]
+
+
+@pytest.mark.parametrize("how", ["call", "call_here"])
+def test_what_the_main_thread_waits_for_no_more_is_done_before_what_it_calls_next(keeper, how):
+    keeper.undisturbed = lambda function: function()
+    going_on, done = threading.Event(), []
+
+    def long():
+        assert going_on.wait(WAIT_S)
+        time.sleep(SHORT_S)
+        done.append("first")
+
+    def interrupt(*_):
+        raise Noted
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for first in (True, False):  # the second one comes while it waits for what it has left
+            signal.setitimer(signal.ITIMER_REAL, SHORT_S)
+            with pytest.raises(Noted):
+                keeper.call(long) if first else keeper.call_here(lambda: done.append("never"))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    going_on.set()
+    getattr(keeper, how)(lambda: done.append("second"))
+    assert done == ["first", "second"]
+    keeper._put = pytest.fail
+    assert keeper.call_here(name) == "MainThread"  # and waits for nobody any more
 
 
 def test_there_is_one_thread_however_many_were_started(keeper):

@@ -47,6 +47,7 @@ class Written(NeighbourEngine):
         if key in self._order:
             block = self._order.pop(key)
             lender.take_back([key])
+            until(lambda: item.name not in self._neighbours[0].names)  # else what is waited for below would be there
         elif len(self._order) < lender.pool.num_blocks:
             block = len(self._order)
         else:
