@@ -27,7 +27,7 @@ from .returns import EDGES_S
 
 SHADOW_BLOCKS = 4096  # at most
 BEHIND = 0.001  # of the blocks asked for
-CHANCE = 2.0  # standard deviations: a policy that has won its duels is given up only behind what may be chance
+CHANCE = 1.0  # standard deviation: a policy that has won its duels is given up only behind what may be chance
 TRIAL_TURNOVERS = 8  # a policy that has neither won nor lost is tried once the capacity was asked for so often
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
 AHEAD = 0.002  # no more of a lead than this, and the share of the capacity, is kept for worse days

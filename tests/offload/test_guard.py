@@ -87,7 +87,7 @@ class Plain:
                 self.warm = True
 
 
-AS_IT_IS = (4096, 0.001, 2.0, 0.002, 32, 8, 4.0, 64)
+AS_IT_IS = (4096, 0.001, 1.0, 0.002, 32, 8, 4.0, 64)
 ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8)  # where bounds are met exactly
 NAMES = (
     "SHADOW_BLOCKS",
@@ -145,7 +145,7 @@ def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.Monk
     duels.won, duels.most_failures = True, -1
     made.warm, made.trusts, made._has_won, made._tried = True, trusts, True, True
     made._asked, made._lead = 1.0, -4.0 if trusts else -0.5
-    made._squares = 2.25  # two of 1.5: as much as the 1 of what was asked for and 2 of the capacity allow
+    made._squares = 9.0  # one of 3: as much as the 1 of what was asked for and 2 of the capacity allow
     made.saw([b"xyz"], 0, 1.0)
     assert made.trusts
 
