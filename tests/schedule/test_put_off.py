@@ -342,3 +342,33 @@ def test_nothing_is_kept_or_lost_by_thousands_of_calls(handled: list[Any]) -> No
     handled.clear()
     after = list(map(sys.getrefcount, kept))
     assert all(abs(one - other) < 20 for one, other in zip(before, after, strict=True)), (before, after)
+
+
+def test_a_signal_that_raises_while_handlers_are_put_back_keeps_none_from_it(handled: list[Any]) -> None:
+    """SIGUSR1 is put back before the two others, and comes all the time."""
+    others = [signal.getsignal(number) for number in SIGNALS[1:]]
+    armed = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interrupted
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    program = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    os.kill(int(sys.argv[1]), int(sys.argv[2]))"
+    sender = subprocess.Popen([sys.executable, "-c", program, str(os.getpid()), str(int(signal.SIGUSR1))])
+    interrupts, end_s = 0, time.monotonic() + WAIT_S
+    try:
+        while interrupts < 3000:
+            assert time.monotonic() < end_s
+            try:
+                armed = True
+                undisturbed(os.getpid)
+                armed = False
+            except Interrupted:
+                interrupts += 1
+            assert [signal.getsignal(number) for number in SIGNALS[1:]] == others
+    finally:
+        sender.kill()
+        sender.wait()
