@@ -32,6 +32,10 @@ class StillLoop:
     def __init__(self) -> None:
         self.watched: dict[Any, Callable[[], object]] = {}
         self.events: dict[Any, int] = {}
+        self.timed: list[tuple[float, Callable[[], object]]] = []
+
+    def later(self, seconds: float, job: Callable[[], object]) -> None:
+        self.timed.append((seconds, job))
 
     def post(self, job: Callable[[], object]) -> None:
         job()
@@ -71,25 +75,55 @@ def ends() -> Iterator[Ends]:
     made.there.close()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EPERM, errno.ESRCH])
-def test_a_process_whose_end_could_not_be_seen_is_not_connected(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """For want of descriptors or memory: where it is not allowed at all, the end of the connection has to do."""
-
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ESRCH])
+def test_where_the_end_of_a_process_cannot_be_seen_that_of_its_connection_tells(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refused(_: int) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "pidfd_open", refused)
     ends = Ends()
     ends.there.sendall(framed(b"may I write?"))
-    if number in (errno.EPERM, errno.ESRCH):
-        assert ends.told == [] and list(ends.loop.watched) == [ends.here]
+    assert ends.told == [] and list(ends.loop.watched) == [ends.here]
+    ends.loop.watched[ends.here]()
+    assert ends.told == [b"may I write?"]
+    assert not ends.line.may_live and not ends.loop.timed
+    ends.line._close()
+    ends.there.close()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_a_process_is_not_heard_before_its_end_can_be_seen(
+    monkeypatch: pytest.MonkeyPatch, number: int, closed: bool
+) -> None:
+    """For want of descriptors or memory: it is tried again, until the connection is closed."""
+
+    def refused(_: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pidfd_open", refused)
+        ends = Ends()
+        ends.there.sendall(framed(b"may I write?"))
+        for tries in (1, 2):
+            assert ends.told == [] and not ends.loop.watched
+            assert not ends.line.may_live
+            assert [seconds for seconds, _ in ends.loop.timed] == [1.0] * tries
+            if tries == 1:
+                ends.loop.timed[-1][1]()
+    if closed:
+        ends.line._close()
+    ends.loop.timed[-1][1]()
+    assert len(ends.loop.timed) == 2
+    if closed:
+        assert not ends.loop.watched and not ends.line.may_live
+    else:
+        assert ends.line.may_live and set(ends.loop.watched) == {ends.here, ends.process}
         ends.loop.watched[ends.here]()
         assert ends.told == [b"may I write?"]
-    else:
-        assert ends.told == ["ended"] and not ends.loop.watched
-        ends.line._write(b"yes")
-    assert not ends.line.may_live
-    ends.line._close()
+        ends.line._close()
     ends.there.close()
 
 

@@ -205,6 +205,7 @@ def test_one_grant_is_used_once_and_by_one(decode: Decode, prefill: Prefill, ano
     assert prefill.refused("send", "b", grant.to_json(), [5])[0] == "ValueError"
     prefill.ask("mark", "a", LAYERS)
     transfer.wait(WAIT_S)
+    assert prefill.ask("wait", "a") == "done"  # else the sender may not know yet
     kind, text = prefill.refused("send", "b", grant.to_json(), [5])
     assert (kind, "over" in text) == ("PeerError", True)
     decode.rig.device = moved(bits(), decode.rig.device, [4], [3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -331,6 +332,7 @@ def test_nothing_is_kept_or_lost_by_thousands_of_calls(handled: list[Any]) -> No
         return marker
 
     kept = (handler, marker, section, None)
+    gc.collect()
     before = list(map(sys.getrefcount, kept))
     for number in range(3000):
         assert undisturbed(section) is marker
@@ -341,7 +343,8 @@ def test_nothing_is_kept_or_lost_by_thousands_of_calls(handled: list[Any]) -> No
     assert len(handled) == 30
     handled.clear()
     after = list(map(sys.getrefcount, kept))
-    assert all(abs(one - other) < 20 for one, other in zip(before, after, strict=True)), (before, after)
+    bounds = (20, 20, 20, 1500)  # of None others take and give back hundreds meanwhile
+    assert all(abs(x - y) < z for x, y, z in zip(before, after, bounds, strict=True)), (before, after)
 
 
 def test_a_signal_that_raises_while_handlers_are_put_back_keeps_none_from_it(handled: list[Any]) -> None:
