@@ -59,6 +59,7 @@ def interrupted(call: Callable[[], object], lines: int) -> bool:
                 signal.raise_signal(signal.SIGINT)
         return trace
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     sys.settrace(trace)
     try:
         call()
@@ -66,6 +67,7 @@ def interrupted(call: Callable[[], object], lines: int) -> bool:
         return True
     finally:
         sys.settrace(None)
+        signal.signal(signal.SIGINT, before)
     return False
 
 
