@@ -36,8 +36,7 @@ LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file
 ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:alloc_dealloc_mismatch=0:${ASAN_OPTIONS:-}
 cd "$folder"
 "$python" -W ignore -m pytest -q -p no:cacheprovider tests/ops/test_eager_call.py -k "nonsense or alike or named"
-"$python" -W ignore -m pytest -q -p no:cacheprovider tests/ops/test_plain_ids.py tests/backend/test_queue_calls.py \
-  tests/schedule/test_put_off.py
+"$python" -W ignore -m pytest -q -p no:cacheprovider tests/ops/test_plain_ids.py
 "$python" -W ignore -m pytest -q -p no:cacheprovider tests/tiers/test_files.py tests/tiers/test_object_format.py \
   -k "nonsense or library or range or fit or nothing"
 "$python" -W ignore -c "
