@@ -14,6 +14,7 @@ from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import WAIT_S, Copies, Rig
 
 MANY = 500 * int(os.environ.get("PADDLE_KV_STRESS", "1"))
+MOST_GROWN_BYTES = 30_000 + 10 * MANY
 
 
 def test_memory_is_flat(copies: Copies) -> None:
@@ -47,7 +48,7 @@ def test_memory_is_flat(copies: Copies) -> None:
             after = go(MANY, scheduler)
             copies.done.clear()
             end_s = time.monotonic() + WAIT_S
-            while after - before >= 30_000 + 10 * MANY and time.monotonic() < end_s:
+            while after - before >= MOST_GROWN_BYTES and time.monotonic() < end_s:
                 scheduler.stats()  # what finalizers left to the next section
                 keeper.call(list)  # and to the thread
                 gc.collect()
@@ -55,7 +56,7 @@ def test_memory_is_flat(copies: Copies) -> None:
             assert scheduler.stats()["failed"] >= MANY // 2
     finally:
         tracemalloc.stop()
-    assert after - before < 30_000 + 10 * MANY, (before, after)
+    assert after - before < MOST_GROWN_BYTES, (before, after)
     alive = [weakref.ref(rig.cache), weakref.ref(scheduler)]
     texts = [str(error) for error in kept]
     for error in kept:
