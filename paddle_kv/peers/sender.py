@@ -186,7 +186,10 @@ class Sender:
         check_process(self._process_id, "sender")
         if self._over:
             raise (ClosedError if "closed" in self._over else PeerError)(self._over)
-        if sending.grant.grant_id in self._sendings:
+        other = self._sendings.get(sending.grant.grant_id)
+        if other is not None and other.movement is not None and other.movement.over:
+            raise PeerError("the grant is over: it was used here")  # the receiver would say so too
+        if other is not None:
             raise ValueError("the grant is being sent already")
         self._sendings[sending.grant.grant_id] = sending
 

@@ -156,6 +156,31 @@ def test_refused_or_not_answered_nothing_is_written(ground: Ground) -> None:
     assert_same(pool_memory(ground.pool), ground.host)
 
 
+def test_a_grant_that_was_used_is_over_before_all_is_told(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def slow(data: bytes) -> None:
+        ground.hear(data)
+        if ground.kinds[-1] == "done":
+            arrived.set()
+            go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(ground.sender, "_send", slow)
+    grant = ground.grant()
+    save = ground.sender.send(grant, [1])
+    with pytest.raises(ValueError, match="already"):
+        ground.sender.send(grant, [1])
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    assert arrived.wait(WAIT_S)
+    save.wait(WAIT_S)
+    try:
+        with pytest.raises(PeerError, match="over"):
+            ground.sender.send(grant, [1])
+    finally:
+        go_on.set()
+
+
 def test_an_answer_is_waited_for_as_long_as_the_caller_says(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float | None] = []
     host = ground.scheduler.group.host
