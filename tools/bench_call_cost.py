@@ -1,13 +1,14 @@
 """Measures how long each call of a scheduler holds the thread that makes it.
 
     python tools/bench_call_cost.py [--backend auto|none|cpu|cupy] [--blocks 1,256,4096,10000] [--layers 32,80]
-                                    [--thread main|other]
+                                    [--thread main|other] [--cold]
 
 Microseconds on the host's clock; what the device does meanwhile is not counted. A call is timed with the device idle:
 everything before it has been waited for, without a call that would tell the scheduler so. The next call therefore also
 pays for what the end of the last transfer costs. "none" is a backend whose calls do nothing: what is left is the
 scheduler's own. The main thread puts signal handlers off while it changes state, others need not:
-``--thread other`` makes the calls in another one. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
+``--thread other`` makes the calls in another one. With ``--cold`` 64 MiB are read before each call, and the code and
+data of the library have left the caches when it begins, as behind a model's step. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+COLD_BYTES = 64 << 20  # more than the caches of a core, and than its share of those of all
 CALLS = ("onload", "wait_layer", "wait", "offload", "offload layerwise", "mark_layer_written")
 
 
@@ -101,10 +103,12 @@ class NoBackend:
 class Stopwatch:
     """Times of single calls, by the name of the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_before: np.ndarray) -> None:
         self.times_us: dict[str, list[float]] = {call: [] for call in CALLS}
+        self._read_before = read_before
 
     def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        self._read_before.sum()
         started = time.perf_counter()
         answer = call(*arguments, **named)
         self.times_us[name].append((time.perf_counter() - started) * 1e6)
@@ -146,7 +150,8 @@ def measure(backend: str, num_layers: int, num_blocks: int, given: argparse.Name
     pool = HostPool(spec, num_blocks, layout="block_first")
     chance = np.random.default_rng(7)
     with LayerwiseScheduler(cache, pool, backend=NoBackend() if backend == "none" else backend) as scheduler:
-        warm, timed = Stopwatch(), Stopwatch()
+        read = np.ones(COLD_BYTES // 8 if given.cold else 0)
+        warm, timed = Stopwatch(read), Stopwatch(read)
         for i in range(given.repeats + 2):
             ids = [chance.permutation(num_blocks) for _ in range(2)]
             one_round(
@@ -168,6 +173,7 @@ def main() -> None:
     parser.add_argument("--ids", default="list", choices=("list", "array"), help="what the ids are passed as")
     parser.add_argument("--block-bytes", type=int, default=256, help="of one tensor of one layer, a multiple of 32")
     parser.add_argument("--thread", default="main", choices=("main", "other"), help="which makes the calls")
+    parser.add_argument("--cold", action="store_true", help="read 64 MiB before each call")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the CSV and the JSON")
     given = parser.parse_args()
@@ -204,6 +210,7 @@ def main() -> None:
         "python": platform.python_version(),
         "ids": given.ids,
         "block_bytes": given.block_bytes,
+        "cold": given.cold,
         "repeats": given.repeats,
         "build": ops.build_info(),
     }

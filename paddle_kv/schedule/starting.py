@@ -95,7 +95,7 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
     movement.depends_on = {*reads_from, *others, *behind}
     for before in movement.depends_on:
         before.dependents[movement] = None
-    if movement.num_unsubmitted:
+    if movement.num_unsubmitted and movement.depends_on:
         submission.inherit(movement)
 
 

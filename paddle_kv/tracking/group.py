@@ -91,11 +91,13 @@ class MemoryGroup:
             )
         self._inside = threading.get_ident()
         try:
-            self.do_what_was_noted()
+            if self._noted or self.host.dropped:
+                self.do_what_was_noted()
             return function()
         finally:
             try:
-                self.do_what_was_noted()
+                if self._noted or self.host.dropped:
+                    self.do_what_was_noted()
             finally:
                 self._inside = None
 

@@ -256,11 +256,16 @@ class Keeper:
             log.exception("an error in the thread of paddle_kv")
 
     def after_fork_in_child(self) -> None:
+        global _main_thread
+        _main_thread = threading.get_ident()
         self.__init__()  # type: ignore[misc]
 
 
+_main_thread = threading.main_thread().ident  # asked for by each section
+
+
 def _in_main_thread() -> bool:
-    return threading.get_ident() == threading.main_thread().ident
+    return threading.get_ident() == _main_thread
 
 
 def nothing() -> None:
