@@ -33,6 +33,7 @@ from paddle_kv.tiers import FilesEngine, Job, Outcome, health, object_file, reco
 from paddle_kv.tiers.folder import Folder
 from paddle_kv.tiers.slab import Slab, create
 from paddle_kv.tiers.space import Place
+from tests.peers.conftest import until
 from tests.tiers.conftest import MakeRig, objects, wait_for_recovery
 
 OBJECT_BYTES = 53248
@@ -96,6 +97,8 @@ def test_small_objects_that_are_stored_together_are_written_and_read_together(
         assert starts == list(range(starts[0], starts[0] + len(starts) * OBJECT_BYTES, OBJECT_BYTES))
     reads, call = [], object_file.read_ranges
     monkeypatch.setattr(object_file, "read_ranges", lambda ranges: reads.append(ranges) or call(ranges))
+    [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
+    until(lambda: root._num_idle == 8)  # also the one that has told of the last store
     job = rig.load(keys(70), layerwise=False)
     assert rig.wrong(job) == []
     assert len(reads) == 8  # for each thread its part

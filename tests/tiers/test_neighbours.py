@@ -298,7 +298,8 @@ def test_several_readers_of_one_lender(lending: Lending) -> None:
 
 def test_a_lease_ends_once(lending: Lending, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reader, and not again when its time would be over."""
-    monkeypatch.setattr(lender_module, "LONGEST_LEASE_S", 2 * SHORT_S)
+    timed: list[Any] = []  # the end of its time comes when the test says
+    monkeypatch.setattr(lending.lender._listening, "later", lambda _, job: timed.append(job))
     gate = Gate(monkeypatch)
     reading = Reading(lending)
     job = Job(KEYS, range(8), timeout_s=WAIT_S)
@@ -307,8 +308,11 @@ def test_a_lease_ends_once(lending: Lending, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TimeoutError):
         reading.engine.close(0.0)
     until(lambda: not lending.lender.stats()["readers"])
-    assert lending.lender.stats()["leased_blocks"] == 0
-    time.sleep(3 * SHORT_S)
+    until(lambda: not lending.lender.stats()["leased_blocks"])
+    told = threading.Event()
+    for job in [*timed, told.set]:
+        lending.lender._listening.post(job)
+    assert told.wait(WAIT_S) and timed
     assert lending.lender.stats()["leased_blocks"] == lending.lender.stats()["expired_blocks"] == 0
     assert lending.pool.domain._num_leases == 0
     gate.opened.set()
@@ -369,9 +373,17 @@ def test_two_lenders_behind_one_engine() -> None:
 
 
 def test_a_question_without_an_answer_goes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(neighbour_module, "ANSWER_S", SHORT_S)
     one, two = Lending(), Lending()
     reading = Reading(one, two)
+    first = reading.engine._neighbours[0]
+    ask = first.ask
+
+    def ask_briefly(*given: Any) -> None:  # of the other one the answer may take its time
+        with monkeypatch.context() as patch:
+            patch.setattr(neighbour_module, "ANSWER_S", SHORT_S)
+            ask(*given)
+
+    monkeypatch.setattr(first, "ask", ask_briefly)
     stop, stopped = threading.Event(), threading.Event()
     one.lender._listening.post(lambda: (stopped.set(), stop.wait(WAIT_S)))
     assert stopped.wait(WAIT_S)
@@ -394,7 +406,10 @@ def test_nobody_answers(lending: Lending, reading: Reading, monkeypatch: pytest.
     assert stopped.wait(WAIT_S)
     assert set(reading.rig.load(KEYS).outcomes) == {Outcome.FAILED}
     assert not any(reading.tier.exists(KEYS))
-    assert set(reading.rig.load(KEYS, timeout_s=SHORT_S).outcomes) == {Outcome.FAILED}
+    errors = reading.engine.stats()["errors"]
+    assert set(reading.rig.load(KEYS).outcomes) == {Outcome.FAILED}
+    assert reading.engine.stats()["errors"] == errors  # it was not asked again
+    monkeypatch.undo()
     stop.set()
     until(lambda: all(reading.tier.exists(KEYS)))
     assert reading.rig.load(KEYS).done
