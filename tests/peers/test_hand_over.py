@@ -140,7 +140,7 @@ def test_a_deadline_fails_the_load_and_holds_the_blocks_until_the_sender_is_thro
     decode: Decode, prefill: Prefill
 ) -> None:
     prefill.ask("hold", 2)
-    transfer, grant = decode.receiver.grant([3, 5], timeout_s=0.6)
+    transfer, grant = decode.receiver.grant([3, 5], timeout_s=2.0)  # enough for the sender to begin
     prefill.ask("send", "a", grant.to_json(), [4, 2])
     prefill.ask("mark", "a", LAYERS)
     prefill.ask("held")

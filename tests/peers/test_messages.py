@@ -198,8 +198,8 @@ def test_a_grant_belongs_to_whoever_has_begun_with_it(ground: Ground) -> None:
 def test_blocks_are_held_until_the_sender_has_answered(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiver_module, "REVOKE_EVERY_S", 0.01)
     free = ground.num_free
-    load, grant = ground.receiver.grant([3], timeout_s=0.05)
-    ground.say(grant, "begin")
+    load, grant = ground.receiver.grant([3], timeout_s=1.0)
+    assert ground.say(grant, "begin")
     with pytest.raises(TransferError, match="the time was over"):
         load.wait_layer(0, timeout_s=WAIT_S)
     until(lambda: ground.peer.kinds.count("revoke") >= 3)  # as often as it takes: a channel may lose it

@@ -203,6 +203,7 @@ def test_no_descriptor_for_who_comes(
                 while True:
                     taken.append(os.dup(0))
             coming.connect(listener.path)
+            until(lambda: "nobody can be let in" in caplog.text)
             time.sleep(4 * SHORT_S)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -352,10 +353,11 @@ def test_a_process_that_ends_its_connection_and_lives_still_holds_its_blocks(dec
     prefill = Prefill(decode.exported, decode.listener.path)
     free = decode.pool.num_free_blocks
     load = held_copy(decode, prefill, held=0, marked=[0])
+    prefill.ask("held")
     prefill.ask("shut")  # without a word; its copy goes on
+    until(lambda: load.failed)
     time.sleep(SHORT_S)
     assert decode.pool.num_free_blocks == free - 1
-    assert load.failed
     assert not load.done()
     prefill.kill()
     with pytest.raises(TransferError, match="the sender is gone"):
