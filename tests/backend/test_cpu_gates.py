@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import threading
-import time
 
+import pytest
+
+from paddle_kv.backend import cpu_gates
 from paddle_kv.backend.cpu_backend import CpuBackend
-from tests.schedule.rig import SHORT_S, WAIT_S
+from paddle_kv.tracking.keeper import Waiter
+from tests.schedule.rig import WAIT_S
 
 
-def test_a_replay_whose_gate_gave_up_waits_at_no_other_one() -> None:
+def test_a_replay_whose_gate_gave_up_waits_at_no_other_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does a thread that came later wait for its whole time."""
-    timeout_s = 20 * SHORT_S
-    gates = CpuBackend().create_gates(3, timeout_s)
+    time_is_over, later_sleeps = threading.Event(), threading.Event()
+
+    class Sleeping(Waiter):
+        def sleep(self, timeout_s: float | None) -> bool:
+            if threading.current_thread() is first:  # its time is over when the test says so
+                assert time_is_over.wait(WAIT_S)
+                return False
+            if threading.current_thread() is later:
+                later_sleeps.set()
+            return super().sleep(timeout_s)
+
+    monkeypatch.setattr(cpu_gates, "Waiter", Sleeping)
+    gates = CpuBackend().create_gates(3, 1000.0)
     gates.arm(None, 1, 0)
-    first = threading.Thread(target=gates.wait, args=(2, None))
+    first, later = (threading.Thread(target=gates.wait, args=(layer, None), daemon=True) for layer in (2, 0))
     first.start()
-    time.sleep(0.6 * timeout_s)
-    started_s = time.monotonic()
-    gates.wait(0, None)
-    assert time.monotonic() - started_s < 0.9 * timeout_s
-    first.join(WAIT_S)
-    gates.wait(1, None)
+    later.start()
+    assert later_sleeps.wait(WAIT_S)
+    assert gates.given_up(1) is None
+    time_is_over.set()
+    for thread in (first, later):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    third = threading.Thread(target=gates.wait, args=(1, None), daemon=True)
+    third.start()
+    third.join(WAIT_S)
+    assert not third.is_alive()
     assert (gates.given_up(1), gates.given_up(2)) == (2, None)
     gates.close()

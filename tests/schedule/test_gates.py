@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 from paddle_kv import CancelledError, ClosedError, Gates, LayerwiseScheduler, TransferError
+from paddle_kv.backend import cpu_gates
+from paddle_kv.tracking.keeper import Deadline, Waiter, keeper
 from tests.schedule.rig import POISON, SHORT_S, WAIT_S, Bits, Copies, Rig, assert_same, cache_memory, threads_since
 
 READ, WRITTEN = 3, 6  # device blocks of the replay
+MOST_GROWN_BYTES = 40_000  # in 400 turns: 100 bytes a turn
 
 
 def bits_of(rig: Rig, block: int, layer: int) -> Bits:
@@ -165,7 +168,17 @@ def test_gates_open_when_a_load_comes_to_nothing(rig: Rig, copies: Copies, how: 
     scheduler.close(WAIT_S)
 
 
-def test_a_gate_that_gives_up_fails_its_load(rig: Rig) -> None:
+def test_a_gate_that_gives_up_fails_its_load(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_vain: list[float | None] = []
+
+    class Sleeping(Waiter):
+        def sleep(self, timeout_s: float | None) -> bool:
+            released = super().sleep(timeout_s)
+            if not released:
+                in_vain.append(timeout_s)
+            return released
+
+    monkeypatch.setattr(cpu_gates, "Waiter", Sleeping)
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         gates = scheduler.gates(timeout_s=SHORT_S)
         save = scheduler.offload([4], [10], layerwise=True)
@@ -173,7 +186,8 @@ def test_a_gate_that_gives_up_fails_its_load(rig: Rig) -> None:
         gates.arm(loads=[load])
         started = time.monotonic()
         replay(rig, gates)
-        assert SHORT_S <= time.monotonic() - started < SHORT_S * rig.spec.num_layers  # one waits for its time, not each
+        assert time.monotonic() - started >= SHORT_S
+        assert len(in_vain) == 1, in_vain  # one waits for its time, not each
         for layer in range(rig.spec.num_layers):
             save.mark_layer_written(layer)
         with pytest.raises(TransferError, match=r"the gate of layer 0 in a graph gave up after timeout_s = 0\.05"):
@@ -187,7 +201,7 @@ def test_a_gate_that_gives_up_fails_its_load(rig: Rig) -> None:
         assert_same(replay(rig, gates), host_block(rig, 5))
 
 
-def test_a_save_that_no_replay_marks(rig: Rig) -> None:
+def test_a_save_that_no_replay_marks(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         gates = scheduler.gates(timeout_s=SHORT_S)
         save = scheduler.offload([WRITTEN], [7], layerwise=True)
@@ -198,6 +212,7 @@ def test_a_save_that_no_replay_marks(rig: Rig) -> None:
         with pytest.raises(TransferError):
             scheduler.onload([7], [1])
         save = scheduler.offload([WRITTEN], [8], layerwise=True)
+        monkeypatch.setattr(gates._alarms, "add", lambda *_: None)  # however slowly the replay marks its layers
         gates.arm(saves=[save])
         replay(rig, gates, value=1)
         save.wait(WAIT_S)
@@ -312,10 +327,16 @@ def test_memory_stays_flat(rig: Rig) -> None:
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(400):
             turn()
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - before
+        deadline = Deadline(WAIT_S)
+        while True:
+            scheduler.stats()  # what finalizers left to the next section
+            keeper.call(list)  # and to the thread, which may be far behind
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - before
+            if grown < MOST_GROWN_BYTES or deadline.over:
+                break
         tracemalloc.stop()
-    assert grown < 40_000, grown  # 100 bytes a turn
+    assert grown < MOST_GROWN_BYTES, grown
 
 
 def test_random_replays(rig: Rig) -> None:
