@@ -116,7 +116,7 @@ def test_one_that_was_never_used_ends_too():
 @pytest.mark.parametrize("how", ["call", "call_here"])
 def test_what_the_main_thread_waits_for_no_more_is_done_before_what_it_calls_next(keeper, how):
     keeper.undisturbed = lambda function: function()
-    going_on, done = threading.Event(), []
+    going_on, wanted, done, senders = threading.Event(), threading.Event(), [], []
 
     def long():
         assert going_on.wait(WAIT_S)
@@ -124,16 +124,36 @@ def test_what_the_main_thread_waits_for_no_more_is_done_before_what_it_calls_nex
         done.append("first")
 
     def interrupt(*_):
-        raise Noted
+        if wanted.is_set():
+            wanted.clear()
+            raise Noted
+
+    def send():
+        # Again and again: one that comes just before the main thread falls asleep does not wake it. And to that thread:
+        # another one would take it after a stop of the process.
+        while wanted.is_set():
+            time.sleep(SHORT_S)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGALRM)
+
+    def park(waiter, timeout_s):
+        wanted.set()
+        senders.append(threading.Thread(target=send, daemon=True))
+        senders[-1].start()  # from here on: it comes while the main thread waits
+        return Keeper.park(keeper, waiter, timeout_s)
 
     before = signal.signal(signal.SIGALRM, interrupt)
+    keeper.park = park
     try:
         for first in (True, False):  # the second one comes while it waits for what it has left
-            signal.setitimer(signal.ITIMER_REAL, SHORT_S)
             with pytest.raises(Noted):
                 keeper.call(long) if first else keeper.call_here(lambda: done.append("never"))
     finally:
+        del keeper.park
+        wanted.clear()
+        for sender in senders:
+            sender.join(WAIT_S)
         signal.signal(signal.SIGALRM, before)
+    assert len(senders) == 2
     going_on.set()
     getattr(keeper, how)(lambda: done.append("second"))
     assert done == ["first", "second"]
