@@ -152,14 +152,17 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     assert begun.wait(WAIT_S)
-    ids = np.arange(block_count)
-    before = steps[0]
-    few = transfer_queue.FEW_BLOCKS
-    SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], 2, [3], 4, 0)
-    meanwhile = steps[0] - before
+    ids, few, meanwhile = np.arange(block_count), transfer_queue.FEW_BLOCKS, []
+    for _ in range(10):  # the machine may hold up one thread while the other one runs, in the call or beside it
+        before = steps[0]
+        SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], 2, [3], 4, 0)
+        meanwhile.append(steps[0] - before)
+        if (meanwhile[-1] > 5) == (block_count > few):
+            break
+    else:
+        pytest.fail(f"steps of the other thread meanwhile: {meanwhile}")
     over.append(True)
     thread.join(WAIT_S)
-    assert (meanwhile > 5) == (block_count > few), meanwhile
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -16,28 +15,29 @@ from paddle_kv.tracking.group import MemoryGroup, change
 from tests.schedule.rig import WAIT_S, Rig
 
 
-def child_status(rig: Rig, state: list[int]) -> int:
+def child_status(rig: Rig, state: list[int], forked: threading.Event) -> int:
     """0 if the child finds both halves and can change state itself."""
     pid = os.fork()
     if pid == 0:
         signal.alarm(5)
         whole = state[0] == state[1] and change(rig.pool.domain, lambda: True)
         os._exit(0 if whole else 1)
+    forked.set()
     return os.waitpid(pid, 0)[1]
 
 
-def fork_beside_a_section(rig: Rig, forked_by_main: bool) -> int:
-    state, inside, found = [0, 0], threading.Event(), []
+def fork_beside_a_section(rig: Rig, forked_by_main: bool, held_up_s: float) -> int:
+    state, inside, forked, found = [0, 0], threading.Event(), threading.Event(), []
 
     def section() -> None:
         state[0] = 1
         inside.set()
-        time.sleep(0.1)
+        forked.wait(held_up_s)
         state[1] = 1
 
     def fork() -> None:
         assert inside.wait(WAIT_S)
-        found.append(child_status(rig, state))
+        found.append(child_status(rig, state, forked))
 
     tasks = (lambda: change(rig.pool.domain, section), fork)
     other, main = tasks if forked_by_main else tasks[::-1]
@@ -54,7 +54,9 @@ def test_fork_beside_a_section(forked_by_main: bool, locked: bool, monkeypatch: 
     rig = Rig()
     if not locked:  # as if the fork took no lock: that is noticed
         monkeypatch.setattr(group_module, "_groups", weakref.WeakSet())
-    assert (fork_beside_a_section(rig, forked_by_main) == 0) == locked
+    # A fork that waits for the section comes behind it; one that does not wait comes before its end, however late.
+    held_up_s = 0.1 if locked else WAIT_S
+    assert (fork_beside_a_section(rig, forked_by_main, held_up_s) == 0) == locked
 
 
 class Pausing:
@@ -76,5 +78,5 @@ def test_others_may_come_first_before_a_fork_holds_them_up(monkeypatch: pytest.M
     group = rig.pool.domain.group
     host: Any = Pausing(group)
     monkeypatch.setattr(group, "host", host)
-    assert child_status(rig, [0, 0]) == 0
+    assert child_status(rig, [0, 0], threading.Event()) == 0
     assert host.held and not any(host.held)

@@ -317,6 +317,8 @@ def test_a_pass_waits_for_the_save_of_the_layer_that_lay_in_the_buffer_alone(rin
         for layer in range(3):
             with layers.layer(layer):
                 pass
+            if layer == 0:
+                save.wait_layer(0, timeout_s=WAIT_S)  # no pass waits for it longer than it may
         layers.before(3)
     assert copies.done == [("offload", (1,), 0)]
     copies.go_on()

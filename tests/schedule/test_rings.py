@@ -357,12 +357,15 @@ def test_each_wait_is_needed(
     _Slow(copies, direction, slow)
     if removed:
         monkeypatch.setattr(where, name, instead)
-    rig = made(2)
     if not removed:
-        _two_passes(rig)
+        _two_passes(made(2))
         return
-    with pytest.raises((AssertionError, TransferError, ValueError)):
-        _two_passes(rig)
+    for _ in range(10):  # a thread that the machine holds up may come late enough by luck
+        try:
+            _two_passes(made(2))
+        except (AssertionError, TransferError, ValueError):
+            return
+    pytest.fail("nothing was wrong without it")
 
 
 def test_a_save_takes_each_layer_when_it_is_marked(made: Callable[..., RingRig], copies: Copies) -> None:
