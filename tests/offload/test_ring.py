@@ -14,7 +14,6 @@ from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload import KVOffloadManager
 from paddle_kv.offload.chunks import How
 from paddle_kv.tiers import FilesEngine, Outcome, Read, Tier
-from tests.offload.tiered_rig import until
 
 WAIT_S = 20.0
 SIZE = 4
@@ -123,8 +122,7 @@ def test_a_block_of_the_prefix_does_not_come(tmp_path: Path, layer_buffers: int,
     tokens = list(range(3, 40))
     table = [9, 2, 11, 5, 3, 12, 7, 8, 1, 0]
     assert model.prefill(tokens, table) == [37]
-    until(lambda: model.manager._books.below.drain(WAIT_S) and not model.manager.in_flight())
-    until(lambda: not model.pool.domain.busy(range(model.pool.num_blocks)))
+    model.manager.flush(WAIT_S)
     assert model.manager.evict(32) == 9  # all of them lie in the tier
     engine.lost = 3
     assert model.prefill(tokens, table[::-1]) == computed
