@@ -17,7 +17,7 @@ from paddle_kv.offload import chunks
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine
 from tests.offload.chunk_clauses import Stalling
-from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
+from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig, contents, know, until
 from tests.schedule.rig import Copies
 
 CHUNK = 2 * SIZE
@@ -39,16 +39,19 @@ def test_without_anything_found_each_chunk_is_computed_once(rig: ChunkRig) -> No
     assert rig.manager.stats()["saved_blocks"] == 10
 
 
-def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies) -> None:
+def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
     rig.scheduler.drain(WAIT_S)
     know(rig.manager, 1e-3, 1e-3)
+    monkeypatch.setattr(rig.manager.rates, "observe_load", lambda *_: None)  # of a busy machine
     copies.hold("onload", 0)  # until the model computes, or all might have come before
 
     def pause(tokens: range) -> None:
+        """The model takes as long as most of the loads."""
         copies.go_on()
-        time.sleep(0.02)
+        until(lambda: len(copies.done) >= 3 * SPEC.num_layers and not rig.scheduler.in_flight())
 
+    copies.done.clear()
     rig.pause = pause
     chunks = rig.prefill(TOKENS, TABLE[::-1], chunk_tokens=CHUNK)
     assert chunks[0].start == 0
