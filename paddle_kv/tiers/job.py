@@ -64,6 +64,7 @@ class Job:
         self.outcomes: list[Outcome | None] = [None] * len(self.keys)
         self.settled = False
         self.over = False
+        self.told = False  # the observer has heard that it is over
         self.cancelled = False
         self.deadline = Deadline(None)
         self.started_s = 0.0
@@ -142,6 +143,7 @@ class Job:
                 return
             self.over = True
         self._tell("over")
+        self.told = True
 
     def _tell(self, what: str, *given: object) -> None:
         """What an observer raises ends neither the job nor a thread of the tier."""

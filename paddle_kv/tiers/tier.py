@@ -205,7 +205,7 @@ class Tier:
         return found | {f"engine_{name}": value for name, value in engine.items()}
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Blocks until all jobs are over.
+        """Blocks until all jobs are over, and their observers have heard of it.
 
         Raises:
             TimeoutError: not after ``timeout_s``.
@@ -376,7 +376,7 @@ class Tier:
                     self._finished.append(job)
                     if not self._closed:
                         os.eventfd_write(self._descriptor, 1)
-        if job.over and job.settled:
+        if job.told:  # over alone is not enough: whoever waits for the tier finds what observers do at the end
             with self._lock:
                 self._jobs.pop(job, None)
                 if not self._jobs:

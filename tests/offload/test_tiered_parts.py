@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from paddle_kv.offload.below import Clearing
 from paddle_kv.offload.jobs import Event, Job
 from paddle_kv.offload.tiered import TieredBooks
 from paddle_kv.schedule import arriving, settling, submission
-from paddle_kv.tiers import FilesEngine, Outcome
+from paddle_kv.tiers import FilesEngine, Outcome, saving
 from paddle_kv.tracking.group import change
 from tests.offload.test_manager_tiers import MakeRig, damage, make
 from tests.offload.tiered_rig import KEYS, SHORT_S, SPEC, WAIT_S, TieredRig, until
@@ -387,6 +388,25 @@ def test_flush_offers_as_much_at_a_time_as_may_be_held(make: MakeRig, monkeypatc
     rig.manager.flush(WAIT_S)
     assert [len(keys) for _, keys in offered] == [12, 2]
     assert sorted(key for _, keys in offered for key in keys) == KEYS[:14]
+    assert all(rig.tier.exists(KEYS[:14]))
+    rig.check_books()
+
+
+def test_flush_goes_on_when_the_manager_knows_of_what_is_stored(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the tier is held up before it tells; another one looks at the job meanwhile. What counts as still
+    being stored would leave no room for the rest, which would be dropped."""
+    rig = make(when="write_back", host_blocks=16)
+    rig.save(KEYS[:14])
+    over = saving._Lease.over
+
+    def late(lease: Any, job: Any) -> None:
+        rig.tier._look(job)
+        time.sleep(2 * SHORT_S)
+        over(lease, job)
+
+    monkeypatch.setattr(saving._Lease, "over", late)
+    rig.manager.flush(WAIT_S)
+    assert rig.manager.stats()["tier_dropped_blocks"] == 0
     assert all(rig.tier.exists(KEYS[:14]))
     rig.check_books()
 
