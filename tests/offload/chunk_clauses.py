@@ -11,6 +11,7 @@ from typing import Any
 
 from paddle_kv.offload import books, chunks, feeding, rates
 from paddle_kv.tiers import FilesEngine
+from paddle_kv.tracking.keeper import keeper, nothing
 from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, WAIT_S, ChunkRig, know, until
 from tests.schedule.rig import SHORT_S, Copies
 
@@ -93,7 +94,7 @@ def clause_24(case: Case) -> None:
         assert request.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
         rig.cache.tensor("key", 1)[OTHER[0]] = 0.0
         rig.cache.tensor("key", 2)[OTHER[0]] = 0.0
-        time.sleep(2 * SHORT_S)
+        until(lambda: not any(one.plan.direction == "onload" for one in rig.scheduler.in_flight()))
         for layer in (1, 2):
             assert not rig.layer_of(OTHER, layer, SIZE)[:, 0].any()
         request.cancel()
@@ -124,6 +125,7 @@ def clause_26(case: Case) -> None:
     rig = case.rig(tiered=True)
     know(rig.manager, HERE_S, HERE_S, SLOW_S)  # a slow one: it is asked for the last piece, and not late yet
     rig.engine.gate.clear()  # type: ignore[union-attr]
+    rig.pause = lambda tokens: keeper.call(nothing)  # what is to be read has been asked for
     rig.prefill(TOKENS, OTHER, chunk_tokens=CHUNK)
     assert rig.engine.asked > 0  # type: ignore[union-attr]
     rig.engine.gate.set()  # type: ignore[union-attr]
@@ -133,6 +135,7 @@ def clause_26(case: Case) -> None:
 def clause_27(case: Case) -> None:
     rig = case.rig()
     know(rig.manager, None, HERE_S)
+    rig.manager.rates.observe_load = lambda *_: None  # type: ignore[method-assign]  # of copies that are held
     case.copies.hold("onload", 0)
     third = [49, 50, 51, 52, 53, 54, 55, 56, 57]
     first = rig.manager.request(TOKENS, OTHER, chunk_tokens=CHUNK)
@@ -173,10 +176,18 @@ def clause_29(case: Case) -> None:
     know(rig.manager, HERE_S, HERE_S, QUICK_S, clock=lambda: 0.0)  # by which a rest never ends
     engine: Any = rig.engine
     engine.gate.clear()
-    rig.pause = lambda tokens: time.sleep(0.005)
+
+    def pause(tokens: range) -> None:
+        keeper.call(nothing)  # what is to be read has been asked for
+        time.sleep(0.005)
+
+    rig.pause = pause
     rig.prefill(TOKENS, OTHER, chunk_tokens=CHUNK)
     asked = engine.asked
     assert asked
+    until(lambda: not rig.manager.in_flight())
+    below: Any = rig.manager._books.below  # type: ignore[attr-defined]
+    assert below.drain(WAIT_S)  # nothing but the reads holds a block
     rig.manager.evict(100)
     rig.prefill(TOKENS, OTHER, chunk_tokens=CHUNK)
     assert engine.asked == asked
