@@ -476,7 +476,7 @@ def test_what_is_late_for_a_prefetch_is_in_the_tier_again(make: MakeRig) -> None
     make().save(KEYS[:3])
     rig = make()
     rig.engine.stages[0].clear()
-    prefetch = rig.manager.prefetch(KEYS[:3], timeout_s=0.2)
+    prefetch = rig.manager.prefetch(KEYS[:3], timeout_s=1.0)  # all three are being read by then
     for _ in range(3):
         assert rig.engine.reading.acquire(timeout=WAIT_S)
     assert prefetch.wait(WAIT_S)

@@ -101,10 +101,10 @@ def clause_23(make: MakeRig) -> None:
     make().save(KEYS[:3])
     rig = make()
     rig.engine.stages[0].clear()
-    prefetch = rig.manager.prefetch(KEYS[:3], timeout_s=0.2)
+    prefetch = rig.manager.prefetch(KEYS[:3], timeout_s=1.0)  # all three are being read by then
     for _ in range(3):
         assert rig.engine.reading.acquire(timeout=WAIT_S)
-    assert prefetch.wait(2.0)
+    assert prefetch.wait(5.0)
     assert rig.manager.states(KEYS[:3]) == [TIER] * 3
     assert rig.pool.num_free_blocks == 9
     rig.engine.open()
