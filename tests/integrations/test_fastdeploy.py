@@ -207,11 +207,13 @@ def test_an_eviction_that_fails_returns_when_nothing_of_it_runs(
 ) -> None:
     """Its blocks are another request's from then on."""
     manager, told, offload = CacheTransferManager(scheduler), [], scheduler.offload
+    is_cancelled = threading.Event()
 
     def cancelled(*given: list[int]) -> Transfer:
         save = offload(*given)
         assert copies.arrived.acquire(timeout=WAIT_S)  # its first layer is being copied
         save.cancel()
+        is_cancelled.set()
         return save
 
     def evict() -> None:
@@ -224,6 +226,7 @@ def test_an_eviction_that_fails_returns_when_nothing_of_it_runs(
     monkeypatch.setattr(scheduler, "offload", cancelled)
     thread = threading.Thread(target=evict)
     thread.start()
+    assert is_cancelled.wait(WAIT_S)
     thread.join(SHORT_S)
     assert thread.is_alive()
     copies.go_on()
