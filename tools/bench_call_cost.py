@@ -7,8 +7,9 @@ Microseconds on the host's clock; what the device does meanwhile is not counted.
 everything before it has been waited for, without a call that would tell the scheduler so. The next call therefore also
 pays for what the end of the last transfer costs. "none" is a backend whose calls do nothing: what is left is the
 scheduler's own. The main thread puts signal handlers off while it changes state, others need not:
-``--thread other`` makes the calls in another one. With ``--cold`` 64 MiB are read before each call, and the code and
-data of the library have left the caches when it begins, as behind a model's step. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
+``--thread other`` makes the calls in another one. With ``--cold`` 64 MiB are read before each call that
+is not one of several layers' in a row, and the code and data of the library have left the caches when it begins, as
+behind a model's step. ``--out`` gets bench_call_cost.csv and bench_call_cost.json.
 """
 
 from __future__ import annotations
@@ -106,9 +107,12 @@ class Stopwatch:
     def __init__(self, read_before: np.ndarray) -> None:
         self.times_us: dict[str, list[float]] = {call: [] for call in CALLS}
         self._read_before = read_before
+        self._last = ""
 
     def __call__(self, name: str, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        self._read_before.sum()
+        if name != self._last:
+            self._read_before.sum()
+            self._last = name
         started = time.perf_counter()
         answer = call(*arguments, **named)
         self.times_us[name].append((time.perf_counter() - started) * 1e6)
@@ -173,7 +177,7 @@ def main() -> None:
     parser.add_argument("--ids", default="list", choices=("list", "array"), help="what the ids are passed as")
     parser.add_argument("--block-bytes", type=int, default=256, help="of one tensor of one layer, a multiple of 32")
     parser.add_argument("--thread", default="main", choices=("main", "other"), help="which makes the calls")
-    parser.add_argument("--cold", action="store_true", help="read 64 MiB before each call")
+    parser.add_argument("--cold", action="store_true", help="read 64 MiB before calls")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, default=ROOT / "out", help="folder for the CSV and the JSON")
     given = parser.parse_args()

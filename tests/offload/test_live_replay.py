@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_the_call_that_saves_counts_in_no_way(monkeypatch: pytest.MonkeyPatch) -
     run = live_replay(requests_of(6), "lru", 400, COSTS, TIME_SCALE)
     for way in WAYS:
         taken_s = [done.end_s - done.start_s for done in run.prefills[way]]
-        assert min(taken_s) < held_s, way  # each request saves; some may be held up by the machine
+        assert statistics.median(taken_s) < held_s, way  # each request saves; a few may be held up by the machine
         assert all(done.compute_s > 0 for done in run.prefills[way])
     assert run.hit_blocks > 0
 

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_CUPY = [
     "bench_call_cost",
+    "bench_cold_parts",
     "bench_cpu_ops",
     "bench_index",
     "bench_permute",
