@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from paddle_kv.tracking import keeper as keeper_module
 from paddle_kv.tracking.keeper import Deadline, Keeper, Waiter, _Job
 from tests.schedule.rig import SHORT_S, WAIT_S
 
@@ -181,6 +183,21 @@ def test_a_forked_child_begins_anew(keeper):
     jobs.put(sys.exit)  # the first thread, which a child would not have
     thread.join(WAIT_S)
     assert not thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_the_thread_that_forks_is_the_main_one_in_the_child():
+    """Python runs the handlers of signals there."""
+
+    def status() -> int:
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            os._exit(0 if keeper_module.keeper.defers and threading.current_thread() is threading.main_thread() else 1)
+        return os.waitpid(pid, 0)[1]
+
+    assert not elsewhere(lambda: keeper_module.keeper.defers)
+    assert elsewhere(status) == 0
 
 
 def test_the_end_of_a_time_out():
