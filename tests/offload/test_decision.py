@@ -127,18 +127,22 @@ def test_a_decision_takes_as_long_for_many_blocks() -> None:
 
     def taken_s(found: int) -> float:
         prompt = Prompt((0, found // 2), (found // 2, found), 16 * found, 16 * found + 500)
-        best = math.inf
-        for _ in range(7):
-            begun = time.process_time()
-            for _ in range(200):
-                decided(rates, prompt)
-            best = min(best, time.process_time() - begun)
-        return best / 200
+        begun_s = time.process_time()
+        for _ in range(200):
+            decided(rates, prompt)
+        return (time.process_time() - begun_s) / 200
 
+    def holds() -> bool:
+        return least_s[80_000] < min(2 * least_s[80], 200e-6)
+
+    least_s = {80: math.inf, 80_000: math.inf}
     gc.disable()
     try:
-        few_s, many_s = taken_s(80), taken_s(80_000)
+        for _ in range(40):  # in turn: what else the machine does makes either longer, never shorter
+            for found, before_s in least_s.items():
+                least_s[found] = min(before_s, taken_s(found))
+            if holds():
+                break
     finally:
         gc.enable()
-    assert many_s < 2 * few_s
-    assert many_s < 200e-6
+    assert holds(), least_s
