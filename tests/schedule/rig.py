@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import paddle
 
-from paddle_kv import DeviceCache, HostPool, KVCacheSpec
+from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.schedule.movement import movements
 from paddle_kv.tracking.group import change
+from paddle_kv.tracking.keeper import Deadline, keeper
 
 POISON = 0xDE
 WAIT_S = 20.0  # for what has to happen: long enough for a loaded machine, short enough to fail
@@ -225,3 +228,15 @@ def in_threads(*works: Callable[[], object], timeout_s: float = 60.0) -> None:
 
 def cpu_tensor(array: np.ndarray) -> paddle.Tensor:
     return paddle.to_tensor(array, place=paddle.CPUPlace())
+
+
+def traced_bytes(scheduler: LayerwiseScheduler, most_bytes: int) -> int:
+    """Memory that tracemalloc knows of, as soon as it is less than ``most_bytes``; else what it is after a while."""
+    deadline = Deadline(WAIT_S)
+    while True:
+        scheduler.stats()  # what finalizers left to the next section
+        keeper.call(list)  # and to the thread, which may be far behind
+        gc.collect()
+        found = tracemalloc.get_traced_memory()[0]
+        if found < most_bytes or deadline.over:
+            return found

@@ -13,8 +13,19 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, Gates, LayerwiseScheduler, TransferError
 from paddle_kv.backend import cpu_gates
-from paddle_kv.tracking.keeper import Deadline, Waiter, keeper
-from tests.schedule.rig import POISON, SHORT_S, WAIT_S, Bits, Copies, Rig, assert_same, cache_memory, threads_since
+from paddle_kv.tracking.keeper import Waiter
+from tests.schedule.rig import (
+    POISON,
+    SHORT_S,
+    WAIT_S,
+    Bits,
+    Copies,
+    Rig,
+    assert_same,
+    cache_memory,
+    threads_since,
+    traced_bytes,
+)
 
 READ, WRITTEN = 3, 6  # device blocks of the replay
 MOST_GROWN_BYTES = 40_000  # in 400 turns: 100 bytes a turn
@@ -327,14 +338,7 @@ def test_memory_stays_flat(rig: Rig) -> None:
         before = tracemalloc.get_traced_memory()[0]
         for _ in range(400):
             turn()
-        deadline = Deadline(WAIT_S)
-        while True:
-            scheduler.stats()  # what finalizers left to the next section
-            keeper.call(list)  # and to the thread, which may be far behind
-            gc.collect()
-            grown = tracemalloc.get_traced_memory()[0] - before
-            if grown < MOST_GROWN_BYTES or deadline.over:
-                break
+        grown = traced_bytes(scheduler, before + MOST_GROWN_BYTES) - before
         tracemalloc.stop()
     assert grown < MOST_GROWN_BYTES, grown
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 import tracemalloc
 import weakref
 from collections import deque
 
 from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
-from paddle_kv.tracking.keeper import keeper
-from tests.schedule.rig import WAIT_S, Copies, Rig
+from tests.schedule.rig import WAIT_S, Copies, Rig, traced_bytes
 
 MANY = 500 * int(os.environ.get("PADDLE_KV_STRESS", "1"))
 MOST_GROWN_BYTES = 30_000 + 10 * MANY
@@ -45,14 +43,9 @@ def test_memory_is_flat(copies: Copies) -> None:
             copies.done.clear()
             before = go(50, scheduler)
             copies.done.clear()
-            after = go(MANY, scheduler)
+            go(MANY, scheduler)
             copies.done.clear()
-            end_s = time.monotonic() + WAIT_S
-            while after - before >= MOST_GROWN_BYTES and time.monotonic() < end_s:
-                scheduler.stats()  # what finalizers left to the next section
-                keeper.call(list)  # and to the thread
-                gc.collect()
-                after = tracemalloc.get_traced_memory()[0]
+            after = traced_bytes(scheduler, before + MOST_GROWN_BYTES)
             assert scheduler.stats()["failed"] >= MANY // 2
     finally:
         tracemalloc.stop()
