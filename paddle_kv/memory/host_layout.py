@@ -10,7 +10,7 @@ from ..layout import KVCacheSpec
 from ..ops import _arguments as arguments
 
 ROOM_UNIT_BYTES = 4096
-SMALL_BLOCK_BYTES = 24 << 10  # of a tensor; smaller ones move as layers of a block side by side (docs/performance.md)
+SMALL_BLOCK_BYTES = 48 << 10  # of a tensor; smaller ones move as layers of a block side by side (docs/performance.md)
 HostLayout = Literal["layer_first", "block_first", "page_first_direct"]
 
 

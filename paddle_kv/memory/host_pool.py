@@ -40,7 +40,7 @@ class HostPool:
         num_blocks: blocks of the pool.
         layout: order of the memory. Where the layers of a block are adjacent the GPU's copy engine moves small blocks
             in large pieces (docs/performance.md), and tiers store a block as one object. None: "block_first" where
-            a block of a tensor in a layer has less than 24 KiB (of several sizes the mean, each weighted by its bytes),
+            a block of a tensor in a layer has less than 48 KiB (of several sizes the mean, each weighted by its bytes),
             else "layer_first".
         shared: in memory that other processes can :meth:`attach`.
         room_bytes: before each block of a "block_first" pool that is not shared: a tier writes the header of an object

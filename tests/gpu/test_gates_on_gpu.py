@@ -16,6 +16,7 @@ cupy = pytest.importorskip("cupy")
 from cupy.cuda import runtime  # noqa: E402
 
 from paddle_kv import CancelledError, CaptureError, ClosedError, TransferError, streams  # noqa: E402
+from paddle_kv.backend import transfer_queue  # noqa: E402
 from paddle_kv.backend.cuda_gates import CudaGates  # noqa: E402
 from tests.gpu.scheduler_rig import (  # noqa: E402
     ONLOAD,
@@ -132,6 +133,7 @@ def test_replays_in_flight_read_each_its_own_load(rig, backend_type, joined):
         for host in (5, 8):
             rig.busy(backend.streams[ONLOAD], 400.0)  # far longer than the host takes for both
             loads.append(scheduler.onload([host], [READ]))
+            transfer_queue.flush(backend.streams[ONLOAD].ptr)  # or the second delay could come before the first load
             gates.arm(loads=loads[-1:])
             graph.launch(rig.compute)
             if host == 5:

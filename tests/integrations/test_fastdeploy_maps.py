@@ -97,9 +97,9 @@ def test_without_host_memory_it_is_allocated(form: str) -> None:
     maps.check()
 
 
-@pytest.mark.parametrize(("width", "adjacent"), [(2047, True), (2048, False)])
+@pytest.mark.parametrize(("width", "adjacent"), [(4095, True), (4096, False)])
 def test_memory_that_is_allocated_has_the_order_for_its_blocks(width: int, adjacent: bool) -> None:
-    """Layers side by side where blocks have less than 24 KiB, or for a tier."""
+    """Layers side by side where blocks have less than 48 KiB, or for a tier."""
     maps = Maps({role: ((HEADS, TOKENS, width), "bfloat16") for role in ("key_caches", "value_caches")})
     block_bytes = HEADS * TOKENS * width * 2
     with maps.manager(host_cache_kvs_map=None) as manager:

@@ -233,13 +233,13 @@ def test_room_before_each_block():
 @pytest.mark.parametrize(
     ("changes", "adjacent"),
     [
-        ({"head_dim": 127}, True),
-        ({"head_dim": 128}, False),  # 24 KiB
-        ({"head_dim": 128, "v_head_dim": 127}, True),  # on average
-        ({"head_dim": 64, "v_head_dim": 160}, False),  # 21 KiB on average, but most bytes are in larger ones
-        ({"head_dim": 132, "extra": {"scale": ((16,), "float32")}}, False),
-        ({"head_dim": 767, "latent": True}, True),
-        ({"head_dim": 768, "latent": True}, False),
+        ({"head_dim": 255}, True),
+        ({"head_dim": 256}, False),  # 48 KiB
+        ({"head_dim": 256, "v_head_dim": 255}, True),  # on average
+        ({"head_dim": 128, "v_head_dim": 320}, False),  # 42 KiB on average, but most bytes are in larger ones
+        ({"head_dim": 260, "extra": {"scale": ((16,), "float32")}}, False),
+        ({"head_dim": 1535, "latent": True}, True),
+        ({"head_dim": 1536, "latent": True}, False),
     ],
 )
 def test_small_blocks_have_their_layers_side_by_side(changes, adjacent):
@@ -258,7 +258,7 @@ def test_room_in_the_order_that_a_pool_has_by_default():
     small = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=128, block_size=16, dtype="float16")
     with HostPool(small, 3, room_bytes=4096) as pool:
         assert pool.pinned_bytes == 3 * (4096 + 2 * small.block_bytes)
-    large = KVCacheSpec(num_layers=2, num_kv_heads=8, head_dim=128, block_size=16, dtype="float16")
+    large = KVCacheSpec(num_layers=2, num_kv_heads=16, head_dim=128, block_size=16, dtype="float16")
     with pytest.raises(ValueError, match=r"room_bytes = 4096 needs layout='block_first' and shared=False"):
         HostPool(large, 3, room_bytes=4096)
     with pytest.raises(ValueError, match=r"room_bytes = 4096 needs layout='block_first' and shared=False"):

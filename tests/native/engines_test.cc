@@ -539,6 +539,13 @@ Submission OfABand(Direction direction, std::int64_t blocks = 600) {
   return given;
 }
 
+// The same with a gap behind each host block: each is a copy of its own.
+Submission WithGaps(Direction direction, std::int64_t blocks) {
+  Submission given = OfABand(direction, blocks);
+  for (std::int64_t& id : given.host_ids) id *= 2;
+  return given;
+}
+
 // fail(n) lets the nth of them fail, -1 none, and returns how many there were before.
 template <class Fail>
 void NothingMovesBehindTheEventOfAFailure(Fail fail) {
@@ -553,7 +560,7 @@ void NothingMovesBehindTheEventOfAFailure(Fail fail) {
       {{kPartBytes}, 1, 3, 4, Order::kLayerFirst, InParts, 3000, 1},
       {{80, 48}, 1, 300, 300, Order::kLayerFirst, InHalves, 50, 149},
       // Fills of staging, two at a time by two threads.
-      {{60 << 10}, 2, 140, 150, Order::kBlockFirst, [](Direction way) { return OfABand(way, 140); }, 100, 61},
+      {{20 << 10}, 2, 500, 1000, Order::kBlockFirst, [](Direction way) { return WithGaps(way, 500); }, 100, 197},
   };
   const int events_before = EventsAlive();
   for (const Case& one : cases) {
@@ -623,6 +630,51 @@ void ASlotOfTheRingIsNotUsedAgainTooEarly() {
     CHECK(pools.Are(expected));
   }
   SetDelayOfMade(0);
+}
+
+// Two fills of so many rows that two threads submit them, each to a stream; those that the engine made are slow.
+void FillsOfBothThreadsComeBeforeTheEvent() {
+  for (const Direction direction : kDirections) {
+    Pools pools({20 << 10}, 2, 420, 800, Order::kBlockFirst);
+    const Submission given = WithGaps(direction, 400);
+    Pools::Memory expected = pools.Now();
+    pools.Apply(given, &expected);
+    SetDelayOfMade(200);
+    OpenStream stream;
+    Transfer transfer(pools, stream.handle(), given);
+    CHECK(transfer.Wait() == 0);
+    CHECK(pools.Are(expected));
+    CHECK(StreamsAlive() == 3);  // of scatters, of tables, and of the second thread
+  }
+  SetDelayOfMade(0);
+}
+
+// Of blocks that follow each other, but whose rows lie apart on the host: each of three layers waits for something.
+void OnlyLongRunsAreStridedCopies() {
+  for (const EngineKind engine : {EngineKind::kCopyEngine, EngineKind::kStaging}) {
+    for (const Direction direction : kDirections) {
+      for (const std::int64_t count : {31, 32}) {
+        Pools pools({96}, 3, 40, 40, Order::kBlockFirst);
+        Submission given;
+        given.engine = engine;
+        given.direction = direction;
+        given.device_ids.resize(count);
+        std::iota(given.device_ids.begin(), given.device_ids.end(), 2);
+        given.host_ids = given.device_ids;
+        Pools::Memory expected = pools.Now();
+        pools.Apply(given, &expected);
+        const int before = StridedCopiesMade();
+        OpenStream stream;
+        Event mark;
+        cudaEventRecord(mark.event, stream.stream);
+        given.waits.assign(3, {mark.handle()});
+        Transfer transfer(pools, stream.handle(), given);
+        CHECK(transfer.Wait() == 0);
+        CHECK(pools.Are(expected));
+        CHECK(StridedCopiesMade() - before == 3 * (count / 32));
+      }
+    }
+  }
 }
 
 void LayersOfABandComeTogetherInParts() {
@@ -779,6 +831,8 @@ const Test kTests[] = {
     {"nothing_moves_behind_the_event_of_a_failed_call", NothingMovesBehindTheEventOfAFailedCall},
     {"nothing_moves_behind_the_event_of_a_failed_allocation", NothingMovesBehindTheEventOfAFailedAllocation},
     {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
+    {"fills_of_both_threads_come_before_the_event", FillsOfBothThreadsComeBeforeTheEvent},
+    {"only_long_runs_are_strided_copies", OnlyLongRunsAreStridedCopies},
     {"layers_of_a_band_come_together_in_parts", LayersOfABandComeTogetherInParts},
     {"a_full_device_leaves_bands_to_the_copy_engine", AFullDeviceLeavesBandsToTheCopyEngine},
     {"a_capture_in_another_thread_is_not_broken", ACaptureInAnotherThreadIsNotBroken},

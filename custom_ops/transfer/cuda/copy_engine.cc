@@ -8,8 +8,8 @@
 // about half as long if each has a stream of its own: of a group of many pieces a helper submits one half, to the
 // second stream.
 //
-// A run that is dense on both sides is one piece; the blocks of a run whose rows lie apart on one side (a host pool in
-// block-first order) are the rows of one strided copy; all pieces of a group go to the driver by few calls.
+// A run that is dense on both sides is one piece; the blocks of a long run whose rows lie apart on one side (a host
+// pool in block-first order) are the rows of one strided copy; all pieces of a group go to the driver by few calls.
 #include <algorithm>
 #include <functional>
 #include <new>
@@ -29,8 +29,6 @@ namespace {
 // The driver's lock is held for the time of a call, and the model's launches wait for it.
 constexpr std::int64_t kPiecesPerCall = 128;
 constexpr std::int64_t kPiecesOfTwoThreads = 2 * kPiecesPerCall;  // for fewer the helper would wake too late
-constexpr std::int64_t kRowsOfStridedCopy = 4;                    // fewer are not worth a call of their own
-constexpr std::int64_t kLargestPitch = 0x7fffffff;
 
 class CopyEngine : public Engine {
  public:
@@ -108,7 +106,7 @@ class CopyEngine : public Engine {
     if (rows.block_bytes == 0) return {};
     if (rows.source_stride == rows.block_bytes && rows.target_stride == rows.block_bytes) {
       pieces_.push_back({source, target, run.length * rows.block_bytes});
-    } else if (run.length >= kRowsOfStridedCopy && std::max(rows.source_stride, rows.target_stride) <= kLargestPitch) {
+    } else if (IsForStridedCopy(run.length, std::max(rows.source_stride, rows.target_stride))) {
       PADDLE_KV_CUDA(cudaMemcpy2DAsync(target, rows.target_stride, source, rows.source_stride, rows.block_bytes,
                                        run.length, cudaMemcpyDefault, stream));
     } else {

@@ -1,6 +1,7 @@
 // One warp a CTA, 32 registers a thread and 16 KiB of shared memory: so small a CTA finds a place on a multiprocessor
 // beside those of a matrix product, and need not wait until one of them has ended. Measured on an H100 beside products
-// of 4096 rows: CTAs of 4 warps let a scatter wait so long that loads reached 10 to 22 GB/s, these 50.
+// of 4096 rows: CTAs of 4 warps let a scatter wait so long that loads reached 10 to 22 GB/s, these 50. 16 of them slow
+// products that are bound by memory less than 32 do, and loads are as quick; with 8 they are not.
 #include "paddle_kv/transfer/copy_rows.h"
 
 #include "paddle_kv/common/bulk_async.cuh"
@@ -11,7 +12,7 @@
 namespace paddle_kv {
 namespace {
 
-constexpr int kCtas = 32;
+constexpr int kCtas = 16;
 constexpr int kStages = 4;
 constexpr int kStageBytes = 4 << 10;
 constexpr int kThreadsOf32Registers = 128;  // a multiprocessor has 65,536 registers for 16 CTAs of these

@@ -11,9 +11,9 @@ namespace paddle_kv {
 namespace {
 
 constexpr std::int64_t kPiecesPerCall = 128;  // the driver's lock is held for the time of a call
-constexpr std::int64_t kPiecesOfAThread = 48;
-constexpr std::int64_t kRowsOfStridedCopy = 4;  // fewer are not worth a call of their own
-constexpr std::int64_t kLargestPitch = 0x7fffffff;
+// Of a fill: smaller ones the link moves as quickly as one thread describes them. Of larger ones a second stream brings
+// no more, and products beside it take longer.
+constexpr std::int64_t kPiecesOfAThread = 192;
 
 // Calls use(part, row, first pair, how many follow each other on the host), until one fails.
 template <class Use>
@@ -31,7 +31,7 @@ Status ForEachRun(const Packed& packed, const Fill& fill, Use use) {
 
 // All blocks of a run by one call.
 bool IsOneCall(const HostRow& row, std::int64_t count) {
-  return row.IsDense() || (count >= kRowsOfStridedCopy && row.host_stride <= kLargestPitch);
+  return row.IsDense() || IsForStridedCopy(count, row.host_stride);
 }
 
 }  // namespace

@@ -62,6 +62,7 @@ std::atomic<cudaError_t> query_error{cudaSuccess};
 std::atomic<int> ptx_architecture{90}, binary_architecture{90}, shared_bytes{227 << 10};
 std::atomic<bool> streams_fail{false};
 std::atomic<int> streams_alive{0};
+std::atomic<int> strided_copies{0};
 std::atomic<int> longest_delay_us{0};
 std::atomic<int> delay_of_made_us{0};
 std::mutex memory_mutex;
@@ -477,6 +478,7 @@ cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes,
 cudaError_t cudaMemcpy2DAsync(void* target, std::size_t target_pitch, const void* source, std::size_t source_pitch,
                               std::size_t width, std::size_t height, cudaMemcpyKind, cudaStream_t stream) {
   ENTER(Enter());
+  ++strided_copies;
   Enqueue(stream, [=] {
     for (std::size_t row = 0; row < height; ++row) {
       std::memcpy(static_cast<char*>(target) + row * target_pitch,
@@ -588,6 +590,8 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 int BatchesMade() { return batches; }
+
+int StridedCopiesMade() { return strided_copies; }
 
 void* paddle_kv::DriverEntry(const char* name, unsigned) {
   const std::pair<const char*, void*> functions[] = {

@@ -58,6 +58,8 @@ void SetSharedMemory(int bytes);
 void SetStreamsFail(bool fail);
 // Calls of the driver that copy many pieces.
 int BatchesMade();
+// Copies of rows at equal distances.
+int StridedCopiesMade();
 
 // CTAs of the last kernel that copies segments; 0: as many as it likes.
 int CtasOfLastKernel();
