@@ -167,7 +167,6 @@ class Movement:
     last_event: Event | None = None
     fence_event: Event | None = None  # behind a submission that failed half way
     held: tuple[Events, ...] = ()  # all events of it
-    spare: list[Event] | tuple[()] = ()  # those of them that were taken ahead
     state = State.PENDING
     failure: Failure | None = None
     loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
@@ -284,16 +283,11 @@ class Movement:
         if error is not None:
             raise error
 
-    def hold_events(self, count: int, ahead: int = 0) -> list[Event]:
-        """Takes events that live until it is over, and so many ahead for calls that will follow: all at once is
-        quicker."""
-        found = list(self.spare)
-        if len(found) < count:
-            events = self.scheduler.resources.take_events(count + ahead)
-            self.held = (*self.held, events)
-            found = list(events)
-        self.spare = found[count:]
-        return found[:count]
+    def hold_events(self, count: int) -> list[Event]:
+        """Takes events that live until it is over."""
+        events = self.scheduler.resources.take_events(count)
+        self.held = (*self.held, events)
+        return list(events)
 
     def is_held_back(self, group: int) -> bool:
         """Whether a layer of the group is not marked, or is being read into host memory."""

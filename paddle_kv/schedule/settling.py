@@ -143,7 +143,7 @@ def _asked(movement: Movement) -> list[Event]:
 
 def _end(movement: Movement) -> None:
     """It is over: its events go back as soon as nobody looks at them."""
-    movement.held, movement.spare, movement.after, movement.starts = (), (), [], []
+    movement.held, movement.after, movement.starts = (), [], []
     movement.unmarked = dict.fromkeys(movement.unmarked)
     movement.marks = [None] * len(movement.marks)
     movement.savers, movement.sharing = {}, {}

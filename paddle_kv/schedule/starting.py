@@ -62,15 +62,14 @@ def start(
     if isinstance(compute, Events):
         movement.held, movement.after = (compute,), list(compute)
     elif plan.num_groups and not layerwise:
-        movement.after = movement.hold_events(1, ahead=1 + len(plan.groups))
+        movement.after = movement.hold_events(1)
         try:
             scheduler.backend.record(movement.after[0], compute)
         except BaseException:
             movement.held = ()  # the exception keeps this frame
             raise
     if plan.num_groups and movement.to_mark:
-        marks = movement.hold_events(len(movement.to_mark), ahead=2 * len(plan.groups))
-        movement.unmarked = dict(zip(movement.to_mark, marks, strict=True))
+        movement.unmarked = dict(zip(movement.to_mark, movement.hold_events(len(movement.to_mark)), strict=True))
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
     movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))
