@@ -90,6 +90,16 @@ def test_runs(queue, engine, direction, order, ids):
 
 
 @engines
+@both_ways
+@layouts
+def test_a_long_run(queue, engine, direction, order):
+    """So many rows that lie apart on the host are one strided copy."""
+    pools = Pools([4096, 272], device_blocks=45, host_blocks=50, order=order)
+    check(queue, pools, direction, (range(5, 45), range(3, 43)), engine=engine)
+    pools.close()
+
+
+@engines
 def test_one_source_for_many_targets(queue, engine):
     pools = Pools([4096])
     check(queue, pools, TO_DEVICE, ([3, 0, 7, 12], [5, 5, 5, 1]), engine=engine)
