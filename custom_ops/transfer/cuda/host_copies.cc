@@ -10,10 +10,8 @@
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kPiecesPerCall = 128;  // the driver's lock is held for the time of a call
-// Of a fill. There are more where pieces are so small that the link moves them sooner than one thread describes them.
-// Of larger ones a second stream brings no more, and products beside it take longer.
-constexpr std::int64_t kPiecesOfAThread = 192;
+constexpr std::int64_t kPiecesPerCall = 128;    // the driver's lock is held for the time of a call
+constexpr std::int64_t kPiecesOfAThread = 192;  // of a fill
 
 // Calls use(part, row, first pair, how many follow each other on the host), until one fails.
 template <class Use>

@@ -18,8 +18,9 @@ bool HasMemcpyBatchAsync();
 Status MemcpyBatchCuda(const CopyPair* pairs, std::int64_t pair_count, bool batched, const DeviceStream& where);
 
 // Whether rows at equal distances are better moved by one strided copy than as pieces of a batch. Beside products that
-// are bound by memory such a copy takes 6 us longer than its rows among others do, whatever their number: with 4 to 8
-// rows of 64 KiB each, loads reached 40 GB/s on an H200, without them 52. A row of a batch takes 0.6 us of a thread.
+// are bound by memory a copy of few rows takes some 6 us longer than they do among others: with those of four rows of
+// 64 KiB and more, loads reached 40 GB/s on an H200, without them 52. A row of a batch takes 0.6 us of a thread and
+// more.
 inline bool IsForStridedCopy(std::int64_t rows, std::int64_t stride_bytes) {
   constexpr std::int64_t kFewestRows = 32;
   constexpr std::int64_t kLargestPitch = 0x7fffffff;
