@@ -560,7 +560,7 @@ void NothingMovesBehindTheEventOfAFailure(Fail fail) {
       {{kPartBytes}, 1, 3, 4, Order::kLayerFirst, InParts, 3000, 1},
       {{80, 48}, 1, 300, 300, Order::kLayerFirst, InHalves, 50, 149},
       // Fills of staging, two at a time by two threads.
-      {{20 << 10}, 2, 500, 1000, Order::kBlockFirst, [](Direction way) { return WithGaps(way, 500); }, 100, 197},
+      {{12 << 10}, 2, 590, 1180, Order::kBlockFirst, [](Direction way) { return WithGaps(way, 590); }, 100, 197},
   };
   const int events_before = EventsAlive();
   for (const Case& one : cases) {
@@ -611,15 +611,16 @@ void NothingMovesBehindTheEventOfAFailedAllocation() {
   });
 }
 
-// What empties the slots is slow: the scatters of the engine's stream, or the copies out of them on the other one.
+// What empties the slots is slow: the scatters of the engine's stream, or the copies out of them on the other one. A
+// slot holds one block: more are in flight than the ring has.
 void ASlotOfTheRingIsNotUsedAgainTooEarly() {
   for (const Direction direction : kDirections) {
     const bool to_host = direction == Direction::kDeviceToHost;
-    Pools pools({1 << 20}, 1, 60, 60, Order::kLayerFirst);
+    Pools pools({9 << 19}, 1, 20, 20, Order::kLayerFirst);
     Submission given;
     given.engine = EngineKind::kStaging;
     given.direction = direction;
-    for (std::int64_t i = 0; i < 56; ++i) given.device_ids.push_back(59 - i), given.host_ids.push_back(i + 1);
+    for (std::int64_t i = 0; i < 18; ++i) given.device_ids.push_back(19 - i), given.host_ids.push_back(i + 1);
     Pools::Memory expected = pools.Now();
     pools.Apply(given, &expected);
     SetDelayOfMade(to_host ? 0 : 10'000);
@@ -632,11 +633,34 @@ void ASlotOfTheRingIsNotUsedAgainTooEarly() {
   SetDelayOfMade(0);
 }
 
+// Its stream would wait on the device, beside the copies.
+void GathersFindTheirSlotsEmpty() {
+  for (const std::int64_t block_bytes : {1 << 20, 3 << 18, 5 << 17, 20 << 10}) {
+    const std::int64_t blocks = (80 << 20) / block_bytes;
+    Pools pools({block_bytes}, 1, blocks, blocks, Order::kBlockFirst);
+    Submission given;
+    given.engine = EngineKind::kStaging;
+    given.direction = Direction::kDeviceToHost;
+    given.device_ids.resize(blocks);
+    std::iota(given.device_ids.begin(), given.device_ids.end(), 0);
+    given.host_ids = given.device_ids;
+    Pools::Memory expected = pools.Now();
+    pools.Apply(given, &expected);
+    OpenStream stream;
+    SetDelay(stream.stream, 2000);
+    const int before = HeldWaits();
+    Transfer transfer(pools, stream.handle(), given);
+    CHECK(transfer.Wait() == 0);
+    CHECK(HeldWaits() - before <= 1);  // for what comes before the transfer
+    CHECK(pools.Are(expected));
+  }
+}
+
 // Two fills of so many rows that two threads submit them, each to a stream; those that the engine made are slow.
 void FillsOfBothThreadsComeBeforeTheEvent() {
   for (const Direction direction : kDirections) {
-    Pools pools({20 << 10}, 2, 420, 800, Order::kBlockFirst);
-    const Submission given = WithGaps(direction, 400);
+    Pools pools({12 << 10}, 2, 600, 1180, Order::kBlockFirst);
+    const Submission given = WithGaps(direction, 590);
     Pools::Memory expected = pools.Now();
     pools.Apply(given, &expected);
     SetDelayOfMade(200);
@@ -831,6 +855,7 @@ const Test kTests[] = {
     {"nothing_moves_behind_the_event_of_a_failed_call", NothingMovesBehindTheEventOfAFailedCall},
     {"nothing_moves_behind_the_event_of_a_failed_allocation", NothingMovesBehindTheEventOfAFailedAllocation},
     {"a_slot_of_the_ring_is_not_used_again_too_early", ASlotOfTheRingIsNotUsedAgainTooEarly},
+    {"gathers_find_their_slots_empty", GathersFindTheirSlotsEmpty},
     {"fills_of_both_threads_come_before_the_event", FillsOfBothThreadsComeBeforeTheEvent},
     {"only_long_runs_are_strided_copies", OnlyLongRunsAreStridedCopies},
     {"layers_of_a_band_come_together_in_parts", LayersOfABandComeTogetherInParts},

@@ -13,6 +13,7 @@ namespace {
 // others are kernels, which run beside each other, and their calls are worth more when they are long.
 constexpr std::int64_t kCopyEngineBytes = 16 << 20;
 constexpr std::int64_t kKernelBytes = 64 << 20;
+constexpr std::int64_t kStagedSaveBytes = 14 << 20;            // two slots, but for what rows of 1 MiB leave over
 constexpr std::int64_t kKernelBytesBetweenCaches = 512 << 20;  // which take as long
 constexpr std::int64_t kMostPreparedLater = 8192;              // blocks, of 0.1 us each
 
@@ -93,6 +94,7 @@ std::int64_t QueuedTransfer::EndOfBand(std::int64_t group, EngineKind by) const 
 
 std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) const {
   if (engine == EngineKind::kCopyEngine) return kCopyEngineBytes;
+  if (engine == EngineKind::kStaging && direction == Direction::kDeviceToHost) return kStagedSaveBytes;
   return plan->inside_device ? kKernelBytesBetweenCaches : kKernelBytes;
 }
 

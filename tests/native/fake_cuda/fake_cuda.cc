@@ -31,6 +31,7 @@ struct FakeStream {
   std::deque<std::function<void()>> tasks;
   bool running = false;
   bool ending = false;
+  bool made = false;  // by the library
   std::atomic<int> delay_us{0};
   std::thread thread;
 };
@@ -63,6 +64,7 @@ std::atomic<int> ptx_architecture{90}, binary_architecture{90}, shared_bytes{227
 std::atomic<bool> streams_fail{false};
 std::atomic<int> streams_alive{0};
 std::atomic<int> strided_copies{0};
+std::atomic<int> held_waits{0};
 std::atomic<int> longest_delay_us{0};
 std::atomic<int> delay_of_made_us{0};
 std::mutex memory_mutex;
@@ -351,6 +353,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   {
     const std::lock_guard<std::mutex> lock(event->mutex);
     recording = event->recordings;
+    if (stream->made && event->last_passed < recording) ++held_waits;
   }
   Enqueue(stream, [event, recording] {
     {
@@ -386,6 +389,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   if (streams_fail) return Leave(cudaErrorMemoryAllocation);
   *stream = MakeFakeStream();
   SetDelay(*stream, delay_of_made_us);
+  (*stream)->made = true;
   ++streams_alive;
   return cudaSuccess;
 }
@@ -592,6 +596,8 @@ cudaError_t cudaDriverGetVersion(int* version) {
 int BatchesMade() { return batches; }
 
 int StridedCopiesMade() { return strided_copies; }
+
+int HeldWaits() { return held_waits; }
 
 void* paddle_kv::DriverEntry(const char* name, unsigned) {
   const std::pair<const char*, void*> functions[] = {

@@ -60,6 +60,8 @@ void SetStreamsFail(bool fail);
 int BatchesMade();
 // Copies of rows at equal distances.
 int StridedCopiesMade();
+// Waits of streams that the library made for events that were not passed yet.
+int HeldWaits();
 
 // CTAs of the last kernel that copies segments; 0: as many as it likes.
 int CtasOfLastKernel();
