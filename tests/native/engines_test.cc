@@ -636,7 +636,7 @@ void ASlotOfTheRingIsNotUsedAgainTooEarly() {
 // Its stream would wait on the device, beside the copies.
 void GathersFindTheirSlotsEmpty() {
   for (const std::int64_t block_bytes : {1 << 20, 3 << 18, 5 << 17, 20 << 10}) {
-    const std::int64_t blocks = (80 << 20) / block_bytes;
+    const std::int64_t blocks = 5 * ((16 << 20) / block_bytes);
     Pools pools({block_bytes}, 1, blocks, blocks, Order::kBlockFirst);
     Submission given;
     given.engine = EngineKind::kStaging;
