@@ -40,7 +40,7 @@ SOURCES = {
         PLAN,
         *QUEUE,
         *(TRANSFER / f"cuda/{name}.cc" for name in ("bulk_copies", "copy_engine", "kernel_engine", "staging_engine")),
-        *(TRANSFER / f"cuda/{name}.cc" for name in ("host_copies", "row_pieces", "staging_fills")),
+        *(TRANSFER / f"cuda/{name}.cc" for name in ("host_copies", "piece_calls", "row_pieces", "staging_fills")),
         FAKE / "fake_kernels.cc",
     ],
     "mapped_memory_test": [],

@@ -11,23 +11,19 @@
 // A run that is dense on both sides is one piece; the blocks of a long run whose rows lie apart on one side (a host
 // pool in block-first order) are the rows of one strided copy; all pieces of a group go to the driver by few calls.
 #include <algorithm>
-#include <functional>
-#include <new>
 #include <vector>
 
-#include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_owners.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/helper_thread.h"
 #include "paddle_kv/memcpy/memcpy_batch.h"
 #include "paddle_kv/transfer/engine.h"
 #include "paddle_kv/transfer/engine_events.cuh"
+#include "paddle_kv/transfer/piece_calls.h"
 
 namespace paddle_kv {
 namespace {
 
-// The driver's lock is held for the time of a call, and the model's launches wait for it.
-constexpr std::int64_t kPiecesPerCall = 128;
 constexpr std::int64_t kPiecesOfTwoThreads = 2 * kPiecesPerCall;  // for fewer the helper would wake too late
 
 class CopyEngine : public Engine {
@@ -92,7 +88,7 @@ class CopyEngine : public Engine {
       if (stream != other && count >= kPiecesOfTwoThreads) {
         PADDLE_KV_RETURN_IF_ERROR(SubmitHalves(stream, other));
       } else {
-        PADDLE_KV_RETURN_IF_ERROR(Submit(0, count, stream));
+        PADDLE_KV_RETURN_IF_ERROR(CopyPieces(pieces_.data(), count, device_, stream));
       }
       if (work.record_events == nullptr) continue;
       PADDLE_KV_CUDA(cudaEventRecord(EventOf(work.record_events[group]), stream));
@@ -121,38 +117,10 @@ class CopyEngine : public Engine {
   Status SubmitHalves(cudaStream_t stream, cudaStream_t other) {
     const auto count = static_cast<std::int64_t>(pieces_.size());
     const std::int64_t half = count / 2;
-    Status of_other;
-    const std::function<void()> others = [&] { of_other = SubmitAnywhere(half, count, other); };
-    const bool is_helped = helper_.Start(others);
-    const Status status = SubmitAnywhere(0, half, stream);
-    if (is_helped) {
-      helper_.Wait();
-    } else {
-      others();
-    }
-    PADDLE_KV_RETURN_IF_ERROR(status);
-    PADDLE_KV_RETURN_IF_ERROR(of_other);
+    PADDLE_KV_RETURN_IF_ERROR(ByTwoThreads(
+        &helper_, device_, [&] { return CopyPieces(pieces_.data(), half, device_, stream); },
+        [&] { return CopyPieces(&pieces_[half], count - half, device_, other); }));
     return PutBehind(stream, other, turns_[2]);
-  }
-
-  // In any thread; throws nothing.
-  Status SubmitAnywhere(std::int64_t begin, std::int64_t end, cudaStream_t stream) {
-    PADDLE_KV_CUDA(cudaSetDevice(device_));
-    const CaptureTolerance tolerance;
-    try {
-      return Submit(begin, end, stream);
-    } catch (const std::bad_alloc&) {
-      return OutOfHostMemory();
-    }
-  }
-
-  Status Submit(std::int64_t begin, std::int64_t end, cudaStream_t stream) {
-    const DeviceStream where = {device_, reinterpret_cast<std::int64_t>(stream)};
-    for (std::int64_t first = begin; first < end; first += kPiecesPerCall) {
-      const std::int64_t part = std::min(kPiecesPerCall, end - first);
-      PADDLE_KV_RETURN_IF_ERROR(MemcpyBatchCuda(&pieces_[first], part, part > 1 && HasMemcpyBatchAsync(), where));
-    }
-    return {};
   }
 
   const int device_;

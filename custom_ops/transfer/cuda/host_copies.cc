@@ -1,16 +1,12 @@
 #include "paddle_kv/transfer/host_copies.h"
 
-#include <algorithm>
-#include <new>
-
-#include "paddle_kv/common/capture_tolerance.cuh"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/memcpy/memcpy_batch.h"
+#include "paddle_kv/transfer/piece_calls.h"
 
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kPiecesPerCall = 128;    // the driver's lock is held for the time of a call
 constexpr std::int64_t kPiecesOfAThread = 192;  // of a fill
 
 // Calls use(part, row, first pair, how many follow each other on the host), until one fails.
@@ -51,24 +47,7 @@ Status HostCopies::Enqueue(const Packed& packed, const Fill& fill, std::uint8_t*
         std::uint8_t* const host = row.host + packed.pairs[part.first_pair + first].host * row.host_stride;
         return AddRows(row, slot + part.slot_offset + first * row.bytes, host, count, to_host, stream);
       }));
-  const DeviceStream where = {device, reinterpret_cast<std::int64_t>(stream)};
-  const auto count = static_cast<std::int64_t>(pieces_.size());
-  for (std::int64_t first = 0; first < count; first += kPiecesPerCall) {
-    const std::int64_t part = std::min(kPiecesPerCall, count - first);
-    PADDLE_KV_RETURN_IF_ERROR(MemcpyBatchCuda(&pieces_[first], part, part > 1 && HasMemcpyBatchAsync(), where));
-  }
-  return {};
-}
-
-Status HostCopies::EnqueueAnywhere(const Packed& packed, const Fill& fill, std::uint8_t* slot, bool to_host, int device,
-                                   cudaStream_t stream) {
-  PADDLE_KV_CUDA(cudaSetDevice(device));
-  const CaptureTolerance tolerance;
-  try {
-    return Enqueue(packed, fill, slot, to_host, device, stream);
-  } catch (const std::bad_alloc&) {
-    return OutOfHostMemory();
-  }
+  return CopyPieces(pieces_.data(), static_cast<std::int64_t>(pieces_.size()), device, stream);
 }
 
 // Rows of neighbouring blocks.

@@ -15,7 +15,6 @@
 // A kernel that resides on the device and is fed by stream memory operations would save launches, but an implicit
 // synchronisation by another thread (cudaFree, say) between its launch and its last copy would never end. Here every
 // wait is for an event that was recorded before it.
-#include <functional>
 #include <new>
 #include <utility>
 #include <vector>
@@ -28,13 +27,15 @@
 #include "paddle_kv/transfer/engine.h"
 #include "paddle_kv/transfer/engine_events.cuh"
 #include "paddle_kv/transfer/host_copies.h"
+#include "paddle_kv/transfer/piece_calls.h"
 #include "paddle_kv/transfer/staging_fills.h"
 
 namespace paddle_kv {
 namespace {
 
-// What is in flight of a save finds its slots empty. A gather that waited on the device for a slot would slow the copies
-// before it: by 6 % where its stream and theirs share a queue of the GPU, and which streams do nobody can choose.
+// What is in flight of a save finds its slots empty. A gather that waited on the device for a slot would slow the
+// copies before it: by 6 % where its stream and theirs share a queue of the GPU, and which streams do nobody can
+// choose.
 constexpr int kSlots = 6;
 
 class StagingEngine : public Engine {
@@ -50,7 +51,7 @@ class StagingEngine : public Engine {
   Status Copy(const EngineWork& work, const DeviceStream& where) override {
     const DeviceGuard guard(device_);
     PADDLE_KV_RETURN_IF_ERROR(guard.status());
-    PADDLE_KV_RETURN_IF_ERROR(SetUp());
+    PADDLE_KV_RETURN_IF_ERROR(SetUp(work.direction));
     Status status;
     try {
       status = Enqueue(work, StreamOf(where));
@@ -156,20 +157,11 @@ class StagingEngine : public Engine {
   // One fill, or two by two threads.
   Status CopyToOrFromHost(const Packed& packed, const Fill* fills, std::size_t count, bool to_host,
                           const cudaStream_t* streams) {
-    if (count == 1) return copies_[0].Enqueue(packed, fills[0], Slot(next_fill_), to_host, device_, streams[0]);
     const auto enqueue = [&](int i) {
-      return copies_[i].EnqueueAnywhere(packed, fills[i], Slot(next_fill_ + i), to_host, device_, streams[i]);
+      return copies_[i].Enqueue(packed, fills[i], Slot(next_fill_ + i), to_host, device_, streams[i]);
     };
-    Status of_other;
-    const std::function<void()> others = [&] { of_other = enqueue(1); };
-    const bool is_helped = helper_.Start(others);
-    const Status status = enqueue(0);
-    if (is_helped) {
-      helper_.Wait();
-    } else {
-      others();
-    }
-    return status.ok() ? of_other : status;
+    if (count == 1) return enqueue(0);
+    return ByTwoThreads(&helper_, device_, [&] { return enqueue(0); }, [&] { return enqueue(1); });
   }
 
   // Blocks that were saved have arrived behind this on `stream`, whichever one has copied them.
@@ -201,7 +193,10 @@ class StagingEngine : public Engine {
     return {};
   }
 
-  Status SetUp() {
+  Status SetUp(Direction direction) {
+    if (direction == Direction::kHostToDevice && !tables_stream_) {
+      PADDLE_KV_CUDA(cudaStreamCreateWithFlags(tables_stream_.Receive(), cudaStreamNonBlocking));
+    }
     if (ring_) return {};
     PADDLE_KV_RETURN_IF_ERROR(HasBulkCopies(device_, &has_bulk_copies_));
     if (!scatter_stream_) {
@@ -209,9 +204,6 @@ class StagingEngine : public Engine {
       int highest = 0;
       PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
       PADDLE_KV_CUDA(cudaStreamCreateWithPriority(scatter_stream_.Receive(), cudaStreamNonBlocking, highest));
-    }
-    if (!tables_stream_) {
-      PADDLE_KV_CUDA(cudaStreamCreateWithFlags(tables_stream_.Receive(), cudaStreamNonBlocking));
     }
     events_.reserve(2 * kSlots + 4);
     while (events_.size() < 2 * kSlots + 4) {

@@ -22,9 +22,6 @@ class HostCopies {
   // The device must be current. Throws std::bad_alloc.
   Status Enqueue(const Packed& packed, const Fill& fill, std::uint8_t* slot, bool to_host, int device,
                  cudaStream_t stream);
-  // The same in any thread; throws nothing.
-  Status EnqueueAnywhere(const Packed& packed, const Fill& fill, std::uint8_t* slot, bool to_host, int device,
-                         cudaStream_t stream);
 
  private:
   Status AddRows(const HostRow& row, std::uint8_t* staged, std::uint8_t* host, std::int64_t count, bool to_host,

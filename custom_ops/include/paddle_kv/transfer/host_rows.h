@@ -11,8 +11,8 @@
 namespace paddle_kv {
 
 // How long rows should be, [device to host, host to device]: so that the copy engine and the thread that feeds it reach
-// the link's rate, each block a copy. Beside a model a piece on its way to the host costs half a microsecond: on an H200
-// pieces of 256 KiB reached 44 GB/s, of 512 KiB 50, of 1 MiB 51. Nobody waits for the single layers of a save.
+// the link's rate, each block a copy. Beside a model a piece on its way to the host costs half a microsecond: on an
+// H200 pieces of 256 KiB reached 44 GB/s, of 512 KiB 50, of 1 MiB 51. Nobody waits for the single layers of a save.
 constexpr std::int64_t kStagedRowBytes[2] = {1 << 20, 128 << 10};
 // The layers of a band of a load arrive together, and a model waits for the first of them: of few layers the rows are
 // shorter, so that there are four bands.
