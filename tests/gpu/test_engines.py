@@ -173,8 +173,8 @@ def test_transfers_one_behind_the_other_with_different_blocks(queue, engine, dir
 @both_ways
 def test_a_slot_of_the_ring_is_not_used_again_too_early(queue, direction):
     """What empties the slots is held up: nowhere to run for the scatter, or a copy engine that is busy with others."""
-    pools = Pools([65536], layers=16, device_blocks=80, host_blocks=80)  # several times the ring
-    device_ids, _ = pools.ids(64)
+    pools = Pools([9 << 19], layers=1, device_blocks=20, host_blocks=20)  # one in a slot: more in flight than slots
+    device_ids, _ = pools.ids(18)
     other = cupy.cuda.Stream(non_blocking=True)
     size = 512 << 20
     target, source = cupy.cuda.PinnedMemory(size), cupy.cuda.Memory(size)
@@ -184,7 +184,7 @@ def test_a_slot_of_the_ring_is_not_used_again_too_early(queue, direction):
         occupy(other, 40)
     else:
         runtime.memcpyAsync(target.ptr, source.ptr, size, runtime.memcpyDeviceToHost, other.ptr)
-    check(queue, pools, direction, (device_ids, list(range(7, 71))), engine="staging")
+    check(queue, pools, direction, (device_ids, list(range(1, 19))), engine="staging")
     pools.close()
 
 
