@@ -658,18 +658,31 @@ void GathersFindTheirSlotsEmpty() {
 
 // Two fills of so many rows that two threads submit them, each to a stream; those that the engine made are slow.
 void FillsOfBothThreadsComeBeforeTheEvent() {
-  for (const Direction direction : kDirections) {
-    Pools pools({12 << 10}, 2, 600, 1180, Order::kBlockFirst);
-    const Submission given = WithGaps(direction, 590);
-    Pools::Memory expected = pools.Now();
-    pools.Apply(given, &expected);
-    SetDelayOfMade(200);
-    OpenStream stream;
-    Transfer transfer(pools, stream.handle(), given);
-    CHECK(transfer.Wait() == 0);
-    CHECK(pools.Are(expected));
-    // Of scatters, of the second thread, and of the tables of loads.
-    CHECK(StreamsAlive() == (direction == Direction::kHostToDevice ? 3 : 2));
+  struct Case {
+    std::vector<std::int64_t> sizes;
+    std::int64_t layers, blocks;
+    Order order;
+    bool by_two;
+  };
+  const Case cases[] = {
+      {{12 << 10}, 2, 590, Order::kBlockFirst, true},
+      {{16 << 10, 16 << 10}, 1, 288, Order::kLayerFirst, true},  // hardly more than one slot holds
+      {{24 << 10}, 2, 280, Order::kBlockFirst, false},           // as many bytes, but the link is busy for longer
+  };
+  for (const Case& one : cases) {
+    for (const Direction direction : kDirections) {
+      Pools pools(one.sizes, one.layers, one.blocks + 10, 2 * one.blocks, one.order);
+      const Submission given = WithGaps(direction, one.blocks);
+      Pools::Memory expected = pools.Now();
+      pools.Apply(given, &expected);
+      SetDelayOfMade(200);
+      OpenStream stream;
+      Transfer transfer(pools, stream.handle(), given);
+      CHECK(transfer.Wait() == 0);
+      CHECK(pools.Are(expected));
+      // Of scatters, of the second thread, and of the tables of loads.
+      CHECK(StreamsAlive() == 1 + one.by_two + (direction == Direction::kHostToDevice));
+    }
   }
   SetDelayOfMade(0);
 }

@@ -7,7 +7,8 @@
 namespace paddle_kv {
 namespace {
 
-constexpr std::int64_t kPiecesOfAThread = 192;  // of a fill
+constexpr std::int64_t kFewestOfAThread = 128;  // pieces: with fewer a second thread would wake too late
+constexpr std::int64_t kSmallPiece = 43 << 10;  // which the link moves sooner than one thread describes it
 
 // Calls use(part, row, first pair, how many follow each other on the host), until one fails.
 template <class Use>
@@ -32,11 +33,13 @@ bool IsOneCall(const HostRow& row, std::int64_t count) {
 
 bool HostCopies::AreMany(const Packed& packed, const Fill& fill) {
   std::int64_t pieces = 0;
+  std::int64_t bytes = 0;
   ForEachRun(packed, fill, [&](const Part&, const HostRow& row, std::int64_t, std::int64_t count) {
     pieces += IsOneCall(row, count) ? 1 : count;
+    bytes += row.bytes * count;
     return Status{};
   });
-  return pieces >= kPiecesOfAThread;
+  return pieces >= kFewestOfAThread && bytes < pieces * kSmallPiece;
 }
 
 Status HostCopies::Enqueue(const Packed& packed, const Fill& fill, std::uint8_t* slot, bool to_host, int device,

@@ -15,8 +15,8 @@ namespace paddle_kv {
 // Used by one thread at a time.
 class HostCopies {
  public:
-  // Whether the link moves the pieces sooner than one thread describes them, for they are small. With fewer of them a
-  // second thread would wake too late, and its stream brings no more but makes products beside it take longer.
+  // Whether the link moves the pieces sooner than one thread describes them, for they are small. Of others a second
+  // stream brings no more, but makes products beside it take longer.
   static bool AreMany(const Packed& packed, const Fill& fill);
 
   // The device must be current. Throws std::bad_alloc.
