@@ -635,13 +635,26 @@ void ASlotOfTheRingIsNotUsedAgainTooEarly() {
 
 // Its stream would wait on the device, beside the copies.
 void GathersFindTheirSlotsEmpty() {
-  for (const std::int64_t block_bytes : {1 << 20, 3 << 18, 5 << 17, 20 << 10}) {
-    const std::int64_t blocks = 5 * ((16 << 20) / block_bytes);
-    Pools pools({block_bytes}, 1, blocks, blocks, Order::kBlockFirst);
+  struct Case {
+    std::vector<std::int64_t> sizes;
+    std::int64_t layers, blocks;
+    Order order;
+  };
+  std::vector<Case> cases = {
+      {{1 << 20}, 5, 9, Order::kLayerFirst},       // a layer is a call, and takes a little more than one slot
+      {{1}, 80, 1, Order::kLayerFirst},            // parts that leave more free between them than they have
+      {{1000}, 640, 100, Order::kLayerFirst},
+      {{48, 1 << 10}, 90, 300, Order::kPageFirst},
+  };
+  for (const std::int64_t bytes : {1 << 20, 3 << 18, 5 << 17, 20 << 10}) {
+    cases.push_back({{bytes}, 1, 5 * ((16 << 20) / bytes), Order::kBlockFirst});
+  }
+  for (const Case& one : cases) {
+    Pools pools(one.sizes, one.layers, one.blocks, one.blocks, one.order);
     Submission given;
     given.engine = EngineKind::kStaging;
     given.direction = Direction::kDeviceToHost;
-    given.device_ids.resize(blocks);
+    given.device_ids.resize(one.blocks);
     std::iota(given.device_ids.begin(), given.device_ids.end(), 0);
     given.host_ids = given.device_ids;
     Pools::Memory expected = pools.Now();

@@ -279,7 +279,7 @@ void BandsBeginWhereATransferHasToWait() {
   CHECK(layers_per_band(load, 1, {1}, 1) == 4 && layers_per_band(load, 1, {1, 3, 5, 7, 9, 11, 13, 15}, 1) == 2);
   CHECK(layers_per_band(load, 3, {}, 1) == 6 && layers_per_band(save, 3, {}, 1) == 18);  // whole groups
   before_copy = [](const EngineWork& work, const DeviceStream&) {
-    CHECK(work.layers_per_band == (work.direction == Direction::kHostToDevice ? 8 : 32));
+    CHECK(work.layers_per_band == (work.direction == Direction::kHostToDevice ? 8 : 64));
     return Status{};
   };
   for (const Direction direction : {load, save}) {

@@ -13,9 +13,13 @@ namespace {
 // others are kernels, which run beside each other, and their calls are worth more when they are long.
 constexpr std::int64_t kCopyEngineBytes = 16 << 20;
 constexpr std::int64_t kKernelBytes = 64 << 20;
-constexpr std::int64_t kStagedSaveBytes = 14 << 20;            // two slots, but for what rows of 1 MiB leave over
+constexpr std::int64_t kStagedSaveBytes = 14 << 20;            // two slots, but for what rows leave over in them
 constexpr std::int64_t kKernelBytesBetweenCaches = 512 << 20;  // which take as long
 constexpr std::int64_t kMostPreparedLater = 8192;              // blocks, of 0.1 us each
+
+bool IsStagedSave(EngineKind engine, Direction direction) {
+  return engine == EngineKind::kStaging && direction == Direction::kDeviceToHost;
+}
 
 }  // namespace
 
@@ -94,8 +98,18 @@ std::int64_t QueuedTransfer::EndOfBand(std::int64_t group, EngineKind by) const 
 
 std::int64_t QueuedTransfer::LargestBytes(EngineKind engine) const {
   if (engine == EngineKind::kCopyEngine) return kCopyEngineBytes;
-  if (engine == EngineKind::kStaging && direction == Direction::kDeviceToHost) return kStagedSaveBytes;
+  if (IsStagedSave(engine, direction)) return kStagedSaveBytes;
   return plan->inside_device ? kKernelBytesBetweenCaches : kKernelBytes;
+}
+
+std::int64_t QueuedTransfer::BytesBefore(EngineKind engine) const {
+  // Two slots are left for the call.
+  return IsStagedSave(engine, direction) ? (kStagingSlots - 2) * kLargestStagedRow + 1 : 2 * LargestBytes(engine);
+}
+
+std::int64_t QueuedTransfer::BytesInFlight(const Step& step) const {
+  if (!IsStagedSave(step.engine, direction)) return step.bytes;
+  return (step.bytes + kLargestStagedRow - 1) / kLargestStagedRow * kLargestStagedRow;  // each call begins with a slot
 }
 
 EngineKind QueuedTransfer::NextEngine(bool beside_compute, const EngineCosts& costs) const {

@@ -33,10 +33,7 @@
 namespace paddle_kv {
 namespace {
 
-// What is in flight of a save finds its slots empty. A gather that waited on the device for a slot would slow the
-// copies before it: by 6 % where its stream and theirs share a queue of the GPU, and which streams do nobody can
-// choose.
-constexpr int kSlots = 6;
+constexpr int kSlots = kStagingSlots;
 
 class StagingEngine : public Engine {
  public:

@@ -46,7 +46,7 @@ void AddRows(const EngineWork& work, bool has_bulk_copies, Packed* packed) {
   }
 }
 
-// About equal ones, as few as there can be: two threads can only halve what has two halves.
+// So that fills are about equal: two threads can only halve what has two halves.
 std::int64_t BytesOfFill(const Packed& packed) {
   std::int64_t bytes = 0;
   for (const BandRow& of : packed.rows) bytes += of.row.bytes * static_cast<std::int64_t>(packed.pairs.size());
@@ -81,19 +81,21 @@ Packed Pack(const EngineWork& work, bool has_bulk_copies) {
   if (pairs == 0) return packed;
   AddRows(work, has_bulk_copies, &packed);
   const std::int64_t share = BytesOfFill(packed);
-  std::int64_t used = kSlotBytes;  // of the last fill
+  std::int64_t used = kSlotBytes;  // of the last fill, with what is left free between its parts
+  std::int64_t filled = 0;         // without
   for (std::size_t r = 0; r < packed.rows.size(); ++r) {
     const std::int64_t bytes = packed.rows[r].row.bytes;
     for (std::int64_t pair = 0; pair < pairs;) {
-      if (used >= share || used + bytes > kSlotBytes) {
+      if (filled >= share || used + bytes > kSlotBytes) {
         packed.fills.push_back({packed.parts.size(), packed.parts.size(), false, false, 0, 0});
-        used = 0;
+        used = filled = 0;
       }
-      const std::int64_t up_to_share = (share - used + bytes - 1) / bytes;
+      const std::int64_t up_to_share = (share - filled + bytes - 1) / bytes;
       const std::int64_t count = std::min({pairs - pair, up_to_share, (kSlotBytes - used) / bytes});
       packed.parts.push_back({r, used, pair, count});
       packed.fills.back().end_part = packed.parts.size();
       pair += count;
+      filled += count * bytes;
       used += (count * bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
     }
   }

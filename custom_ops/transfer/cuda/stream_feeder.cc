@@ -10,7 +10,6 @@
 namespace paddle_kv {
 namespace {
 
-constexpr int kCallsInFlight = 3;
 constexpr std::size_t kFewestInFlight = 2;  // of whatever size: the link never waits for the next call
 
 }  // namespace
@@ -31,8 +30,8 @@ bool StreamFeeder::MustWait(const QueuedTransfer& transfer) {
   return false;
 }
 
-bool StreamFeeder::HasRoom(std::int64_t largest_bytes) const {
-  return flights_.size() < kFewestInFlight || bytes_in_flight_ < largest_bytes * (kCallsInFlight - 1);
+bool StreamFeeder::HasRoom(std::int64_t bytes_before) const {
+  return flights_.size() < kFewestInFlight || bytes_in_flight_ < bytes_before;
 }
 
 Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_compute_busy) {
@@ -58,8 +57,8 @@ Status StreamFeeder::Submit(QueuedTransfer& transfer, Step* step, bool* was_comp
   CudaEvent end = std::move(idle_events_.back());
   idle_events_.pop_back();
   PADDLE_KV_CUDA(cudaEventRecord(end.get(), handle));
-  flights_.push_back({std::move(end), step->bytes});
-  bytes_in_flight_ += step->bytes;
+  flights_.push_back({std::move(end), transfer.BytesInFlight(*step)});
+  bytes_in_flight_ += flights_.back().bytes;
   return {};
 }
 

@@ -275,7 +275,7 @@ TransferQueue::Fed TransferQueue::Feed(Lock& lock, Stream& stream) {
   const bool beside_compute =
       between_caches ? must_wait && !transfer.IsAtLastLayer() : Clock::now() - device.compute_seen < kComputeSeen;
   const EngineKind engine = transfer.NextEngine(beside_compute, device.costs);
-  if (!stream.feeder.HasRoom(transfer.LargestBytes(engine))) return Fed::kHeldBack;
+  if (!stream.feeder.HasRoom(transfer.BytesBefore(engine))) return Fed::kHeldBack;
   SubmitStep(lock, stream, transfer.NextStep(engine, beside_compute));
   return Fed::kStep;
 }

@@ -68,6 +68,9 @@ class QueuedTransfer {
 
   // How many bytes an engine is given in one call.
   std::int64_t LargestBytes(EngineKind engine) const;
+  // Fewer than so many are in flight before it is given another one, and what a step counts for among them.
+  std::int64_t BytesBefore(EngineKind engine) const;
+  std::int64_t BytesInFlight(const Step& step) const;
 
   std::int64_t number = 0;  // in the order of the calls
   std::int64_t token;

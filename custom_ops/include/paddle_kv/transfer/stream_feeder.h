@@ -31,8 +31,8 @@ class StreamFeeder {
   void UpdateFlights();
   // Whether the next group has to wait for something that is still to come.
   static bool MustWait(const QueuedTransfer& transfer);
-  // Whether one more call may be in flight, of calls that have so many bytes at most.
-  bool HasRoom(std::int64_t largest_bytes) const;
+  // Whether one more call may be in flight, before which there are fewer than so many bytes.
+  bool HasRoom(std::int64_t bytes_before) const;
 
   // Enqueues the step with its waits and events; may turn it into one of which nothing was submitted, for another
   // engine. `was_compute_busy`: something that it has to wait for is still to come. Throws std::bad_alloc.
