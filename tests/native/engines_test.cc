@@ -651,12 +651,7 @@ void GathersFindTheirSlotsEmpty() {
   }
   for (const Case& one : cases) {
     Pools pools(one.sizes, one.layers, one.blocks, one.blocks, one.order);
-    Submission given;
-    given.engine = EngineKind::kStaging;
-    given.direction = Direction::kDeviceToHost;
-    given.device_ids.resize(one.blocks);
-    std::iota(given.device_ids.begin(), given.device_ids.end(), 0);
-    given.host_ids = given.device_ids;
+    const Submission given = OfABand(Direction::kDeviceToHost, one.blocks);
     Pools::Memory expected = pools.Now();
     pools.Apply(given, &expected);
     OpenStream stream;

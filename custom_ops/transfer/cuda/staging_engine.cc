@@ -33,8 +33,6 @@
 namespace paddle_kv {
 namespace {
 
-constexpr int kSlots = kStagingSlots;
-
 class StagingEngine : public Engine {
  public:
   explicit StagingEngine(int device) : device_(device) {}
@@ -123,7 +121,7 @@ class StagingEngine : public Engine {
       const std::size_t count = are_two ? 2 : 1;
       const Fill* const fills = &packed.fills[f];
       const cudaStream_t streams[] = {stream, copies_stream_.get()};
-      const auto slot = [&](std::size_t i) { return (next_fill_ + i) % kSlots; };
+      const auto slot = [&](std::size_t i) { return (next_fill_ + i) % kStagingSlots; };
       for (std::size_t i = 0; i < count; ++i) {
         const cudaStream_t first = to_host ? scatter_stream_.get() : streams[i];
         PADDLE_KV_CUDA(cudaStreamWaitEvent(first, emptied_[slot(i)].get(), 0));
@@ -180,7 +178,7 @@ class StagingEngine : public Engine {
   }
 
   std::uint8_t* Slot(std::size_t fill) const {
-    return static_cast<std::uint8_t*>(ring_.get()) + fill % kSlots * kSlotBytes;
+    return static_cast<std::uint8_t*>(ring_.get()) + fill % kStagingSlots * kSlotBytes;
   }
 
   // Later work on `after` waits for what is on `before` now.
@@ -202,8 +200,8 @@ class StagingEngine : public Engine {
       PADDLE_KV_CUDA(cudaDeviceGetStreamPriorityRange(&lowest, &highest));
       PADDLE_KV_CUDA(cudaStreamCreateWithPriority(scatter_stream_.Receive(), cudaStreamNonBlocking, highest));
     }
-    events_.reserve(2 * kSlots + 4);
-    while (events_.size() < 2 * kSlots + 4) {
+    events_.reserve(2 * kStagingSlots + 4);
+    while (events_.size() < 2 * kStagingSlots + 4) {
       CudaEvent event;
       PADDLE_KV_CUDA(MakeEvent(&event));
       events_.push_back(std::move(event));
@@ -213,8 +211,8 @@ class StagingEngine : public Engine {
     uploaded_ = events_[2].get();
     joined_ = events_[3].get();
     filled_ = &events_[4];
-    emptied_ = &events_[4 + kSlots];
-    PADDLE_KV_CUDA(cudaMalloc(ring_.Receive(), kSlots * kSlotBytes));
+    emptied_ = &events_[4 + kStagingSlots];
+    PADDLE_KV_CUDA(cudaMalloc(ring_.Receive(), kStagingSlots * kSlotBytes));
     return {};
   }
 
@@ -232,7 +230,7 @@ class StagingEngine : public Engine {
   const CudaEvent* filled_ = nullptr;   // one a slot
   const CudaEvent* emptied_ = nullptr;  // one a slot
   DeviceMemory ring_;
-  std::size_t next_fill_ = 0;  // counts over all calls; fill f lies in slot f modulo kSlots
+  std::size_t next_fill_ = 0;  // counts over all calls; fill f lies in slot f modulo kStagingSlots
   bool open_ = false;          // the last call said that more follows
   HostCopies copies_[2];
   HelperThread helper_;
