@@ -14,7 +14,7 @@
 namespace paddle_kv {
 namespace {
 
-constexpr int kScatterCtas = 16;
+constexpr int kScatterCtas = 24;
 constexpr int kGatherCtas = 64;
 constexpr int kStages = 4;
 constexpr int kStageBytes = 4 << 10;
