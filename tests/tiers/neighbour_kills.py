@@ -127,6 +127,11 @@ class Other:
     def signal(self, sign: int) -> None:
         os.kill(self.process.pid or 0, sign)
 
+    def goes_on(self) -> bool:
+        """Whether or not it stands."""
+        self.signal(signal.SIGCONT)
+        return True
+
     def end(self) -> None:
         self.process.kill()
         self.process.join(WAIT_S)
@@ -166,9 +171,12 @@ def stop_a_lender(at: int, sign: int = signal.SIGKILL) -> str:
         others = sorted(set(range(len(rig.rows))) - set(TARGETS))
         assert (rig.rows[others] == POISON).all()
         if sign == signal.SIGSTOP:
-            other.signal(signal.SIGCONT)
-            until(lambda: rig.tier.exists(KEYS) == [True] * len(KEYS))
-            until(lambda: rig.load(KEYS, TARGETS).done)  # an answer may come too late for its short bound
+
+            def served() -> bool:
+                # Each time: it may come to that point only now, and an answer too late for its short bound.
+                return other.goes_on() and rig.tier.exists(KEYS) == [True] * len(KEYS) and rig.load(KEYS, TARGETS).done
+
+            until(served)
         else:
             other.process.join(SHORT_S)
             if other.process.exitcode is None:  # it did not come to that point
@@ -203,7 +211,7 @@ def stop_a_reader(at: int, sign: int = signal.SIGKILL) -> str:
                     rows[own] = rows[own[::-1]]
                 lender.lend(KEYS[::-1], own)
                 before = rows.copy()
-                other.signal(signal.SIGCONT)
+                until(lambda: other.goes_on() and other.pipe.poll(0))
             answer = answer or other.hear()
             assert answer is None or answer[1] == []
             until(lambda: not lender.stats()["leased_blocks"])
