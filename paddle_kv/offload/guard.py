@@ -43,11 +43,13 @@ class Guard:
         warm: whether it ever could.
         told: whether sessions were said to be over: the policy knows more than the order of use, and needs no evidence.
         duels: to be told what either would let go while the policy may not decide.
+        stay_s: for how long LRU kept the last block that it let go; 0 before it did.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
         self._started_s: float | None = None
         self.warm = self.told = False
+        self.stay_s = 0.0
         self.duels: Duels[Any] = Duels(capacity_blocks)
         self._every = 1
         while capacity_blocks // self._every > SHADOW_BLOCKS:
@@ -102,8 +104,8 @@ class Guard:
             order.move_to_end(key)
         while len(order) > self._size:
             _, used_s = order.popitem(last=False)
-            stay_s = now_s - used_s
-            if not self.warm and EDGES_S[1] <= stay_s <= (now_s - self._started_s) / WATCHED_STAYS:
+            self.stay_s = now_s - used_s
+            if not self.warm and EDGES_S[1] <= self.stay_s <= (now_s - self._started_s) / WATCHED_STAYS:
                 self.warm = True
 
     def _decide(self) -> None:

@@ -20,8 +20,11 @@ class Queues(Generic[Key]):
 
     Args:
         returns: is told what came through a part, and says what those of a class are worth at an age.
-        told_part, passed: called with each run that enters this part of age.
+        passed: called with each run that grows into :attr:`told_part` or a later one.
         faded: called with each that is too old to be watched.
+
+    Attributes:
+        told_part: a part of age.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class Queues(Generic[Key]):
         passed: Callable[[Run[Key]], None],
         faded: Callable[[Run[Key]], None],
     ) -> None:
-        self._returns, self._told_part, self._passed, self._faded = returns, told_part, passed, faded
+        self._returns, self.told_part, self._passed, self._faded = returns, told_part, passed, faded
         classes, parts = range(returns.num_classes), range(NUM_PARTS)
         self._watched: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
         self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
@@ -114,7 +117,7 @@ class Queues(Generic[Key]):
         run.part, run.watched = part, True
         self._used[part].add(klass)
         self._watched[klass][part][run] = None
-        if part == self._told_part:
+        if part >= self.told_part:
             self._passed(run)
 
     def price(self) -> None:

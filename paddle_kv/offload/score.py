@@ -19,7 +19,9 @@ from .returns import EDGES_S, part_of
 TURNS = 5  # the last one stands for all that follow
 LEVELS = 3  # of the score
 CLASSES = TURNS * LEVELS
-HORIZON_PART = part_of(180.0)  # what has not come back by then counts as lost; so an outcome is soon known
+HORIZON_PART = part_of(180.0)  # of age; and where ends of sessions are told,
+HORIZON_STAYS = 4.0  # times as long as LRU keeps a block,
+HORIZONS_S = (30.0, 512.0)  # at least and at most
 NUM_OUTCOMES = 4096  # are remembered
 FIT_EVERY = 512  # outcomes
 MIN_OUTCOMES = 96  # of a turn, before its thirds are told apart
@@ -32,9 +34,14 @@ Facts = tuple[float, ...]
 
 
 class Score:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        horizon_part: what has not come back before this part of age counts as lost; so an outcome is soon known.
+    """
 
     def __init__(self) -> None:
+        self.horizon_part = HORIZON_PART
         self._weights: list[float] = []
         self._limits: list[list[float]] = [[] for _ in range(TURNS)]  # between the levels of a turn
         self._outcomes: deque[tuple[Facts, int, bool, float]] = deque(maxlen=NUM_OUTCOMES)
@@ -63,6 +70,13 @@ class Score:
         level = bisect_right(limits, sum(map(mul, facts, self._weights))) if limits else LEVELS // 2
         return group * LEVELS + level
 
+    def look_ahead(self, stay_s: float) -> int:
+        """Sessions that are over are known, so the others come back: the question is whether in time. LRU keeps a block
+        for ``stay_s``. Returns the part of age from which on it counts as lost."""
+        shortest_s, longest_s = HORIZONS_S
+        self.horizon_part = part_of(min(longest_s, max(shortest_s, HORIZON_STAYS * stay_s)))
+        return self.horizon_part
+
     def learn(self, facts: Facts, turn: int, back: bool, touched_s: float) -> None:
         """What became of a prompt of that time."""
         self._outcomes.append((facts, turn, back, touched_s))
@@ -72,7 +86,7 @@ class Score:
         """Of prompts whose outcome is known in any case: those that came back early are not all."""
         if self._fresh < FIT_EVERY:
             return
-        until_s = now_s - EDGES_S[HORIZON_PART]
+        until_s = now_s - EDGES_S[self.horizon_part]
         known = [one for one in self._outcomes if one[3] <= until_s]
         self._fresh = 0
         if len(known) < MIN_OUTCOMES:

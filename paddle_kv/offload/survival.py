@@ -73,6 +73,8 @@ class Survival(Generic[Key]):
             queues.advance(now_s)
         self._num_prompts += 1
         if self._num_prompts % PRICE_EVERY == 0:
+            if self._guard.told and self._guard.stay_s:
+                queues.told_part = self._score.look_ahead(self._guard.stay_s)
             self._score.fit(now_s)
             queues.price()
         if not prompt:

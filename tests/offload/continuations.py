@@ -1,6 +1,6 @@
 """Continuations of a trace, made from its first requests alone, and how near policies come to the optimum on them.
 
-    python -m tests.offload.continuations conversation_trace.jsonl --seeds 1 2 3 4 --csv rows.csv
+    python -m tests.offload.continuations conversation_trace.jsonl --seeds 1 2 3 4 --told nothing ends --csv rows.csv
 
 A request is a turn of the session of an earlier one if it repeats that one up to its last block, which is seldom full.
 New sessions begin as the later ones did that were given, as often, with the blocks that these shared with others. A
@@ -9,7 +9,7 @@ and by how many blocks, is drawn from the Kaplan-Meier estimate of their returns
 long they had not returned when the requests ended. The sessions that were given go on in the same way, from the end on.
 
 The table has means over the seeds, of what is found behind the requests that were given; the CSV has each seed. The gap
-that is closed is that between the first of the policies and the optimum.
+that is closed is that between the first of the policies and the optimum. What the policies are told is as in a replay.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paddle_kv.testing.prefixes.trace import read_trace
-from tests.offload.policy_floor import rate
+from paddle_kv.testing.prefixes.hints import Hints
+from paddle_kv.testing.prefixes.replay import OPTIMUM, Costs, replay
+from paddle_kv.testing.prefixes.trace import Request, read_trace
 from tests.offload.streams import Prompts
 
 GIVEN_REQUESTS = 3_000
 REQUESTS = 12_000
 CAPACITIES = (1_828, 5_484, 18_279)
 POLICIES = ("lru", "survival")
+TOLD = {
+    "nothing": Hints(),
+    "ends": Hints(ends=True),
+    "wrong ends": Hints(ends=True, wrong_share=0.2),
+    "expected": Hints(queued_requests=128),
+}
+NO_TIME = Costs(1, 1, 1.0, 1.0)  # only hits are counted
 
 DONORS = 40
 DONORS_FROM_S = 150.0  # before, many a first turn is a later one of a session that began before the trace
@@ -250,32 +258,39 @@ def continuation(given: Prompts, seed: int, num_requests: int) -> Prompts:
     return Continuation(given, seed).make(num_requests)
 
 
-def measure(given: Prompts, seed: int, capacities: list[int], policies: list[str]) -> list[Row]:
-    prompts = continuation(given, seed, REQUESTS)
+def measure(given: Prompts, seed: int, capacities: list[int], policies: list[str], told: list[str]) -> list[Row]:
+    requests = [Request(arrival_s, 0, prompt) for arrival_s, prompt in continuation(given, seed, REQUESTS)]
+
+    def rate(policy: str, capacity: int, hints: Hints) -> float:
+        run = replay(requests, policy, capacity, NO_TIME, hints=hints, warm_up=len(given))
+        return round(100 * run.hit_rate, 3)
+
     rows = []
     for capacity in capacities:
-        row: Row = {"seed": seed, "capacity_blocks": capacity}
-        for policy in (*policies, "optimum"):
-            row[policy] = round(rate(policy, capacity, prompts, len(given)), 3)
-            print(f"seed {seed}, {capacity} blocks: {policy} {row[policy]:.1f} %", file=sys.stderr, flush=True)
-        rows.append(row)
+        best = rate(OPTIMUM, capacity, Hints())
+        for hint in told:
+            row: Row = {"seed": seed, "told": hint, "capacity_blocks": capacity}
+            for policy in policies:
+                row[policy] = rate(policy, capacity, TOLD[hint])
+                print(f"seed {seed}, told {hint}, {capacity} blocks: {policy} {row[policy]:.1f} %", file=sys.stderr)
+            rows.append({**row, OPTIMUM: best})
     return rows
 
 
 def gap_closed(row: Row, policy: str, base: str) -> float:
     """In percent. There may be no gap where all fits."""
-    gap = row["optimum"] - row[base]
+    gap = row[OPTIMUM] - row[base]
     return 100 * (row[policy] - row[base]) / gap if gap else math.nan
 
 
 def table(rows: list[Row], policies: list[str]) -> list[str]:
-    header = f"{'blocks':>8}" + "".join(f"{name:>10}" for name in (*policies, "optimum"))
+    header = f"{'told':<12}{'blocks':>8}" + "".join(f"{name:>10}" for name in (*policies, OPTIMUM))
     lines = [header + "".join(f"{'closed by ' + name:>20}" for name in policies[1:])]
-    for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows):
-        of_capacity = [row for row in rows if row["capacity_blocks"] == capacity]
-        found = [_mean([row[name] for row in of_capacity]) for name in (*policies, "optimum")]
-        closed = [_mean([gap_closed(row, name, policies[0]) for row in of_capacity]) for name in policies[1:]]
-        line = f"{capacity:8}" + "".join(f"{one:8.1f} %" for one in found)
+    for told, capacity in dict.fromkeys((row["told"], row["capacity_blocks"]) for row in rows):
+        alike = [row for row in rows if (row["told"], row["capacity_blocks"]) == (told, capacity)]
+        found = [_mean([row[name] for row in alike]) for name in (*policies, OPTIMUM)]
+        closed = [_mean([gap_closed(row, name, policies[0]) for row in alike]) for name in policies[1:]]
+        line = f"{told:<12}{capacity:8}" + "".join(f"{one:8.1f} %" for one in found)
         lines.append(line + "".join(f"{one:18.0f} %" for one in closed))
     return lines
 
@@ -286,10 +301,11 @@ def main() -> None:
     options.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4])
     options.add_argument("--capacity", type=int, nargs="+", default=list(CAPACITIES), help="blocks")
     options.add_argument("--policy", nargs="+", default=list(POLICIES))
+    options.add_argument("--told", nargs="+", default=["nothing"], choices=list(TOLD))
     options.add_argument("--csv", type=Path)
     asked = options.parse_args()
     given = [(request.arrival_s, request.block_ids) for request in read_trace(asked.trace, GIVEN_REQUESTS)]
-    rows = [row for seed in asked.seeds for row in measure(given, seed, asked.capacity, asked.policy)]
+    rows = [row for seed in asked.seeds for row in measure(given, seed, asked.capacity, asked.policy, asked.told)]
     print("\n".join(table(rows, asked.policy)))
     if asked.csv is not None:
         with asked.csv.open("w", newline="") as file:

@@ -64,6 +64,10 @@ class PlainSurvival:
             self.queues.advance(now_s)
         self.num_prompts += 1
         if self.num_prompts % 128 == 0:
+            stays_s = 4.0 * self.guard.stay_s  # of LRU's; before the first there is none
+            if stays_s and self.guard.told:
+                part = part_of(stays_s if 30.0 < stays_s < 512.0 else 30.0 if stays_s < 512.0 else 512.0)
+                self.queues.told_part = self.score.horizon_part = part
             self.score.fit(now_s)
             self.queues.price()
         prompt = list(dict.fromkeys(prompt))

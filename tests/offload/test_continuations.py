@@ -144,14 +144,20 @@ def test_the_command_has_means_over_the_seeds(
     trace.write_text("".join(lines))
     monkeypatch.setattr(continuations, "REQUESTS", 700)
     command = ["continuations", str(trace), "--seeds", "1", "2", "--capacity", "100", "100000", "--csv", str(file)]
+    command += ["--told", "nothing", "ends"]
     monkeypatch.setattr("sys.argv", command)
     continuations.main()
     printed = capsys.readouterr().out.splitlines()
     rows = file.read_text().splitlines()
-    assert rows[0] == "seed,capacity_blocks,lru,survival,optimum"
-    assert [row.split(",")[:2] for row in rows[1:]] == [[s, c] for s in "12" for c in ("100", "100000")]
-    small, large = (line.split() for line in printed[1:])
-    found = [[float(row.split(",")[4]) for row in rows[place::2]] for place in (1, 2)]
-    assert float(small[5]) == pytest.approx(sum(found[0]) / 2, abs=0.06)
-    assert large[1] == large[3] == large[5]  # all fits
+    assert rows[0] == "seed,told,capacity_blocks,lru,survival,optimum"
+    cells = [row.split(",") for row in rows[1:]]
+    assert [row[:3] for row in cells] == [
+        [seed, told, capacity] for seed in "12" for capacity in ("100", "100000") for told in ("nothing", "ends")
+    ]
+    small, told, large = (line.split() for line in (*printed[1:3], printed[3]))
+    found = [[float(row[4]) for row in cells[place::4]] for place in (0, 1)]
+    for line, rates in zip((small, told), found, strict=True):
+        assert float(line[4]) == pytest.approx(sum(rates) / 2, abs=0.06)
+    assert found[0] != found[1]
+    assert large[2] == large[4] == large[6]  # all fits
     assert large[-2] == "nan"

@@ -47,6 +47,7 @@ class Plain:
         self.lead = self.asked = 0.0
         self.started_s: float | None = None
         self.warm = self.trusts = False
+        self.stay_s = 0.0
 
     def is_sampled(self, key: Any) -> bool:
         number = key[0] + 256 * key[1] if isinstance(key, bytes) else hash(key) * 0x9E3779B97F4A7C15 // 2**40
@@ -83,6 +84,7 @@ class Plain:
         self.used += [(key, now_s) for key in reversed(prompt)]
         gone, self.used = self.used[: -self.size], self.used[-self.size :]
         for _, used_s in gone:
+            self.stay_s = now_s - used_s
             if not self.warm and 2.0 <= now_s - used_s <= (now_s - self.started_s) / self.stays:
                 self.warm = True
 
@@ -131,7 +133,7 @@ def test_it_trusts_when_plain_counting_does(
         made.saw(prompt, found, now_s)
         begun += plain.trusts and not did_trust
         assert (duels.asked_blocks, duels.clears) == (asked_blocks, begun)
-        assert (made.warm, made.trusts) == (plain.warm, plain.trusts)
+        assert (made.warm, made.trusts, made.stay_s) == (plain.warm, plain.trusts, plain.stay_s)
         assert (made._lead, made._asked, made._squares) == (plain.lead, plain.asked, plain.squares)
         assert list(made._order.items()) == plain.used
 

@@ -144,23 +144,35 @@ def test_a_part_is_looked_at_four_times_in_its_width(rig: Rig) -> None:
     assert run.part == 1
 
 
-def test_a_run_is_told_of_once_and_fades_at_the_end_of_the_last_part(rig: Rig) -> None:
+def test_a_run_is_told_of_in_late_parts_and_fades_at_the_end_of_the_last_one(rig: Rig) -> None:
     run = rig.watched("run", touched_s=0.0)
     for part in range(1, NUM_PARTS):
         rig.queues.advance(EDGES_S[part])
         assert run.part == part and run.watched and rig.faded == []
-        assert rig.passed == ([run] if part >= TOLD_PART else [])
+        assert rig.passed == [run] * (part - TOLD_PART + 1)
     rig.queues.advance(EDGES_S[NUM_PARTS])
-    assert rig.faded == [run] and rig.passed == [run] and not run.watched and run.part == NUM_PARTS - 1
+    assert rig.faded == [run] and not run.watched and run.part == NUM_PARTS - 1
     assert rig.survived() == [(0, part, 1.0) for part in range(NUM_PARTS)]
     rig.queues.advance(10 * EDGES_S[NUM_PARTS])
     assert rig.faded == [run]
 
 
+def test_who_is_in_a_late_part_already_is_told_of_in_the_next_one(rig: Rig) -> None:
+    rig.queues.told_part = 7
+    run = rig.watched("run", touched_s=0.0)
+    rig.queues.advance(EDGES_S[5])
+    assert run.part == 5 and rig.passed == []
+    rig.queues.told_part = 3
+    rig.queues.advance(EDGES_S[5])
+    assert rig.passed == []
+    rig.queues.advance(EDGES_S[6])
+    assert rig.passed == [run]
+
+
 def test_who_was_away_for_long_goes_through_all_parts_at_once(rig: Rig) -> None:
     run = rig.leaf("run", 1, -2 * EDGES_S[NUM_PARTS])
     rig.queues.advance(0.5)
-    assert rig.faded == [run] and rig.passed == [run]
+    assert rig.faded == [run] and rig.passed == [run] * (NUM_PARTS - TOLD_PART)
     assert rig.survived() == [(1, part, 1.0) for part in range(NUM_PARTS)]
     assert rig.queues.next() is run and rig.queues.all() == [run]  # nobody watches it: it may go still
 

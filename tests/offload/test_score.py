@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_kv.offload import score
-from paddle_kv.offload.returns import EDGES_S
+from paddle_kv.offload.returns import EDGES_S, part_of
 from paddle_kv.offload.score import Facts, Score
 
 HORIZON_S = EDGES_S[score.HORIZON_PART]
@@ -66,6 +66,19 @@ def test_when_it_learns() -> None:
     assert has_learnt(taught(given))
     assert not has_learnt(taught(given, now_s=HORIZON_S - 1e-6))  # what becomes of them is not known yet
     assert has_learnt(taught(given, touched_s=50.0, now_s=HORIZON_S + 50.0))
+
+
+def test_outcomes_are_known_when_lru_would_not_have_kept_them_for_long() -> None:
+    for stay_s, horizon_s in ((0.5, 30.0), (7.0, 30.0), (20.0, 80.0), (100.0, 400.0), (127.0, 508.0), (1e6, 512.0)):
+        made = Score()
+        part = made.look_ahead(stay_s)
+        assert part == made.horizon_part == part_of(horizon_s)
+        for after_s, learns in ((-1e-6, False), (0.0, True)):
+            for facts, turn, back in outcomes(512, 1):
+                made.learn(facts, turn, back, 0.0)
+            made.fit(EDGES_S[part] + after_s)
+            assert has_learnt(made) == learns
+    assert Score().horizon_part == part_of(180.0)
 
 
 def test_few_outcomes_that_are_known_are_not_enough() -> None:

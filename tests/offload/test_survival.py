@@ -12,7 +12,7 @@ import pytest
 from paddle_kv.offload.guard import Guard
 from paddle_kv.offload.index import FEW
 from paddle_kv.offload.owners import NOBODY
-from paddle_kv.offload.returns import NUM_PARTS
+from paddle_kv.offload.returns import NUM_PARTS, part_of
 from paddle_kv.offload.score import CLASSES, FIT_EVERY, Score
 from paddle_kv.offload.survival import HEAD, MIN_GHOSTS, Survival
 from tests.offload.served import Served, hit_rate
@@ -136,6 +136,16 @@ def test_a_policy_that_finds_less_is_not_asked_and_asked_again_later() -> None:
         waited += 4
         assert waited < 100_000
     assert waited > 20 * asked
+
+
+def test_where_ends_are_told_it_looks_as_far_ahead_as_blocks_are_kept() -> None:
+    served = Served("survival", 64)
+    policy = served.policy
+    for number, horizon_s in enumerate([180.0, 64.0, 64.0]):
+        for second in range(256 * number, 256 * (number + 1)):
+            served.use(float(second), [4 * second + position for position in range(4)])  # LRU keeps them for 16 s
+        assert policy._queues.told_part == policy._score.horizon_part == part_of(horizon_s)
+        served.index.end([4 * second + position for position in range(4)])
 
 
 def test_the_guard_watches_a_sample_of_a_large_cache() -> None:

@@ -107,6 +107,8 @@ class Beside:
         }
         assert policy._hanging == model.hanging()
         assert set(policy._owner._runs) == {None, *policy._order}  # numbers of others are given out again
+        horizons = (policy._queues.told_part, policy._score.horizon_part)
+        assert horizons == (model.queues.told_part, model.score.horizon_part)
         assert said(policy._going) == said(model.going)
         assert in_queues(policy._queues) == in_queues(model.queues)
         for index, log in zip(self.indexes, self.logs, strict=True):
