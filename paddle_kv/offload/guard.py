@@ -43,7 +43,7 @@ class Guard:
         warm: whether it ever could.
         told: whether sessions were said to be over: the policy knows more than the order of use, and needs no evidence.
         duels: to be told what either would let go while the policy may not decide.
-        stay_s: for how long LRU kept the last block that it let go; 0 before it did.
+        stay_s: for how long LRU kept the last block that it let go; 0 before it did, or where that one was just used.
     """
 
     def __init__(self, capacity_blocks: int) -> None:

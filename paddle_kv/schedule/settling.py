@@ -38,23 +38,11 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
     return at_an_end
 
 
-class _End:
-    """What is to be done when all events of a transfer were passed: see :class:`~paddle_kv.backend.protocol.Later`."""
-
-    def __init__(self, movement: Movement) -> None:
-        self._movement = movement
-
-    def now(self) -> None:
-        change(self._movement.target, functools.partial(look, self._movement))
-
-    def soon(self) -> None:
-        self._movement.group.host.post(self.now)
-
-
-def _report(number: int, held: tuple[Events, ...]) -> _End | None:
+def _report(number: int, held: tuple[Events, ...]) -> None:
     """The backend says, out of any of its threads, that all events of a transfer were passed. They live until then."""
     movement = movements.get(number)
-    return None if movement is None else _End(movement)
+    if movement is not None:
+        movement.group.host.post(functools.partial(change, movement.target, functools.partial(look, movement)))
 
 
 def look(movement: Movement) -> None:

@@ -116,9 +116,9 @@ void LoadsOfMiddlingPiecesAreNotTheCopyEngines() {
   CHECK(chosen(Direction::kDeviceToHost, {{8 * kKiB, 400}, {256 * kKiB, 10}}) == EngineKind::kKernel);
 }
 
-// With the built-in costs, beside compute, half of the host's blocks in a random order: gathers slow the model three
-// times as much as the copy engine does, which is as quick here where the pieces are scattered, and slower where layers
-// lie together.
+// With the built-in costs, beside compute, half of the host's blocks in a random order: gathers slow the model more
+// than the copy engine does, which is as quick here where the pieces are scattered, and slower where layers lie
+// together.
 void SavesGoTheWayThatSlowsTheModelLess() {
   const auto chosen = [](std::int64_t block_kib, std::int64_t host_row_kib) {
     PieceSizes sizes;

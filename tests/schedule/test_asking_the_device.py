@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,7 +12,6 @@ from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, LeasedErr
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule.movement import Follower
 from paddle_kv.tracking.group import _guards, change
-from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import WAIT_S, Rig, make_spec
 
 
@@ -40,17 +37,6 @@ def backend():
 def scheduler(rig, backend):
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as made:
         yield made
-
-
-class Told(Silent):
-    """Keeps what would be reported."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports = []
-
-    def watch(self, events, report):
-        self.reports.append(report)
 
 
 def a_ladder(scheduler, num_steps=4):
@@ -278,37 +264,3 @@ def test_a_handle_that_somebody_keeps_keeps_none_of_the_transfers_behind_it(rig)
         del load, transfer
         gc.collect()
         assert save.done() and behind() is None
-
-
-def test_who_tells_of_the_end_with_nothing_else_to_do_ends_it_though_the_keeper_is_busy(rig):
-    backend, free = Told(), threading.Event()
-    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
-        save, load = scheduler.offload([3], [2]), scheduler.onload([4], [5])
-        for transfer in (save, load):
-            assert transfer._movement.last_event.wait(WAIT_S)
-        [of_save, of_load] = [report() for report in backend.reports]
-        keeper.post(lambda: free.wait(WAIT_S))
-        with ThreadPoolExecutor(1) as another:
-            another.submit(of_load.now).result(WAIT_S)
-        free.set()
-        assert [save.state.value, load.state.value] == ["arriving", "done"]  # which looks at no device
-        assert save.done()
-        of_save.now()  # it is over already
-        assert [report() for report in backend.reports] == [None, None]
-        backend.reports.clear()  # they keep the events
-
-
-def test_who_has_other_work_leaves_the_end_to_the_keeper_and_waits_for_no_lock(rig):
-    backend = Told()
-    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
-        load = scheduler.onload([4], [5])
-        assert load._movement.last_event.wait(WAIT_S)
-        [report] = backend.reports
-        later = report()
-        del report
-        backend.reports.clear()  # they keep the events
-        with scheduler.group.lock, ThreadPoolExecutor(1) as another:
-            another.submit(later.soon).result(WAIT_S)
-            assert load.state.value == "arriving"
-        keeper.call(list)
-        assert load.state.value == "done"  # which looks at no device

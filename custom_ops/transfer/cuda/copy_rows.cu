@@ -1,9 +1,9 @@
 // One warp a CTA, 32 registers a thread and 16 KiB of shared memory: so small a CTA finds a place on a multiprocessor
 // beside those of a matrix product, and need not wait until one of them has ended. Measured on an H100 beside products
-// of 4096 rows: CTAs of 4 warps let a scatter wait so long that loads reached 10 to 22 GB/s, these 50. For scatters 16
-// of them are enough beside products that are bound by memory, 8 are not. Gathers, which wait for what they read there,
-// are quicker with 64, and the products as well: on an H200 saves have 51.3 GB/s and slow them by 3.0 %, with
-// 16 CTAs 50.6 and 3.6, on an H100 50 and 8, with 16 CTAs 45 and 9.
+// of 4096 rows: CTAs of 4 warps let a scatter wait so long that loads reached 10 to 22 GB/s, these 50. For scatters 8
+// are not enough beside products that are bound by memory; these lose least by 24 (docs/performance.md). Gathers, which
+// wait for what they read there, are quicker with 64, and the products as well: on an H200 saves have 51.3 GB/s and
+// slow them by 3.0 %, with 16 CTAs 50.6 and 3.6, on an H100 50 and 8, with 16 CTAs 45 and 9.
 #include "paddle_kv/transfer/copy_rows.h"
 
 #include "paddle_kv/common/bulk_async.cuh"
