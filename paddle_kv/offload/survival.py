@@ -226,9 +226,7 @@ class Survival(Generic[Key]):
         fresh = [key for key in dict.fromkeys(keys) if owner_of(key) is None and key not in self._coming]
         first = keys.index(fresh[0])
         above = keys[first - 1] if first else None
-        run = None
-        if above is not None:
-            run = owner_of(above) or self._coming.get(above)
+        run = None if above is None else owner_of(above) or self._coming.get(above)
         if run is not None and run.keys[-1] == above:
             run.keys += fresh
             run.length += len(fresh)
