@@ -27,12 +27,12 @@ POLICIES = ("lru", "survival")
 Row = dict[str, Any]
 
 
-def rate(policy: str, capacity_blocks: int, prompts: Prompts, warm_up: int = 0) -> float:
-    """Of hits, in percent; so many of the first prompts are not counted."""
+def rate(policy: str, capacity_blocks: int, prompts: Prompts) -> float:
+    """Of hits, in percent."""
     if policy != "optimum":
-        return hit_rate(policy, capacity_blocks, prompts, warm_up)
+        return hit_rate(policy, capacity_blocks, prompts)
     found = optimal_hits([Request(arrival_s, 0, prompt) for arrival_s, prompt in prompts], capacity_blocks)[0]
-    return 100 * sum(found[warm_up:]) / sum(len(prompt) for _, prompt in prompts[warm_up:])
+    return 100 * sum(found) / sum(len(prompt) for _, prompt in prompts)
 
 
 def measure(name: str, seed: int, make: Callable[[int], Prompts], policies: tuple[str, ...]) -> list[Row]:

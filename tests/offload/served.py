@@ -24,8 +24,8 @@ class Served:
         return found
 
 
-def hit_rate(name: str, capacity: int, prompts: Prompts, warm_up: int = 0) -> float:
-    """In percent; so many of the first prompts are not counted."""
+def hit_rate(name: str, capacity: int, prompts: Prompts) -> float:
+    """In percent."""
     served = Served(name, capacity)
     found = [served.use(arrival_s, prompt) for arrival_s, prompt in prompts]
-    return 100 * sum(found[warm_up:]) / sum(len(prompt) for _, prompt in prompts[warm_up:])
+    return 100 * sum(found) / sum(len(prompt) for _, prompt in prompts)
