@@ -60,6 +60,7 @@ class Sender:
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}
+        self._given_up: dict[str, float] = {}  # grants, and until when they would last
         self._left: deque[Callable[[], object]] = deque()  # to be done in no section, in the order of the sections
         self._doing = threading.Lock()
         self._process_id = os.getpid()
@@ -81,8 +82,9 @@ class Sender:
             timeout_s: for the receiver's answer.
 
         Raises:
-            PeerError: the receiver refuses it (it is over, revoked, changed, or somebody else has it) or is gone.
-            TimeoutError: no answer within ``timeout_s``; nothing was written.
+            PeerError: the receiver refuses it (it is over, revoked, changed, or somebody else has it) or is gone; or
+                this sender has given it up before.
+            TimeoutError: no answer within ``timeout_s``; nothing was written, and nothing will be by this grant.
             TypeError, ValueError: not a grant, one of another pool, or being sent already.
             ClosedError, ForkedError: closed, or made before a fork.
             As ``scheduler.offload``.
@@ -191,6 +193,8 @@ class Sender:
             raise PeerError("the grant is over: it was used here")  # the receiver would say so too
         if other is not None:
             raise ValueError("the grant is being sent already")
+        if sending.grant.grant_id in self._given_up:  # the word of that may be on its way, and would end this one
+            raise PeerError("the grant is over: it was given up here")
         self._sendings[sending.grant.grant_id] = sending
 
     def _start(self, sending: _Sending, plan: TransferPlan, compute: Stream) -> Transfer:
@@ -208,6 +212,9 @@ class Sender:
         if sending.movement is not None or self._sendings.get(sending.grant.grant_id) is not sending:
             return False
         del self._sendings[sending.grant.grant_id]
+        now_s = time.monotonic()
+        self._given_up = {grant_id: end_s for grant_id, end_s in self._given_up.items() if end_s > now_s}
+        self._given_up[sending.grant.grant_id] = now_s + self._left_s(sending.grant)
         self.scheduler.group.notify()
         return True
 

@@ -156,6 +156,33 @@ def test_refused_or_not_answered_nothing_is_written(ground: Ground) -> None:
     assert_same(pool_memory(ground.pool), ground.host)
 
 
+@pytest.mark.parametrize("answer", ["", "refused"])
+def test_a_grant_that_was_given_up_is_not_begun_again(ground: Ground, answer: str) -> None:
+    """Where messages overtake each other the receiver would hear of the first end behind the second begin, and give the
+    blocks to somebody else while they are written."""
+    ground.answer, grant = answer, ground.grant()
+    with pytest.raises((TimeoutError, PeerError)):
+        ground.sender.send(grant, [1], timeout_s=SHORT_S)
+    ground.answer = "accepted"
+    ground.said.clear()
+    with pytest.raises(PeerError, match="given up here"):
+        ground.sender.send(grant, [1])
+    assert ground.said == []
+    other = ground.sender.send(ground.grant(), [1])
+    for layer in range(5):
+        other.mark_layer_written(layer)
+    other.wait(WAIT_S)
+
+
+def test_what_was_given_up_is_remembered_as_long_as_it_would_last(ground: Ground) -> None:
+    ground.answer = ""
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            ground.sender.send(ground.grant(deadline_s=time.monotonic() + SHORT_S), [1], timeout_s=SHORT_S / 2)
+        time.sleep(SHORT_S)
+    assert len(ground.sender._given_up) == 1
+
+
 def test_a_grant_that_was_used_is_over_before_all_is_told(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
     arrived, go_on = threading.Event(), threading.Event()
 
