@@ -1,5 +1,7 @@
 #include "paddle_kv/transfer/queue_functions.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -8,6 +10,8 @@
 
 namespace paddle_kv {
 namespace {
+
+constexpr int kTold = 0, kInterrupted = 2;  // what paddle_kv_queue_hear gives
 
 [[noreturn]] void Refuse(const char* what) {
   PyErr_SetString(PyExc_TypeError, what);
@@ -72,12 +76,53 @@ PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
   });
 }
 
+// What is raised already is raised once more, whatever the call raises.
+template <class Call>
+void KeepingError(Call call) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  call();
+  PyErr_Restore(type, value, traceback);
+}
+
+PyObject* Hear(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 5) Refuse("hear takes 5 arguments");
+    using Clock = std::chrono::steady_clock;
+    const auto wait = reinterpret_cast<int (*)(std::int64_t, std::int64_t)>(IntegerIn(given[0]));
+    const auto report = reinterpret_cast<int (*)(std::int64_t)>(IntegerIn(given[1]));
+    const std::int64_t token = IntegerIn(given[2]);
+    std::int64_t left_us = IntegerIn(given[3]);
+    const Clock::time_point started = Clock::now();
+    const std::int64_t timeout_us = left_us;
+    int heard = kInterrupted;
+    while (heard == kInterrupted) {
+      PyThreadState* const state = PyEval_SaveThread();
+      heard = wait(token, left_us);
+      PyEval_RestoreThread(state);
+      if (heard != kInterrupted) break;
+      if (PyErr_CheckSignals() != 0) throw PythonError();
+      const auto gone = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - started);
+      if (timeout_us >= 0) left_us = std::max<std::int64_t>(0, timeout_us - gone.count());
+    }
+    if (heard != kTold) return PyLong_FromLong(heard);
+    PyObject* const result = PyObject_CallFunctionObjArgs(given[4], nullptr);
+    if (result == nullptr) {
+      KeepingError([&] { report(token); });
+      throw PythonError();
+    }
+    Py_DECREF(result);
+    return PyLong_FromLong(heard);
+  });
+}
+
 }  // namespace
 }  // namespace paddle_kv
 
 void* paddle_kv_queue_functions() {
   using namespace paddle_kv;
   static PyMethodDef methods[] = {
-      {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)), METH_FASTCALL, nullptr}};
+      {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)), METH_FASTCALL, nullptr},
+      {"hear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Hear)), METH_FASTCALL, nullptr}};
   return DictionaryOf(methods);
 }

@@ -19,9 +19,9 @@ _starting = threading.Lock()
 _thread: threading.Thread | None = None
 
 
-def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> None:
+def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> int:
     """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
-    thread: a signal handler could come in between."""
+    thread: a signal handler could come in between. Returns what :func:`hear` takes."""
     if _thread is None:
         _start()
     token = next(_tokens)
@@ -31,6 +31,18 @@ def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | No
     except BaseException:
         del _reports[token]
         raise
+    return token
+
+
+def hear(token: int, timeout_s: float | None, told: Callable[[], object]) -> None:
+    """Waits for that report in the calling thread: ``told`` is called in its place, once or, if it raises, in vain.
+    Returns without if the time is over, or if another thread has heard of it or waits for it already."""
+    transfer_queue.hear(token, timeout_s, functools.partial(_tell, token, told))
+
+
+def _tell(token: int, told: Callable[[], object]) -> None:
+    told()
+    _reports.pop(token, None)
 
 
 def _start() -> None:
@@ -54,7 +66,9 @@ def _serve(descriptor: int, end: int) -> None:
 
 def _hear() -> None:
     """A call of its own: while the thread waits, its frame must keep nothing of what was told last."""
-    laters = dict.fromkeys(_reports.pop(token)() for token in transfer_queue.take_completions())
+    # One is there no more if whoever waited for it was told, and interrupted behind that.
+    reports = [_reports.pop(token, None) for token in transfer_queue.take_completions()]
+    laters = dict.fromkeys(report() for report in filter(None, reports))
     for later in filter(None, laters):
         try:
             later.now()

@@ -101,10 +101,15 @@ class Backend(Protocol):
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
         """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
 
-    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
+    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> Any:
         """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All
         are recorded or handed over; the first is the last one of its stream. ``report`` only leaves a message: it takes
-        no lock and waits for nothing. What it returns is done once behind all reports that came together."""
+        no lock and waits for nothing. What it returns is done once behind all reports that came together.
+
+        A backend may also have ``hear``, which takes what this has returned, ``timeout_s`` and a function: the caller,
+        whoever it is, waits for that report himself, and calls the function in place of ``report``, which saves the
+        changes of threads between. It returns without if the time is over, or if somebody else is told. If the function
+        raises, ``report`` is called all the same. Nothing of ``report`` is kept behind that."""
 
     def cancel(self, stream: Stream, number: int) -> int | None:
         """Of the work of that transfer on the stream nothing is copied any more that has not begun; its events come all

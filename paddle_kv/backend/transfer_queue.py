@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from ..ops import _library
 NO_END = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
+_HEAR = ("hear", "report")
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
 
 
@@ -64,7 +65,6 @@ def _functions(keeping_the_gil: bool = False) -> Any:
     library.paddle_kv_queue_pop_device.restype = None
     library.paddle_kv_completions_take.restype = ctypes.c_int64
     library.paddle_kv_completions_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    library.paddle_kv_completions_counter.restype = ctypes.c_void_p
     return library
 
 
@@ -72,6 +72,12 @@ def _functions(keeping_the_gil: bool = False) -> Any:
 def _submit() -> Any:
     function = ctypes.cast(_functions().paddle_kv_queue_submit, ctypes.c_void_p).value
     return functools.partial(_library.queue_functions()["submit"], function, FEW_BLOCKS)
+
+
+@functools.cache
+def _hear() -> Any:
+    addresses = [ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value for name in _HEAR]
+    return functools.partial(_library.queue_functions()["hear"], *addresses)
 
 
 def checked(result: int) -> int:
@@ -183,6 +189,13 @@ def watch(device_id: int, token: int, events: Sequence[int]) -> None:
     checked(_functions(True).paddle_kv_queue_watch(device_id, token, handles, len(events)))
 
 
+def hear(token: int, timeout_s: float | None, told: Callable[[], object]) -> bool:
+    """Waits until a token of :func:`watch` is reported, and calls ``told`` then; signal handlers run meanwhile.
+    :func:`take_completions` does not give the token then, unless ``told`` has raised. False: not within the time, or
+    somebody else has heard of it, or will: ``told`` was not called."""
+    return checked(_hear()(token, _microseconds(timeout_s), told)) == 0
+
+
 def completions_fd() -> int:
     """A descriptor, one a process, that is readable when tokens were reported; :func:`take_completions` reads it."""
     return checked(_functions().paddle_kv_completions_open())
@@ -195,19 +208,6 @@ def take_completions() -> list[int]:
     while count := _functions(True).paddle_kv_completions_take(tokens, len(tokens)):
         taken += tokens[:count]
     return taken
-
-
-@functools.cache
-def _completions_counter() -> ctypes.c_int64:
-    address = _functions().paddle_kv_completions_counter()
-    if address is None:
-        raise RuntimeError("the thread that submits transfers could not be started")
-    return ctypes.c_int64.from_address(address)
-
-
-def completions_count() -> int:
-    """How many tokens were ever reported. No call of the library: it may be asked for at any time."""
-    return _completions_counter().value
 
 
 def enqueued() -> int:

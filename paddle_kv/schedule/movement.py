@@ -171,6 +171,7 @@ class Movement:
     failure: Failure | None = None
     loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
     submission_failed = False  # already in the call that started it
+    watched: Any = None  # by the backend, as long as its end is all that is to come
     through = False  # nothing of it runs any more
     told = False  # somebody knows of the failure
     elapsed_ms = float("nan")

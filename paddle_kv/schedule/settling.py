@@ -29,7 +29,8 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
             continue
         backend = movement.scheduler.backend
         try:
-            backend.watch(_asked(movement), functools.partial(_report, movement.number, movement.held))
+            report = functools.partial(_report, movement.number, movement.held)
+            movement.watched = backend.watch(_asked(movement), report)
         except Exception as error:  # noqa: BLE001  nobody would hear of the end
             at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
             with contextlib.suppress(Exception):
@@ -147,7 +148,7 @@ def _end(movement: Movement) -> None:
     movement.unmarked = dict.fromkeys(movement.unmarked)
     movement.marks = [None] * len(movement.marks)
     movement.savers, movement.sharing = {}, {}
-    movement.stream = None
+    movement.stream = movement.watched = None
     movement.failure = movement.failure or movement.loss
     movement.enter(State.DONE if movement.failure is None else movement.failure.state)
     for follower in movement.followers:

@@ -216,6 +216,7 @@ class Transfer:
         deadline = Deadline(timeout_s)
         movement = self._movement
         self._look()
+        self._hear(deadline)
         if not self._wait_for(lambda: movement.over, deadline):
             self._look()
             if not movement.over:
@@ -345,6 +346,15 @@ class Transfer:
         movement = self._movement
         if not movement.over and not movement.group.inside:
             change(movement, functools.partial(settling.look, movement))
+
+    def _hear(self, deadline: Deadline) -> None:
+        """Waits where the backend tells of the end: two changes of threads less than being woken by the keeper."""
+        movement = self._movement
+        watched = movement.watched
+        hear = None if watched is None else getattr(self._scheduler.backend, "hear", None)
+        if hear is not None and not movement.group.host.serves:  # it has other ends to hear of
+            look = functools.partial(settling.look, movement)
+            hear(watched, deadline.left_s(), functools.partial(change, movement, look))
 
     def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Sleeps until the condition, which a change of this transfer brings about; False if the time is over."""

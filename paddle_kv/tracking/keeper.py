@@ -77,6 +77,10 @@ class Host(Protocol):
     def defers(self) -> bool:
         """Whether the calling thread, the main one, leaves to another one what need not be done at once."""
 
+    @property
+    def serves(self) -> bool:
+        """Whether the calling thread is that of the library: while it waits, others' functions have to run."""
+
     def soon(self, function: Callable[[], object]) -> None:
         """As :meth:`call`, but the main thread does not wait for it. Calls of one thread keep their order."""
 
@@ -189,6 +193,10 @@ class Keeper:
     def defers(self) -> bool:
         return _in_main_thread() and not self._ended
 
+    @property
+    def serves(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def soon(self, function: Callable[[], object]) -> None:
         if self.defers:
             self._put(function)
@@ -208,7 +216,7 @@ class Keeper:
         return self._jobs.put
 
     def park(self, waiter: Waiter, timeout_s: float | None) -> bool:
-        if threading.current_thread() is not self._thread:
+        if not self.serves:
             return waiter.sleep(timeout_s)
         # A callback waits: nobody else would do what it waits for. Another thread may release it without a job.
         deadline = Deadline(timeout_s)

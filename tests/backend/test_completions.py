@@ -3,13 +3,14 @@ with a GPU: tests/gpu/test_scheduler_on_gpu.py."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -33,12 +34,13 @@ class Library:
         self.watched.append((device_id, token, list(events)))
 
     def take(self) -> list[int]:
-        os.eventfd_read(self.descriptor)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
         taken, self.tokens = self.tokens, []
         return taken
 
     def report(self, *tokens: int) -> None:
-        self.tokens = list(tokens)
+        self.tokens = [*self.tokens, *tokens]
         os.eventfd_write(self.descriptor, 1)
 
 
@@ -142,6 +144,64 @@ def test_what_the_library_does_not_watch_is_forgotten(library: Library, monkeypa
     monkeypatch.setattr(transfer_queue, "watch", refuse)
     with pytest.raises(MemoryError, match="no more"):
         completions.watch(0, [1], lambda: None)
+    assert completions._reports == {}
+
+
+def hearing(library: Library, monkeypatch: pytest.MonkeyPatch, *, is_told: bool) -> list[tuple[int, float | None]]:
+    """What the library is asked; it reports once more where the function raises."""
+    asked: list[tuple[int, float | None]] = []
+
+    def hear(token: int, timeout_s: float | None, told: Callable[[], object]) -> bool:
+        asked.append((token, timeout_s))
+        if is_told:
+            try:
+                told()
+            except BaseException:
+                library.report(token)
+                raise
+        return is_told
+
+    monkeypatch.setattr(transfer_queue, "hear", hear)
+    return asked
+
+
+def test_who_hears_of_a_token_is_told_in_place_of_the_thread(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, told = hearing(library, monkeypatch, is_told=True), []
+    token = completions.watch(7, [5], pytest.fail)
+    assert token == library.watched[0][1]
+    completions.hear(token, 1.5, lambda: told.append(threading.current_thread()))
+    assert told == [threading.current_thread()] and asked == [(token, 1.5)]
+    assert completions._reports == {}  # of what it keeps nothing
+
+
+def test_who_is_not_told_leaves_it_to_the_thread(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    hearing(library, monkeypatch, is_told=False)
+    heard: queue.Queue[str] = queue.Queue()
+    token = completions.watch(7, [5], lambda: heard.put("reported"))
+    completions.hear(token, None, pytest.fail)
+    library.report(token)
+    assert heard.get(timeout=WAIT_S) == "reported"
+
+
+@pytest.mark.parametrize("where", ["in the function", "behind it"])
+def test_who_is_interrupted_leaves_it_to_the_thread(
+    library: Library, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    hearing(library, monkeypatch, is_told=True)
+    heard: queue.Queue[str] = queue.Queue()
+
+    def told() -> None:
+        if where == "behind it":
+            completions._reports.pop(token)  # a handler raises in the very last instruction
+        raise KeyboardInterrupt
+
+    token = completions.watch(7, [5], lambda: heard.put("first"))
+    with pytest.raises(KeyboardInterrupt):
+        completions.hear(token, None, told)
+    last = completions.watch(7, [6], lambda: heard.put("second"))
+    library.report(last)
+    told_of = [heard.get(timeout=WAIT_S) for _ in range(2 if where == "in the function" else 1)]
+    assert told_of == (["first", "second"] if where == "in the function" else ["second"])
     assert completions._reports == {}
 
 

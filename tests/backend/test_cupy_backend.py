@@ -108,7 +108,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         transfer_queue: ("set_costs", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
                          "query", "forget", "enqueued", "submitted", "push_device", "pop_device"),
         streams: ("paddle_stream", "cupy_stream", "resolve_on"),
-        completions: ("watch",),
+        completions: ("watch", "hear"),
         binding: ("register", "release"),
         calibration: ("load",),
     }  # fmt: skip
@@ -452,8 +452,10 @@ def test_what_is_handed_to_the_queue(gpu: Gpu, backend: Any) -> None:
 def test_what_is_cancelled_and_watched(gpu: Gpu, backend: Any, first_dropped: int | None) -> None:
     gpu.answers["cancel"] = first_dropped
     assert backend.cancel(SimpleNamespace(ptr=71), 18) == first_dropped
-    backend.watch([5, 6], print)
-    assert gpu.asked() == [("cancel", 71, 18), ("watch", DEVICE, [5, 6], print)]
+    gpu.answers["watch"] = 33
+    assert backend.watch([5, 6], print) == 33
+    backend.hear(33, 1.5, list)
+    assert gpu.asked() == [("cancel", 71, 18), ("watch", DEVICE, [5, 6], print), ("hear", 33, 1.5, list)]
 
 
 def test_the_time_between_two_events(gpu: Gpu, backend: Any) -> None:

@@ -3,8 +3,10 @@ have, note what they are given. With the true ones: tests/gpu/test_transfer_queu
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from tests.schedule.rig import WAIT_S
 
 HEADER = "transfer/queue_api.h"
 SUBMIT = _library.queue_functions()["submit"]
+HEAR = _library.queue_functions()["hear"]
 
 
 class Transfer(ctypes.Structure):
@@ -76,9 +79,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda path: made.load(path, True))
     monkeypatch.setattr(ctypes, "PyDLL", lambda path: made.load(path, False))
-    cached = (transfer_queue._functions, transfer_queue._completions_counter)
-    for function in cached:
-        function.cache_clear()
+    transfer_queue._functions.cache_clear()
 
     def submit(given: Any) -> int:
         made.calls.append((False, "submit", ("pointer",)))
@@ -88,16 +89,24 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     address = ctypes.cast(called, ctypes.c_void_p).value
     function = functools.partial(SUBMIT, address, transfer_queue.FEW_BLOCKS)
     monkeypatch.setattr(transfer_queue, "_submit", lambda: function)
+
+    def hear(*given: int) -> int:
+        made.calls.append((True, "hear", given))
+        return int(made.answers.get("hear", lambda *_: 0)(*given))
+
+    waits = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(hear)
+    hears = functools.partial(HEAR, ctypes.cast(waits, ctypes.c_void_p).value, 0)
+    monkeypatch.setattr(transfer_queue, "_hear", lambda: hears)
     yield made
-    for function in cached:
-        function.cache_clear()
+    transfer_queue._functions.cache_clear()
 
 
 def test_functions_and_structure_are_those_of_the_header(library: Library) -> None:
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
-    assert len(declared) == 19
-    declared.pop("paddle_kv_queue_submit")  # by no ctypes
+    assert len(declared) == 20
+    for name in ("submit", "hear", "report"):  # by no ctypes
+        declared.pop(f"paddle_kv_queue_{name}")
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
     untyped = set(declared) - set(typed)
     assert typed | dict.fromkeys(untyped, (ctypes.c_int, [])) == declared  # ctypes takes an int for granted
@@ -197,6 +206,133 @@ def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wr
     assert len(called) == 1
 
 
+# ---- hearing ----
+TOLD, NOT_IN_TIME, INTERRUPTED, ELSEWHERE = range(4)
+
+
+class Ears:
+    """In place of the library: what waits, and what reports once more."""
+
+    def __init__(self, answer: int) -> None:
+        self.waits: list[tuple[int, int]] = []
+        self.reported: list[int] = []
+
+        def wait(token: int, timeout_us: int) -> int:
+            self.waits.append((token, timeout_us))
+            return answer
+
+        self._functions = (
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(wait),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(lambda token: self.reported.append(token) or 0),
+        )
+        self.addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in self._functions]
+
+    def hear(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, told: Any) -> bool:
+        function = functools.partial(HEAR, *self.addresses)
+        monkeypatch.setattr(transfer_queue, "_hear", lambda: function)
+        return transfer_queue.hear(7, timeout_s, told)
+
+
+@pytest.mark.parametrize(("timeout_s", "timeout_us"), [(None, -1), (1.5, 1_500_000), (0.0, 0), (-1.0, 0)])
+def test_whoever_is_told_calls_the_function_once(
+    monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, timeout_us: int
+) -> None:
+    ears, called = Ears(TOLD), []
+    assert ears.hear(monkeypatch, timeout_s, lambda: called.append(threading.current_thread())) is True
+    assert called == [threading.current_thread()]
+    assert ears.waits == [(7, timeout_us)] and ears.reported == []
+
+
+@pytest.mark.parametrize("answer", [NOT_IN_TIME, ELSEWHERE])
+def test_whoever_is_not_told_calls_nothing(monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
+    ears = Ears(answer)
+    assert ears.hear(monkeypatch, 1.0, pytest.fail) is False
+    assert len(ears.waits) == 1 and ears.reported == []
+
+
+def test_a_function_that_raises_has_the_token_reported_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ears = Ears(TOLD)
+
+    def told() -> None:
+        raise KeyboardInterrupt("of a handler")
+
+    with pytest.raises(KeyboardInterrupt, match="of a handler"):
+        ears.hear(monkeypatch, None, told)
+    assert ears.reported == [7]
+
+
+@contextlib.contextmanager
+def soon(handler: Callable[..., Any]) -> Iterator[None]:
+    """A signal comes, again and again."""
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def address_of(name: str) -> int | None:
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
+
+
+def test_signal_handlers_run_while_a_thread_hears() -> None:
+    """As what waits stands the C library's strlen: the token is a string, as long as what it answers."""
+    string, called = ctypes.create_string_buffer(b"x" * INTERRUPTED), []
+
+    def handle(*_: Any) -> None:
+        called.append("handler")
+        if len(called) == 3:
+            string.value = b""
+
+    with soon(handle):
+        answer = HEAR(address_of("strlen"), 0, ctypes.addressof(string), -1, lambda: called.append("told"))
+    assert answer == TOLD
+    assert called.count("told") == 1 and called[:4] == ["handler"] * 3 + ["told"]
+
+
+def test_a_handler_that_raises_ends_the_hearing() -> None:
+    string = ctypes.create_string_buffer(b"x" * INTERRUPTED)
+
+    def handle(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), soon(handle):
+        HEAR(address_of("strlen"), 0, ctypes.addressof(string), -1, pytest.fail)
+
+
+def test_the_time_goes_on_while_handlers_run() -> None:
+    """As what waits stands strnlen, to which the time is the longest answer: less than INTERRUPTED at its end."""
+    string, began = ctypes.create_string_buffer(b"x" * INTERRUPTED), time.monotonic()
+    assert HEAR(address_of("strnlen"), 0, ctypes.addressof(string), 200_000, list) in (TOLD, NOT_IN_TIME)
+    assert 0.2 <= time.monotonic() - began + 2e-6 < WAIT_S
+
+
+def test_other_threads_run_while_one_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what waits stands the C library's usleep, to which the token is microseconds."""
+    over, steps = [], [0]
+
+    def count() -> None:
+        while not over:
+            steps[0] += 1
+            time.sleep(1e-3)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = steps[0]
+    assert HEAR(address_of("usleep"), 0, 500_000, -1, list) == TOLD
+    assert steps[0] - before > 5
+    over.append(True)
+    thread.join(WAIT_S)
+
+
+def test_arguments_of_hearing_that_cannot_be_right() -> None:
+    for given in ((), (1, 2, 3, 4), (None, 1, 2, 3, list), (1, 2, "token", 3, list), (1, 2, 3, 4, list, 5)):
+        with pytest.raises(TypeError):
+            HEAR(*given)
+
+
 def test_what_a_plan_between_two_gpus_hands_over(library: Library) -> None:
     seen: list[Any] = []
     counts = {"device_pointers": 6, "other_pointers": 6, "device_strides": 2, "other_strides": 2, "block_bytes": 2}
@@ -290,21 +426,6 @@ def test_all_reports_are_taken_in_their_order(library: Library) -> None:
     assert {gave_up for gave_up, *_ in library.calls} == {False}
 
 
-def test_the_count_of_reports_is_read_where_the_library_keeps_it(library: Library) -> None:
-    counter = ctypes.c_int64(3)
-    library.answers["completions_counter"] = lambda: ctypes.addressof(counter)
-    assert transfer_queue.completions_count() == 3
-    counter.value = 1 << 40
-    assert transfer_queue.completions_count() == 1 << 40
-    assert library.calls == [(True, "completions_counter", ())]
-
-
-def test_without_a_thread_that_submits_there_is_no_count(library: Library) -> None:
-    library.answers["completions_counter"] = lambda: None
-    with pytest.raises(RuntimeError, match="the thread that submits transfers could not be started"):
-        transfer_queue.completions_count()
-
-
 @pytest.mark.parametrize("costs", [[], [1] * 83, [1] * 85, [[1] * 7] * 12])
 def test_costs_that_are_not_as_many_as_there_are(library: Library, costs: list[Any]) -> None:
     with pytest.raises(ValueError, match=rf"costs has {np.size(costs)} entries; 84 are expected"):
@@ -352,6 +473,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
         ),
         lambda: transfer_queue.cancel(1, 2),
         lambda: transfer_queue.watch(0, 1, [2]),
+        lambda: transfer_queue.hear(1, None, pytest.fail),
         lambda: transfer_queue.completions_fd(),
         lambda: transfer_queue.flush(1),
         lambda: transfer_queue.wait_stream(0, 1, 2, None),
@@ -364,7 +486,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
     names = [
         name.removeprefix("paddle_kv_").removeprefix("queue_")
         for name, (result, _) in c_header.functions(HEADER).items()
-        if result is ctypes.c_int
+        if result is ctypes.c_int and name != "paddle_kv_queue_report"  # behind an error
     ]
     assert len(names) == len(calls)
     library.answers.update(dict.fromkeys(names, lambda *_: -1), error=lambda *_: b"wrong")

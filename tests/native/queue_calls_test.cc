@@ -1,7 +1,10 @@
 // Cancelling, watching, what each device has of its own, and calls that are wrong.
 #include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <ctime>
@@ -252,8 +255,6 @@ bool IsReadable(int timeout_ms) {
 void WatchedEventsAreReported() {
   Plan plan(2, 100, true);
   OpenStream stream;
-  const std::int64_t* const counter = paddle_kv_completions_counter();
-  const std::int64_t before = *counter;
   CHECK(paddle_kv_completions_open() == paddle_kv_completions_open());
   CHECK(!IsReadable(0) && Take().empty());
   {
@@ -261,10 +262,9 @@ void WatchedEventsAreReported() {
     Transfer transfer(plan, stream.handle(), {});
     const std::int64_t events[] = {transfer.records[0]->handle(), transfer.last()};
     CHECK(paddle_kv_queue_watch(0, 11, events, 2) == 0);
-    CHECK(!IsReadable(30) && *counter == before);
+    CHECK(!IsReadable(30));
     gate.Open();
     CHECK(IsReadable(5000));
-    CHECK(__atomic_load_n(counter, __ATOMIC_SEQ_CST) == before + 1);
     CHECK(Take() == std::vector<std::int64_t>{11});
     CHECK(!IsReadable(0));
     CHECK(paddle_kv_queue_watch(0, 12, events, 2) == 0);  // passed already
@@ -330,6 +330,83 @@ void FailuresAreReportedToo() {
   SetQueriesFail(cudaSuccess);
   gate.Open();
   CHECK(held.Wait() == 0);
+}
+
+// ---- hearing ----
+constexpr int kTold = 0, kNotInTime = 1, kInterrupted = 2, kElsewhere = 3;
+using Clock = std::chrono::steady_clock;
+
+void WhoHearsOfATokenTakesIt() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  CHECK(paddle_kv_queue_hear(31, 0) == kElsewhere);  // nobody watches for it
+  Gate gate(stream.stream);
+  Transfer transfer(plan, stream.handle(), {});
+  const std::int64_t event = transfer.last();
+  for (const std::int64_t token : {31, 32, 33}) CHECK(paddle_kv_queue_watch(0, token, &event, 1) == 0);
+  const auto began = Clock::now();
+  CHECK(paddle_kv_queue_hear(31, 30'000) == kNotInTime);
+  CHECK(Clock::now() - began >= milliseconds(30));
+  CHECK(paddle_kv_queue_hear(31, 0) == kNotInTime && Clock::now() - began < milliseconds(5000));
+  std::atomic<int> heard{-1};
+  std::thread hearer([&] { heard = paddle_kv_queue_hear(32, -1); });
+  WaitUntil([] { return paddle_kv_queue_hear(32, 0) == kElsewhere; });  // one at a time
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(heard == -1 && !IsReadable(0));
+  gate.Open();
+  hearer.join();
+  CHECK(heard == kTold);
+  CHECK(paddle_kv_queue_hear(32, -1) == kElsewhere);  // told once
+  std::vector<std::int64_t> taken;
+  while (taken.size() < 2) {
+    CHECK(IsReadable(5000));
+    for (const std::int64_t token : Take()) taken.push_back(token);
+  }
+  CHECK(std::is_permutation(taken.begin(), taken.end(), std::begin({31, 33})));  // whose time was over, and nobody's
+  CHECK(!IsReadable(20));
+  CHECK(paddle_kv_queue_hear(33, -1) == kElsewhere);  // taken
+  CHECK(paddle_kv_queue_report(32) == 0);  // whoever heard of it can do nothing about it
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{32});
+}
+
+// What a thread has heard before does not tell it of the next token.
+void EachTokenIsHeardOfAnew() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  for (std::int64_t token = 40; token < 60; ++token) {
+    Gate gate(stream.stream);
+    Transfer transfer(plan, stream.handle(), {});
+    const std::int64_t event = transfer.last();
+    CHECK(paddle_kv_queue_watch(0, token, &event, 1) == 0);
+    CHECK(paddle_kv_queue_hear(token, 1000) == kNotInTime);
+    gate.Open();
+    CHECK(paddle_kv_queue_hear(token, -1) == kTold || Take() == std::vector<std::int64_t>{token});
+    CHECK(!IsReadable(0));
+  }
+}
+
+void ASignalEndsHearing() {
+  Plan plan(1, 100, true);
+  OpenStream stream;
+  struct sigaction action = {}, before;
+  action.sa_handler = [](int) {};
+  CHECK(sigaction(SIGUSR1, &action, &before) == 0);
+  Gate gate(stream.stream);
+  Transfer transfer(plan, stream.handle(), {});
+  const std::int64_t event = transfer.last();
+  CHECK(paddle_kv_queue_watch(0, 61, &event, 1) == 0);
+  std::atomic<int> heard{-1};
+  std::thread hearer([&] { heard = paddle_kv_queue_hear(61, -1); });
+  WaitUntil([&] {
+    pthread_kill(hearer.native_handle(), SIGUSR1);
+    std::this_thread::sleep_for(milliseconds(1));
+    return heard != -1;
+  });
+  CHECK(heard == kInterrupted);
+  hearer.join();
+  gate.Open();
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{61});
+  CHECK(sigaction(SIGUSR1, &before, nullptr) == 0);
 }
 
 // ---- the thread and the lock ----
@@ -527,6 +604,9 @@ const Test kTests[] = {
     {"a_layer_of_which_a_part_is_dropped_is_named", ALayerOfWhichAPartIsDroppedIsNamed},
     {"watched_events_are_reported", WatchedEventsAreReported},
     {"a_watch_outlives_what_is_held_back", AWatchOutlivesWhatIsHeldBack},
+    {"who_hears_of_a_token_takes_it", WhoHearsOfATokenTakesIt},
+    {"each_token_is_heard_of_anew", EachTokenIsHeardOfAnew},
+    {"a_signal_ends_hearing", ASignalEndsHearing},
     {"failures_are_reported_too", FailuresAreReportedToo},
     {"a_slow_driver_holds_nobody_else", ASlowDriverHoldsNobodyElse},
     {"each_device_has_its_costs", EachDeviceHasItsCosts},

@@ -1,5 +1,5 @@
 // Eight threads that submit, cancel, watch, ask, wait and close at random. Each transfer ends, each layer is copied or
-// left alone as its event says, each watch is reported once.
+// left alone as its event says, each watch is reported once, to whoever hears of it or takes it.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -30,6 +30,7 @@ struct Shared {
   std::mutex mutex;
   std::vector<std::shared_ptr<Transfer>> latest;  // whose events others may wait for
   std::int64_t watches = 0;
+  std::atomic<int> heard{0};  // by those who waited for it
   std::atomic<int> dropped{0};
 };
 
@@ -94,7 +95,7 @@ class Worker {
   void Disturb(std::vector<Work>& works) {
     Work& work = works[random_() % works.size()];
     const std::int64_t event = work.transfer->records[random_() % kLayers]->handle();
-    switch (random_() % 6) {
+    switch (random_() % 7) {
       case 0:
       case 1: {
         std::int64_t layer = -7;
@@ -114,6 +115,14 @@ class Worker {
         break;
       case 4:
         Query(event);
+        break;
+      case 5:
+        if (paddle_kv_queue_hear(work.given.token, Chance(3) ? 0 : 200) != 0) break;
+        if (Chance(3)) {
+          CHECK(paddle_kv_queue_report(work.given.token) == 0);  // taken by the other thread
+        } else {
+          ++shared_.heard;
+        }
         break;
       default:
         std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
@@ -147,12 +156,12 @@ void RunSeed(unsigned seed) {
   Plan plan(kLayers, kBytes, true);
   Shared shared;
   SetLongestDelay(40);
-  const std::int64_t reported_before = *paddle_kv_completions_counter();
   std::vector<std::unique_ptr<Worker>> workers;
   std::vector<std::thread> threads;
   for (int t = 0; t < kThreads; ++t) workers.push_back(std::make_unique<Worker>(plan, shared, t, seed));
   for (const auto& worker : workers) threads.emplace_back(&Worker::Run, worker.get());
   std::map<std::int64_t, int> reports;
+  std::atomic<std::int64_t> taken{0};
   std::atomic<bool> is_over{false};
   std::thread taker([&] {
     std::int64_t tokens[7];
@@ -160,18 +169,18 @@ void RunSeed(unsigned seed) {
       const bool was_over = is_over;
       const std::int64_t count = paddle_kv_completions_take(tokens, 7);
       for (std::int64_t i = 0; i < count; ++i) ++reports[tokens[i]];
+      taken += count;
       if (count == 0 && was_over) return;
       if (count == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   });
   for (std::thread& thread : threads) thread.join();
-  WaitUntil([&] {
-    return __atomic_load_n(paddle_kv_completions_counter(), __ATOMIC_SEQ_CST) == reported_before + shared.watches;
-  });
+  WaitUntil([&] { return taken + shared.heard >= shared.watches; });
   is_over = true;
   taker.join();
   SetLongestDelay(0);
-  CHECK(static_cast<std::int64_t>(reports.size()) == shared.watches && shared.watches > kThreads * kRounds);
+  CHECK(static_cast<std::int64_t>(reports.size()) + shared.heard == shared.watches);
+  CHECK(shared.watches > kThreads * kRounds && shared.heard > kThreads);
   CHECK(shared.dropped > 2 * kThreads);
   for (const auto& report : reports) CHECK(report.second == 1);
   CHECK(paddle_kv_queue_submitted() == paddle_kv_queue_enqueued());

@@ -92,6 +92,12 @@ def cancel_beside_wait(s: Setting) -> Iterator[Threads]:
         s.assert_host(2, "prompt")
 
 
+def cancel_beside_wait_for_marks(s: Setting) -> Iterator[Threads]:
+    save = s.scheduler().offload([0], [2], layerwise=True)
+    yield [quietly(save.wait), save.cancel]
+    assert save.done() and s.pool.domain.poisoned([2]) == [2]
+
+
 def marks_beside_load_and_cancel(s: Setting) -> Iterator[Threads]:
     scheduler = s.scheduler()
     save = scheduler.offload([0], [2], layerwise=True)
@@ -187,6 +193,7 @@ PROGRAMS: dict[str, Callable[[Setting], Iterator[Threads]]] = {
         save_beside_close,
         record_event_beside_close,
         cancel_beside_wait,
+        cancel_beside_wait_for_marks,
         marks_beside_load_and_cancel,
         lease_beside_transfers,
         allocate_and_free,
@@ -297,9 +304,9 @@ def without_the_lock_of_close(patch: pytest.MonkeyPatch) -> None:
 
 LEFT_OUT = [
     (without_sections, "allocate_and_free"),
-    (without_wake, "cancel_beside_wait"),
+    (without_wake, "cancel_beside_wait_for_marks"),
     (without_uses, "record_event_beside_close"),
-    (without_second_look, "cancel_beside_wait"),
+    (without_second_look, "cancel_beside_wait_for_marks"),
     (without_references, "wait_layer_beside_the_next_transfers"),
     (without_the_lock_of_close, "two_closers_and_a_waiter"),
 ]

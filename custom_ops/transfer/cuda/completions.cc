@@ -8,7 +8,17 @@
 
 namespace paddle_kv {
 
-void Completions::Add(std::list<Watch> watch) { polled_.splice(polled_.end(), watch); }
+void Completions::Add(std::list<Watch> watch, Hearers nobody) {
+  hearers_.merge(nobody);
+  polled_.splice(polled_.end(), watch);
+}
+
+bool Completions::Divert(std::int64_t token, Hearer* hearer) {
+  const auto found = hearers_.find(token);
+  if (found == hearers_.end() || (hearer != nullptr && found->second != nullptr)) return false;
+  found->second = hearer;
+  return true;
+}
 
 void Completions::OnRecorded(std::int64_t event) {
   const auto found = held_.find(event);
@@ -36,9 +46,16 @@ bool Completions::GiveBack(std::list<Watch> asked) {
 bool Completions::Place(std::list<Watch>& from) {
   const Watch& watch = from.front();
   if (watch.next == watch.events.size()) {
-    reported_.splice(reported_.end(), from, from.begin());
-    ++counter_;
-    return true;
+    const auto found = hearers_.extract(watch.token);
+    Hearer* const hearer = found ? found.mapped() : nullptr;
+    if (hearer == nullptr) {
+      reported_.splice(reported_.end(), from, from.begin());
+      return true;
+    }
+    hearer->is_told = true;
+    eventfd_write(hearer->descriptor, 1);  // under the lock: without it the thread may have ended
+    from.pop_front();
+    return false;
   }
   std::list<Watch>* place = &polled_;
   if (events_.IsPending(watch.events[watch.next])) {

@@ -174,15 +174,17 @@ int paddle_kv_queue_watch(int device, std::int64_t token, const std::int64_t* ev
   });
 }
 
-std::int64_t paddle_kv_completions_take(std::int64_t* tokens, std::int64_t capacity) {
-  return Counted([&] { return TransferQueue::Get().TakeCompletions(tokens, capacity); });
+int paddle_kv_queue_hear(std::int64_t token, std::int64_t timeout_us) {
+  return Guarded([&] { return static_cast<int>(TransferQueue::Get().Hear(token, timeout_us)); });
 }
 
-const std::int64_t* paddle_kv_completions_counter() {
-  static_assert(sizeof(std::atomic<std::int64_t>) == sizeof(std::int64_t));
-  try {
-    return reinterpret_cast<const std::int64_t*>(&TransferQueue::Get().completions_counter());
-  } catch (const std::exception&) {
-    return nullptr;
-  }
+int paddle_kv_queue_report(std::int64_t token) {
+  return Guarded([&] {
+    TransferQueue::Get().Report(token);
+    return 0;
+  });
+}
+
+std::int64_t paddle_kv_completions_take(std::int64_t* tokens, std::int64_t capacity) {
+  return Counted([&] { return TransferQueue::Get().TakeCompletions(tokens, capacity); });
 }

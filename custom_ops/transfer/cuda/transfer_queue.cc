@@ -1,5 +1,7 @@
 #include "paddle_kv/transfer/transfer_queue.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <new>
 #include <thread>
@@ -14,6 +16,7 @@ namespace paddle_kv {
 namespace {
 
 constexpr std::chrono::microseconds kPoll{50};                // for the end of what is in flight
+constexpr unsigned long kTimerSlackNs = 1000;                 // else the system makes twice as much of that
 constexpr std::chrono::milliseconds kComputeSeen{20};         // how long a busy compute stream counts as busy
 constexpr std::chrono::microseconds kLongestWait{1LL << 45};  // a year; more would overflow the clock
 
@@ -175,9 +178,37 @@ void TransferQueue::AddToGates(GateWords* words, MarkWait work) {
 void TransferQueue::AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count) {
   std::list<Watch> watch;
   watch.push_back({device, token, {events, events + event_count}});
+  Completions::Hearers nobody = {{token, nullptr}};
   const std::lock_guard<std::mutex> lock(mutex_);
-  completions_.Add(std::move(watch));
+  completions_.Add(std::move(watch), std::move(nobody));
   work_.notify_one();
+}
+
+Heard TransferQueue::Hear(std::int64_t token, std::int64_t timeout_us) {
+  thread_local const ThreadSignal signal;
+  Hearer hearer{signal.descriptor()};
+  if (hearer.descriptor < 0) return Heard::kElsewhere;
+  Lock lock(mutex_);
+  if (!completions_.Divert(token, &hearer)) return Heard::kElsewhere;
+  lock.unlock();
+  const Heard heard = signal.Wait(timeout_us);
+  lock.lock();
+  if (!hearer.is_told) {
+    completions_.Divert(token, nullptr);
+    return heard;
+  }
+  signal.Clear();
+  return Heard::kTold;
+}
+
+void TransferQueue::Report(std::int64_t token) {
+  std::list<Watch> watch;
+  watch.push_back({0, token, {}});
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    completions_.Report(std::move(watch));
+  }
+  completions_.Signal();
 }
 
 int TransferQueue::OpenCompletions() {
@@ -205,6 +236,7 @@ bool TransferQueue::WaitFor(Lock& lock, std::int64_t timeout_us, Condition condi
 }
 
 void TransferQueue::SubmitForever() {
+  prctl(PR_SET_TIMERSLACK, kTimerSlackNs);
   Lock lock(mutex_);
   Clock::time_point next_poll{};
   for (;;) {

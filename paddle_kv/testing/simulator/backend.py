@@ -10,7 +10,7 @@ from typing import Any
 from ...backend.protocol import Later
 from ...backend.work import LayerWork
 from ...errors import CaptureError
-from .device import Device, Job, Mark, SimulatedStream
+from .device import Device, Job, Mark, SimulatedStream, Watched
 from .gates import SimulatedGates
 from .host import SimulatedHost
 from .log import Log, call_site
@@ -163,9 +163,13 @@ class SimulatedBackend:
             mark = work.records[group - work.first_group].mark = device.record(stream, job)
             self._layers[mark] = plan.layers_of(group).start
 
-    def watch(self, events: Sequence[SimulatedEvent], report: Callable[[], Later | None]) -> None:
+    def watch(self, events: Sequence[SimulatedEvent], report: Callable[[], Later | None]) -> Watched:
         self._device.switch_point()
-        self._device.watch([event.mark for event in events if event.mark is not None], report)
+        return self._device.watch([event.mark for event in events if event.mark is not None], report)
+
+    def hear(self, watched: Watched, timeout_s: float | None, told: Callable[[], object]) -> None:
+        self._device.switch_point()
+        self._device.hear(watched, lambda waiter: self.host.park(waiter, timeout_s), told)
 
     def cancel(self, stream: SimulatedStream, number: int) -> int | None:
         self._device.switch_point()

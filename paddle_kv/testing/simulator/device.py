@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...backend.protocol import Later
+from ...tracking.keeper import Waiter
 from .chooser import Chooser, Transition
 from .memory import Cell, Memory
 from .threads import HostThread, HostThreads
@@ -83,6 +84,21 @@ class SimulatedStream:
         return self.position == len(self.items)
 
 
+@dataclass(eq=False)
+class Watched:
+    """Marks that somebody wants to hear of."""
+
+    marks: list[Mark]
+    report: Callable[[], Later | None] | None  # None once somebody was told: it keeps what the marks need
+    hearer: Waiter | None = None  # of who waits for it himself
+
+    def tell(self) -> None:
+        report, self.report = self.report, None
+        later = None if report is None else report()
+        if later is not None:
+            later.soon()
+
+
 class Device:
     """The queues, and what runs them."""
 
@@ -99,7 +115,7 @@ class Device:
         self._num_marks = 0
         self._num_looks = 0
         self._polls: dict[Mark | None, int] = {}
-        self._watched: list[tuple[list[Mark], Callable[[], Later | None]]] = []
+        self._watched: list[Watched] = []
         self.threads: HostThreads | None = None  # of the host, while there are several
 
     # ---- what is submitted ----
@@ -161,18 +177,36 @@ class Device:
                 return False
         return True
 
-    def watch(self, marks: list[Mark], report: Callable[[], Later | None]) -> None:
+    def watch(self, marks: list[Mark], report: Callable[[], Later | None]) -> Watched:
         """Reports when all of them were passed."""
-        self._watched.append((marks, report))
+        watched = Watched(marks, report)
+        self._watched.append(watched)
         self._report()
+        return watched
+
+    def hear(self, watched: Watched, wait: Callable[[Waiter], object], told: Callable[[], object]) -> None:
+        """Waits for that report, and calls ``told`` in its place."""
+        if watched not in self._watched or watched.hearer is not None:
+            return
+        waiter = watched.hearer = Waiter()
+        try:
+            wait(waiter)
+            if watched not in self._watched:
+                told()
+                watched.report = None
+        finally:
+            watched.hearer = None
+            if watched not in self._watched:
+                watched.tell()
 
     def _report(self) -> None:
-        passed = [watched for watched in self._watched if all(mark.passed for mark in watched[0])]
+        passed = [watched for watched in self._watched if all(mark.passed for mark in watched.marks)]
         self._watched = [watched for watched in self._watched if watched not in passed]
-        for _, report in passed:
-            later = report()
-            if later is not None:
-                later.soon()
+        for watched in passed:
+            if watched.hearer is None:
+                watched.tell()
+            else:
+                watched.hearer.release()
 
     def cancel(self, stream: SimulatedStream, number: int) -> Mark | None:
         """Drops the copies of a transfer that have not begun; the mark behind the first of them."""

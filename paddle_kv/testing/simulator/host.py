@@ -118,6 +118,11 @@ class SimulatedHost:
         threads = self._device.threads
         return threads is not None and threads.current.number == 1
 
+    @property
+    def serves(self) -> bool:
+        threads = self._device.threads
+        return threads is not None and threads.current is threads.all[-1]
+
     def soon(self, function: Callable[[], object]) -> None:
         if self.defers:
             self.post(function)

@@ -147,13 +147,18 @@ class MutatedBackend:
             for event in work.records:
                 self.inner.record(event, stream)
 
-    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
+    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> Any:
         if "completion" in self._drop:
             later = report()
             if later is not None:
                 later.soon()
         elif not self._drop & {"completion-report", "watch-report"}:
-            self.inner.watch(events, report)
+            return self.inner.watch(events, report)
+        return None
+
+    @property
+    def hear(self) -> Any:
+        return getattr(self.inner, "hear", None)
 
     def cancel(self, stream: Stream, number: int) -> int | None:
         first = self.inner.cancel(stream, number)

@@ -120,10 +120,14 @@ class RecordingBackend:
         self.inner.copy_layers(binding, work, stream)
         self.log.event_marks.update(marks)
 
-    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> None:
+    def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> Any:
         for event in events:
             self._check_recorded(event, HOST, "watch")
-        self.inner.watch(events, report)
+        return self.inner.watch(events, report)
+
+    @property
+    def hear(self) -> Any:
+        return getattr(self.inner, "hear", None)
 
     def cancel(self, stream: Stream, number: int) -> int | None:
         return self.inner.cancel(stream, number)

@@ -20,19 +20,32 @@ struct Watch {
   std::size_t end_recorded = 0;  // of those from there on that CUDA can be asked for
 };
 
+// A thread that waits for one token.
+struct Hearer {
+  int descriptor;        // its own eventfd, which becomes readable when it is told
+  bool is_told = false;  // then nobody else is
+};
+
 // Used under the queue's lock. Watches move from list to list, which takes no memory in the queue's thread.
 class Completions {
  public:
   explicit Completions(const EventStates& events) : events_(events) {}
 
-  void Add(std::list<Watch> watch);
+  // Of one token, which nobody else uses.
+  using Hearers = std::map<std::int64_t, Hearer*>;
+  void Add(std::list<Watch> watch, Hearers nobody);
+  // Its end is told to this one alone, or, with null, in the common list. False: somebody else hears of it, or it is
+  // told already.
+  bool Divert(std::int64_t token, Hearer* hearer);
+  // It is told in the common list in any case.
+  void Report(std::list<Watch> watch) { reported_.splice(reported_.end(), watch); }
   // An event is not pending any more.
   void OnRecorded(std::int64_t event);
   // CUDA has to be asked from time to time.
   bool HasPolled() const { return !polled_.empty(); }
   // Those to ask CUDA for, which may be done without the lock.
   std::list<Watch> TakePolled();
-  // They are reported, or stay watches. Whether some were reported: then Signal() is due.
+  // They are reported, or stay watches. Whether the common list has got some: then Signal() is due.
   bool GiveBack(std::list<Watch> asked);
 
   // The descriptor, -1 and errno if there is none to be had.
@@ -40,22 +53,21 @@ class Completions {
   // At most so many tokens, the oldest first; how many.
   std::int64_t Take(std::int64_t* tokens, std::int64_t capacity);
   bool HasReported() const { return !reported_.empty(); }
-  const std::atomic<std::int64_t>& counter() const { return counter_; }
 
   // Without the lock: system calls.
   void Signal() const;
   void ClearSignal() const;
 
  private:
-  // Where a watch belongs that nobody asks CUDA for at the moment; true: it is reported.
+  // Where a watch belongs that nobody asks CUDA for at the moment; true: the common list has got it.
   bool Place(std::list<Watch>& from);
 
   const EventStates& events_;
   std::list<Watch> polled_;
   std::map<std::int64_t, std::list<Watch>> held_;  // by the event, still pending, that comes next
   std::list<Watch> reported_;
+  Hearers hearers_;  // of all tokens that are watched; null: nobody waits for it himself
   std::atomic<int> descriptor_{-1};
-  std::atomic<std::int64_t> counter_{0};
 };
 
 }  // namespace paddle_kv

@@ -102,12 +102,17 @@ int paddle_kv_queue_set_costs(int device, const std::int64_t* costs);
 // the device is lost. The events live until then.
 int paddle_kv_queue_watch(int device, std::int64_t token, const std::int64_t* events, std::int64_t count);
 
+// Waits until the token of a watch is reported, to this caller in place of take. 0: it was; 1: not within the time, 2:
+// a signal's handler ran in this thread meanwhile, 3: another caller waits for it, or it was reported before; then, and
+// of 1 and 2, take gives it. A negative time has no end.
+int paddle_kv_queue_hear(std::int64_t token, std::int64_t timeout_us);
+
+// The token is reported once more, for take: whoever heard of it could do nothing about it.
+int paddle_kv_queue_report(std::int64_t token);
+
 // A descriptor (eventfd, the same one each time) that is readable when tokens were reported; nobody but take reads it.
 int paddle_kv_completions_open();
 
 // Tokens reported since the last call, the oldest first, and how many; the descriptor stays readable if there are more.
 std::int64_t paddle_kv_completions_take(std::int64_t* tokens, std::int64_t capacity);
-
-// How many tokens were ever reported: an int64 that may be read at any time. Null: there is no queue.
-const std::int64_t* paddle_kv_completions_counter();
 }

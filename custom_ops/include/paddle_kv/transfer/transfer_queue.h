@@ -1,7 +1,6 @@
 // The queue of transfers and its one thread.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -22,6 +21,7 @@
 #include "paddle_kv/transfer/gate_work.h"
 #include "paddle_kv/transfer/queued_transfer.h"
 #include "paddle_kv/transfer/stream_feeder.h"
+#include "paddle_kv/transfer/thread_signal.h"
 
 namespace paddle_kv {
 
@@ -56,9 +56,12 @@ class TransferQueue {
   void AddToGates(GateWords* words, MarkWait work);
 
   void AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count);
+  // Waits for the token's report in this thread, which hears of it in place of whoever reads the descriptor.
+  Heard Hear(std::int64_t token, std::int64_t timeout_us);
+  // Once more, to whoever reads the descriptor.
+  void Report(std::int64_t token);
   int OpenCompletions();
   std::int64_t TakeCompletions(std::int64_t* tokens, std::int64_t capacity);
-  const std::atomic<std::int64_t>& completions_counter() const { return completions_.counter(); }
 
  private:
   using Clock = std::chrono::steady_clock;

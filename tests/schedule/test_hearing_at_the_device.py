@@ -1,0 +1,261 @@
+"""A wait with a backend that lets the waiting thread hear of the end itself, in place of the keeper."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import pytest
+
+from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule import settling
+from paddle_kv.tracking import group
+from tests.schedule.rig import SHORT_S, WAIT_S
+
+
+class Watched:
+    """What the backend is asked for; ``reported`` or heard of, in the end."""
+
+    def __init__(self, report):
+        self._report = report
+        self._lock = threading.Lock()
+        self._hearer = None
+        self.is_over = False
+        self.begun = threading.Event()
+
+    def tell(self):
+        with self._lock:
+            self.is_over = True
+            if self._hearer is not None:
+                self._hearer.set()
+                return None
+        return self._let_go()()
+
+    def _let_go(self):
+        """It keeps the events."""
+        report, self._report = self._report, None
+        return report
+
+    def hear(self, timeout_s, told):
+        with self._lock:
+            if self.is_over or self._hearer is not None:
+                return
+            self._hearer = threading.Event()
+        self.begun.set()
+        is_told = self._hearer.wait(timeout_s)
+        with self._lock:
+            is_told |= self.is_over
+            self._hearer = None
+        if is_told:
+            report = self._let_go()
+            try:
+                told()
+            except BaseException:
+                report()
+                raise
+
+
+class Hearing(CpuBackend):
+    def __init__(self):
+        self.watched = []
+        self.reported = []
+        self.hearers = []
+
+    def watch(self, events, report):
+        def noted():
+            self.reported.append(watched)
+            return report()
+
+        watched = Watched(noted)
+        self.watched.append(watched)
+        super().watch(events, watched.tell)
+        return watched
+
+    def hear(self, watched, timeout_s, told):
+        self.hearers.append(threading.current_thread().name)
+        watched.hear(timeout_s, told)
+
+
+@pytest.fixture
+def backend():
+    return Hearing()
+
+
+@pytest.fixture
+def scheduler(rig, backend):
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as made:
+        yield made
+
+
+def when_somebody_hears(watched, function):
+    def run():
+        assert watched.begun.wait(WAIT_S)
+        time.sleep(SHORT_S)
+        function()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_whoever_waits_ends_the_transfer_and_all_others_hear_of_it(rig, copies, backend, scheduler):
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    told, ended = queue.SimpleQueue(), []
+    load.add_done_callback(told.put)
+    other = threading.Thread(target=lambda: (backend.watched[0].begun.wait(WAIT_S), load.wait(WAIT_S), ended.append(1)))
+    other.start()
+    thread = when_somebody_hears(backend.watched[0], copies.go_on)
+    load.wait(WAIT_S)
+    assert load.state.value == "done"
+    assert told.get(timeout=WAIT_S) is load
+    other.join(WAIT_S)
+    thread.join(WAIT_S)
+    assert ended == [1]
+    assert backend.reported == []  # to nobody else
+    assert scheduler.stats()["in_flight"] == 0
+    rig.expect_onload([3], [2])
+    rig.check()
+
+
+def test_what_is_over_is_not_waited_for(backend, scheduler):
+    save = scheduler.offload([3], [2])
+    assert save._movement.last_event.wait(WAIT_S)
+    save.wait(WAIT_S)
+    save.wait(WAIT_S)
+    assert backend.hearers == []
+
+
+def test_while_layers_are_not_marked_there_is_nothing_to_hear_of(rig, backend, scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    with pytest.raises(TimeoutError, match="mark_layer_written was not called"):
+        save.wait(SHORT_S)
+    assert backend.hearers == backend.watched == []
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    save.wait(WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, SHORT_S])
+def test_behind_a_time_out_the_keeper_hears_of_the_end(copies, backend, scheduler, timeout_s):
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="not over"):
+        load.wait(timeout_s)
+    assert timeout_s <= time.monotonic() - began < WAIT_S
+    over = queue.SimpleQueue()
+    load.add_done_callback(over.put)
+    copies.go_on()
+    assert over.get(timeout=WAIT_S) is load
+    assert backend.reported == backend.watched
+
+
+def test_the_time_is_that_of_the_whole_call(copies, backend, scheduler, monkeypatch):
+    """What was spent in hearing is gone."""
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    backend.hear = lambda watched, timeout_s, told: time.sleep(timeout_s / 2)  # somebody else is told
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match="not over"):
+        load.wait(10 * SHORT_S)
+    assert 10 * SHORT_S <= time.monotonic() - began < 14 * SHORT_S
+    copies.go_on()
+
+
+def test_a_failure_that_a_waiter_hears_of(rig, copies, backend, scheduler):
+    copies.hold("onload", 1)
+    copies.fail("onload", 1, RuntimeError("broken"))
+    load = scheduler.onload([3], [2])
+    thread = when_somebody_hears(backend.watched[0], copies.go_on)
+    with pytest.raises(TransferError, match="layer 1: broken"):
+        load.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert backend.hearers and backend.reported == []
+    rig.expect_onload([3], [2], layers=[0])
+    rig.check()
+
+
+def test_one_that_is_cancelled_while_somebody_hears(rig, copies, backend, scheduler):
+    copies.hold("onload", 1)
+    load = scheduler.onload([3], [2])
+
+    def cancel():
+        load.cancel()
+        copies.go_on()
+
+    thread = when_somebody_hears(backend.watched[0], cancel)
+    with pytest.raises(CancelledError):
+        load.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert scheduler.stats()["in_flight"] == 0
+    rig.expect_onload([3], [2], layers=[0, 1])
+    rig.check()
+
+
+def test_whoever_is_interrupted_when_he_hears_leaves_it_to_the_keeper(copies, backend, scheduler, monkeypatch):
+    """As a signal handler does that raises before the section begins."""
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    over, me = queue.SimpleQueue(), threading.current_thread()
+    load.add_done_callback(over.put)
+    hear = backend.hear
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    backend.hear = lambda watched, timeout_s, told: hear(watched, timeout_s, interrupted)
+    thread = when_somebody_hears(backend.watched[0], copies.go_on)
+    with pytest.raises(KeyboardInterrupt):
+        load.wait(WAIT_S)
+    assert over.get(timeout=WAIT_S) is load
+    assert me is threading.main_thread() and backend.reported == backend.watched
+    thread.join(WAIT_S)
+
+
+def test_the_keeper_itself_goes_on_hearing_of_others(copies, backend, scheduler):
+    """A done callback that waits: it must not sleep where only one transfer is told of."""
+    heard = queue.SimpleQueue()
+
+    def wait_for_the_load(_):
+        copies.go_on("onload")
+        load.wait(WAIT_S)
+        heard.put(load.state.value)
+
+    copies.hold("offload", 4)
+    copies.hold("onload", 4)
+    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [5])
+    save.add_done_callback(wait_for_the_load)
+    copies.go_on("offload")
+    assert heard.get(timeout=WAIT_S) == "done"
+    assert "paddle_kv-keeper" not in backend.hearers
+
+
+def test_what_a_follower_still_holds_is_waited_for_behind_the_device(copies, backend, scheduler):
+    class Holder:
+        def __init__(self):
+            self.is_held = True
+
+        def holds(self, movement):
+            return self.is_held
+
+        def loss_of(self, movement):
+            return None
+
+        submitted = failed = ended = lambda *_: None
+
+    holder = Holder()
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    load._movement.followers.append(holder)
+    thread = when_somebody_hears(backend.watched[0], copies.go_on)
+    with pytest.raises(TimeoutError):
+        load.wait(20 * SHORT_S)
+    thread.join(WAIT_S)
+    holder.is_held = False
+    group.change(load._movement, lambda: settling.look(load._movement))
+    load.wait(WAIT_S)
