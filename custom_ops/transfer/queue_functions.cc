@@ -41,7 +41,7 @@ const std::int64_t* IdsIn(PyObject* object, PythonBuffers* held, std::int64_t* c
 
 PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return GuardedFromPython([&]() -> PyObject* {
-    if (count != 15) Refuse("submit takes 15 arguments");
+    if (count != 16) Refuse("submit takes 16 arguments");
     const auto function = reinterpret_cast<int (*)(const PaddleKvTransfer*)>(IntegerIn(given[0]));
     PaddleKvTransfer transfer = {};
     PythonBuffers held;
@@ -69,6 +69,7 @@ PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
     transfer.record_events = record_events.data();
     transfer.stream = IntegerIn(given[13]);
     transfer.token = IntegerIn(given[14]);
+    transfer.watch = IntegerIn(given[15]);
     PyThreadState* const state = transfer.block_count > IntegerIn(given[1]) ? PyEval_SaveThread() : nullptr;
     const int result = function(&transfer);
     if (state != nullptr) PyEval_RestoreThread(state);

@@ -22,12 +22,17 @@ _thread: threading.Thread | None = None
 def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> int:
     """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
     thread: a signal handler could come in between. Returns what :func:`hear` takes."""
+    return expect(report, lambda token: transfer_queue.watch(device_id, token, events))
+
+
+def expect(report: Callable[[], Later | None], watch: Callable[[int], object]) -> int:
+    """:func:`watch`, for a call that has the library watch for the token."""
     if _thread is None:
         _start()
     token = next(_tokens)
     _reports[token] = report
     try:
-        transfer_queue.watch(device_id, token, events)
+        watch(token)
     except BaseException:
         del _reports[token]
         raise

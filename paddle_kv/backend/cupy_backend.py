@@ -173,6 +173,12 @@ class CupyBackend:
             raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
+        self._submit(binding, work, stream, transfer_queue.UNWATCHED)
+
+    def copy_and_watch(self, binding: int, work: LayerWork, stream: Any, report: Callable[[], Later | None]) -> int:
+        return completions.expect(report, functools.partial(self._submit, binding, work, stream))
+
+    def _submit(self, binding: int, work: LayerWork, stream: Any, watch: int) -> None:
         plan = work.plan
         transfer_queue.submit(
             plan=binding,
@@ -187,6 +193,7 @@ class CupyBackend:
             record_events=list(work.records),
             stream=stream.ptr,
             token=work.number,
+            watch=watch,
         )
 
     def watch(self, events: Sequence[int], report: Callable[[], Later | None]) -> int:

@@ -99,7 +99,10 @@ class Backend(Protocol):
         where compute has no stream, until it was passed. TimeoutError after ``timeout_s``."""
 
     def copy_layers(self, binding: Any, work: LayerWork, stream: Stream) -> None:
-        """Enqueues. If it raises, an unknown part of the work may have been enqueued."""
+        """Enqueues. If it raises, an unknown part of the work may have been enqueued.
+
+        A backend may also have ``copy_and_watch``, which takes ``report`` as well: it does what :meth:`watch` does with
+        the last record event, and returns what that does. If it raises, nobody calls ``report``."""
 
     def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> Any:
         """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All

@@ -171,6 +171,7 @@ class Movement:
     failure: Failure | None = None
     loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
     submission_failed = False  # already in the call that started it
+    report: Callable[[], Any] | None = None  # what the backend calls at its end
     watched: Any = None  # by the backend, as long as its end is all that is to come
     through = False  # nothing of it runs any more
     told = False  # somebody knows of the failure
@@ -210,6 +211,7 @@ class Movement:
         self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
         self.num_unsubmitted = len(plan.groups)
         self.starts: list[tuple[Event, range]] = []  # one a submission
+        self.spare: list[Event] = []  # held, and not in use yet
         self.followers: list[Follower] = []
         # The end
         self.lost = np.zeros(len(plan.device_ids), bool)  # which blocks do not come
@@ -284,8 +286,18 @@ class Movement:
         if error is not None:
             raise error
 
+    def hold_all_events(self) -> None:
+        """Takes what all of it is likely to need, at once: to take an event costs more than to make one."""
+        submissions = self.plan.num_groups if self.to_mark or self.unread else 1
+        self.spare = self.hold_events(1 + len(self.to_mark) + submissions + self.plan.num_groups)
+
     def hold_events(self, count: int) -> list[Event]:
-        """Takes events that live until it is over."""
+        """Events that live until it is over."""
+        spare = self.spare
+        if len(spare) >= count:
+            taken = spare[:count]
+            del spare[:count]
+            return taken
         events = self.scheduler.resources.take_events(count)
         self.held = (*self.held, events)
         return list(events)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..backend.work import Event
 from ..tracking.group import change
@@ -29,8 +29,8 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
             continue
         backend = movement.scheduler.backend
         try:
-            report = functools.partial(_report, movement.number, movement.held)
-            movement.watched = backend.watch(_asked(movement), report)
+            if movement.watched is None:
+                movement.watched = backend.watch(_asked(movement), reporter(movement))
         except Exception as error:  # noqa: BLE001  nobody would hear of the end
             at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
             with contextlib.suppress(Exception):
@@ -39,8 +39,13 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
     return at_an_end
 
 
+def reporter(movement: Movement) -> Callable[[], None]:
+    """What the backend calls, out of any of its threads, when all events of a transfer were passed. They live until
+    then."""
+    return functools.partial(_report, movement.number, movement.held)
+
+
 def _report(number: int, held: tuple[Events, ...]) -> None:
-    """The backend says, out of any of its threads, that all events of a transfer were passed. They live until then."""
     movement = movements.get(number)
     if movement is not None:
         movement.group.host.post(functools.partial(change, movement.target, functools.partial(look, movement)))
@@ -145,6 +150,7 @@ def _asked(movement: Movement) -> list[Event]:
 def _end(movement: Movement) -> None:
     """It is over: its events go back as soon as nobody looks at them."""
     movement.held, movement.after, movement.starts = (), [], []
+    movement.report, movement.spare = None, []
     movement.unmarked = dict.fromkeys(movement.unmarked)
     movement.marks = [None] * len(movement.marks)
     movement.savers, movement.sharing = {}, {}

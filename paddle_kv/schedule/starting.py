@@ -61,7 +61,9 @@ def start(
     movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
     if isinstance(compute, Events):
         movement.held, movement.after = (compute,), list(compute)
-    elif plan.num_groups and not layerwise:
+    if plan.num_groups:
+        movement.hold_all_events()
+    if plan.num_groups and not layerwise and not isinstance(compute, Events):
         movement.after = movement.hold_events(1)
         try:
             scheduler.backend.record(movement.after[0], compute)
@@ -70,6 +72,8 @@ def start(
             raise
     if plan.num_groups and movement.to_mark:
         movement.unmarked = dict(zip(movement.to_mark, movement.hold_events(len(movement.to_mark)), strict=True))
+    if not scheduler.record_layer_times:  # else there is more to hear of than one event
+        movement.report = settling.reporter(movement)
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
     movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))

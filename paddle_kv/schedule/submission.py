@@ -230,7 +230,12 @@ def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement
     try:
         start, *records = movement.hold_events(1 + len(groups))
         work = LayerWork(plan, groups.start, groups.stop, waits, start, records, scheduler.engine, movement.number)
-        scheduler.backend.copy_layers(scheduler.resources.binding, work, movement.stream)
+        backend, binding = scheduler.backend, scheduler.resources.binding
+        copy_and_watch = getattr(backend, "copy_and_watch", None)
+        if copy_and_watch is None or movement.report is None or len(groups) < plan.num_groups:
+            backend.copy_layers(binding, work, movement.stream)
+        else:
+            movement.watched = copy_and_watch(binding, work, movement.stream, movement.report)
     except BaseException as error:  # noqa: BLE001  whatever it is, the transfer carries it
         fence(movement)
         layer = plan.layers_of(first).start

@@ -445,7 +445,22 @@ def test_what_is_handed_to_the_queue(gpu: Gpu, backend: Any) -> None:
             "record_events": [15, 16],
             "stream": 71,
             "token": 18,
+            "watch": -1,
         }
+
+
+def test_a_whole_transfer_is_watched_by_its_submission(gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expect(report: Any, watch: Any) -> int:
+        assert report is print
+        watch(33)
+        return 33
+
+    monkeypatch.setattr(cupy_backend.completions, "expect", expect)
+    plan = TransferPlan("offload", np.array([4, 2]), np.array([7, 9]), num_layers=2, layers_per_event=1)
+    work = LayerWork(plan, 0, 2, [[], []], 14, [15, 16])
+    assert backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print) == 33
+    [(name, given)] = gpu.asked()
+    assert name == "submit" and given["watch"] == 33 and given["record_events"] == [15, 16]
 
 
 @pytest.mark.parametrize("first_dropped", [None, 0, 3])

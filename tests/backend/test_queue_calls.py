@@ -130,7 +130,7 @@ def test_what_a_submission_hands_over(library: Library) -> None:
     ids = {"device_ids": np.array([7, 8, 9]), "host_ids": np.array([10, 11, 12])}
     transfer_queue.submit(**asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22])
     transfer_queue.submit(
-        **asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22], token=23
+        **asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22], token=23, watch=24
     )
     expected = {
         **asked,
@@ -143,7 +143,7 @@ def test_what_a_submission_hands_over(library: Library) -> None:
         "waits_per_group": [2, 1],
         "record_events": [21, 22],
     }
-    assert seen == [{**expected, "token": 0}, {**expected, "token": 23}]
+    assert seen == [{**expected, "token": 0, "watch": -1}, {**expected, "token": 23, "watch": 24}]
 
 
 @pytest.mark.parametrize("block_count", [transfer_queue.FEW_BLOCKS, transfer_queue.FEW_BLOCKS + 1])
@@ -164,7 +164,7 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
     ids, few, meanwhile = np.arange(block_count), transfer_queue.FEW_BLOCKS, []
     for _ in range(10):  # the machine may hold up one thread while the other one runs, in the call or beside it
         before = steps[0]
-        SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], 2, [3], 4, 0)
+        SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], 2, [3], 4, 0, -1)
         meanwhile.append(steps[0] - before)
         if (meanwhile[-1] > 5) == (block_count > few):
             break
@@ -190,18 +190,19 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
         (12, [1, None], "int"),
         (13, 2**63, "large|big|convert"),
         (14, "token", "int"),
+        (15, None, "int"),
     ],
 )
 def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wrong: Any, words: str) -> None:
     called: list[Any] = []
     note = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda given: called.append(given) or 0)
     address = ctypes.cast(note, ctypes.c_void_p).value
-    given: list[Any] = [address, 10, 1, 2, 3, np.arange(3), np.arange(3), 0, 2, 1, [(), [5]], 6, [7, 8], 9, 10]
+    given: list[Any] = [address, 10, 1, 2, 3, np.arange(3), np.arange(3), 0, 2, 1, [(), [5]], 6, [7, 8], 9, 10, 11]
     assert SUBMIT(*given) == 0 and len(called) == 1
     given[at] = wrong
     with pytest.raises((TypeError, ValueError, OverflowError, BufferError), match=words):
         SUBMIT(*given)
-    with pytest.raises(TypeError, match="15 arguments"):
+    with pytest.raises(TypeError, match="16 arguments"):
         SUBMIT(*given[:-1])
     assert len(called) == 1
 

@@ -369,6 +369,40 @@ void WhoHearsOfATokenTakesIt() {
   CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{32});
 }
 
+// As if watch was called for the last event behind the submission.
+void ASubmissionBringsItsOwnWatch() {
+  Plan plan(3, 100, true);
+  OpenStream stream;
+  Submission load;
+  load.watch = 71;
+  {
+    Gate gate(stream.stream);
+    Transfer transfer(plan, stream.handle(), load);
+    CHECK(!IsReadable(30));
+    CHECK(paddle_kv_queue_hear(71, 0) == kNotInTime);
+    gate.Open();
+    CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{71});
+    CHECK(Query(transfer.last()) == 0);
+  }
+  load.watch = 72;
+  before_copy = [](const EngineWork&, const DeviceStream&) {
+    return Status{cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "it broke", "a launch"};
+  };
+  Transfer failed(plan, stream.handle(), load);
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{72});
+  CHECK(Query(failed.last()) == -1);
+  before_copy = nullptr;
+  load.watch = 73;
+  Transfer refused(plan, 12345, load);  // no such stream
+  CHECK(refused.result == -1 && paddle_kv_queue_hear(73, 0) == kElsewhere && !IsReadable(20));
+  PaddleKvTransfer nothing{};
+  nothing.plan = plan.number;
+  nothing.direction = nothing.layers_per_event = 1;
+  nothing.watch = 74;
+  CHECK(paddle_kv_queue_submit(&nothing) == 0);
+  CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{74});
+}
+
 // What a thread has heard before does not tell it of the next token.
 void EachTokenIsHeardOfAnew() {
   Plan plan(1, 100, true);
@@ -605,6 +639,7 @@ const Test kTests[] = {
     {"watched_events_are_reported", WatchedEventsAreReported},
     {"a_watch_outlives_what_is_held_back", AWatchOutlivesWhatIsHeldBack},
     {"who_hears_of_a_token_takes_it", WhoHearsOfATokenTakesIt},
+    {"a_submission_brings_its_own_watch", ASubmissionBringsItsOwnWatch},
     {"each_token_is_heard_of_anew", EachTokenIsHeardOfAnew},
     {"a_signal_ends_hearing", ASignalEndsHearing},
     {"failures_are_reported_too", FailuresAreReportedToo},

@@ -77,6 +77,7 @@ struct Submission {
   EngineKind engine = EngineKind::kAuto;
   std::vector<std::vector<std::int64_t>> waits;  // of each group; none at all if empty
   std::int64_t token = 0;
+  std::int64_t watch = -1;
 };
 
 // The events of a transfer, one a group.
@@ -115,7 +116,8 @@ struct Transfer {
                                        start.handle(),
                                        handles.data(),
                                        stream,
-                                       given.token};
+                                       given.token,
+                                       given.watch};
     return paddle_kv_queue_submit(&transfer);
   }
   std::int64_t last() const { return records.back()->handle(); }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -18,12 +19,16 @@ from tests.schedule.rig import SHORT_S, WAIT_S
 class Watched:
     """What the backend is asked for; ``reported`` or heard of, in the end."""
 
-    def __init__(self, report):
+    def __init__(self, report, event):
         self._report = report
+        self._event = weakref.ref(event)
         self._lock = threading.Lock()
         self._hearer = None
         self.is_over = False
         self.begun = threading.Event()
+
+    def is_of(self, events):
+        return self._event() in events
 
     def tell(self):
         with self._lock:
@@ -68,7 +73,7 @@ class Hearing(CpuBackend):
             self.reported.append(watched)
             return report()
 
-        watched = Watched(noted)
+        watched = Watched(noted, events[0])
         self.watched.append(watched)
         super().watch(events, watched.tell)
         return watched
@@ -78,9 +83,21 @@ class Hearing(CpuBackend):
         watched.hear(timeout_s, told)
 
 
-@pytest.fixture
-def backend():
-    return Hearing()
+class Bringing(Hearing):
+    """Is asked for it along with the copies, where all of them are submitted at once."""
+
+    def copy_and_watch(self, binding, work, stream, report):
+        self.copy_layers(binding, work, stream)
+        return super().watch(work.records[-1:], report)
+
+    def watch(self, events, report):
+        assert not any(one.is_of(events) for one in self.watched)  # twice
+        return super().watch(events, report)
+
+
+@pytest.fixture(params=[Hearing, Bringing])
+def backend(request):
+    return request.param()
 
 
 @pytest.fixture
@@ -259,3 +276,22 @@ def test_what_a_follower_still_holds_is_waited_for_behind_the_device(copies, bac
     holder.is_held = False
     group.change(load._movement, lambda: settling.look(load._movement))
     load.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("options", [{"layerwise": True}, {"record_layer_times": True}, {"part": True}, {}])
+def test_only_a_whole_transfer_is_watched_by_its_submission(rig, options):
+    """Of several submissions, or several events, not one of them tells that all of it is over."""
+    backend, calls = Bringing(), []
+    for name in ("copy_and_watch", "watch"):
+        inner = getattr(backend, name)
+        setattr(backend, name, lambda *given, name=name, inner=inner: (calls.append(name), inner(*given))[1])
+    times = options.get("record_layer_times", False)
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, record_layer_times=times) as scheduler:
+        if "part" in options:
+            scheduler.onload([3], [2], layers=[1, 2]).wait(WAIT_S)
+        else:
+            save = scheduler.offload([3], [2], layerwise=options.get("layerwise", False))
+            for layer in range(5) if "layerwise" in options else ():
+                save.mark_layer_written(layer)
+            save.wait(WAIT_S)
+    assert calls == (["watch"] if options else ["copy_and_watch"])

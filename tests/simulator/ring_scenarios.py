@@ -204,7 +204,7 @@ def ring_is_loaded_behind_a_save_that_breaks(s: Setting) -> None:
 
 
 def ring_is_loaded_behind_a_save_that_was_cancelled(s: Setting) -> None:
-    """Its events are given back when it is over."""
+    """Its events are given back when it is over, and another save has them then."""
     ring(s, 4)
     fill(s, 3, "prefix")
     scheduler = s.scheduler()
@@ -220,10 +220,12 @@ def ring_is_loaded_behind_a_save_that_was_cancelled(s: Setting) -> None:
             s.simulation.run()
             save.cancel()
             save.wait_over(1.0)
+            other = scheduler.offload([2], [4], layerwise=True)
         load.mark_layer_read(layer)
     load.wait(1.0)
+    other.cancel()
     assert_seen(s, seen, 1, "prefix")
-    s.pool.mark_rewritten([2])
+    s.pool.mark_rewritten([2, 4])
 
 
 def ring_is_loaded_by_two_schedulers(s: Setting) -> None:

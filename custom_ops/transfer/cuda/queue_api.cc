@@ -70,9 +70,12 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
     if (plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
     const std::string wrong = WhatIsWrong(*given, *plan);
     if (!wrong.empty()) return Fail(wrong);
-    if (given->end_layer == given->first_layer) return 0;
+    if (given->end_layer == given->first_layer) {
+      if (given->watch >= 0) TransferQueue::Get().AddWatch(plan->device, given->watch, nullptr, 0);
+      return 0;
+    }
     QueuedTransfer transfer(*given, plan);
-    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer))) {
+    if (!TransferQueue::Get().Submit(given->stream, std::move(transfer), given->watch)) {
       return Fail("stream = " + std::to_string(given->stream) + " is not open on GPU " + std::to_string(plan->device));
     }
     return 0;

@@ -61,8 +61,14 @@ Status TransferQueue::Close(std::int64_t handle) {
   return stream->feeder.Close();
 }
 
-bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer) {
+bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer, std::int64_t watch_token) {
   EventStates::Entries entries = EventStates::EntriesOf(transfer.record_events);
+  std::list<Watch> watch;
+  Completions::Hearers nobody;
+  if (watch_token >= 0) {
+    watch.push_back({transfer.plan->device, watch_token, {transfer.record_events.back()}});
+    nobody = {{watch_token, nullptr}};
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = streams_.find(handle);
   if (found == streams_.end() || found->second->feeder.where().device != transfer.plan->device) return false;
@@ -71,6 +77,7 @@ bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer) {
   // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
   ++enqueued_;
   events_.Add(std::move(entries));
+  completions_.Add(std::move(watch), std::move(nobody));
   work_.notify_one();
   return true;
 }

@@ -26,6 +26,7 @@ struct PaddleKvTransfer {
   const std::int64_t* record_events;    // one a group
   std::int64_t stream;
   std::int64_t token;  // the transfer's, chosen by the caller; several parts of one have the same
+  std::int64_t watch;  // as by paddle_kv_queue_watch with the last record event; negative: nobody is told
 };
 
 // The pointers of a pair of caches that both lie on GPUs: one in this process, one of another process that was opened

@@ -34,8 +34,9 @@ class TransferQueue {
 
   void Open(const DeviceStream& where, bool urgent);
   Status Close(std::int64_t handle);
-  // False: the stream is not open on the device of the transfer's plan.
-  bool Submit(std::int64_t handle, QueuedTransfer transfer);
+  // False: the stream is not open on the device of the transfer's plan. The token is reported at its end, unless it is
+  // negative.
+  bool Submit(std::int64_t handle, QueuedTransfer transfer, std::int64_t watch_token);
   // False: the stream is not open.
   bool Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer);
   std::int64_t Enqueued();
