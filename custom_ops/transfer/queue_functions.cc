@@ -1,5 +1,7 @@
 #include "paddle_kv/transfer/queue_functions.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -11,7 +13,7 @@
 namespace paddle_kv {
 namespace {
 
-constexpr int kTold = 0, kInterrupted = 2;  // what paddle_kv_queue_hear gives
+constexpr int kTold = 0, kNotInTime = 1, kInterrupted = 2, kElsewhere = 3;  // what paddle_kv_queue_hear gives
 
 [[noreturn]] void Refuse(const char* what) {
   PyErr_SetString(PyExc_TypeError, what);
@@ -86,33 +88,52 @@ void KeepingError(Call call) {
   PyErr_Restore(type, value, traceback);
 }
 
+struct Hearing {
+  int (*hear)(std::int64_t, std::int64_t);
+  std::int64_t token;
+  std::int64_t timeout_us;
+};
+
+// Without the interpreter's lock, but for the handlers of signals. One may come between their turn and the wait: so
+// that it need not wait for the end, there is a turn from time to time.
+int WaitHere(const Hearing& given) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::int64_t kTurnUs = 500'000;
+  const Clock::time_point started = Clock::now();
+  const pid_t process = getpid();
+  for (std::int64_t left_us = given.timeout_us;;) {
+    const std::int64_t turn_us = left_us < 0 ? kTurnUs : std::min(left_us, kTurnUs);
+    PyThreadState* const state = PyEval_SaveThread();
+    const int heard = given.hear(given.token, turn_us);
+    PyEval_RestoreThread(state);
+    if (heard != kInterrupted && (heard != kNotInTime || turn_us == left_us)) return heard;
+    if (PyErr_CheckSignals() != 0) throw PythonError();
+    if (getpid() != process) return kElsewhere;  // a handler has forked: nobody tells the child of anything
+    const auto gone = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - started);
+    if (given.timeout_us >= 0) left_us = std::max<std::int64_t>(0, given.timeout_us - gone.count());
+  }
+}
+
 PyObject* Hear(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return GuardedFromPython([&]() -> PyObject* {
-    if (count != 5) Refuse("hear takes 5 arguments");
-    using Clock = std::chrono::steady_clock;
-    const auto wait = reinterpret_cast<int (*)(std::int64_t, std::int64_t)>(IntegerIn(given[0]));
-    const auto report = reinterpret_cast<int (*)(std::int64_t)>(IntegerIn(given[1]));
-    const std::int64_t token = IntegerIn(given[2]);
-    std::int64_t left_us = IntegerIn(given[3]);
-    const Clock::time_point started = Clock::now();
-    const std::int64_t timeout_us = left_us;
-    int heard = kInterrupted;
-    while (heard == kInterrupted) {
-      PyThreadState* const state = PyEval_SaveThread();
-      heard = wait(token, left_us);
-      PyEval_RestoreThread(state);
-      if (heard != kInterrupted) break;
-      if (PyErr_CheckSignals() != 0) throw PythonError();
-      const auto gone = std::chrono::duration_cast<std::chrono::microseconds>(Clock::now() - started);
-      if (timeout_us >= 0) left_us = std::max<std::int64_t>(0, timeout_us - gone.count());
-    }
+    if (count != 7) Refuse("hear takes 7 arguments");
+    const auto hear = reinterpret_cast<int (*)(std::int64_t, std::int64_t)>(IntegerIn(given[0]));
+    const auto end = reinterpret_cast<int (*)(std::int64_t, int)>(IntegerIn(given[1]));
+    PyObject *const reports = given[2], *const token = given[3], *const told = given[5], *const report = given[6];
+    const Hearing hearing = {hear, IntegerIn(token), IntegerIn(given[4])};
+    const int heard = WaitHere(hearing);
     if (heard != kTold) return PyLong_FromLong(heard);
-    PyObject* const result = PyObject_CallFunctionObjArgs(given[4], nullptr);
+    // The former report keeps the events. A handler that runs before the first instruction of `told` may close what
+    // would wait for them.
+    const bool is_kept = PyDict_SetItem(reports, token, report) == 0;
+    PyObject* const result = is_kept ? PyObject_CallFunctionObjArgs(told, nullptr) : nullptr;
     if (result == nullptr) {
-      KeepingError([&] { report(token); });
+      KeepingError([&] { end(hearing.token, 0); });
       throw PythonError();
     }
     Py_DECREF(result);
+    end(hearing.token, 1);
+    if (PyDict_DelItem(reports, token) != 0) PyErr_Clear();  // it took so long that the other one was told as well
     return PyLong_FromLong(heard);
   });
 }

@@ -20,8 +20,9 @@ _thread: threading.Thread | None = None
 
 
 def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | None]) -> int:
-    """``report`` is called once, in that thread, when all of the events were passed or have failed. Not by the main
-    thread: a signal handler could come in between. Returns what :func:`hear` takes."""
+    """``report`` is called once, in that thread, when all of the events were passed or have failed, unless somebody
+    hears of it himself. Not by the main thread: a signal handler could come in between. Returns what :func:`hear`
+    takes."""
     return expect(report, lambda token: transfer_queue.watch(device_id, token, events))
 
 
@@ -39,15 +40,11 @@ def expect(report: Callable[[], Later | None], watch: Callable[[int], object]) -
     return token
 
 
-def hear(token: int, timeout_s: float | None, told: Callable[[], object]) -> None:
-    """Waits for that report in the calling thread: ``told`` is called in its place, once or, if it raises, in vain.
-    Returns without if the time is over, or if another thread has heard of it or waits for it already."""
-    transfer_queue.hear(token, timeout_s, functools.partial(_tell, token, told))
-
-
-def _tell(token: int, told: Callable[[], object]) -> None:
-    told()
-    _reports.pop(token, None)
+def hear(token: int, timeout_s: float | None, told: Callable[[], object], report: Callable[[], Later | None]) -> None:
+    """Waits for that report in the calling thread: ``told`` is called in its place. If that raises, or a signal handler
+    holds it up, ``report`` is called too, in place of the one that the library was given; of that nothing is kept from
+    here on. Returns without if the time is over, or if another thread has heard of it or waits for it already."""
+    transfer_queue.hear(token, timeout_s, told, _reports, report)
 
 
 def _start() -> None:
@@ -71,7 +68,7 @@ def _serve(descriptor: int, end: int) -> None:
 
 def _hear() -> None:
     """A call of its own: while the thread waits, its frame must keep nothing of what was told last."""
-    # One is there no more if whoever waited for it was told, and interrupted behind that.
+    # One is there no more if whoever waited for it was told, and was held up.
     reports = [_reports.pop(token, None) for token in transfer_queue.take_completions()]
     laters = dict.fromkeys(report() for report in filter(None, reports))
     for later in filter(None, laters):

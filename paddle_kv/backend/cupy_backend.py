@@ -199,8 +199,10 @@ class CupyBackend:
     def watch(self, events: Sequence[int], report: Callable[[], Later | None]) -> int:
         return completions.watch(self._device_id, events, report)
 
-    def hear(self, watched: int, timeout_s: float | None, told: Callable[[], object]) -> None:
-        completions.hear(watched, timeout_s, told)
+    def hear(
+        self, watched: int, timeout_s: float | None, told: Callable[[], object], report: Callable[[], Later | None]
+    ) -> None:
+        completions.hear(watched, timeout_s, told, report)
 
     def cancel(self, stream: Any, number: int) -> int | None:
         return transfer_queue.cancel(stream.ptr, number)

@@ -109,10 +109,11 @@ class Backend(Protocol):
         are recorded or handed over; the first is the last one of its stream. ``report`` only leaves a message: it takes
         no lock and waits for nothing. What it returns is done once behind all reports that came together.
 
-        A backend may also have ``hear``, which takes what this has returned, ``timeout_s`` and a function: the caller,
-        whoever it is, waits for that report himself, and calls the function in place of ``report``, which saves the
-        changes of threads between. It returns without if the time is over, or if somebody else is told. If the function
-        raises, ``report`` is called all the same. Nothing of ``report`` is kept behind that."""
+        A backend may also have ``hear``, which takes what this has returned, ``timeout_s``, a function, and another
+        ``report``: the caller, whoever it is, waits for the end himself, and calls the function in place of ``report``,
+        which saves the changes of threads between. It returns without if the time is over, or if somebody else is told.
+        If the function raises, or does not return soon, the other ``report`` is called too. Of the first one, which
+        keeps the events, nothing is kept from the call of the function on."""
 
     def cancel(self, stream: Stream, number: int) -> int | None:
         """Of the work of that transfer on the stream nothing is copied any more that has not begun; its events come all

@@ -1,10 +1,10 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
-Called through ctypes, but for ``submit``, which has so many arguments that ctypes would take longer than the call: an
-operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called for every layer of a model. ctypes gives up the
-GIL for the time of a call; those that only look into the queue, under a lock that nobody holds while CUDA works, keep
-it: to get it back costs more than they do. Streams and events are handles. The C side is
-``custom_ops/include/paddle_kv/transfer/queue_api.h``.
+Called through ctypes, but for ``submit``, which has so many arguments that ctypes would take longer than the call, and
+``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called
+for every layer of a model. ctypes gives up the GIL for the time of a call; those that only look into the queue,
+under a lock that nobody holds while CUDA works, keep it: to get it back costs more than they do. Streams and events are
+handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_END = -1
 UNWATCHED = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
-_HEAR = ("hear", "report")
+_HEAR = ("hear", "end_hearing")
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
 
 
@@ -193,11 +193,18 @@ def watch(device_id: int, token: int, events: Sequence[int]) -> None:
     checked(_functions(True).paddle_kv_queue_watch(device_id, token, handles, len(events)))
 
 
-def hear(token: int, timeout_s: float | None, told: Callable[[], object]) -> bool:
+def hear(
+    token: int,
+    timeout_s: float | None,
+    told: Callable[[], object],
+    reports: dict[int, Callable[[], Any]],
+    report: Callable[[], Any],
+) -> bool:
     """Waits until a token of :func:`watch` is reported, and calls ``told`` then; signal handlers run meanwhile.
-    :func:`take_completions` does not give the token then, unless ``told`` has raised. False: not within the time, or
-    somebody else has heard of it, or will: ``told`` was not called."""
-    return checked(_hear()(token, _microseconds(timeout_s), told)) == 0
+    :func:`take_completions` gives the token only if ``told`` raises, or has not returned after 10 ms, as a handler may
+    run before it: ``report`` is in ``reports`` under the token until it has. False: not within the time, or somebody
+    else has heard of it, or will: ``told`` was not called."""
+    return checked(_hear()(reports, token, _microseconds(timeout_s), told, report)) == 0
 
 
 def completions_fd() -> int:

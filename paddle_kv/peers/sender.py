@@ -28,6 +28,8 @@ from .grant import Grant, check_grant
 from .messages import TO_SENDER, encode, heard
 from .receiver import receivers
 
+REMEMBERED = 1024  # grants that were given up: the word of it may be under way for a while
+
 
 class Sender:
     """Saves blocks into the pool of one receiver, and tells it of each layer that is there.
@@ -60,7 +62,7 @@ class Sender:
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}
-        self._given_up: dict[str, float] = {}  # grants, and until when they would last
+        self._given_up: dict[str, None] = {}  # the last ones
         self._left: deque[Callable[[], object]] = deque()  # to be done in no section, in the order of the sections
         self._doing = threading.Lock()
         self._process_id = os.getpid()
@@ -212,9 +214,9 @@ class Sender:
         if sending.movement is not None or self._sendings.get(sending.grant.grant_id) is not sending:
             return False
         del self._sendings[sending.grant.grant_id]
-        now_s = time.monotonic()
-        self._given_up = {grant_id: end_s for grant_id, end_s in self._given_up.items() if end_s > now_s}
-        self._given_up[sending.grant.grant_id] = now_s + self._left_s(sending.grant)
+        self._given_up[sending.grant.grant_id] = None
+        if len(self._given_up) > REMEMBERED:
+            del self._given_up[next(iter(self._given_up))]
         self.scheduler.group.notify()
         return True
 

@@ -30,7 +30,7 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
         backend = movement.scheduler.backend
         try:
             if movement.watched is None:
-                movement.watched = backend.watch(_asked(movement), reporter(movement))
+                movement.watched = backend.watch(_asked(movement), reporter(movement, movement.held))
         except Exception as error:  # noqa: BLE001  nobody would hear of the end
             at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
             with contextlib.suppress(Exception):
@@ -39,10 +39,10 @@ def _progress(given: Iterable[Movement]) -> list[Movement]:
     return at_an_end
 
 
-def reporter(movement: Movement) -> Callable[[], None]:
-    """What the backend calls, out of any of its threads, when all events of a transfer were passed. They live until
-    then."""
-    return functools.partial(_report, movement.number, movement.held)
+def reporter(movement: Movement, held: tuple[Events, ...]) -> Callable[[], None]:
+    """What the backend calls, out of any of its threads, when all events of a transfer were passed. ``held``: events
+    that have to live until then."""
+    return functools.partial(_report, movement.number, held)
 
 
 def _report(number: int, held: tuple[Events, ...]) -> None:
@@ -198,6 +198,7 @@ def abandon(movement: Movement) -> None:
     for failed in fail(movement, Failure(State.FAILED, message)):
         if failed.failed and failed.state is not State.ARRIVING and not failed.over:
             failed.enter(State.ARRIVING)
+    movement.watched = None
     if not movement.over:
         movement.told = True  # the parent's to tell
         movement.enter(State.FAILED)

@@ -73,7 +73,7 @@ def start(
     if plan.num_groups and movement.to_mark:
         movement.unmarked = dict(zip(movement.to_mark, movement.hold_events(len(movement.to_mark)), strict=True))
     if not scheduler.record_layer_times:  # else there is more to hear of than one event
-        movement.report = settling.reporter(movement)
+        movement.report = settling.reporter(movement, movement.held)
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
     movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))

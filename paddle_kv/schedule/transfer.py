@@ -351,10 +351,12 @@ class Transfer:
         """Waits where the backend tells of the end: two changes of threads less than being woken by the keeper."""
         movement = self._movement
         watched = movement.watched
-        hear = None if watched is None else getattr(self._scheduler.backend, "hear", None)
+        if watched is None or movement.over:
+            return
+        hear = getattr(self._scheduler.backend, "hear", None)
         if hear is not None and not movement.group.host.serves:  # it has other ends to hear of
-            look = functools.partial(settling.look, movement)
-            hear(watched, deadline.left_s(), functools.partial(change, movement, look))
+            look = functools.partial(change, movement, functools.partial(settling.look, movement))
+            hear(watched, deadline.left_s(), look, settling.reporter(movement, ()))
 
     def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Sleeps until the condition, which a change of this transfer brings about; False if the time is over."""

@@ -469,8 +469,8 @@ def test_what_is_cancelled_and_watched(gpu: Gpu, backend: Any, first_dropped: in
     assert backend.cancel(SimpleNamespace(ptr=71), 18) == first_dropped
     gpu.answers["watch"] = 33
     assert backend.watch([5, 6], print) == 33
-    backend.hear(33, 1.5, list)
-    assert gpu.asked() == [("cancel", 71, 18), ("watch", DEVICE, [5, 6], print), ("hear", 33, 1.5, list)]
+    backend.hear(33, 1.5, list, print)
+    assert gpu.asked() == [("cancel", 71, 18), ("watch", DEVICE, [5, 6], print), ("hear", 33, 1.5, list, print)]
 
 
 def test_the_time_between_two_events(gpu: Gpu, backend: Any) -> None:

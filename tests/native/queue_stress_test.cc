@@ -30,7 +30,7 @@ struct Shared {
   std::mutex mutex;
   std::vector<std::shared_ptr<Transfer>> latest;  // whose events others may wait for
   std::int64_t watches = 0;
-  std::atomic<int> heard{0};  // by those who waited for it
+  std::vector<std::int64_t> heard, passed_on;  // tokens, by those who waited for them
   std::atomic<int> dropped{0};
 };
 
@@ -117,16 +117,19 @@ class Worker {
         Query(event);
         break;
       case 5:
-        if (paddle_kv_queue_hear(work.given.token, Chance(3) ? 0 : 200) != 0) break;
-        if (Chance(3)) {
-          CHECK(paddle_kv_queue_report(work.given.token) == 0);  // taken by the other thread
-        } else {
-          ++shared_.heard;
-        }
+        for (const Work& one : works) Hear(one.given.token);
         break;
       default:
         std::this_thread::sleep_for(std::chrono::microseconds(random_() % 200));
     }
+  }
+
+  void Hear(std::int64_t token) {
+    if (paddle_kv_queue_hear(token, Chance(3) ? 0 : 1000) != 0) return;
+    const bool is_done = !Chance(3);
+    CHECK(paddle_kv_queue_end_hearing(token, is_done) == 0);
+    const std::lock_guard<std::mutex> lock(shared_.mutex);
+    (is_done ? shared_.heard : shared_.passed_on).push_back(token);
   }
 
   void Check(const Work& work) {
@@ -161,26 +164,29 @@ void RunSeed(unsigned seed) {
   for (int t = 0; t < kThreads; ++t) workers.push_back(std::make_unique<Worker>(plan, shared, t, seed));
   for (const auto& worker : workers) threads.emplace_back(&Worker::Run, worker.get());
   std::map<std::int64_t, int> reports;
-  std::atomic<std::int64_t> taken{0};
+  std::atomic<bool> are_all_there{false};
   std::atomic<bool> is_over{false};
   std::thread taker([&] {
     std::int64_t tokens[7];
     for (;;) {
       const bool was_over = is_over;
       const std::int64_t count = paddle_kv_completions_take(tokens, 7);
+      const std::lock_guard<std::mutex> lock(shared.mutex);
       for (std::int64_t i = 0; i < count; ++i) ++reports[tokens[i]];
-      taken += count;
+      std::size_t told = reports.size();
+      for (const std::int64_t token : shared.heard) told += reports.count(token) == 0;
+      are_all_there = static_cast<std::int64_t>(told) == shared.watches;
       if (count == 0 && was_over) return;
       if (count == 0) std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   });
   for (std::thread& thread : threads) thread.join();
-  WaitUntil([&] { return taken + shared.heard >= shared.watches; });
+  WaitUntil([&] { return are_all_there.load(); });
   is_over = true;
   taker.join();
   SetLongestDelay(0);
-  CHECK(static_cast<std::int64_t>(reports.size()) + shared.heard == shared.watches);
-  CHECK(shared.watches > kThreads * kRounds && shared.heard > kThreads);
+  CHECK(shared.watches > kThreads * kRounds && shared.heard.size() > kThreads);
+  for (const std::int64_t token : shared.passed_on) CHECK(reports.count(token) == 1);
   CHECK(shared.dropped > 2 * kThreads);
   for (const auto& report : reports) CHECK(report.second == 1);
   CHECK(paddle_kv_queue_submitted() == paddle_kv_queue_enqueued());

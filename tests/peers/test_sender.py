@@ -14,6 +14,7 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, LayerwiseScheduler, PeerError
 from paddle_kv.peers import Grant, Receiver, Sender
+from paddle_kv.peers import sender as sender_module
 from paddle_kv.peers.grant import VERSION, make_grant_id
 from paddle_kv.peers.messages import encode
 from paddle_kv.schedule import layer_ends
@@ -174,13 +175,17 @@ def test_a_grant_that_was_given_up_is_not_begun_again(ground: Ground, answer: st
     other.wait(WAIT_S)
 
 
-def test_what_was_given_up_is_remembered_as_long_as_it_would_last(ground: Ground) -> None:
-    ground.answer = ""
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            ground.sender.send(ground.grant(deadline_s=time.monotonic() + SHORT_S), [1], timeout_s=SHORT_S / 2)
-        time.sleep(SHORT_S)
-    assert len(ground.sender._given_up) == 1
+def test_the_last_that_were_given_up_are_remembered(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sender_module, "REMEMBERED", 3)
+    ground.answer = "refused"
+    grants = [ground.grant() for _ in range(5)]
+    for grant in grants:
+        with pytest.raises(PeerError, match="why not"):
+            ground.sender.send(grant, [1])
+    assert list(ground.sender._given_up) == [grant.grant_id for grant in grants[2:]]
+    for grant in grants[2:]:
+        with pytest.raises(PeerError, match="given up here"):
+            ground.sender.send(grant, [1])
 
 
 def test_a_grant_that_was_used_is_over_before_all_is_told(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -13,6 +16,7 @@ from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule import settling
 from paddle_kv.tracking import group
+from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import SHORT_S, WAIT_S
 
 
@@ -43,7 +47,7 @@ class Watched:
         report, self._report = self._report, None
         return report
 
-    def hear(self, timeout_s, told):
+    def hear(self, timeout_s, told, report):
         with self._lock:
             if self.is_over or self._hearer is not None:
                 return
@@ -54,7 +58,7 @@ class Watched:
             is_told |= self.is_over
             self._hearer = None
         if is_told:
-            report = self._let_go()
+            self._let_go()
             try:
                 told()
             except BaseException:
@@ -78,9 +82,13 @@ class Hearing(CpuBackend):
         super().watch(events, watched.tell)
         return watched
 
-    def hear(self, watched, timeout_s, told):
+    def hear(self, watched, timeout_s, told, report):
+        def noted():
+            self.reported.append(watched)
+            report()
+
         self.hearers.append(threading.current_thread().name)
-        watched.hear(timeout_s, told)
+        watched.hear(timeout_s, told, noted)
 
 
 class Bringing(Hearing):
@@ -145,6 +153,51 @@ def test_what_is_over_is_not_waited_for(backend, scheduler):
     assert backend.hearers == []
 
 
+def test_what_nobody_has_reported_yet_is_found_out_by_asking(backend, scheduler, monkeypatch):
+    monkeypatch.setattr(Watched, "tell", lambda self: None)
+    load = scheduler.onload([3], [2])
+    assert load._movement.last_event.wait(WAIT_S)
+    load.wait(WAIT_S)
+    assert backend.hearers == []
+    backend.watched[0]._let_go()
+
+
+def test_a_forked_child_waits_for_nothing(copies, backend, scheduler):
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_S))
+        try:
+            load.wait()
+        except TransferError:
+            os._exit(len(backend.hearers))
+        os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    copies.go_on()
+    load.wait(WAIT_S)
+
+
+def test_a_handler_that_closes_when_a_wait_was_told_has_nothing_to_wait_for(rig, copies, backend):
+    """It runs before the section, which would let go of the events."""
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    copies.hold("onload", 4)
+    load = scheduler.onload([3], [2])
+    hear = backend.hear
+
+    def closing(told):
+        scheduler.close(WAIT_S)
+        told()
+
+    backend.hear = lambda watched, timeout_s, told, report: hear(watched, timeout_s, lambda: closing(told), report)
+    thread = when_somebody_hears(backend.watched[0], copies.go_on)
+    load.wait(WAIT_S)
+    thread.join(WAIT_S)
+    assert scheduler._released
+
+
 def test_while_layers_are_not_marked_there_is_nothing_to_hear_of(rig, backend, scheduler):
     save = scheduler.offload([3], [2], layerwise=True)
     with pytest.raises(TimeoutError, match="mark_layer_written was not called"):
@@ -176,11 +229,15 @@ def test_the_time_is_that_of_the_whole_call(copies, backend, scheduler, monkeypa
     """What was spent in hearing is gone."""
     copies.hold("onload", 4)
     load = scheduler.onload([3], [2])
-    backend.hear = lambda watched, timeout_s, told: time.sleep(timeout_s / 2)  # somebody else is told
+    backend.hear = lambda watched, timeout_s, told, report: time.sleep(timeout_s / 2)  # somebody else is told
+    park, left_s = keeper.park, []
+    monkeypatch.setattr(keeper, "park", lambda waiter, timeout_s: left_s.append(timeout_s) or park(waiter, timeout_s))
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="not over"):
         load.wait(10 * SHORT_S)
-    assert 10 * SHORT_S <= time.monotonic() - began < 14 * SHORT_S
+    assert time.monotonic() - began >= 10 * SHORT_S
+    assert [one for one in left_s if one is not None] and all(one is None or one <= 5 * SHORT_S for one in left_s)
+    monkeypatch.undo()
     copies.go_on()
 
 
@@ -225,7 +282,7 @@ def test_whoever_is_interrupted_when_he_hears_leaves_it_to_the_keeper(copies, ba
     def interrupted():
         raise KeyboardInterrupt
 
-    backend.hear = lambda watched, timeout_s, told: hear(watched, timeout_s, interrupted)
+    backend.hear = lambda watched, timeout_s, told, report: hear(watched, timeout_s, interrupted, report)
     thread = when_somebody_hears(backend.watched[0], copies.go_on)
     with pytest.raises(KeyboardInterrupt):
         load.wait(WAIT_S)

@@ -3,6 +3,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
@@ -18,6 +19,31 @@ bool Completions::Divert(std::int64_t token, Hearer* hearer) {
   if (found == hearers_.end() || (hearer != nullptr && found->second != nullptr)) return false;
   found->second = hearer;
   return true;
+}
+
+std::list<Watch>::iterator Completions::FindTold(std::int64_t token) {
+  return std::find_if(told_.begin(), told_.end(), [token](const Watch& watch) { return watch.token == token; });
+}
+
+void Completions::Confirm(std::int64_t token) {
+  const auto found = FindTold(token);
+  if (found != told_.end()) told_.erase(found);
+}
+
+bool Completions::PassOn(std::int64_t token) {
+  const auto found = FindTold(token);
+  if (found == told_.end()) return false;
+  reported_.splice(reported_.end(), told_, found);
+  return true;
+}
+
+bool Completions::PassOnBefore(std::chrono::steady_clock::time_point told) {
+  bool any = false;
+  while (!told_.empty() && told_.front().told < told) {
+    reported_.splice(reported_.end(), told_, told_.begin());
+    any = true;
+  }
+  return any;
 }
 
 void Completions::OnRecorded(std::int64_t event) {
@@ -52,9 +78,10 @@ bool Completions::Place(std::list<Watch>& from) {
       reported_.splice(reported_.end(), from, from.begin());
       return true;
     }
+    from.front().told = std::chrono::steady_clock::now();
+    told_.splice(told_.end(), from, from.begin());
     hearer->is_told = true;
     eventfd_write(hearer->descriptor, 1);  // under the lock: without it the thread may have ended
-    from.pop_front();
     return false;
   }
   std::list<Watch>* place = &polled_;

@@ -181,9 +181,9 @@ int paddle_kv_queue_hear(std::int64_t token, std::int64_t timeout_us) {
   return Guarded([&] { return static_cast<int>(TransferQueue::Get().Hear(token, timeout_us)); });
 }
 
-int paddle_kv_queue_report(std::int64_t token) {
+int paddle_kv_queue_end_hearing(std::int64_t token, int is_done) {
   return Guarded([&] {
-    TransferQueue::Get().Report(token);
+    TransferQueue::Get().EndHearing(token, is_done != 0);
     return 0;
   });
 }

@@ -9,10 +9,13 @@
 
 namespace paddle_kv {
 
-ThreadSignal::ThreadSignal() : descriptor_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
-
 ThreadSignal::~ThreadSignal() {
   if (descriptor_ >= 0) close(descriptor_);
+}
+
+int ThreadSignal::Open() {
+  if (descriptor_ < 0) descriptor_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  return descriptor_;
 }
 
 Heard ThreadSignal::Wait(std::int64_t timeout_us) const {
@@ -20,7 +23,8 @@ Heard ThreadSignal::Wait(std::int64_t timeout_us) const {
   const timespec time = {timeout_us / 1'000'000, timeout_us % 1'000'000 * 1000};
   const int ready = ppoll(&asked, 1, timeout_us < 0 ? nullptr : &time, nullptr);
   if (ready > 0) return Heard::kTold;
-  return ready == 0 ? Heard::kNotInTime : Heard::kInterrupted;
+  if (ready == 0) return Heard::kNotInTime;
+  return errno == EINTR ? Heard::kInterrupted : Heard::kElsewhere;
 }
 
 void ThreadSignal::Clear() const {

@@ -17,6 +17,7 @@ namespace {
 
 constexpr std::chrono::microseconds kPoll{50};                // for the end of what is in flight
 constexpr unsigned long kTimerSlackNs = 1000;                 // else the system makes twice as much of that
+constexpr std::chrono::milliseconds kLate{10};                // for a hearer to do what there is to do
 constexpr std::chrono::milliseconds kComputeSeen{20};         // how long a busy compute stream counts as busy
 constexpr std::chrono::microseconds kLongestWait{1LL << 45};  // a year; more would overflow the clock
 
@@ -192,8 +193,8 @@ void TransferQueue::AddWatch(int device, std::int64_t token, const std::int64_t*
 }
 
 Heard TransferQueue::Hear(std::int64_t token, std::int64_t timeout_us) {
-  thread_local const ThreadSignal signal;
-  Hearer hearer{signal.descriptor()};
+  thread_local ThreadSignal signal;
+  Hearer hearer{signal.Open()};
   if (hearer.descriptor < 0) return Heard::kElsewhere;
   Lock lock(mutex_);
   if (!completions_.Divert(token, &hearer)) return Heard::kElsewhere;
@@ -202,20 +203,21 @@ Heard TransferQueue::Hear(std::int64_t token, std::int64_t timeout_us) {
   lock.lock();
   if (!hearer.is_told) {
     completions_.Divert(token, nullptr);
-    return heard;
+    return heard == Heard::kTold ? Heard::kElsewhere : heard;  // somebody has taken the descriptor away
   }
   signal.Clear();
   return Heard::kTold;
 }
 
-void TransferQueue::Report(std::int64_t token) {
-  std::list<Watch> watch;
-  watch.push_back({0, token, {}});
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    completions_.Report(std::move(watch));
+void TransferQueue::EndHearing(std::int64_t token, bool is_done) {
+  Lock lock(mutex_);
+  if (is_done) {
+    completions_.Confirm(token);
+    return;
   }
-  completions_.Signal();
+  const bool is_passed_on = completions_.PassOn(token);
+  lock.unlock();
+  if (is_passed_on) completions_.Signal();
 }
 
 int TransferQueue::OpenCompletions() {
@@ -249,6 +251,7 @@ void TransferQueue::SubmitForever() {
   for (;;) {
     const bool asks = Clock::now() >= next_poll;
     if (asks && completions_.HasPolled()) AskForWatched(lock);
+    if (asks && completions_.HasTold()) PassOnLateOnes(lock);
     const bool has_advanced = AdvanceGates(lock, asks);
     if (asks) next_poll = Clock::now() + kPoll;
     ++pass_;
@@ -261,7 +264,7 @@ void TransferQueue::SubmitForever() {
       is_held_back |= fed == Fed::kHeldBack;
     }
     if (fed == Fed::kStep || has_advanced) continue;
-    if (is_held_back || completions_.HasPolled() || GatesHaveWork()) {
+    if (is_held_back || completions_.HasPolled() || completions_.HasTold() || GatesHaveWork()) {
       work_.wait_for(lock, kPoll);
     } else {
       work_.wait(lock);
@@ -384,6 +387,13 @@ void TransferQueue::AskForWatched(Lock& lock) {
   }
   lock.lock();
   if (!completions_.GiveBack(std::move(asked))) return;
+  lock.unlock();
+  completions_.Signal();
+  lock.lock();
+}
+
+void TransferQueue::PassOnLateOnes(Lock& lock) {
+  if (!completions_.PassOnBefore(Clock::now() - kLate)) return;
   lock.unlock();
   completions_.Signal();
   lock.lock();

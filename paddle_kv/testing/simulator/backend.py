@@ -167,9 +167,11 @@ class SimulatedBackend:
         self._device.switch_point()
         return self._device.watch([event.mark for event in events if event.mark is not None], report)
 
-    def hear(self, watched: Watched, timeout_s: float | None, told: Callable[[], object]) -> None:
+    def hear(
+        self, watched: Watched, timeout_s: float | None, told: Callable[[], object], report: Callable[[], Later | None]
+    ) -> None:
         self._device.switch_point()
-        self._device.hear(watched, lambda waiter: self.host.park(waiter, timeout_s), told)
+        self._device.hear(watched, lambda waiter: self.host.park(waiter, timeout_s), told, report)
 
     def cancel(self, stream: SimulatedStream, number: int) -> int | None:
         self._device.switch_point()

@@ -184,14 +184,21 @@ class Device:
         self._report()
         return watched
 
-    def hear(self, watched: Watched, wait: Callable[[Waiter], object], told: Callable[[], object]) -> None:
-        """Waits for that report, and calls ``told`` in its place."""
+    def hear(
+        self,
+        watched: Watched,
+        wait: Callable[[Waiter], object],
+        told: Callable[[], object],
+        report: Callable[[], Later | None],
+    ) -> None:
+        """Waits for that report, and calls ``told`` in its place; ``report`` if that raises."""
         if watched not in self._watched or watched.hearer is not None:
             return
         waiter = watched.hearer = Waiter()
         try:
             wait(waiter)
             if watched not in self._watched:
+                watched.report = report
                 told()
                 watched.report = None
         finally:

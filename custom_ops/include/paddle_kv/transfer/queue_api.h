@@ -1,8 +1,8 @@
 // Transfers that one thread of this library submits, so that the caller is not held: a call enqueues, the thread feeds
 // the streams and records the events, with a bounded number of bytes in flight on each stream.
 //
-// A C interface, called through ctypes, but for submit (queue_functions.h): an operator call of Paddle costs 10 to 40
-// us, and wait_stream is called for every layer of a model. Handles of CUDA streams and events are integers.
+// A C interface, called through ctypes, but for submit and hear (queue_functions.h): an operator call of Paddle costs
+// 10 to 40 us, and wait_stream is called for every layer of a model. Handles of CUDA streams and events are integers.
 #pragma once
 
 #include <cstdint>
@@ -103,13 +103,15 @@ int paddle_kv_queue_set_costs(int device, const std::int64_t* costs);
 // the device is lost. The events live until then.
 int paddle_kv_queue_watch(int device, std::int64_t token, const std::int64_t* events, std::int64_t count);
 
-// Waits until the token of a watch is reported, to this caller in place of take. 0: it was; 1: not within the time, 2:
-// a signal's handler ran in this thread meanwhile, 3: another caller waits for it, or it was reported before; then, and
-// of 1 and 2, take gives it. A negative time has no end.
+// Waits until the token of a watch is reported, to this caller in place of take. 0: it was; 1: not within the time; 2:
+// a signal's handler ran in this thread meanwhile; 3: not here, since another caller waits for it, it was reported
+// before, nobody watches for it, or there is no descriptor to wait with. A negative time has no end. A thread that
+// waits has a descriptor (eventfd) of its own until it ends.
 int paddle_kv_queue_hear(std::int64_t token, std::int64_t timeout_us);
 
-// The token is reported once more, for take: whoever heard of it could do nothing about it.
-int paddle_kv_queue_report(std::int64_t token);
+// To be called behind a 0. is_done: what there is to do was done. Otherwise, or if 10 ms pass before, take gives the
+// token as well: a handler of a signal may keep the caller from it for any time.
+int paddle_kv_queue_end_hearing(std::int64_t token, int is_done);
 
 // A descriptor (eventfd, the same one each time) that is readable when tokens were reported; nobody but take reads it.
 int paddle_kv_completions_open();

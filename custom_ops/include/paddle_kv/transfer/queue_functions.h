@@ -10,8 +10,9 @@ extern "C" {
 //       What `function`, the address of paddle_kv_queue_submit, gives for a transfer. Ids are arrays of int64 without
 //       gaps; waits is a list of lists or tuples of events, one for each group; record_events is a list. The GIL is
 //       given up for more than few_blocks blocks.
-//   hear(hear, report, token, timeout_us, told) -> int
-//       What `hear`, the address of paddle_kv_queue_hear, gives, without the GIL; signals are handled meanwhile. If the
-//       token was reported, `told` is called; if that raises, `report`, the address of paddle_kv_queue_report, is.
+//   hear(hear, end_hearing, reports, token, timeout_us, told, report) -> int
+//       What `hear`, the address of paddle_kv_queue_hear, gives, without the GIL; signals are handled meanwhile. If it
+//       was 0, `told` is called, with `report` in the dictionary `reports` under the token meanwhile, for whoever takes
+//       it if `told` raises or takes long; then `end_hearing`, the address of the function of that name.
 void* paddle_kv_queue_functions();
 }

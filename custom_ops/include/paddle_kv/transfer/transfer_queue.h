@@ -59,8 +59,8 @@ class TransferQueue {
   void AddWatch(int device, std::int64_t token, const std::int64_t* events, std::int64_t event_count);
   // Waits for the token's report in this thread, which hears of it in place of whoever reads the descriptor.
   Heard Hear(std::int64_t token, std::int64_t timeout_us);
-  // Once more, to whoever reads the descriptor.
-  void Report(std::int64_t token);
+  // What was heard of is done, or, if not, whoever reads the descriptor hears of it too.
+  void EndHearing(std::int64_t token, bool is_done);
   int OpenCompletions();
   std::int64_t TakeCompletions(std::int64_t* tokens, std::int64_t capacity);
 
@@ -94,6 +94,7 @@ class TransferQueue {
   Fed Feed(Lock& lock, Stream& stream);
   void SubmitStep(Lock& lock, Stream& stream, Step step);
   void AskForWatched(Lock& lock);
+  void PassOnLateOnes(Lock& lock);
   bool AdvanceGates(Lock& lock, bool asks);
   bool GatesHaveWork() const;
   Status MakeCurrent(int device);
