@@ -172,13 +172,14 @@ class CupyBackend:
         if not transfer_queue.wait_stream(self._device_id, _handle(stream), event, timeout_s):
             raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
-    def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
-        self._submit(binding, work, stream, transfer_queue.UNWATCHED)
-
     def copy_and_watch(self, binding: int, work: LayerWork, stream: Any, report: Callable[[], Later | None]) -> int:
-        return completions.expect(report, functools.partial(self._submit, binding, work, stream))
+        def copy(token: int) -> None:
+            work.watch = token
+            self.copy_layers(binding, work, stream)
 
-    def _submit(self, binding: int, work: LayerWork, stream: Any, watch: int) -> None:
+        return completions.expect(report, copy)
+
+    def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
         plan = work.plan
         transfer_queue.submit(
             plan=binding,
@@ -193,7 +194,7 @@ class CupyBackend:
             record_events=list(work.records),
             stream=stream.ptr,
             token=work.number,
-            watch=watch,
+            watch=work.watch,
         )
 
     def watch(self, events: Sequence[int], report: Callable[[], Later | None]) -> int:

@@ -20,7 +20,6 @@ from ..errors import CudaError
 from ..ops import _library
 
 NO_END = -1
-UNWATCHED = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
 _HEAR = ("hear", "end_hearing")
@@ -147,12 +146,12 @@ def submit(
     record_events: list[int],
     stream: int,
     token: int = 0,
-    watch: int = UNWATCHED,
+    watch: int = -1,
 ) -> None:
     """Enqueues groups of layers. The record events are pending from here on; the start event is recorded behind the
     waits of the first group. Ids are contiguous int64 arrays, which may go away on return. The token is what
     :func:`cancel` knows the transfer by; several submissions of one have the same. ``watch``: a token of :func:`watch`
-    for the last of the record events.
+    for the last of the record events; negative: nobody is told.
 
     Raises RuntimeError if something of this cannot be right; then nothing is enqueued."""
     checked(

@@ -78,3 +78,4 @@ class LayerWork:
     records: Sequence[Event]  # for each group: recorded when its layers are copied
     engine: str = "auto"
     number: int = 0  # of the transfer, in this process: what ``cancel`` names
+    watch: int = -1  # where a backend has its end watched along with it

@@ -7,6 +7,7 @@ import importlib
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -461,6 +462,22 @@ def test_a_whole_transfer_is_watched_by_its_submission(gpu: Gpu, backend: Any, m
     assert backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print) == 33
     [(name, given)] = gpu.asked()
     assert name == "submit" and given["watch"] == 33 and given["record_events"] == [15, 16]
+
+
+def test_a_backend_that_copies_in_its_own_way_does_so_watched_too(
+    gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutWaits(cupy_backend.CupyBackend):
+        def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
+            super().copy_layers(binding, replace(work, waits=[[] for _ in work.waits]), stream)
+
+    monkeypatch.setattr(cupy_backend.completions, "expect", lambda report, watch: watch(33) or 33)
+    plan = TransferPlan("offload", np.array([4, 2]), np.array([7, 9]), num_layers=2, layers_per_event=1)
+    work = LayerWork(plan, 0, 2, [[11], [12]], 14, [15, 16])
+    backend.__class__ = WithoutWaits
+    assert backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print) == 33
+    [(name, given)] = gpu.asked()
+    assert name == "submit" and given["watch"] == 33 and given["waits"] == [[], []]
 
 
 @pytest.mark.parametrize("first_dropped", [None, 0, 3])
