@@ -62,7 +62,7 @@ class Sender:
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}
-        self._given_up: dict[str, None] = {}  # the last ones
+        self._given_up: dict[str, None] = {}  # grants to which there was no answer, the last ones
         self._left: deque[Callable[[], object]] = deque()  # to be done in no section, in the order of the sections
         self._doing = threading.Lock()
         self._process_id = os.getpid()
@@ -85,7 +85,7 @@ class Sender:
 
         Raises:
             PeerError: the receiver refuses it (it is over, revoked, changed, or somebody else has it) or is gone; or
-                this sender has given it up before.
+                this sender has begun it before and was not answered.
             TimeoutError: no answer within ``timeout_s``; nothing was written, and nothing will be by this grant.
             TypeError, ValueError: not a grant, one of another pool, or being sent already.
             ClosedError, ForkedError: closed, or made before a fork.
@@ -214,10 +214,12 @@ class Sender:
         if sending.movement is not None or self._sendings.get(sending.grant.grant_id) is not sending:
             return False
         del self._sendings[sending.grant.grant_id]
+        self.scheduler.group.notify()
+        if sending.refused:
+            return False  # there is nothing that the receiver would have to end
         self._given_up[sending.grant.grant_id] = None
         if len(self._given_up) > REMEMBERED:
             del self._given_up[next(iter(self._given_up))]
-        self.scheduler.group.notify()
         return True
 
     def _take(self, message: dict[str, Any]) -> tuple[bool, bytes | None, Movement | None]:
@@ -233,6 +235,7 @@ class Sender:
             return True, encode("failed", grant_id, reason="it was revoked"), None
         if sending is None or sending.answer is not None:
             return False, None, None
+        sending.refused = kind != "accepted"
         self._answer(sending, "accepted" if kind == "accepted" else message["reason"] or "without a reason")
         return True, None, None
 
@@ -339,6 +342,7 @@ class _Sending:
 
     Attributes:
         answer: of the receiver: "accepted", or why not.
+        refused: whether the receiver has said so.
         movement: the save, once it has begun.
         there: layers in host memory.
         next_layer: the first one that was not told.
@@ -348,6 +352,7 @@ class _Sending:
     def __init__(self, grant: Grant) -> None:
         self.grant = grant
         self.answer: str | None = None
+        self.refused = False
         self.answered = Waiter()
         self.movement: Movement | None = None
         self.there: set[int] = set()

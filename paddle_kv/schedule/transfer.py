@@ -18,7 +18,7 @@ from ..errors import CancelledError, TransferError
 from ..timeouts import check_timeout
 from ..tracking.group import change, note
 from ..tracking.keeper import Deadline, Waiter, log
-from . import behind, marking, settling, submission
+from . import behind, hearing, marking, settling, submission
 from .movement import Movement, State
 from .resources import Events
 
@@ -216,7 +216,7 @@ class Transfer:
         deadline = Deadline(timeout_s)
         movement = self._movement
         self._look()
-        self._hear(deadline)
+        hearing.hear(movement, deadline)
         if not self._wait_for(lambda: movement.over, deadline):
             self._look()
             if not movement.over:
@@ -346,17 +346,6 @@ class Transfer:
         movement = self._movement
         if not movement.over and not movement.group.inside:
             change(movement, functools.partial(settling.look, movement))
-
-    def _hear(self, deadline: Deadline) -> None:
-        """Waits where the backend tells of the end: two changes of threads less than being woken by the keeper."""
-        movement = self._movement
-        watched = movement.watched
-        if watched is None or movement.over:
-            return
-        hear = getattr(self._scheduler.backend, "hear", None)
-        if hear is not None and not movement.group.host.serves:  # it has other ends to hear of
-            look = functools.partial(change, movement, functools.partial(settling.look, movement))
-            hear(watched, deadline.left_s(), look, settling.reporter(movement, ()))
 
     def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
         """Sleeps until the condition, which a change of this transfer brings about; False if the time is over."""
