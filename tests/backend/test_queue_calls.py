@@ -319,18 +319,23 @@ def test_a_child_of_a_handler_does_not_go_on_hearing() -> None:
     string, children = ctypes.create_string_buffer(b"x" * INTERRUPTED), []
 
     def fork(*_: Any) -> None:
+        if children:
+            return  # one is enough
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             children.append(os.fork())
-        if children[-1]:
+        if children[0]:
             string.value = b""
+        else:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(WAIT_S))  # whatever becomes of it
 
     with soon(fork):
         answer = HEAR(address_of("strlen"), address_of("labs"), {}, ctypes.addressof(string), -1, list, list)
-    if children[0] == 0:
-        os._exit(answer)
+        if children == [0]:
+            os._exit(answer)
     assert answer == TOLD
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [ELSEWHERE] * len(children)
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == ELSEWHERE
 
 
 @contextlib.contextmanager
