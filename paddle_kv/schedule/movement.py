@@ -289,7 +289,8 @@ class Movement:
     def hold_all_events(self) -> None:
         """Takes what all of it is likely to need, at once: to take an event costs more than to make one."""
         submissions = self.plan.num_groups if self.to_mark or self.unread else 1
-        self.spare = self.hold_events(1 + len(self.to_mark) + submissions + self.plan.num_groups)
+        of_compute = 0 if self.layerwise else 1
+        self.spare = self.hold_events(of_compute + len(self.to_mark) + submissions + self.plan.num_groups)
 
     def hold_events(self, count: int) -> list[Event]:
         """Events that live until it is over."""
