@@ -59,11 +59,11 @@ def start(
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
     movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
-    if isinstance(compute, Events):
-        movement.held, movement.after = (compute,), list(compute)
     if plan.num_groups:
         movement.hold_all_events()
-    if plan.num_groups and not layerwise and not isinstance(compute, Events):
+    if isinstance(compute, Events):
+        movement.held, movement.after = (*movement.held, compute), list(compute)
+    elif plan.num_groups and not layerwise:
         movement.after = movement.hold_events(1)
         try:
             scheduler.backend.record(movement.after[0], compute)

@@ -234,7 +234,6 @@ class Ears:
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64)(wait),
             ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int)(lambda *end: self.ends.append(end) or 0),
         )
-        self.addresses = [ctypes.cast(one, ctypes.c_void_p).value for one in self._functions]
 
     def hear(self, monkeypatch: pytest.MonkeyPatch, timeout_s: float | None, told: Any) -> bool:
         library = SimpleNamespace(

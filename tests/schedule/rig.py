@@ -14,6 +14,7 @@ import paddle
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler
 from paddle_kv.schedule.movement import movements
+from paddle_kv.schedule.transfer import Transfer
 from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import Deadline, keeper
 
@@ -164,6 +165,12 @@ class Copies:
     def hold(self, direction: str, *layers: int) -> None:
         for layer in layers:
             self._held[direction, layer] = threading.Event()
+
+    def hold_a_save_and_a_load(self, scheduler: LayerwiseScheduler) -> tuple[Transfer, Transfer]:
+        """Under way, apart from each other, each held before its last layer."""
+        self.hold("offload", 4)
+        self.hold("onload", 4)
+        return scheduler.offload([3], [2]), scheduler.onload([4], [5])
 
     def go_on(self, direction: str | None = None, *layers: int) -> None:
         for (held_direction, layer), event in list(self._held.items()):

@@ -15,6 +15,7 @@ import pytest
 from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule import settling
+from paddle_kv.schedule.movement import Follower
 from paddle_kv.tracking import group
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import SHORT_S, WAIT_S
@@ -300,9 +301,7 @@ def test_the_keeper_itself_goes_on_hearing_of_others(copies, backend, scheduler)
         load.wait(WAIT_S)
         heard.put(load.state.value)
 
-    copies.hold("offload", 4)
-    copies.hold("onload", 4)
-    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [5])
+    save, load = copies.hold_a_save_and_a_load(scheduler)
     save.add_done_callback(wait_for_the_load)
     copies.go_on("offload")
     assert heard.get(timeout=WAIT_S) == "done"
@@ -310,17 +309,11 @@ def test_the_keeper_itself_goes_on_hearing_of_others(copies, backend, scheduler)
 
 
 def test_what_a_follower_still_holds_is_waited_for_behind_the_device(copies, backend, scheduler):
-    class Holder:
-        def __init__(self):
-            self.is_held = True
+    class Holder(Follower):
+        is_held = True
 
         def holds(self, movement):
             return self.is_held
-
-        def loss_of(self, movement):
-            return None
-
-        submitted = failed = ended = lambda *_: None
 
     holder = Holder()
     copies.hold("onload", 4)

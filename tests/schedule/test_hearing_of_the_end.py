@@ -73,9 +73,7 @@ def test_a_callback_may_wait_for_another_transfer(copies, scheduler):
         load.wait(WAIT_S)
         heard.put(load.state.value)
 
-    copies.hold("offload", 4)
-    copies.hold("onload", 4)
-    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [5])
+    save, load = copies.hold_a_save_and_a_load(scheduler)
     save.add_done_callback(wait_for_the_load)
     copies.go_on("offload")
     assert heard.get(timeout=WAIT_S) == "too early"
@@ -94,9 +92,7 @@ def test_no_callback_runs_inside_another_one_that_waits(copies, scheduler):
             scheduler.drain(WAIT_S)
         heard.append("the first ends")
 
-    copies.hold("offload", 4)
-    copies.hold("onload", 4)
-    save, load = scheduler.offload([3], [2]), scheduler.onload([4], [5])
+    save, load = copies.hold_a_save_and_a_load(scheduler)
     save.add_done_callback(wait_for_the_load)
     for number in range(2):
         save.add_done_callback(lambda _, number=number: heard.append(number))
