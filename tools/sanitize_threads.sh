@@ -40,6 +40,7 @@ sanitized() {  # program: its report is shown when it is over
     >"$folder/$1.log" 2>&1 || found=$?
   echo "== $1, -fsanitize=$sanitizer, $((SECONDS - started)) s"
   cat "$folder/$1.log"
+  [ "$found" = 0 ] || echo "== $1 failed: exit status $found"
   return "$found"
 }
 running=()
@@ -48,5 +49,7 @@ for program in "${programs[@]}"; do
   sanitized "$program" &
   running+=($!)
 done
-for program in "${running[@]}"; do wait "$program"; done
+failed=0
+for program in "${running[@]}"; do wait "$program" || failed=1; done  # all end before their folder goes
+[ "$failed" = 0 ] || exit 1
 echo "nothing found"
