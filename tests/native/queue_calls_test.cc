@@ -592,6 +592,7 @@ void WhatCannotBeRightIsRefused() {
   right.start_event = start.handle();
   right.record_events = records;
   right.stream = stream.handle();
+  right.watch = -1;  // else the events would have to live until it is reported
   const std::int64_t enqueued = paddle_kv_queue_enqueued();
   const auto check = [&](const std::string& expected, const std::function<void(PaddleKvTransfer&)>& change) {
     PaddleKvTransfer wrong = right;
