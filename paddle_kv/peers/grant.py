@@ -9,7 +9,7 @@ import secrets
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 ID_CHARACTERS = 32  # 128 random bits
 
 
@@ -20,7 +20,7 @@ class Grant:
     Whoever has it and a channel to the receiver may write these blocks: it is to be kept from others.
 
     Attributes:
-        version: of this description.
+        version: of this description, and of what is said of it.
         grant_id: 128 random bits, in hexadecimal.
         pool_id: of the receiver's pool.
         host_block_ids: of that pool, one for each block that the sender has to give.
@@ -30,7 +30,7 @@ class Grant:
 
     Example:
         >>> from paddle_kv.peers import Grant
-        >>> grant = Grant(2, "00" * 16, "pool", (4, 2), 5, 0, 8, 1234.5)
+        >>> grant = Grant(3, "00" * 16, "pool", (4, 2), 5, 0, 8, 1234.5)
         >>> Grant.from_json(grant.to_json()) == grant
         True
     """

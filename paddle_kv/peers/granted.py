@@ -56,6 +56,7 @@ class Granted:
     Attributes:
         load: which it is for.
         peer: who has begun to write; None: nobody.
+        begin_id: names that beginning.
         answered: whether it was told that it may.
         next_layer: the first one that was not told.
         stopped: its sender begins no more.
@@ -66,14 +67,19 @@ class Granted:
         self.load = load
         self.grant = grant
         self.peer: Peer | None = None
+        self.begin_id = ""
         self.answered = False
         self.next_layer = 0
         self.stopped = False
         self.over = False
 
-    def is_written_by(self, peer: Peer) -> bool:
-        """Whether it is this sender's, which may still write."""
-        return self.peer is not None and self.peer == peer and not (self.stopped or self.over)
+    def is_begun_by(self, peer: Peer, begin_id: str) -> bool:
+        """Whether it is this sender's, by this beginning."""
+        return self.peer is not None and self.peer == peer and self.begin_id == begin_id
+
+    def is_written_by(self, peer: Peer, begin_id: str) -> bool:
+        """Whether it is this sender's, which may still write by this beginning."""
+        return self.is_begun_by(peer, begin_id) and not (self.stopped or self.over)
 
     def is_next(self, first: int, end: int) -> bool:
         """Whether these layers come behind those that were told."""

@@ -11,6 +11,9 @@ done        sender            all layers were told, and it touches the blocks no
 failed      sender            it touches the blocks no more; what was not told does not come
 revoke      receiver          nobody wants the rest; answered by ``done`` or ``failed``, repeated until then
 =========== ================= =========================================================================================
+
+Each of them names the grant, and the beginning that it belongs to: by what the sender has made up for its ``begin``. So
+what is late or doubled of an earlier beginning says nothing of a later one.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ TO_RECEIVER: Mapping[str, Mapping[str, type]] = {
 TO_SENDER: Mapping[str, Mapping[str, type]] = {"accepted": {}, "refused": {"reason": str}, "revoke": {}}
 
 
-def encode(kind: str, grant_id: str, **values: Any) -> bytes:
+def encode(kind: str, grant_id: str, begin_id: str, **values: Any) -> bytes:
     if "reason" in values:
         values["reason"] = values["reason"][:MOST_REASON_CHARACTERS]
-    return sealed({"kind": kind, "grant_id": grant_id, **values})
+    return sealed({"kind": kind, "grant_id": grant_id, "begin_id": begin_id, **values})
 
 
 def sealed(message: Mapping[str, Any]) -> bytes:
@@ -62,8 +65,8 @@ def heard(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any] 
 
 def decode(data: Any, kinds: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:
     """ValueError unless it is one of these kinds of messages, with all that belongs to it and nothing else."""
-    found = opened(data, kinds, common={"grant_id": str})
-    if not is_grant_id(found["grant_id"]):
+    found = opened(data, kinds, common={"grant_id": str, "begin_id": str})
+    if not (is_grant_id(found["grant_id"]) and is_grant_id(found["begin_id"])):
         raise ValueError("not the fields of the message")
     return found
 

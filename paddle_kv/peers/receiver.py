@@ -315,7 +315,7 @@ class Receiver:
         granted = None if message is None else self._granted.get(message["grant_id"])
         if message is not None and message["kind"] == "begin":
             return self._begin(peer, granted, message)
-        if message is None or granted is None or not granted.is_written_by(peer):
+        if message is None or granted is None or not granted.is_written_by(peer, message["begin_id"]):
             return self._refuse()
         load, movement = granted.load, granted.load.movement
         assert movement is not None
@@ -336,23 +336,24 @@ class Receiver:
         return True, None
 
     def _begin(self, peer: Peer, granted: Granted | None, message: dict[str, Any]) -> tuple[bool, bytes | None]:
-        if granted is not None and granted.peer == peer:
+        begin_id = message["begin_id"]
+        if granted is not None and granted.is_begun_by(peer, begin_id):
             return self._refuse()  # doubled; it was answered
         why = None
         if granted is None or granted.load.movement is None or granted.load.movement.failed:
             why = "the grant is over, or not of this receiver"
         elif granted.peer is not None:
-            why = "another sender has the grant"
+            why = "the sender has begun it before" if granted.peer == peer else "another sender has the grant"
         elif message["digest"] != granted.grant.digest:
             why = "the grant was changed on its way"
         if granted is None or why is not None:
-            return self._refuse(encode("refused", message["grant_id"], reason=why))
-        granted.peer = peer
+            return self._refuse(encode("refused", message["grant_id"], begin_id, reason=why))
+        granted.peer, granted.begin_id = peer, begin_id
         wait = granted.load.wait
         if wait is not None and wait.state is not State.DONE:
             return True, None  # answered when whatever used the blocks is through
         granted.answered = True
-        return True, encode("accepted", message["grant_id"])
+        return True, encode("accepted", message["grant_id"], begin_id)
 
     def _refuse(self, reply: bytes | None = None) -> tuple[bool, bytes | None]:
         self._counts["refused_messages"] += 1
@@ -422,7 +423,7 @@ class Receiver:
         if self._process_id != os.getpid():
             return  # a forked child
         for part in change(self.scheduler, functools.partial(self._may_write_here, load)):
-            _send(part.peer, encode("accepted", part.grant.grant_id))
+            _send(part.peer, encode("accepted", part.grant.grant_id, part.begin_id))
 
     def _late(self, load: GrantedLoad) -> None:
         change(self.scheduler, functools.partial(self._fail, load, "the time was over"))
@@ -432,7 +433,7 @@ class Receiver:
         if self._process_id != os.getpid():
             return  # a forked child: the senders are the parent's
         for part in change(self.scheduler, functools.partial(self._stop_here, load)):
-            _send(part.peer, encode("revoke", part.grant.grant_id))
+            _send(part.peer, encode("revoke", part.grant.grant_id, part.begin_id))
 
     def _stop_here(self, load: GrantedLoad) -> list[Granted]:
         for part in load.parts:

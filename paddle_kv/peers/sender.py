@@ -24,11 +24,9 @@ from ..tracking.group import change, wait_until
 from ..tracking.keeper import Waiter, log
 from ..values import check_callable
 from .at_exit import endpoints
-from .grant import Grant, check_grant
+from .grant import Grant, check_grant, make_grant_id
 from .messages import TO_SENDER, encode, heard
 from .receiver import receivers
-
-REMEMBERED = 1024  # grants that were given up: the word of it may be under way for a while
 
 
 class Sender:
@@ -62,7 +60,6 @@ class Sender:
         self._send = send
         self._hang_up: Callable[[], object] | None = hang_up
         self._sendings: dict[str, _Sending] = {}
-        self._given_up: dict[str, None] = {}  # grants to which there was no answer, the last ones
         self._left: deque[Callable[[], object]] = deque()  # to be done in no section, in the order of the sections
         self._doing = threading.Lock()
         self._process_id = os.getpid()
@@ -84,9 +81,10 @@ class Sender:
             timeout_s: for the receiver's answer.
 
         Raises:
-            PeerError: the receiver refuses it (it is over, revoked, changed, or somebody else has it) or is gone; or
-                this sender has begun it before and was not answered.
-            TimeoutError: no answer within ``timeout_s``; nothing was written, and nothing will be by this grant.
+            PeerError: the receiver refuses it (it is over, revoked, changed, was begun before, or somebody else has it)
+                or is gone.
+            TimeoutError: no answer within ``timeout_s``; nothing was written, and nothing will be by this call. If the
+                receiver has heard of it, the grant is over.
             TypeError, ValueError: not a grant, one of another pool, or being sent already.
             ClosedError, ForkedError: closed, or made before a fork.
             As ``scheduler.offload``.
@@ -114,12 +112,12 @@ class Sender:
         sending = _Sending(grant)
         change(self.scheduler, functools.partial(self._register, sending))
         try:
-            self._send(encode("begin", grant.grant_id, digest=grant.digest))
+            self._send(encode("begin", grant.grant_id, sending.begin_id, digest=grant.digest))
             self.scheduler.group.host.park(sending.answered, timeout_s)
             started: Transfer = change(self.scheduler, functools.partial(self._start, sending, plan, compute))
         except BaseException:
             if change(self.scheduler, functools.partial(self._give_up, sending)):
-                self._tell(encode("failed", grant.grant_id, reason="it was not begun"))
+                self._tell(encode("failed", grant.grant_id, sending.begin_id, reason="it was not begun"))
             raise
         return self.scheduler.check_started(started)
 
@@ -195,8 +193,6 @@ class Sender:
             raise PeerError("the grant is over: it was used here")  # the receiver would say so too
         if other is not None:
             raise ValueError("the grant is being sent already")
-        if sending.grant.grant_id in self._given_up:  # the word of that may be on its way, and would end this one
-            raise PeerError("the grant is over: it was given up here")
         self._sendings[sending.grant.grant_id] = sending
 
     def _start(self, sending: _Sending, plan: TransferPlan, compute: Stream) -> Transfer:
@@ -215,24 +211,21 @@ class Sender:
             return False
         del self._sendings[sending.grant.grant_id]
         self.scheduler.group.notify()
-        if sending.refused:
-            return False  # there is nothing that the receiver would have to end
-        self._given_up[sending.grant.grant_id] = None
-        if len(self._given_up) > REMEMBERED:
-            del self._given_up[next(iter(self._given_up))]
-        return True
+        return not sending.refused  # then there is nothing that the receiver would have to end
 
     def _take(self, message: dict[str, Any]) -> tuple[bool, bytes | None, Movement | None]:
         """Whether it was one to act upon, what to answer, and what to cancel."""
-        grant_id, kind = message["grant_id"], message["kind"]
+        grant_id, begin_id, kind = message["grant_id"], message["begin_id"], message["kind"]
         sending = self._sendings.get(grant_id)
+        if sending is not None and sending.begin_id != begin_id:
+            sending = None  # of an earlier beginning, which is over
         if kind == "revoke":
             if sending is not None and sending.movement is not None:
                 return True, None, sending.movement  # answered at its end
             if sending is not None:
                 self._answer(sending, "it was revoked")
                 del self._sendings[grant_id]
-            return True, encode("failed", grant_id, reason="it was revoked"), None
+            return True, encode("failed", grant_id, begin_id, reason="it was revoked"), None
         if sending is None or sending.answer is not None:
             return False, None, None
         sending.refused = kind != "accepted"
@@ -266,7 +259,8 @@ class Sender:
         self._left.append(functools.partial(self._forget, sending))
 
     def _leave(self, kind: str, sending: _Sending, **values: Any) -> None:
-        self._left.append(functools.partial(self._tell, encode(kind, sending.grant.grant_id, **values)))
+        data = encode(kind, sending.grant.grant_id, sending.begin_id, **values)
+        self._left.append(functools.partial(self._tell, data))
 
     def _forget_here(self, sending: _Sending) -> Callable[[], object] | None:
         self._sendings.pop(sending.grant.grant_id, None)
@@ -341,6 +335,7 @@ class _Sending:
     """A grant that is being used.
 
     Attributes:
+        begin_id: names this beginning in all messages: 128 random bits, in hexadecimal.
         answer: of the receiver: "accepted", or why not.
         refused: whether the receiver has said so.
         movement: the save, once it has begun.
@@ -351,6 +346,7 @@ class _Sending:
 
     def __init__(self, grant: Grant) -> None:
         self.grant = grant
+        self.begin_id = make_grant_id()
         self.answer: str | None = None
         self.refused = False
         self.answered = Waiter()

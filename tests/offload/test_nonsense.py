@@ -314,7 +314,7 @@ CALLS: dict[str, Call] = {
     ),
     "sender.send": (
         _of("sender", "send"),
-        {"grant": Grant(2, "00" * 16, "elsewhere", (4,), 2, 0, 2, 1.0), "device_block_ids": [1]},
+        {"grant": Grant(3, "00" * 16, "elsewhere", (4,), 2, 0, 2, 1.0), "device_block_ids": [1]},
         {"grant": ""},
     ),
     "sender.close": (lambda rig: Sender(rig.scheduler, bool).close, {}, {"timeout_s": ANY_TIME}),

@@ -20,6 +20,7 @@ from paddle_kv.peers import Listener, connection
 from paddle_kv.peers.connection import Line, Loop
 from paddle_kv.peers.messages import MOST_BYTES, encode
 from tests.peers.conftest import Decode, until
+from tests.peers.test_messages import BEGIN_ID
 from tests.schedule.rig import WAIT_S
 
 
@@ -309,9 +310,9 @@ def test_a_sender_that_ends_right_behind_its_last_word_has_handed_all_over(
 ) -> None:
     """Of the end of its process and of its last messages, which are found in one look, the end comes first."""
     load, grant = decode.receiver.grant([3], timeout_s=WAIT_S)
-    begin = framed(encode("begin", grant.grant_id, digest=grant.digest))
-    layers = framed(encode("layers", grant.grant_id, first=0, end=grant.num_layers))
-    done = framed(encode("done", grant.grant_id))
+    begin = framed(encode("begin", grant.grant_id, BEGIN_ID, digest=grant.digest))
+    layers = framed(encode("layers", grant.grant_id, BEGIN_ID, first=0, end=grant.num_layers))
+    done = framed(encode("done", grant.grant_id, BEGIN_ID))
     loop, told, go_on = decode.listener._loop, threading.Event(), threading.Event()
     select = loop._selector.select
     monkeypatch.setattr(loop._selector, "select", lambda left_s: sorted(select(left_s), key=lambda one: -one[0].fd))

@@ -16,7 +16,7 @@ from paddle_kv.peers.messages import encode
 from tests.peers.conftest import Decode, until
 from tests.peers.kills import RECEIVER_POINTS, SENDER_POINTS, kill_a_receiver, kill_a_sender
 from tests.peers.prefill import Prefill, bits
-from tests.peers.test_messages import FakePeer, settle
+from tests.peers.test_messages import BEGIN_ID, FakePeer, settle
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, assert_same, cache_memory, make_spec, moved, pool_memory
 
 LAYERS = range(5)
@@ -59,7 +59,7 @@ def test_what_a_sender_hears_while_the_blocks_are_in_use(decode: Decode, copies:
     wait = decode.receiver._granted[grant.grant_id].load.wait
     assert wait is not None
     peer = FakePeer()
-    assert decode.receiver.received(peer, encode("begin", grant.grant_id, digest=grant.digest))
+    assert decode.receiver.received(peer, encode("begin", grant.grant_id, BEGIN_ID, digest=grant.digest))
     assert peer.kinds == []  # what could be said at once has been said
     if is_cancelled:
         load.cancel()
@@ -85,7 +85,7 @@ def test_a_sender_that_asks_as_the_blocks_get_free_is_answered_once(
 
     def asked_before(load: GrantedLoad) -> None:
         [part] = load.parts
-        decode.receiver.received(peer, encode("begin", part.grant.grant_id, digest=part.grant.digest))
+        decode.receiver.received(peer, encode("begin", part.grant.grant_id, BEGIN_ID, digest=part.grant.digest))
         answer(load)
         answered.set()
 

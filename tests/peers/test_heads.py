@@ -14,7 +14,7 @@ from paddle_kv.peers.messages import encode
 from tests.memory.test_heads import with_heads_moved
 from tests.peers.conftest import until
 from tests.peers.prefill import Cut, Prefill, attach, bits
-from tests.peers.test_messages import FakePeer
+from tests.peers.test_messages import BEGIN_ID, FakePeer
 from tests.schedule.rig import SHORT_S, WAIT_S, Bits, Rig, assert_same, cache_memory, make_spec
 
 LAYERS = range(5)
@@ -227,12 +227,12 @@ def test_a_sender_that_is_through_may_go_before_the_others(direct: bool) -> None
         load, grants = side.receiver.grant_heads([4, 1], [2, 1], timeout_s=WAIT_S)
         peers = FakePeer(), FakePeer()
         for peer, grant in zip(peers, grants, strict=True):
-            assert side.receiver.received(peer, encode("begin", grant.grant_id, digest=grant.digest))
+            assert side.receiver.received(peer, encode("begin", grant.grant_id, BEGIN_ID, digest=grant.digest))
             until(lambda peer=peer: peer.kinds == ["accepted"])  # type: ignore[misc]
         for peer, grant in zip(peers, grants, strict=True):
             assert side.receiver.holds(peer)
-            assert side.receiver.received(peer, encode("layers", grant.grant_id, first=0, end=len(LAYERS)))
-            assert side.receiver.received(peer, encode("done", grant.grant_id))
+            assert side.receiver.received(peer, encode("layers", grant.grant_id, BEGIN_ID, first=0, end=len(LAYERS)))
+            assert side.receiver.received(peer, encode("done", grant.grant_id, BEGIN_ID))
             assert not side.receiver.holds(peer)
             side.receiver.lost(peer)
             side.receiver.gone(peer)

@@ -21,6 +21,8 @@ from paddle_kv.tracking.keeper import keeper
 from tests.peers.conftest import until
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, assert_same, cache_memory, pool_memory
 
+BEGIN_ID = "be" * 16  # of whoever begins
+
 
 class FakePeer:
     """Keeps what is sent to it."""
@@ -48,7 +50,8 @@ class Ground:
             values.setdefault("digest", grant.digest)
         if kind == "failed":
             values.setdefault("reason", "why not")
-        return self.receiver.received(peer or self.peer, encode(kind, grant.grant_id, **values))
+        begin_id = values.pop("begin_id", BEGIN_ID)
+        return self.receiver.received(peer or self.peer, encode(kind, grant.grant_id, begin_id, **values))
 
     @property
     def num_free(self) -> int:
@@ -99,7 +102,8 @@ def forged(rng: random.Random, message: dict[str, Any]) -> bytes:
     elif kind == 2 and name != "reason":
         found[name] = rng.choice(WRONG)
     elif kind == 3:
-        found["grant_id"] = rng.choice([rng.randbytes(16).hex(), found["grant_id"].upper() + "0", "../x", "é" * 32])
+        name = "grant_id" if message["kind"] == "begin" else rng.choice(["grant_id", "begin_id"])  # or it is true
+        found[name] = rng.choice([rng.randbytes(16).hex(), found[name].upper() + "0", "../x", "é" * 32])
     else:
         others = {"accepted", "revoke", "grant", "DONE", "layers\0", "refused"} - {message["kind"]}
         found["kind"] = rng.choice(sorted(others))
@@ -117,9 +121,9 @@ def test_ten_thousand_damaged_and_forged_messages(ground: Ground) -> None:
     settle()
     device, host = cache_memory(ground.rig.cache), pool_memory(ground.rig.pool)
     true = [
-        {"kind": "layers", "grant_id": grant.grant_id, "first": 2, "end": 3},
-        {"kind": "begin", "grant_id": unused.grant_id, "digest": unused.digest},
-        {"kind": "failed", "grant_id": grant.grant_id, "reason": "x"},
+        {"kind": "layers", "grant_id": grant.grant_id, "begin_id": BEGIN_ID, "first": 2, "end": 3},
+        {"kind": "begin", "grant_id": unused.grant_id, "begin_id": BEGIN_ID, "digest": unused.digest},
+        {"kind": "failed", "grant_id": grant.grant_id, "begin_id": BEGIN_ID, "reason": "x"},
     ]
     for number in range(10_000):
         message = rng.choice(true)
@@ -228,6 +232,44 @@ def test_done_after_a_revoke_frees_the_blocks_and_loads_nothing(ground: Ground) 
     assert_same(cache_memory(ground.rig.cache), ground.rig.device)
 
 
+def test_what_belongs_to_an_earlier_beginning_changes_nothing(ground: Ground) -> None:
+    """The sender has asked, has given up, and asks again: what it said of the first time comes last."""
+    load, grant = ground.receiver.grant([3], timeout_s=WAIT_S)
+    assert ground.say(grant, "begin", begin_id="ab" * 16)
+    refused = ground.receiver.stats()["refused_messages"]
+    earlier: list[tuple[str, dict[str, Any]]] = [("failed", {}), ("layers", {"first": 0, "end": 5}), ("done", {})]
+    for kind, values in earlier:
+        assert not ground.say(grant, kind, begin_id="ac" * 16, **values)
+    assert not load.failed
+    assert ground.receiver.holds(ground.peer)
+    assert ground.receiver.stats()["refused_messages"] == refused + 3
+    assert ground.say(grant, "layers", begin_id="ab" * 16, first=0, end=5)
+    assert ground.say(grant, "done", begin_id="ab" * 16)
+    load.wait(WAIT_S)
+
+
+def test_each_answer_names_the_beginning_that_it_is_for(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver_module, "REVOKE_EVERY_S", WAIT_S)
+    load, grant = ground.receiver.grant([3], timeout_s=WAIT_S)
+    ground.say(grant, "begin", begin_id="aa" * 16, digest="0" * 64)
+    ground.say(grant, "begin", begin_id="bb" * 16)
+    ground.say(grant, "begin", begin_id="bb" * 16)  # doubled: it has its answer
+    ground.say(grant, "begin", begin_id="cc" * 16)  # what it was let in for may still come
+    ground.say(grant, "begin", ground.other, begin_id="bb" * 16)
+    ground.receiver.revoke(grant)
+    until(lambda: "revoke" in ground.peer.kinds)
+    said = [(one["kind"], one["begin_id"], one.get("reason")) for one in ground.peer.heard]
+    assert said == [
+        ("refused", "aa" * 16, "the grant was changed on its way"),
+        ("accepted", "bb" * 16, None),
+        ("refused", "cc" * 16, "the sender has begun it before"),
+        ("revoke", "bb" * 16, None),
+    ]
+    assert [one["reason"] for one in ground.other.heard] == ["another sender has the grant"]
+    assert ground.say(grant, "failed", begin_id="bb" * 16)
+    load.wait_over(WAIT_S)
+
+
 def test_a_dead_sender(ground: Ground) -> None:
     free = ground.num_free
     loads = [ground.receiver.grant([block], timeout_s=WAIT_S) for block in (3, 4, 5)]
@@ -244,7 +286,7 @@ def test_a_dead_sender(ground: Ground) -> None:
 
 def test_a_grant_that_failed_in_this_moment_is_refused(ground: Ground) -> None:
     _, grant = ground.receiver.grant([3, 4], timeout_s=WAIT_S)
-    message = decode(encode("begin", grant.grant_id, digest=grant.digest), TO_RECEIVER)
+    message = decode(encode("begin", grant.grant_id, BEGIN_ID, digest=grant.digest), TO_RECEIVER)
 
     def section() -> Any:
         ground.receiver._fail(ground.receiver._granted[grant.grant_id].load, "just now")
@@ -316,10 +358,10 @@ def test_a_channel_that_raises_is_one_that_loses_messages(ground: Ground) -> Non
 
     load, grant = ground.receiver.grant([3], timeout_s=WAIT_S)
     broken = Broken()
-    assert ground.receiver.received(broken, encode("begin", grant.grant_id, digest=grant.digest))
+    assert ground.receiver.received(broken, encode("begin", grant.grant_id, BEGIN_ID, digest=grant.digest))
     load.cancel()
     settle()
-    assert ground.receiver.received(broken, encode("failed", grant.grant_id, reason=""))
+    assert ground.receiver.received(broken, encode("failed", grant.grant_id, BEGIN_ID, reason=""))
     load.wait_over(WAIT_S)
 
 
@@ -380,11 +422,11 @@ def test_a_grant_is_checked_in_all_its_parts(ground: Ground) -> None:
 @pytest.mark.parametrize("values", [{"first": False, "end": 1}, {"first": 0, "end": True}, {"first": 0.0, "end": 1}])
 def test_a_layer_is_numbered_by_an_int_and_nothing_that_equals_one(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a field of the wrong type"):
-        decode(encode("layers", "0" * 32, **values), TO_RECEIVER)
+        decode(encode("layers", "0" * 32, BEGIN_ID, **values), TO_RECEIVER)
 
 
 def test_messages_are_what_they_were() -> None:
-    long = encode("failed", "0" * 32, reason="\U0001f600" * 5000)
+    long = encode("failed", "0" * 32, BEGIN_ID, reason="\U0001f600" * 5000)
     assert len(long) <= MOST_BYTES
     assert decode(long, TO_RECEIVER)["reason"] == "\U0001f600" * 200
     with pytest.raises(ValueError, match="more than"):

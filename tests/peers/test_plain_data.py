@@ -16,7 +16,7 @@ from paddle_kv.peers.grant import VERSION, check_grant, is_grant_id, make_grant_
 from paddle_kv.peers.messages import TO_RECEIVER, TO_SENDER, decode, encode, heard
 
 MOST_BYTES, MOST_REASON_CHARACTERS = 4096, 200
-ID = "0123456789abcdef" * 2
+ID, BEGIN_ID = "0123456789abcdef" * 2, "fedcba9876543210" * 2
 KINDS: dict[str, dict[str, type]] = {"plain": {}, "some": {"text": str, "number": int}}
 
 
@@ -27,23 +27,24 @@ def sealed(text: str) -> bytes:
 
 # ---- messages ----
 def test_a_message_to_the_byte() -> None:
-    expected = sealed('{"kind":"layers","grant_id":"' + ID + '","first":0,"end":2}')
-    assert encode("layers", ID, first=0, end=2) == expected
-    assert decode(expected, TO_RECEIVER) == {"kind": "layers", "grant_id": ID, "first": 0, "end": 2}
+    expected = sealed('{"kind":"layers","grant_id":"' + ID + '","begin_id":"' + BEGIN_ID + '","first":0,"end":2}')
+    assert encode("layers", ID, BEGIN_ID, first=0, end=2) == expected
+    names = {"grant_id": ID, "begin_id": BEGIN_ID}
+    assert decode(expected, TO_RECEIVER) == {"kind": "layers", **names, "first": 0, "end": 2}
     for kinds in (TO_RECEIVER, TO_SENDER):
-        for kind, names in kinds.items():
-            values = {name: of(1) for name, of in names.items()}
-            assert decode(encode(kind, ID, **values), kinds) == {"kind": kind, "grant_id": ID, **values}
+        for kind, fields_of_kind in kinds.items():
+            values = {name: of(1) for name, of in fields_of_kind.items()}
+            assert decode(encode(kind, ID, BEGIN_ID, **values), kinds) == {"kind": kind, **names, **values}
 
 
 def test_a_long_reason_is_cut_and_a_long_message_is_none() -> None:
     for length in (MOST_REASON_CHARACTERS, MOST_REASON_CHARACTERS + 1):
-        found = decode(encode("refused", ID, reason="x" * length), TO_SENDER)
+        found = decode(encode("refused", ID, BEGIN_ID, reason="x" * length), TO_SENDER)
         assert found["reason"] == "x" * MOST_REASON_CHARACTERS
-    empty = len(encode("some", ID, text="", number=1))
-    assert decode(encode("some", ID, text="x" * (MOST_BYTES - empty), number=1), KINDS)["number"] == 1
+    empty = len(encode("some", ID, BEGIN_ID, text="", number=1))
+    assert decode(encode("some", ID, BEGIN_ID, text="x" * (MOST_BYTES - empty), number=1), KINDS)["number"] == 1
     with pytest.raises(ValueError, match=f"no bytes, or more than {MOST_BYTES}"):
-        decode(encode("some", ID, text="x" * (MOST_BYTES - empty + 1), number=1), KINDS)
+        decode(encode("some", ID, BEGIN_ID, text="x" * (MOST_BYTES - empty + 1), number=1), KINDS)
 
 
 @pytest.mark.parametrize(
@@ -51,23 +52,28 @@ def test_a_long_reason_is_cut_and_a_long_message_is_none() -> None:
     [
         (None, "no bytes"),
         ("", "no bytes"),
-        (bytearray(encode("plain", ID)), "no bytes"),
+        (bytearray(encode("plain", ID, BEGIN_ID)), "no bytes"),
         (b"", "not what was sent"),
-        (encode("plain", ID)[:-1], "not what was sent"),
-        (encode("plain", ID).upper(), "not what was sent"),
+        (encode("plain", ID, BEGIN_ID)[:-1], "not what was sent"),
+        (encode("plain", ID, BEGIN_ID).upper(), "not what was sent"),
         (sealed("{"), "no JSON"),
         (sealed("[" * 3000), "no JSON"),
         (sealed('"kind"'), "no message of a known kind"),
         (sealed('["kind"]'), "no message of a known kind"),
         (sealed("{}"), "no message of a known kind"),
         (sealed('{"kind":["plain"],"grant_id":"' + ID + '"}'), "no message of a known kind"),
-        (encode("other", ID), "no message of a known kind"),
+        (encode("other", ID, BEGIN_ID), "no message of a known kind"),
         (sealed('{"kind":"plain"}'), "not the fields of the message"),
-        (encode("plain", ID, more=1), "not the fields of the message"),
-        (encode("some", ID, text="x"), "not the fields of the message"),
-        (encode("plain", ID[1:]), "not the fields of the message"),
-        (encode("some", ID, text=1, number=1), "a field of the wrong type"),
-        (encode("some", ID, text="x", number=True), "a field of the wrong type"),
+        (encode("plain", ID, BEGIN_ID, more=1), "not the fields of the message"),
+        (encode("some", ID, BEGIN_ID, text="x"), "not the fields of the message"),
+        (encode("plain", ID[1:], BEGIN_ID), "not the fields of the message"),
+        (sealed('{"kind":"plain","grant_id":"' + ID + '"}'), "not the fields of the message"),
+        (encode("plain", ID, ""), "not the fields of the message"),
+        (encode("plain", ID, BEGIN_ID[1:]), "not the fields of the message"),
+        (encode("plain", ID, BEGIN_ID.upper()), "not the fields of the message"),
+        (encode("plain", ID, 7), "a field of the wrong type"),  # type: ignore[arg-type]
+        (encode("some", ID, BEGIN_ID, text=1, number=1), "a field of the wrong type"),
+        (encode("some", ID, BEGIN_ID, text="x", number=True), "a field of the wrong type"),
     ],
 )
 def test_what_is_no_message_is_refused_and_logged(data: Any, message: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,7 +87,7 @@ def test_what_is_no_message_is_refused_and_logged(data: Any, message: str, caplo
 
 
 def test_what_is_heard() -> None:
-    assert heard(encode("plain", ID), KINDS) == {"kind": "plain", "grant_id": ID}
+    assert heard(encode("plain", ID, BEGIN_ID), KINDS) == {"kind": "plain", "grant_id": ID, "begin_id": BEGIN_ID}
 
 
 # ---- grants ----

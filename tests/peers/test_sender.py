@@ -8,18 +8,19 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from paddle_kv import CancelledError, ClosedError, DeviceCache, HostPool, LayerwiseScheduler, PeerError
 from paddle_kv.peers import Grant, Receiver, Sender
-from paddle_kv.peers import sender as sender_module
 from paddle_kv.peers.grant import VERSION, make_grant_id
 from paddle_kv.peers.messages import encode
 from paddle_kv.schedule import layer_ends
+from tests.peers.conftest import until
 from tests.peers.prefill import BLOCKS, bits, context, own_a_pool
-from tests.peers.test_messages import damaged, forged, settle
+from tests.peers.test_messages import BEGIN_ID, damaged, forged, settle
 from tests.schedule.rig import (
     SHORT_S,
     WAIT_S,
@@ -61,7 +62,12 @@ class Ground:
         self.said.append(json.loads(data[8:]))
         if self.said[-1]["kind"] == "begin" and self.answer:
             values = {"reason": "why not"} if self.answer == "refused" else {}
-            self.sender.received(encode(self.answer, self.said[-1]["grant_id"], **values))
+            self.tell(self.answer, **values)
+
+    def tell(self, kind: str, begun: dict[str, Any] | None = None, **values: Any) -> bool:
+        """Of what was begun last, or of another beginning."""
+        begun = begun or self.begun[-1]
+        return self.sender.received(encode(kind, begun["grant_id"], begun["begin_id"], **values))
 
     def hang_up(self) -> None:
         self.hung_up += 1
@@ -78,6 +84,10 @@ class Ground:
             assert time.monotonic() < end_s, self.said
             time.sleep(0.002)
         return self.said[-1]
+
+    @property
+    def begun(self) -> list[dict[str, Any]]:
+        return [one for one in self.said if one["kind"] == "begin"]
 
     @property
     def kinds(self) -> list[str]:
@@ -98,10 +108,11 @@ def test_each_layer_is_told_once_in_order_and_only_when_it_is_there(ground: Grou
     copies.hold("offload", 1, 3)
     grant = ground.grant((3, 8, 0))
     save = ground.sender.send(grant, [1, 0, 5])
-    assert ground.said == [{"kind": "begin", "grant_id": grant.grant_id, "digest": grant.digest}]
+    names = {"grant_id": grant.grant_id, "begin_id": ground.said[0]["begin_id"]}
+    assert ground.said == [{"kind": "begin", **names, "digest": grant.digest}]
     for layer in (0, 1, 2, 4, 3):
         save.mark_layer_written(layer)
-    assert ground.until("layers") == {"kind": "layers", "grant_id": grant.grant_id, "first": 0, "end": 1}
+    assert ground.until("layers") == {"kind": "layers", **names, "first": 0, "end": 1}
     time.sleep(SHORT_S)
     assert len(ground.said) == 2
     assert_same(pool_memory(ground.pool), moved(bits(), ground.host, [1, 0, 5], [3, 8, 0], [0]))
@@ -110,6 +121,7 @@ def test_each_layer_is_told_once_in_order_and_only_when_it_is_there(ground: Grou
     ground.until("done")
     told = [layer for one in ground.said[1:-1] for layer in range(one["first"], one["end"])]
     assert told == [0, 1, 2, 3, 4]
+    assert all(one.items() >= names.items() for one in ground.said)
     assert ground.kinds[1:-1] == ["layers"] * (len(ground.kinds) - 2)
     assert_same(pool_memory(ground.pool), moved(bits(), ground.host, [1, 0, 5], [3, 8, 0]))
     assert_same(cache_memory(ground.cache), bits())
@@ -148,8 +160,9 @@ def test_refused_or_not_answered_nothing_is_written(ground: Ground) -> None:
     grant = ground.grant()
     with pytest.raises(TimeoutError):
         ground.sender.send(grant, [1], timeout_s=SHORT_S)
-    assert ground.said[-1] == {"kind": "failed", "grant_id": grant.grant_id, "reason": "it was not begun"}
-    assert not ground.sender.received(encode("accepted", grant.grant_id))  # late
+    names = {"grant_id": grant.grant_id, "begin_id": ground.begun[-1]["begin_id"]}
+    assert ground.said[-1] == {"kind": "failed", **names, "reason": "it was not begun"}
+    assert not ground.tell("accepted")  # late
     ground.said.clear()
     with pytest.raises(PeerError, match="over"):
         ground.sender.send(ground.grant(deadline_s=time.monotonic() - 1), [1])
@@ -170,34 +183,90 @@ def test_a_grant_that_was_refused_can_be_begun_again(ground: Ground) -> None:
     save.wait(WAIT_S)
 
 
-def test_a_grant_that_was_given_up_is_not_begun_again(ground: Ground) -> None:
-    """Where messages overtake each other the receiver would hear of the first end behind the second begin, and give the
-    blocks to somebody else while they are written."""
+def test_an_answer_to_an_earlier_beginning_changes_nothing(ground: Ground) -> None:
+    """Messages come twice: the grant was changed on its way, and the second word of that comes behind the right one."""
+    grant = ground.grant()
+    ground.answer = "refused"
+    with pytest.raises(PeerError, match="why not"):
+        ground.sender.send(replace(grant, host_block_ids=(4,)), [1])
+    ground.answer = ""
+    [earlier], late = ground.begun, []
+
+    def again(data: bytes) -> None:
+        ground.hear(data)
+        if ground.kinds[-1] == "begin":
+            late.append(ground.tell("refused", earlier, reason="late"))
+            late.append(ground.tell("accepted"))
+
+    ground.sender._send = again
+    save = ground.sender.send(grant, [1])
+    assert late == [False, True]
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    save.wait(WAIT_S)
+
+
+def test_a_grant_that_was_used_is_not_begun_by_an_answer_that_comes_twice(ground: Ground) -> None:
+    """The blocks are somebody else's by then."""
+    grant = ground.grant()
+    save = ground.sender.send(grant, [1])
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    until(lambda: not ground.sender._sendings)
+    ground.answer, host = "", pool_memory(ground.pool)
+    [earlier], late = ground.begun, []
+
+    def again(data: bytes) -> None:
+        ground.hear(data)
+        if ground.kinds[-1] == "begin":
+            late.append(ground.tell("accepted", earlier))
+            late.append(ground.tell("refused", reason="the grant is over"))
+
+    ground.sender._send = again
+    with pytest.raises(PeerError, match="the grant is over"):
+        ground.sender.send(grant, [2])
+    assert late == [False, True]
+    assert_same(pool_memory(ground.pool), host)
+
+
+def test_a_grant_that_was_given_up_can_be_begun_again(ground: Ground) -> None:
+    """What the receiver hears and says of the first time, also behind the second beginning, is not of that one."""
     ground.answer, grant = "", ground.grant()
     with pytest.raises(TimeoutError):
         ground.sender.send(grant, [1], timeout_s=SHORT_S)
     ground.answer = "accepted"
-    ground.said.clear()
-    with pytest.raises(PeerError, match="given up here"):
-        ground.sender.send(grant, [1])
-    assert ground.said == []
-    other = ground.sender.send(ground.grant(), [1])
+    save = ground.sender.send(grant, [1])
+    first, second = ground.begun
+    assert first["begin_id"] != second["begin_id"]
+    ended = {"kind": "failed", "grant_id": grant.grant_id, "begin_id": first["begin_id"]}
+    assert ground.said[1] == {**ended, "reason": "it was not begun"}
+    assert ground.tell("revoke", first)  # it has heard of that one, and has not heard of its end
+    assert ground.said[-1] == {**ended, "reason": "it was revoked"}
     for layer in range(5):
-        other.mark_layer_written(layer)
-    other.wait(WAIT_S)
+        save.mark_layer_written(layer)
+    save.wait(WAIT_S)
+    assert ground.until("done")["begin_id"] == second["begin_id"]
 
 
-def test_the_last_that_were_given_up_are_remembered(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sender_module, "REMEMBERED", 3)
-    ground.answer = ""
-    grants = [ground.grant() for _ in range(5)]
-    for grant in grants:
-        with pytest.raises(TimeoutError):
-            ground.sender.send(grant, [1], timeout_s=0.01)
-    assert list(ground.sender._given_up) == [grant.grant_id for grant in grants[2:]]
-    for grant in grants[2:]:
-        with pytest.raises(PeerError, match="given up here"):
-            ground.sender.send(grant, [1])
+def test_a_revoke_of_an_earlier_beginning_leaves_who_waits_for_an_answer(ground: Ground) -> None:
+    ground.answer, grant = "", ground.grant()
+    with pytest.raises(TimeoutError):
+        ground.sender.send(grant, [1], timeout_s=SHORT_S)
+    [first] = ground.begun
+
+    def revoked(data: bytes) -> None:
+        ground.hear(data)
+        if ground.kinds[-1] == "begin":
+            assert ground.tell("revoke", first)
+            assert ground.tell("refused", reason="begun before")
+
+    ground.sender._send = revoked
+    with pytest.raises(PeerError, match="begun before"):
+        ground.sender.send(grant, [1])
+    assert [(one["kind"], one["begin_id"] == first["begin_id"]) for one in ground.said[2:]] == [
+        ("begin", False),
+        ("failed", True),
+    ]
 
 
 def test_a_grant_that_was_used_is_over_before_all_is_told(ground: Ground, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,17 +338,17 @@ def test_a_revoke_is_answered_when_nothing_is_written_any_more(ground: Ground, c
     for layer in range(5):
         save.mark_layer_written(layer)
     assert copies.arrived.acquire(timeout=WAIT_S)
-    assert ground.sender.received(encode("revoke", grant.grant_id))
-    assert ground.sender.received(encode("revoke", grant.grant_id))  # again: it was not answered
+    assert ground.tell("revoke")
+    assert ground.tell("revoke")  # again: it was not answered
     time.sleep(SHORT_S)
     assert "failed" not in ground.kinds
     copies.go_on()
     ground.until("failed")
     with pytest.raises(CancelledError):
         save.wait(WAIT_S)
-    settle()
+    until(lambda: not ground.sender._sendings)
     count = ground.kinds.count("failed")
-    assert ground.sender.received(encode("revoke", grant.grant_id))  # it was lost: once more
+    assert ground.tell("revoke")  # it was lost: once more
     assert ground.kinds.count("failed") == count + 1 == 2
 
 
@@ -288,7 +357,7 @@ def test_a_revoke_before_it_has_begun(ground: Ground) -> None:
     with pytest.raises(PeerError, match="revoked"):
         ground.sender.send(ground.grant(), [1])
     assert ground.kinds == ["begin", "failed"]
-    assert ground.sender.received(encode("revoke", "0" * 32))  # of what it does not know: it writes nothing there
+    assert ground.sender.received(encode("revoke", "0" * 32, BEGIN_ID))  # not known: it writes nothing there
     assert ground.kinds == ["begin", "failed", "failed"]
 
 
@@ -351,13 +420,12 @@ def test_who_waits_for_an_answer_hears_of_the_end(ground: Ground) -> None:
 def test_damaged_and_forged_messages_change_nothing(ground: Ground) -> None:
     rng, grant = random.Random(7), ground.grant()
     save = ground.sender.send(grant, [1])
+    begin_id = ground.begun[0]["begin_id"]
     for kind in ("accepted", "refused"):  # it has one answer already
-        assert not ground.sender.received(
-            encode(kind, grant.grant_id, **({"reason": "x"} if kind == "refused" else {}))
-        )
+        assert not ground.tell(kind, **({"reason": "x"} if kind == "refused" else {}))
     taken = 0
     for number in range(2000):
-        message = {"kind": "revoke", "grant_id": grant.grant_id}
+        message = {"kind": "revoke", "grant_id": grant.grant_id, "begin_id": begin_id}
         data = damaged(rng, encode(**message)) if number % 2 else forged(rng, message)
         taken += ground.sender.received(data)
     assert taken < 400  # those that revoke what there is not

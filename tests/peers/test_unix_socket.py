@@ -27,6 +27,7 @@ from paddle_kv.peers import Listener, Receiver, connect, connection, unix_socket
 from paddle_kv.peers.messages import encode
 from tests.peers.conftest import Decode, until
 from tests.peers.prefill import Prefill
+from tests.peers.test_messages import BEGIN_ID
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
 
 
@@ -230,7 +231,7 @@ def test_no_descriptor_for_the_process_of_who_comes(
     monkeypatch.setattr(os, "pidfd_open", open_process)
     monkeypatch.setattr(connection.Loop, "PAUSE_S", SHORT_S)
     with raw(decode) as coming:
-        coming.sendall(framed(encode("begin", "0" * 32, digest="x")))
+        coming.sendall(framed(encode("begin", "0" * 32, BEGIN_ID, digest="x")))
         for _ in range(3):
             assert tries.acquire(timeout=WAIT_S)
         assert "is not heard now" in caplog.text
@@ -317,10 +318,10 @@ def test_nobody_listens(decode: Decode, tmp_path: Path) -> None:
 def test_messages_in_pieces_and_several_at_once(decode: Decode) -> None:
     before = decode.receiver.stats()["refused_messages"]
     with raw(decode) as line:
-        wrong = framed(encode("done", "0" * 32))
+        wrong = framed(encode("done", "0" * 32, BEGIN_ID))
         for piece in wrong:
             line.sendall(bytes([piece]))
-        line.sendall(wrong * 40 + framed(encode("begin", "0" * 32, digest="x")))
+        line.sendall(wrong * 40 + framed(encode("begin", "0" * 32, BEGIN_ID, digest="x")))
         assert line.recv(4096)[4:].endswith(b'"reason":"the grant is over, or not of this receiver"}')
     assert decode.receiver.stats()["refused_messages"] == before + 42
 
@@ -329,9 +330,9 @@ def test_messages_in_pieces_and_several_at_once(decode: Decode) -> None:
 def test_who_sends_what_is_too_long_is_heard_no_more(decode: Decode, size_bytes: int) -> None:
     before = decode.receiver.stats()["refused_messages"]
     with raw(decode) as line:
-        line.sendall(struct.pack(">I", size_bytes) + framed(encode("done", "0" * 32)) * 100)
+        line.sendall(struct.pack(">I", size_bytes) + framed(encode("done", "0" * 32, BEGIN_ID)) * 100)
         assert line.recv(1) == b""
-        line.sendall(framed(encode("done", "0" * 32)) * 100)
+        line.sendall(framed(encode("done", "0" * 32, BEGIN_ID)) * 100)
     time.sleep(SHORT_S)
     assert decode.receiver.stats()["refused_messages"] == before
 
@@ -341,7 +342,7 @@ def test_who_does_not_read_is_given_up(
 ) -> None:
     monkeypatch.setattr(connection, "MOST_UNSENT_BYTES", 1000)
     with raw(decode) as line:
-        line.sendall(framed(encode("begin", "0" * 32, digest="x")) * 5000)
+        line.sendall(framed(encode("begin", "0" * 32, BEGIN_ID, digest="x")) * 5000)
         until(lambda: "it does not read" in caplog.text)  # it reads only then: else it may be as quick as the writer
         heard_bytes = 0
         while found := line.recv(1 << 20):
@@ -403,7 +404,7 @@ def test_a_connection_that_has_ended_is_forgotten_though_its_process_lives(decod
         for _ in range(3):
             with socket.socket(socket.AF_UNIX) as line:
                 line.connect(listener.path)
-                line.sendall(framed(encode("begin", "0" * 32, digest="x")))
+                line.sendall(framed(encode("begin", "0" * 32, BEGIN_ID, digest="x")))
                 line.settimeout(WAIT_S)
                 assert line.recv(1)
                 assert listener._lines

@@ -49,14 +49,14 @@ def _register_without_asking(self: Sender, sending: Any) -> None:
 def _begin_whoever_asks(self: Receiver, peer: Any, granted: Any, message: Any) -> Any:
     if granted is None or granted.load.movement is None or granted.load.movement.failed:
         return _begin(self, peer, granted, message)
-    granted.peer = peer
-    return True, encode("accepted", message["grant_id"])
+    granted.peer, granted.begin_id = peer, message["begin_id"]
+    return True, encode("accepted", message["grant_id"], message["begin_id"])
 
 
 def _begin_what_is_over(self: Receiver, peer: Any, granted: Any, message: Any) -> Any:
     taken, reply = _begin(self, peer, granted, message)
     refused = reply is not None and b'"the grant is over' in reply
-    return (True, encode("accepted", message["grant_id"])) if refused else (taken, reply)
+    return (True, encode("accepted", message["grant_id"], message["begin_id"])) if refused else (taken, reply)
 
 
 def _stop_and_give_back(self: Receiver, load: GrantedLoad) -> list[Granted]:
@@ -102,7 +102,7 @@ def _take_no_revokes(self: Sender, message: Any) -> Any:
 def _take_and_say_failed_at_once(self: Sender, message: Any) -> Any:
     taken, reply, unwanted = _take(self, message)
     if unwanted is not None:
-        reply = encode("failed", message["grant_id"], reason="it was revoked")
+        reply = encode("failed", message["grant_id"], message["begin_id"], reason="it was revoked")
     return taken, reply, unwanted
 
 
@@ -155,7 +155,7 @@ REMOVALS: dict[str, tuple[Any, str, Any, str]] = {
     "revoke: of what is forgotten is not answered": (Sender, "_take", _take_nothing_unknown, NEVER_ENDS),
     "end of a sender: not heard": (Receiver, "gone", _nothing, NEVER_ENDS),
     "end of a sender: that of its connection counts": (Receiver, "lost", Receiver.gone, WRONG_BYTES),
-    "messages: of any peer": (Granted, "is_written_by", lambda self, _: self.peer is not None, "."),
+    "messages: of any peer": (Granted, "is_written_by", lambda self, *_: self.peer is not None, "."),
 }
 
 DROPS = {

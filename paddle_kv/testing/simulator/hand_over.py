@@ -386,8 +386,9 @@ class HandOver:
         process = self.random.choice(self.all)
         others = [one for one in self.receiver._granted.values() if one.peer not in (None, process)]
         for one in others[:1]:
-            self.receiver.received(process, encode("layers", one.grant.grant_id, first=one.next_layer, end=LAYERS))
-            self.receiver.received(process, encode("failed", one.grant.grant_id, reason="forged"))
+            names = one.grant.grant_id, one.begin_id
+            self.receiver.received(process, encode("layers", *names, first=one.next_layer, end=LAYERS))
+            self.receiver.received(process, encode("failed", *names, reason="forged"))
         said = [one for one in self.in_flight if b'"layers"' in one[1]]
         for _, data, sender in said[:1]:
             self.receiver.received(sender, re.sub(rb'"end":[0-9]', b'"end":%d' % LAYERS, data, count=1))

@@ -18,7 +18,7 @@ from tests.peers.conftest import until
 from tests.peers.fabrics.remote import POOL_BLOCKS, RemotePrefill
 from tests.peers.fabrics.test_conformance import make_mooncake, make_nixl
 from tests.peers.prefill import bits
-from tests.peers.test_messages import FakePeer
+from tests.peers.test_messages import BEGIN_ID, FakePeer
 from tests.schedule.rig import SHORT_S, WAIT_S, Rig, assert_same, cache_memory, make_spec, moved
 from tests.tiers.mooncake_cluster import loopback_only, why_not
 
@@ -235,8 +235,8 @@ def test_a_pool_without_room_and_wrong_ids(decode: Decode, prefill: RemotePrefil
 def test_a_sender_that_has_failed_is_not_asked_to_stop(decode: Decode) -> None:
     load, grant = decode.receiver.grant([1], timeout_s=WAIT_S)
     peer = FakePeer()
-    assert decode.receiver.received(peer, encode("begin", grant.grant_id, digest=grant.digest))
-    assert decode.receiver.received(peer, encode("failed", grant.grant_id, reason="why not"))
+    assert decode.receiver.received(peer, encode("begin", grant.grant_id, BEGIN_ID, digest=grant.digest))
+    assert decode.receiver.received(peer, encode("failed", grant.grant_id, BEGIN_ID, reason="why not"))
     load.wait_over(WAIT_S)  # SETTLE_S later; it is asked again and again until then where it has not answered
     assert peer.kinds == ["accepted"]
     decode.forget([1])
