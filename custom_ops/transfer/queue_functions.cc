@@ -41,41 +41,71 @@ const std::int64_t* IdsIn(PyObject* object, PythonBuffers* held, std::int64_t* c
   return static_cast<const std::int64_t*>(ids->buf);
 }
 
-PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
-  return GuardedFromPython([&]() -> PyObject* {
-    if (count != 16) Refuse("submit takes 16 arguments");
-    const auto function = reinterpret_cast<int (*)(const PaddleKvTransfer*)>(IntegerIn(given[0]));
-    PaddleKvTransfer transfer = {};
-    PythonBuffers held;
+// What Python gives of a transfer, from plan to watch.
+struct GivenTransfer {
+  static constexpr Py_ssize_t kArguments = 14;
+
+  explicit GivenTransfer(PyObject* const* given) {
     std::int64_t host_count = 0;
-    transfer.plan = IntegerIn(given[2]);
-    transfer.direction = IntegerIn(given[3]);
-    transfer.engine = IntegerIn(given[4]);
-    transfer.device_ids = IdsIn(given[5], &held, &transfer.block_count);
-    transfer.host_ids = IdsIn(given[6], &held, &host_count);
+    transfer.plan = IntegerIn(given[0]);
+    transfer.direction = IntegerIn(given[1]);
+    transfer.engine = IntegerIn(given[2]);
+    transfer.device_ids = IdsIn(given[3], &held, &transfer.block_count);
+    transfer.host_ids = IdsIn(given[4], &held, &host_count);
     if (host_count != transfer.block_count) Refuse("as many device ids as host ids are expected");
-    transfer.first_layer = IntegerIn(given[7]);
-    transfer.end_layer = IntegerIn(given[8]);
-    transfer.layers_per_event = IntegerIn(given[9]);
-    if (!PyList_Check(given[10])) Refuse("waits is no list");
-    std::vector<std::int64_t> wait_events, waits_per_group, record_events;
-    const Py_ssize_t groups = PyList_Size(given[10]);
+    transfer.first_layer = IntegerIn(given[5]);
+    transfer.end_layer = IntegerIn(given[6]);
+    transfer.layers_per_event = IntegerIn(given[7]);
+    if (!PyList_Check(given[8])) Refuse("waits is no list");
+    const Py_ssize_t groups = PyList_Size(given[8]);
     waits_per_group.reserve(groups);
     for (Py_ssize_t group = 0; group < groups; ++group) {
-      waits_per_group.push_back(AppendIntegers(PyList_GetItem(given[10], group), &wait_events));
+      waits_per_group.push_back(AppendIntegers(PyList_GetItem(given[8], group), &wait_events));
     }
-    if (AppendIntegers(given[12], &record_events) != groups) Refuse("an event for each group is expected");
+    AppendIntegers(given[9], &start_events);
+    if (start_events.empty()) Refuse("a start event is expected");
+    if (AppendIntegers(given[10], &record_events) != groups) Refuse("an event for each group is expected");
     transfer.wait_events = wait_events.data();
     transfer.waits_per_group = waits_per_group.data();
-    transfer.start_event = IntegerIn(given[11]);
+    transfer.start_event = start_events.front();
     transfer.record_events = record_events.data();
-    transfer.stream = IntegerIn(given[13]);
-    transfer.token = IntegerIn(given[14]);
-    transfer.watch = IntegerIn(given[15]);
-    PyThreadState* const state = transfer.block_count > IntegerIn(given[1]) ? PyEval_SaveThread() : nullptr;
-    const int result = function(&transfer);
+    transfer.stream = IntegerIn(given[11]);
+    transfer.token = IntegerIn(given[12]);
+    transfer.watch = IntegerIn(given[13]);
+  }
+
+  PaddleKvTransfer transfer = {};
+  PythonBuffers held;
+  std::vector<std::int64_t> wait_events, waits_per_group, start_events, record_events;
+};
+
+PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 2 + GivenTransfer::kArguments) Refuse("submit takes 16 arguments");
+    const auto function = reinterpret_cast<int (*)(const PaddleKvTransfer*)>(IntegerIn(given[0]));
+    const GivenTransfer of(given + 2);
+    PyThreadState* const state = of.transfer.block_count > IntegerIn(given[1]) ? PyEval_SaveThread() : nullptr;
+    const int result = function(&of.transfer);
     if (state != nullptr) PyEval_RestoreThread(state);
     return PyLong_FromLong(result);
+  });
+}
+
+PyObject* SubmitByMarks(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 1 + GivenTransfer::kArguments) Refuse("submit_by_marks takes 15 arguments");
+    const auto function = reinterpret_cast<int (*)(const PaddleKvTransfer*, const std::int64_t*)>(IntegerIn(given[0]));
+    const GivenTransfer of(given + 1);
+    if (of.start_events.size() != of.record_events.size()) Refuse("a start event for each group is expected");
+    return PyLong_FromLong(function(&of.transfer, of.start_events.data()));
+  });
+}
+
+PyObject* Mark(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 4) Refuse("mark takes 4 arguments");
+    const auto function = reinterpret_cast<int (*)(std::int64_t, std::int64_t, std::int64_t)>(IntegerIn(given[0]));
+    return PyLong_FromLong(function(IntegerIn(given[1]), IntegerIn(given[2]), IntegerIn(given[3])));
   });
 }
 
@@ -145,6 +175,9 @@ void* paddle_kv_queue_functions() {
   using namespace paddle_kv;
   static PyMethodDef methods[] = {
       {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)), METH_FASTCALL, nullptr},
+      {"submit_by_marks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&SubmitByMarks)), METH_FASTCALL,
+       nullptr},
+      {"mark", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Mark)), METH_FASTCALL, nullptr},
       {"hear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Hear)), METH_FASTCALL, nullptr}};
   return DictionaryOf(methods);
 }

@@ -197,6 +197,29 @@ class CupyBackend:
             watch=work.watch,
         )
 
+    def submit_by_marks(self, binding: int, work: LayerWork, starts: Sequence[int], stream: Any) -> None:
+        plan = work.plan
+        transfer_queue.submit_by_marks(
+            plan=binding,
+            direction=bindings.DIRECTION_CODES[plan.direction],
+            engine=ENGINES.index(work.engine),
+            device_ids=plan.device_ids,
+            host_ids=plan.host_ids,
+            layers=range(plan.num_layers),
+            layers_per_event=plan.layers_per_event,
+            marks=list(work.waits),
+            start_events=list(starts),
+            record_events=list(work.records),
+            stream=stream.ptr,
+            token=work.number,
+        )
+
+    def mark_layer(self, number: int, layer: int, stream: int) -> bool | None:
+        return transfer_queue.mark(number, layer, stream)
+
+    def take_enqueued(self, number: int, known: int, num_groups: int, ends: bool) -> list[int]:
+        return transfer_queue.take_enqueued(number, known, num_groups, ends=ends)
+
     def watch(self, events: Sequence[int], report: Callable[[], Later | None]) -> int:
         return completions.watch(self._device_id, events, report)
 

@@ -102,7 +102,21 @@ class Backend(Protocol):
         """Enqueues. If it raises, an unknown part of the work may have been enqueued.
 
         A backend may also have ``copy_and_watch``, which takes ``report`` as well: it does what :meth:`watch` does with
-        the last record event, and returns what that does. If it raises, nobody calls ``report``."""
+        the last record event, and returns what that does. If it raises, nobody calls ``report``.
+
+        A backend may also have these, for layerwise saves whose marks need no more than a call:
+
+        ``submit_by_marks(binding, work, starts, stream)``: each group of the work is enqueued by itself once its layers
+        have been marked, behind its own start event among ``starts``. ``work.waits`` has the events that the marks of
+        its layers record. Until a group is enqueued, nothing waits for it.
+
+        ``mark_layer(number, layer, stream)``: records the event of the layer on a compute stream, and enqueues its
+        group if that is complete. Out of any thread. True: the layer is marked; it may have been before. False: nothing
+        was recorded, since all groups were taken or the marks have ended. None: the layer is marked, but its group is
+        not enqueued, and later marks enqueue nothing. If it raises, the layer is not marked.
+
+        ``take_enqueued(number, known, num_groups, ends)``: the groups that were enqueued, in that order, but for the
+        first ``known`` of the ``num_groups``. ``ends``: later marks enqueue nothing."""
 
     def watch(self, events: Sequence[Event], report: Callable[[], Later | None]) -> Any:
         """Calls ``report`` once, out of any thread, when all of the events were passed, whatever they have to tell. All

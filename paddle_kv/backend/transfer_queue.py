@@ -1,7 +1,7 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
-Called through ctypes, but for ``submit``, which has so many arguments that ctypes would take longer than the call, and
-``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called
+Called through ctypes, but for ``submit`` and ``submit_by_marks``, which have so many arguments that ctypes would take
+longer than the call, ``mark``, and ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called
 for every layer of a model. ctypes gives up the GIL for the time of a call; those that only look into the queue,
 under a lock that nobody holds while CUDA works, keep it: to get it back costs more than they do. Streams and events are
 handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
@@ -22,6 +22,7 @@ from ..ops import _library
 NO_END = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
+_MARKED = (True, True, False, None)  # of what paddle_kv_queue_mark gives
 _HEAR = ("hear", "end_hearing")
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
 
@@ -55,12 +56,13 @@ def _functions(keeping_the_gil: bool = False) -> Any:
         "push_device": [ctypes.c_int],
         "forget": [ctypes.c_int64],
         "set_costs": [ctypes.c_int, ctypes.c_void_p],
+        "take_enqueued": [ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_void_p],
         "cancel": [ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p],
         "watch": [ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64],
     }
     for name, types in arguments.items():
         getattr(library, f"paddle_kv_queue_{name}").argtypes = types
-    for name in ("enqueued", "submitted"):
+    for name in ("enqueued", "submitted", "take_enqueued"):
         getattr(library, f"paddle_kv_queue_{name}").restype = ctypes.c_int64
     library.paddle_kv_queue_pop_device.restype = None
     library.paddle_kv_completions_take.restype = ctypes.c_int64
@@ -72,6 +74,12 @@ def _functions(keeping_the_gil: bool = False) -> Any:
 def _submit() -> Any:
     function = ctypes.cast(_functions().paddle_kv_queue_submit, ctypes.c_void_p).value
     return functools.partial(_library.queue_functions()["submit"], function, FEW_BLOCKS)
+
+
+@functools.cache
+def _by_marks(name: str) -> Any:
+    address = ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value
+    return functools.partial(_library.queue_functions()[name], address)
 
 
 @functools.cache
@@ -165,13 +173,65 @@ def submit(
             layers.stop,
             layers_per_event,
             waits,
-            start_event,
+            (start_event,),
             record_events,
             stream,
             token,
             watch,
         )
     )
+
+
+def submit_by_marks(
+    *,
+    plan: int,
+    direction: int,
+    engine: int,
+    device_ids: np.ndarray,
+    host_ids: np.ndarray,
+    layers: range,
+    layers_per_event: int,
+    marks: list[Sequence[int]],
+    start_events: list[int],
+    record_events: list[int],
+    stream: int,
+    token: int,
+) -> None:
+    """As :func:`submit`, but each group is enqueued when :func:`mark` was called for its layers, which records their
+    events among ``marks``. Until then its record event is not pending. A start event for each group."""
+    checked(
+        _by_marks("submit_by_marks")(
+            plan,
+            direction,
+            engine,
+            device_ids,
+            host_ids,
+            layers.start,
+            layers.stop,
+            layers_per_event,
+            marks,
+            start_events,
+            record_events,
+            stream,
+            token,
+            -1,
+        )
+    )
+
+
+def mark(token: int, layer: int, compute_stream: int) -> bool | None:
+    """Records the event of a mark on a stream, unless the layer is marked. False: no marks of that transfer are expected
+    any more, and nothing was recorded. None: it was, but there was no memory to enqueue the group, and later marks will
+    not either."""
+    return _MARKED[checked(_by_marks("mark")(token, layer, compute_stream))]
+
+
+def take_enqueued(token: int, first: int, groups: int, *, ends: bool) -> list[int]:
+    """Which of the ``groups`` of a transfer marks have enqueued, in that order, but for the ``first`` of them. ``ends``:
+    later marks enqueue nothing."""
+    room = (ctypes.c_int64 * groups)()
+    count = _functions(True).paddle_kv_queue_take_enqueued(token, first, ends, room)
+    return room[:count]
 
 
 def cancel(stream: int, token: int) -> int | None:

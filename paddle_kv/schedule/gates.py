@@ -20,7 +20,7 @@ from ..backend.work import Event, Stream
 from ..timeouts import check_time, check_timeout
 from ..tracking.alarms import Alarms
 from ..tracking.group import change
-from . import settling, submission
+from . import by_marks, settling, submission
 from .movement import Failure, Follower, Movement, State
 from .transfer import Transfer, transfer_list
 
@@ -205,6 +205,7 @@ class Gates:
         """The marks that the replay will write are the marks of these saves."""
         events = [[save.unmarked[layer] for save in saves] for layer in range(self._num_layers)]
         for save in saves:
+            by_marks.end(save)
             save.unmarked.clear()
         try:
             self._gates.record_marks(turn, events)

@@ -7,7 +7,8 @@ import functools
 
 from ..backend.work import Event, Stream
 from ..tracking.group import change_soon
-from . import rings, settling
+from ..tracking.keeper import nothing
+from . import by_marks, rings, settling
 from .movement import Movement
 from .resources import Events
 
@@ -35,6 +36,8 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
         if layer in movement.unmarked:
             event = movement.unmarked[layer]
             del movement.unmarked[layer]  # of several threads one succeeds
+        if event is not None and _mark_at_backend(movement, layer, event, queue):
+            return
         if event is not None:
             movement.scheduler.backend.record(event, queue)
             change_soon(movement, functools.partial(_note, movement, layer, event, held))
@@ -52,6 +55,42 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
     movement.raise_if_failed()
     if movement.plan.num_groups:
         raise ValueError(twice)
+
+
+def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream) -> bool:
+    """Whether the backend has the mark, or an exception came to the caller behind a former one."""
+    if movement.by_marks is None:
+        return movement.events[movement.plan.group_of(layer)] is not None
+    is_marked = movement.scheduler.backend.mark_layer(movement.number, layer, queue)
+    if is_marked is False:
+        return movement.events[movement.plan.group_of(layer)] is not None
+    movement.marks[layer] = event
+    if not movement.is_noted:
+        movement.is_noted = True
+        movement.group.note(functools.partial(_catch_up, movement))
+    # Behind the note: whoever comes to wait for it looks at what was noted, and else is seen here.
+    if is_marked is None:
+        change_soon(movement, functools.partial(_submit_rest, movement))
+    elif not movement.unmarked or movement.dependents or movement.followers or movement.waiters:
+        change_soon(movement, nothing)
+    return True
+
+
+def _catch_up(movement: Movement) -> None:
+    """In a section."""
+    movement.is_noted = False  # before it looks: what comes from here on is noted again
+    if movement.over or movement.failed:
+        return
+    if movement.by_marks is None:
+        by_marks.find_ready(movement)  # marked while it was ended
+    settling.progress([movement])
+
+
+def _submit_rest(movement: Movement) -> None:
+    """In a section: the backend has no memory for it."""
+    if not (movement.over or movement.failed):
+        by_marks.end(movement)
+        settling.progress([movement])
 
 
 def _note(movement: Movement, layer: int, event: Event, held: object) -> None:

@@ -160,7 +160,7 @@ _numbers = itertools.count(1)
 
 class Movement:
     """One transfer in flight. Changes in a section of its group (:mod:`paddle_kv.tracking.group`) alone, but for
-    ``waiters`` and ``ordered``."""
+    ``waiters``, ``ordered``, ``unmarked`` and the ``marks`` of what is submitted by marks."""
 
     # What most never set lies here: a start has to be short.
     computed_from: tuple[Movement, ...] | None = None  # the loads that a save was computed from, if it is known
@@ -178,6 +178,8 @@ class Movement:
     elapsed_ms = float("nan")
     sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
     guard: Guard | None = None  # of the handle
+    by_marks: Any = None  # of :mod:`.by_marks`, as long as the backend submits its layers as they are marked
+    is_noted = False  # a section will look which it has
 
     def __init__(
         self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool, reading: Reading | None = None
@@ -285,6 +287,11 @@ class Movement:
         error = self.error()
         if error is not None:
             raise error
+
+    def is_behind(self, before: Movement) -> bool:
+        """Whether nothing has to be waited for: the order of the stream is enough for one that is submitted as a whole
+        on the same stream."""
+        return before.retired or (not before.num_unsubmitted and (before.over or before.stream is self.stream))
 
     def hold_all_events(self) -> None:
         """Takes what all of it is likely to need, at once: to take an event costs more than to make one."""

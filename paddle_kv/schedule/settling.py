@@ -194,6 +194,7 @@ def _retire(movement: Movement) -> None:
 
 def abandon(movement: Movement) -> None:
     """In a forked child: nothing moves here any more."""
+    movement.by_marks = None  # the parent's: another thread may have been in the backend
     message = f"the process forked while the {movement.direction} was in flight"
     for failed in fail(movement, Failure(State.FAILED, message)):
         if failed.failed and failed.state is not State.ARRIVING and not failed.over:

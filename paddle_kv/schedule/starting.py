@@ -13,7 +13,7 @@ import numpy as np
 from ..backend.work import Stream, TransferPlan
 from ..checks import Ids
 from ..tracking.group import Guard
-from . import settling, submission
+from . import by_marks, settling, submission
 from .movement import Movement, Owner, Reading, movements
 from .resources import Events
 from .statistics import Statistics
@@ -81,6 +81,7 @@ def start(
     movements[movement.number] = movement
     movement.group.transfers[movement.number] = movement
     scheduler.note_start(movement)
+    by_marks.offer(movement)
     settling.progress([movement])
     movement.submission_failed = movement.failed
     return transfer

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ..backend.work import Event, LayerWork
-from . import rings
+from . import by_marks, rings
 from .movement import Failure, Movement, State
 
 Waits = Sequence[Event]  # of one group
@@ -66,6 +66,7 @@ def fail(movement: Movement, failure: Failure) -> list[Movement]:
     movement.failure = failure
     failed = [movement]
     for one in failed:  # grows meanwhile
+        by_marks.end(one)
         assert one.failure is not None
         reason = one.failure.reason or one.failure.message
         one.target.poison(one.plan.target_ids, one, reason)
@@ -130,6 +131,7 @@ def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]
     Returns what has to be advanced."""
     if movement.failed or movement.over:
         return []
+    by_marks.end(movement)
     plan = movement.plan
     missing = (group for group in plan.groups if movement.num_unsubmitted and movement.events[group] is None)
     first = next((plan.layers_of(group).start for group in missing), None)
@@ -140,7 +142,7 @@ def cancel(movement: Movement, *, also_submitted: bool = True) -> list[Movement]
             return fail(movement, Failure.of(f"the {plan.direction} could not be cancelled: {error}", None, error))
         first = min((layer for layer in (first, begun) if layer is not None), default=None)
     if first is None and not any(follower.holds(movement) for follower in movement.followers):
-        return []
+        return [movement]  # all of it is submitted, perhaps by a mark that no section has noted yet
     before = "it was over" if first is None else f"layer {first} was moved"
     message = f"{plan.direction} was cancelled before {before}"
     return fail(movement, Failure(State.CANCELLED, message, first))
@@ -157,8 +159,9 @@ def fence(movement: Movement) -> None:
 
 
 def _submit_ready(movement: Movement) -> tuple[bool, list[Movement]]:
-    """Submits its groups that are ready, consecutive ones by one call. Whether there were any, and what failed."""
-    submitted = False
+    """Submits its groups that are ready, consecutive ones by one call. Whether there were any, also some that marks
+    have submitted, and what failed."""
+    submitted = by_marks.take(movement)
     for first, waits in [] if movement.failed else _ready_runs(movement):
         failed = _submit(movement, first, waits)
         if failed:
@@ -190,12 +193,7 @@ def _ready_runs(movement: Movement) -> list[tuple[int, list[Waits]]]:
 
 def _others(movement: Movement) -> list[Movement]:
     """Those whose layers have to be submitted before the same layers of this one, and be waited for."""
-    # The order of the stream is enough for one that is submitted as a whole on the same stream.
-    return [
-        before
-        for before in movement.depends_on
-        if not before.retired and not (not before.num_unsubmitted and (before.over or before.stream is movement.stream))
-    ]
+    return [before for before in movement.depends_on if not movement.is_behind(before)]
 
 
 def _waits_of(movement: Movement, group: int, others: list[Movement]) -> list[Event] | None:

@@ -17,7 +17,7 @@ from ..backend.work import Event, Stream, TransferPlan
 from ..errors import CancelledError, TransferError
 from ..timeouts import check_timeout
 from ..tracking.group import change, note
-from ..tracking.keeper import Deadline, Waiter, log
+from ..tracking.keeper import Deadline, Waiter, log, nothing
 from . import behind, hearing, marking, settling, submission
 from .movement import Movement, State
 from .resources import Events
@@ -386,6 +386,8 @@ class Transfer:
         movement = self._movement
 
         def submitted() -> bool:
+            if event_of() is None and movement.is_noted:
+                change(movement, nothing)  # by a mark, perhaps
             return movement.over or movement.spoiled or event_of() is not None
 
         if not self._wait_for(submitted, deadline):

@@ -27,7 +27,10 @@ ONLOAD, OFFLOAD = 0, 1  # positions in Watched.streams
 
 
 class Watched(CupyBackend):
-    """The backend as it is; it remembers its streams, and which events lie on a compute stream."""
+    """The backend as it is, but that each submission is one of a section; it remembers its streams, and which events
+    lie on a compute stream."""
+
+    submit_by_marks: Any = None
 
     def __init__(self) -> None:
         super().__init__(0)

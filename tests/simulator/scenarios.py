@@ -712,6 +712,7 @@ def mark_whose_submission_breaks(s: Setting) -> None:
     scheduler = s.scheduler()
     s.fill_host(3, "prefix")
     s.compute(writes=0, version="prompt")
+    s.simulation.device.takes_marks = False  # or it would be submitted once more
     save = scheduler.offload([0], [2], layerwise=True)
     save.mark_layer_written(1)
     s.simulation.device.break_submission(1)

@@ -73,4 +73,23 @@ std::string WhatIsWrong(const PaddleKvTransfer& given, const TransferPlan& plan)
   return {};
 }
 
+std::string WhatIsWrongByMarks(const PaddleKvTransfer& given, const std::int64_t* start_events,
+                               const TransferPlan& plan) {
+  PaddleKvTransfer without_layers = given;
+  without_layers.end_layer = given.first_layer;
+  const std::string wrong = WhatIsWrong(without_layers, plan);
+  if (!wrong.empty()) return wrong;
+  if (given.end_layer <= given.first_layer || given.end_layer > plan.layer_count) {
+    return Outside("end_layer", given.end_layer, given.first_layer + 1, plan.layer_count);
+  }
+  const std::int64_t layers = given.end_layer - given.first_layer;
+  const std::int64_t groups = (layers - 1) / given.layers_per_event + 1;
+  for (const std::string& found :
+       {CheckEvents(given.wait_events, layers, "wait_events"),
+        CheckEvents(given.record_events, groups, "record_events"), CheckEvents(start_events, groups, "start_events")}) {
+    if (!found.empty()) return found;
+  }
+  return {};
+}
+
 }  // namespace paddle_kv

@@ -82,6 +82,31 @@ int paddle_kv_queue_submit(const PaddleKvTransfer* given) {
   });
 }
 
+int paddle_kv_queue_submit_by_marks(const PaddleKvTransfer* given, const std::int64_t* start_events) {
+  return Guarded([&] {
+    if (given == nullptr) return Fail("transfer is null");
+    const std::shared_ptr<const TransferPlan> plan = FindTransferPlan(given->plan);
+    if (plan == nullptr) return Fail("plan = " + std::to_string(given->plan) + " is not registered");
+    const std::string wrong = WhatIsWrongByMarks(*given, start_events, *plan);
+    if (!wrong.empty()) return Fail(wrong);
+    auto transfer = std::make_shared<TransferByMarks>(*given, start_events, plan);
+    if (TransferQueue::Get().SubmitByMarks(given->token, std::move(transfer))) return 0;
+    return Fail("stream = " + std::to_string(given->stream) + " is not open on GPU " + std::to_string(plan->device));
+  });
+}
+
+int paddle_kv_queue_mark(std::int64_t token, std::int64_t layer, std::int64_t compute_stream) {
+  return Guarded([&] {
+    Status status;
+    const Marked marked = TransferQueue::Get().Mark(token, layer, compute_stream, &status);
+    return status.ok() ? static_cast<int>(marked) : Fail(status);
+  });
+}
+
+std::int64_t paddle_kv_queue_take_enqueued(std::int64_t token, std::int64_t first, int ends, std::int64_t* groups) {
+  return Counted([&] { return TransferQueue::Get().TakeEnqueued(token, first, ends != 0, groups); });
+}
+
 int paddle_kv_queue_cancel(std::int64_t stream, std::int64_t token, std::int64_t* first_dropped_layer) {
   return Guarded([&] {
     if (TransferQueue::Get().Cancel(stream, token, first_dropped_layer)) return 0;

@@ -3,6 +3,7 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <iterator>
 #include <new>
 #include <thread>
 #include <tuple>
@@ -28,6 +29,12 @@ Status Prepare(QueuedTransfer& transfer) {
     return OutOfHostMemory();
   }
   return {};
+}
+
+Status RecordMark(int device, std::int64_t event, std::int64_t stream) {
+  const DeviceGuard guard(device);
+  if (!guard.status().ok()) return guard.status();
+  return ToStatus(cudaEventRecord(EventOf(event), reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
 }
 
 }  // namespace
@@ -58,6 +65,9 @@ Status TransferQueue::Close(std::int64_t handle) {
     const auto left = streams_.find(handle);
     if (left == streams_.end() || left->second != stream) return {};  // another thread has closed it meanwhile
     streams_.erase(left);
+    for (auto entry = by_marks_.begin(); entry != by_marks_.end();) {
+      entry = entry->second->stream() == handle ? by_marks_.erase(entry) : std::next(entry);
+    }
   }
   return stream->feeder.Close();
 }
@@ -71,16 +81,76 @@ bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer, std::in
     nobody = {{watch_token, nullptr}};
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  Stream* const stream = OpenStream(handle, transfer.plan->device);
+  if (stream == nullptr) return false;
+  Append(*stream, std::move(transfer), std::move(entries));
+  completions_.Add(std::move(watch), std::move(nobody));
+  return true;
+}
+
+TransferQueue::Stream* TransferQueue::OpenStream(std::int64_t handle, int device) const {
   const auto found = streams_.find(handle);
-  if (found == streams_.end() || found->second->feeder.where().device != transfer.plan->device) return false;
+  return found == streams_.end() || found->second->feeder.where().device != device ? nullptr : found->second.get();
+}
+
+void TransferQueue::Append(Stream& stream, QueuedTransfer transfer, EventStates::Entries entries) {
   transfer.number = enqueued_;
-  found->second->transfers.push_back(std::move(transfer));
+  stream.transfers.push_back(std::move(transfer));
   // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
   ++enqueued_;
   events_.Add(std::move(entries));
-  completions_.Add(std::move(watch), std::move(nobody));
   work_.notify_one();
+}
+
+bool TransferQueue::SubmitByMarks(std::int64_t token, std::shared_ptr<TransferByMarks> transfer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (OpenStream(transfer->stream(), transfer->device()) == nullptr) return false;
+  by_marks_[token] = std::move(transfer);
   return true;
+}
+
+Marked TransferQueue::Mark(std::int64_t token, std::int64_t layer, std::int64_t compute_stream, Status* status) {
+  Lock lock(mutex_);
+  const auto found = by_marks_.find(token);
+  if (found == by_marks_.end() || found->second->is_ended || !found->second->HasLayer(layer)) return Marked::kNotKnown;
+  const std::shared_ptr<TransferByMarks> transfer = found->second;
+  if (!transfer->BeginMark(layer)) return Marked::kBefore;
+  lock.unlock();
+  *status = RecordMark(transfer->device(), transfer->MarkEvent(layer), compute_stream);
+  lock.lock();
+  if (!transfer->EndMark(layer, status->ok()) || transfer->is_ended) return Marked::kHere;
+  lock.unlock();
+  try {
+    const std::int64_t group = transfer->GroupOf(layer);
+    QueuedTransfer part = transfer->Group(group);
+    EventStates::Entries entries = EventStates::EntriesOf(part.record_events);
+    lock.lock();
+    if (transfer->is_ended) return Marked::kHere;
+    Stream* const stream = OpenStream(transfer->stream(), transfer->device());
+    if (stream == nullptr) return Marked::kHere;  // it was closed: nobody waits for this
+    Append(*stream, std::move(part), std::move(entries));
+    transfer->NoteEnqueued(group);
+    return Marked::kHere;
+  } catch (const std::bad_alloc&) {
+    if (!lock.owns_lock()) lock.lock();
+    transfer->is_ended = true;
+    return Marked::kNotEnqueued;
+  }
+}
+
+std::int64_t TransferQueue::TakeEnqueued(std::int64_t token, std::int64_t first, bool ends, std::int64_t* groups) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = by_marks_.find(token);
+  if (found == by_marks_.end()) return 0;
+  TransferByMarks& transfer = *found->second;
+  const std::vector<std::int64_t>& enqueued = transfer.enqueued();
+  const std::int64_t count = static_cast<std::int64_t>(enqueued.size()) - first;
+  std::copy_n(enqueued.begin() + first, std::max<std::int64_t>(0, count), groups);
+  if (ends || first + count == transfer.group_count()) {
+    transfer.is_ended = true;  // for whoever is marking a layer
+    by_marks_.erase(found);
+  }
+  return std::max<std::int64_t>(0, count);
 }
 
 bool TransferQueue::Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer) {

@@ -139,6 +139,14 @@ class SimulatedBackend:
         if event.mark is not None:
             self._device.wait(stream, event.mark)
 
+    @property
+    def undivided(self) -> Any:
+        return self._device.undivided
+
+    @property
+    def takes_marks(self) -> bool:
+        return self._device.takes_marks
+
     def copy_layers(self, binding: Binding, work: LayerWork, stream: SimulatedStream) -> None:
         self._device.switch_point()
         device = self._device

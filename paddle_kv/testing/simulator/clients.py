@@ -71,6 +71,7 @@ class Clients:
         lines: bool = False,
     ) -> None:
         self.simulation = Simulation(RandomChooser(seed))
+        self.simulation.device.takes_marks = seed % 2 == 0
         self.cache = DeviceCache(SPEC, num_threads * OWN_BLOCKS, "cpu")
         self.pool = HostPool(SPEC, HOST_BLOCKS)
         self.policy = ("lru", "arc", "s3fifo")[seed % 3]

@@ -7,8 +7,9 @@ for one, touches memory. There a chooser decides, step by step, which stream goe
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +118,8 @@ class Device:
         self._polls: dict[Mark | None, int] = {}
         self._watched: list[Watched] = []
         self.threads: HostThreads | None = None  # of the host, while there are several
+        self._is_undivided = False
+        self.takes_marks = True  # its backends submit layerwise saves as they are marked; else sections do
 
     # ---- what is submitted ----
     def add_stream(self, name: str) -> SimulatedStream:
@@ -245,9 +248,18 @@ class Device:
         while self._can_run() and self._go_on(host, ""):
             continue
 
+    @contextlib.contextmanager
+    def undivided(self) -> Iterator[None]:
+        """What stands in it is one step of the host."""
+        before, self._is_undivided = self._is_undivided, True
+        try:
+            yield
+        finally:
+            self._is_undivided = before
+
     def switch_point(self) -> None:
         """Another thread of the host may come first."""
-        if self.threads is None:
+        if self.threads is None or self._is_undivided:
             return
         others = self.threads.others(must=False)
         if others:

@@ -9,6 +9,7 @@ from typing import Any
 from ...backend.protocol import Backend, Gates, Later
 from ...backend.work import Event, LayerWork, Stream
 from ...errors import CaptureError
+from .by_marks import MarksAtBackend
 
 REMOVALS = {
     "wait-compute-before-offload": "an offload does not wait for the compute stream (the call, or the mark of a layer)",
@@ -44,7 +45,7 @@ REMOVALS = {
 }
 
 
-class MutatedBackend:
+class MutatedBackend(MarksAtBackend):
     """Passes each call on to ``inner``, except for what ``drop`` names.
 
     Args:

@@ -7,10 +7,11 @@ from typing import Any
 
 from ...backend.protocol import Backend, Gates, Later
 from ...backend.work import Event, LayerWork, Stream
+from .by_marks import MarksAtBackend
 from .log import ALL_LAYERS, HOST, Location, Log, call_site
 
 
-class RecordingBackend:
+class RecordingBackend(MarksAtBackend):
     """Passes each call on to ``inner`` and logs it.
 
     Compute is what the backend cannot see: tell it by :meth:`touch`. Several backends may share one log; a scheduler

@@ -78,6 +78,7 @@ class Server:
 
     def __init__(self, seed: int, *, drop: Collection[str] = ()) -> None:
         self.simulation = Simulation(RandomChooser(seed), drop=drop)
+        self.simulation.device.takes_marks = seed % 2 == 0
         self.cache = DeviceCache(SPEC, DEVICE_BLOCKS, "cpu")
         self.pool = HostPool(SPEC, HOST_BLOCKS)
         self.schedulers = [self._scheduler(layers_per_event) for layers_per_event in (1, 2)]

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "paddle_kv/transfer/queue_api.h"
@@ -10,5 +11,7 @@ namespace paddle_kv {
 // What is wrong with a transfer that somebody has put together: argument, value and what is legal. Empty: nothing that
 // can be seen.
 std::string WhatIsWrong(const PaddleKvTransfer& given, const TransferPlan& plan);
+std::string WhatIsWrongByMarks(const PaddleKvTransfer& given, const std::int64_t* start_events,
+                               const TransferPlan& plan);
 
 }  // namespace paddle_kv

@@ -1,7 +1,7 @@
 // Transfers that one thread of this library submits, so that the caller is not held: a call enqueues, the thread feeds
 // the streams and records the events, with a bounded number of bytes in flight on each stream.
 //
-// A C interface, called through ctypes, but for submit and hear (queue_functions.h): an operator call of Paddle costs
+// A C interface, called through ctypes, but for submit, mark and hear (queue_functions.h): an operator call of Paddle costs
 // 10 to 40 us, and wait_stream is called for every layer of a model. Handles of CUDA streams and events are integers.
 #pragma once
 
@@ -66,6 +66,22 @@ int paddle_kv_queue_close(std::int64_t stream);
 // before. When a group fails, those behind it are not copied; their events still come behind what they had to wait for.
 // Whatever cannot be right of the transfer, as far as it can be seen, is an error; nothing is enqueued then.
 int paddle_kv_queue_submit(const PaddleKvTransfer* transfer);
+
+// A transfer whose groups are enqueued one by one, each when its layers have been marked; until then nothing waits for
+// them, and their record events are not pending. `wait_events` has the event that the mark of each layer records,
+// `start_events` one for each group; `waits_per_group`, `start_event` and `watch` count for nothing. The token is not
+// that of another transfer by marks.
+int paddle_kv_queue_submit_by_marks(const PaddleKvTransfer* transfer, const std::int64_t* start_events);
+
+// Records the event of a layer's mark on a stream of the caller's, and enqueues the layer's group if it was the last
+// one of the group. 0: done; 1: the layer was marked before, or another thread is about to; 2: no such transfer, or no
+// such layer of it, or all of it was enqueued, or its marks have ended: nothing was recorded; 3: marked, but there was
+// no memory to enqueue the group: the marks of the transfer have ended. -1: the event could not be recorded.
+int paddle_kv_queue_mark(std::int64_t token, std::int64_t layer, std::int64_t compute_stream);
+
+// Which groups marks have enqueued, in that order, but for the first `first` of them, and how many. `ends`: no later
+// mark enqueues any. There is room for all groups of the transfer.
+std::int64_t paddle_kv_queue_take_enqueued(std::int64_t token, std::int64_t first, int ends, std::int64_t* groups);
 
 // Of what is queued on the stream under the token, everything that was not given to an engine is not copied any more.
 // Its events are recorded as those of a transfer that failed, in the order of the stream, with the failure "cancelled".

@@ -6,10 +6,15 @@ extern "C" {
 // A new dictionary, of type PyObject*. The caller holds the GIL.
 //
 //   submit(function, few_blocks, plan, direction, engine, device_ids, host_ids, first_layer, end_layer,
-//          layers_per_event, waits, start_event, record_events, stream, token, watch) -> int
+//          layers_per_event, waits, start_events, record_events, stream, token, watch) -> int
 //       What `function`, the address of paddle_kv_queue_submit, gives for a transfer. Ids are arrays of int64 without
-//       gaps; waits is a list of lists or tuples of events, one for each group; record_events is a list. The GIL is
-//       given up for more than few_blocks blocks.
+//       gaps; waits is a list of lists or tuples of events, one for each group; start_events (of one) and record_events
+//       are lists or tuples. The GIL is given up for more than few_blocks blocks.
+//   submit_by_marks(function, plan ... watch) -> int
+//       The same for paddle_kv_queue_submit_by_marks: waits has the events of the marks, and there is a start event for
+//       each group.
+//   mark(function, token, layer, compute_stream) -> int
+//       What `function`, the address of paddle_kv_queue_mark, gives.
 //   hear(hear, end_hearing, reports, token, timeout_us, told, report) -> int
 //       What `hear`, the address of paddle_kv_queue_hear, gives, without the GIL; signals are handled meanwhile. If it
 //       was 0, `told` is called, with `report` in the dictionary `reports` under the token meanwhile, for whoever takes

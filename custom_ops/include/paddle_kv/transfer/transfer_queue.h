@@ -22,8 +22,11 @@
 #include "paddle_kv/transfer/queued_transfer.h"
 #include "paddle_kv/transfer/stream_feeder.h"
 #include "paddle_kv/transfer/thread_signal.h"
+#include "paddle_kv/transfer/transfer_by_marks.h"
 
 namespace paddle_kv {
+
+enum class Marked { kHere, kBefore, kNotKnown, kNotEnqueued };  // as paddle_kv_queue_mark gives it
 
 // What the functions of queue_api.h do. The lock is never held across a call of CUDA, which may take as long as another
 // thread's does.
@@ -37,6 +40,10 @@ class TransferQueue {
   // False: the stream is not open on the device of the transfer's plan. The token is reported at its end, unless it is
   // negative.
   bool Submit(std::int64_t handle, QueuedTransfer transfer, std::int64_t watch_token);
+  // False: the stream is not open on the device of the transfer's plan. The token is not in use.
+  bool SubmitByMarks(std::int64_t token, std::shared_ptr<TransferByMarks> transfer);
+  Marked Mark(std::int64_t token, std::int64_t layer, std::int64_t compute_stream, Status* status);
+  std::int64_t TakeEnqueued(std::int64_t token, std::int64_t first, bool ends, std::int64_t* groups);
   // False: the stream is not open.
   bool Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer);
   std::int64_t Enqueued();
@@ -85,6 +92,10 @@ class TransferQueue {
   enum class Fed { kNothing, kHeldBack, kStep };
 
   TransferQueue();
+  // Null: it is not open on that device. Under the lock, as Append, which throws nothing but where the list of the
+  // stream grows: the entries are those of the transfer's record events.
+  Stream* OpenStream(std::int64_t handle, int device) const;
+  void Append(Stream& stream, QueuedTransfer transfer, EventStates::Entries entries);
   template <class Condition>
   bool WaitFor(Lock& lock, std::int64_t timeout_us, Condition condition);
 
@@ -107,6 +118,7 @@ class TransferQueue {
   std::int64_t turns_ = 0;
   std::int64_t pass_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
+  std::map<std::int64_t, std::shared_ptr<TransferByMarks>> by_marks_;  // by token
   std::map<int, Device> devices_;
   std::map<GateWords*, std::shared_ptr<GateWork>> gates_;
   EventStates events_;

@@ -1,0 +1,75 @@
+"""Layerwise saves whose layers the backend submits itself when they are marked: where a mark would otherwise need a
+section, the caller's thread makes one call. Sections find out by :func:`take` what came of the marks."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from ..backend.work import Event, LayerWork
+from .movement import Movement
+
+
+@dataclass(eq=False)
+class ByMarks:
+    """Events of the groups of such a save: each is a submission."""
+
+    starts: list[Event]
+    records: list[Event]
+
+
+def offer(movement: Movement) -> None:
+    """In the section that starts it: leaves it to the backend, if that takes it and nothing but its marks has to come
+    before its layers. Otherwise, and from :func:`end` on, sections submit what is marked."""
+    scheduler, plan = movement.scheduler, movement.plan
+    submit = getattr(scheduler.backend, "submit_by_marks", None)
+    if submit is None or not movement.layerwise or movement.ring or movement.failed or not plan.num_groups:
+        return
+    if not all(movement.is_behind(before) for before in movement.depends_on):
+        return
+    events = ByMarks(movement.hold_events(plan.num_groups), movement.hold_events(plan.num_groups))
+    marks = [[movement.unmarked[layer] for layer in plan.layers_of(group)] for group in plan.groups]
+    work = LayerWork(
+        plan, 0, plan.num_groups, marks, events.starts[0], events.records, scheduler.engine, movement.number
+    )
+    with contextlib.suppress(Exception):  # sections submit it then, and tell what is wrong with it
+        submit(scheduler.resources.binding, work, events.starts, movement.stream)
+        movement.by_marks = events
+
+
+def take(movement: Movement, *, ends: bool = False) -> bool:
+    """In sections: notes which groups the marks have submitted, and whether there were any."""
+    events, plan = movement.by_marks, movement.plan
+    if events is None:
+        return False
+    known = plan.num_groups - movement.num_unsubmitted
+    groups = movement.scheduler.backend.take_enqueued(movement.number, known, plan.num_groups, ends)
+    for group in groups:
+        movement.starts.append((events.starts[group], range(group, group + 1)))
+        movement.events[group] = movement.last_event = events.records[group]
+        movement.num_unsubmitted -= 1
+        for follower in movement.followers:
+            with contextlib.suppress(Exception):  # it hears of the end all the same
+                follower.submitted(movement, range(group, group + 1))
+    if ends or not movement.num_unsubmitted:
+        movement.by_marks = None
+    return bool(groups)
+
+
+def end(movement: Movement) -> bool:
+    """In sections: the backend submits nothing more of it by itself. Whether marks had submitted anything that was not
+    known yet."""
+    if movement.by_marks is None:
+        return False
+    is_any_known = take(movement, ends=True)
+    find_ready(movement)
+    return is_any_known
+
+
+def find_ready(movement: Movement) -> None:
+    """Of one that the backend has submitted a part of: what is marked, and was not submitted."""
+    movement.ready = [
+        group
+        for group in movement.plan.groups
+        if movement.events[group] is None and not movement.is_held_back(group)
+    ]

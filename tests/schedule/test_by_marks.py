@@ -1,0 +1,296 @@
+"""Layerwise saves that the backend submits itself as their layers are marked. What the library's queue does for them on
+a GPU is done here by the simulator's recorder, around the CPU backend; everything else is the scheduler's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.testing.simulator import Log, RecordingBackend, check
+from paddle_kv.tracking.keeper import keeper
+from tests.schedule.rig import SHORT_S, WAIT_S, in_threads, pool_memory
+
+
+class Backend(RecordingBackend):
+    """``taken``: numbers of the saves that were left to it; ``submissions``: of sections, and by marks."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuBackend(), Log())
+        self.taken: list[int] = []
+        self.submissions: list[tuple[int, int]] = []
+        self.before_mark: Any = None
+        self.no_memory = False
+
+    def submit_by_marks(self, binding, work, starts, stream):
+        super().submit_by_marks(binding, work, starts, stream)
+        self.taken.append(work.number)
+
+    def mark_layer(self, number, layer, stream):
+        if self.before_mark is not None:
+            self.before_mark(layer)
+        return super().mark_layer(number, layer, stream)
+
+    def copy_layers(self, binding, work, stream):
+        if self.no_memory and work.number in self.taken and work.number in self._saves:
+            raise MemoryError
+        super().copy_layers(binding, work, stream)
+        self.submissions.append((work.first_group, work.end_group))
+
+
+@pytest.fixture
+def backend():
+    return Backend()
+
+
+@pytest.fixture
+def scheduler(rig, backend):
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as made:
+        yield made
+    assert backend._saves == {}, "nothing waits for marks behind the end"
+    assert check(backend.log.entries) == []
+
+
+def until(condition):
+    end_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
+
+
+def mark_all(save, *, but=()):
+    for layer in range(save.num_layers):
+        if layer not in but:
+            save.mark_layer_written(layer)
+
+
+def test_marks_submit_and_no_section_does(rig, backend, scheduler, monkeypatch):
+    save = scheduler.offload([3, 1], [2, 7], layerwise=True)
+    assert len(backend.taken) == 1
+    posted: list[Any] = []
+    monkeypatch.setattr(type(keeper), "post", lambda self, function: posted.append(function))
+    mark_all(save, but=[0])
+    assert posted == [] and len(backend.submissions) == save.num_layers - 1
+    save.mark_layer_written(0)  # of the last one the keeper hears: it watches for the end
+    assert len(posted) == 1
+    monkeypatch.undo()
+    save.wait(timeout_s=WAIT_S)
+    assert backend.submissions == [(layer, layer + 1) for layer in (*range(1, save.num_layers), 0)]
+    rig.expect_offload([3, 1], [2, 7])
+    rig.check()
+
+
+def test_groups_of_layers(rig, backend):
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, layers_per_event=2) as scheduler:
+        save = scheduler.offload([3, 1], [2, 7], layerwise=True)
+        for layer in (3, 0, 4, 2):
+            save.mark_layer_written(layer)
+        assert backend.submissions == [(2, 3), (1, 2)]
+        save.mark_layer_written(1)
+        save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3, 1], [2, 7])
+    rig.check()
+
+
+def test_who_waits_for_a_layer_hears_of_its_mark(rig, scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    waited = threading.Thread(target=save.wait_layer, args=(1,), kwargs={"timeout_s": WAIT_S})
+    waited.start()
+    with pytest.raises(TimeoutError, match="mark_layer_written was not called for layer 1"):
+        save.wait_layer(1, timeout_s=SHORT_S)
+    save.mark_layer_written(1)
+    waited.join(WAIT_S)
+    assert not waited.is_alive()
+    save.wait_layer(1, timeout_s=0)  # the same thread has marked it
+    mark_all(save, but=[1])
+    save.wait_on(timeout_s=WAIT_S)
+
+
+def test_a_load_behind_it_comes_layer_by_layer(rig, backend, scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    load = scheduler.onload([2], [5])
+    with pytest.raises(TimeoutError):
+        load.wait_layer(0, timeout_s=SHORT_S)
+    save.mark_layer_written(0)
+    load.wait_layer(0, timeout_s=WAIT_S)
+    assert not load.done()
+    mark_all(save, but=[0])
+    load.wait(timeout_s=WAIT_S)
+    assert rig.cache.tensor("key", 1)[5].numpy().tobytes() == rig.cache.tensor("key", 1)[3].numpy().tobytes()
+
+
+def test_what_stands_behind_others_is_submitted_by_sections(rig, backend, scheduler):
+    first = scheduler.offload([3], [2], layerwise=True)
+    behind = scheduler.offload([4], [2], layerwise=True)  # the same host block
+    assert backend.taken == [first._movement.number]
+    mark_all(behind)
+    mark_all(first)
+    behind.wait(timeout_s=WAIT_S)
+    rig.expect_offload([4], [2])
+    rig.check()
+
+
+@pytest.mark.parametrize("marked", [(), (1,), (0, 1, 2)])
+def test_a_cancel_drops_what_is_not_marked(rig, backend, scheduler, marked):
+    save = scheduler.offload([3], [2], layerwise=True)
+    for layer in marked:
+        save.mark_layer_written(layer)
+        save.wait_layer(layer, timeout_s=WAIT_S)
+    save.cancel()
+    with pytest.raises(CancelledError) as caught:
+        save.wait(timeout_s=WAIT_S)
+    assert caught.value.layer == min(set(range(save.num_layers)) - set(marked))
+    with pytest.raises(CancelledError):
+        save.mark_layer_written(4)
+    assert len(backend.submissions) == len(marked)
+
+
+def test_a_cancel_behind_the_last_mark_drops_nothing(rig, backend, scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    mark_all(save)
+    save.wait_on(timeout_s=WAIT_S)  # what has not begun a cancel drops too
+    save.cancel()
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+@pytest.mark.parametrize("how", ["drop", "close"])
+def test_unmarked_layers_end_with_the_handle_and_with_the_scheduler(rig, backend, how):
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        save.mark_layer_written(0)
+        if how == "drop":
+            del save
+            scheduler.drain(WAIT_S)
+            assert backend._saves == {}
+    assert backend._saves == {} and backend.submissions == [(0, 1)]
+
+
+def test_a_failure_of_what_it_reads_ends_it(rig, copies, backend, scheduler):
+    """It stands behind a load that was submitted as a whole on the same stream; so both directions have one here."""
+    scheduler.resources.streams["offload"] = scheduler.resources.streams["onload"]
+    copies.fail("onload", 1, RuntimeError("broken"))
+    copies.hold("onload", 0)
+    load = scheduler.onload([2], [3], urgent=False)
+    save = scheduler.offload([3], [6], layerwise=True)
+    assert backend.taken == [save._movement.number]
+    copies.go_on()
+    with pytest.raises(TransferError, match="broken"):
+        load.wait(timeout_s=WAIT_S)
+    with pytest.raises(TransferError, match="it reads blocks of a transfer that failed"):
+        save.mark_layer_written(0)
+    assert backend._saves == {} and len(backend.submissions) == 1
+
+
+def test_without_memory_sections_go_on(rig, backend, scheduler):
+    save = scheduler.offload([3, 1], [2, 7], layerwise=True)
+    save.mark_layer_written(1)
+    backend.no_memory = True
+    mark_all(save, but=[1])
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3, 1], [2, 7])
+    rig.check()
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_handler_that_raises_out_of_a_mark(rig, backend, scheduler, when):
+    """Before, the layer is not marked; behind the backend's call it is, and a second mark changes nothing."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    inner = Backend.mark_layer
+
+    def mark(number, layer, stream):
+        if when == "behind":
+            inner(backend, number, layer, stream)
+        backend.mark_layer = lambda *given: inner(backend, *given)
+        raise KeyboardInterrupt
+
+    backend.mark_layer = mark
+    with pytest.raises(KeyboardInterrupt):
+        save.mark_layer_written(0)
+    assert save.unmarked_layers == list(range(save.num_layers))
+    mark_all(save)
+    with pytest.raises(ValueError, match="layer = 0 is marked as written already"):
+        save.mark_layer_written(0)
+    save.wait(timeout_s=WAIT_S)
+    assert sorted(backend.submissions) == [(layer, layer + 1) for layer in range(save.num_layers)]
+
+
+def test_the_last_mark_that_nobody_has_noted_is_found_by_a_cancel(rig, backend, scheduler):
+    """A handler raises behind the backend's call of the last mark: all of it is submitted, and nobody was told."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    mark_all(save, but=[4])
+    inner = backend.mark_layer
+
+    def mark(*given):
+        inner(*given)
+        raise KeyboardInterrupt
+
+    backend.mark_layer = mark
+    with pytest.raises(KeyboardInterrupt):
+        save.mark_layer_written(4)
+    rig.expect_offload([3], [2])
+    until(lambda: pool_memory(rig.pool)["flag"][4, 2].tobytes() == rig.host["flag"][4, 2].tobytes())
+    save.cancel()
+    save.wait(timeout_s=WAIT_S)
+    rig.check()
+
+
+def test_threads_mark_while_another_cancels(rig, backend, scheduler):
+    for round_ in range(30):
+        save = scheduler.offload([3, 1], [2, 7], layerwise=True)
+
+        def mark(first, save=save):
+            for layer in range(first, save.num_layers, 2):
+                try:
+                    save.mark_layer_written(layer)
+                except CancelledError:
+                    return
+
+        def cancel(save=save, round_=round_):
+            if round_ % 3:
+                save.cancel()
+
+        in_threads(lambda: mark(0), lambda: mark(1), cancel)
+        try:
+            save.wait(timeout_s=WAIT_S)
+        except (CancelledError, TransferError):
+            pass
+        assert save.done() and rig.pool.domain.busy([2, 7]) == []
+
+
+def test_a_refused_offer_is_submitted_by_sections(rig, backend, scheduler, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(backend, "submit_by_marks", refuse)
+    save = scheduler.offload([3], [2], layerwise=True)
+    mark_all(save)
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+def test_a_forked_child_leaves_it_to_the_parent(rig, backend, scheduler):
+    save = scheduler.offload([3], [2], layerwise=True)
+    save.mark_layer_written(0)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_S))
+        try:
+            save.mark_layer_written(1)
+        except TransferError:
+            os._exit(7 if len(backend.submissions) == 1 else 8)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    mark_all(save, but=[0])
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
