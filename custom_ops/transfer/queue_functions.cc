@@ -62,8 +62,7 @@ struct GivenTransfer {
     for (Py_ssize_t group = 0; group < groups; ++group) {
       waits_per_group.push_back(AppendIntegers(PyList_GetItem(given[8], group), &wait_events));
     }
-    AppendIntegers(given[9], &start_events);
-    if (start_events.empty()) Refuse("a start event is expected");
+    if (AppendIntegers(given[9], &start_events) == 0) Refuse("a start event is expected");
     if (AppendIntegers(given[10], &record_events) != groups) Refuse("an event for each group is expected");
     transfer.wait_events = wait_events.data();
     transfer.waits_per_group = waits_per_group.data();

@@ -197,8 +197,10 @@ class CupyBackend:
             watch=work.watch,
         )
 
-    def submit_by_marks(self, binding: int, work: LayerWork, starts: Sequence[int], stream: Any) -> None:
+    def submit_by_marks(self, binding: int, work: LayerWork, starts: Sequence[int], stream: Any) -> bool:
         plan = work.plan
+        if len(plan.device_ids) > transfer_queue.FEW_BLOCKS:
+            return False  # each mark would sort them, with the GIL
         transfer_queue.submit_by_marks(
             plan=binding,
             direction=bindings.DIRECTION_CODES[plan.direction],
@@ -213,6 +215,7 @@ class CupyBackend:
             stream=stream.ptr,
             token=work.number,
         )
+        return True
 
     def mark_layer(self, number: int, layer: int, stream: int) -> bool | None:
         return transfer_queue.mark(number, layer, stream)

@@ -108,7 +108,7 @@ class Backend(Protocol):
 
         ``submit_by_marks(binding, work, starts, stream)``: each group of the work is enqueued by itself once its layers
         have been marked, behind its own start event among ``starts``. ``work.waits`` has the events that the marks of
-        its layers record. Until a group is enqueued, nothing waits for it.
+        its layers record. Until a group is enqueued, nothing waits for it. Returns whether the backend takes this one.
 
         ``mark_layer(number, layer, stream)``: records the event of the layer on a compute stream, and enqueues its
         group if that is complete. Out of any thread. True: the layer is marked; it may have been before. False: nothing

@@ -1,10 +1,11 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
 Called through ctypes, but for ``submit`` and ``submit_by_marks``, which have so many arguments that ctypes would take
-longer than the call, ``mark``, and ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us, and ``wait_stream`` is called
-for every layer of a model. ctypes gives up the GIL for the time of a call; those that only look into the queue,
-under a lock that nobody holds while CUDA works, keep it: to get it back costs more than they do. Streams and events are
-handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
+longer than the call, ``mark``, which is called for every layer of a model, and ``hear``, in which handlers of signals
+run: an operator call of Paddle costs 10 to 40 us. ctypes gives up the GIL for the time of a call; those that only look
+into the queue, under a lock that nobody holds while CUDA works, keep it: to get it back costs more than they do. So do
+the calls for a layer's mark. Streams and events are handles. The C side is
+``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
 from __future__ import annotations
@@ -220,15 +221,15 @@ def submit_by_marks(
 
 
 def mark(token: int, layer: int, compute_stream: int) -> bool | None:
-    """Records the event of a mark on a stream, unless the layer is marked. False: no marks of that transfer are expected
-    any more, and nothing was recorded. None: it was, but there was no memory to enqueue the group, and later marks will
-    not either."""
+    """Records the event of a mark on a stream, unless the layer is marked. False: no marks of that transfer are
+    expected any more, and nothing was recorded. None: it was, but there was no memory to enqueue the group, and later
+    marks enqueue nothing."""
     return _MARKED[checked(_by_marks("mark")(token, layer, compute_stream))]
 
 
 def take_enqueued(token: int, first: int, groups: int, *, ends: bool) -> list[int]:
-    """Which of the ``groups`` of a transfer marks have enqueued, in that order, but for the ``first`` of them. ``ends``:
-    later marks enqueue nothing."""
+    """Which of the ``groups`` of a transfer marks have enqueued, in that order, but for the ``first`` of them.
+    ``ends``: later marks enqueue nothing."""
     room = (ctypes.c_int64 * groups)()
     count = _functions(True).paddle_kv_queue_take_enqueued(token, first, ends, room)
     return room[:count]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 from ..backend.work import Event, LayerWork
 from .movement import Movement
@@ -33,8 +34,8 @@ def offer(movement: Movement) -> None:
         plan, 0, plan.num_groups, marks, events.starts[0], events.records, scheduler.engine, movement.number
     )
     with contextlib.suppress(Exception):  # sections submit it then, and tell what is wrong with it
-        submit(scheduler.resources.binding, work, events.starts, movement.stream)
-        movement.by_marks = events
+        if submit(scheduler.resources.binding, work, events.starts, movement.stream):
+            movement.by_marks = events
 
 
 def take(movement: Movement, *, ends: bool = False) -> bool:
@@ -42,8 +43,9 @@ def take(movement: Movement, *, ends: bool = False) -> bool:
     events, plan = movement.by_marks, movement.plan
     if events is None:
         return False
+    backend: Any = movement.scheduler.backend
     known = plan.num_groups - movement.num_unsubmitted
-    groups = movement.scheduler.backend.take_enqueued(movement.number, known, plan.num_groups, ends)
+    groups = backend.take_enqueued(movement.number, known, plan.num_groups, ends)
     for group in groups:
         movement.starts.append((events.starts[group], range(group, group + 1)))
         movement.events[group] = movement.last_event = events.records[group]
@@ -69,7 +71,5 @@ def end(movement: Movement) -> bool:
 def find_ready(movement: Movement) -> None:
     """Of one that the backend has submitted a part of: what is marked, and was not submitted."""
     movement.ready = [
-        group
-        for group in movement.plan.groups
-        if movement.events[group] is None and not movement.is_held_back(group)
+        group for group in movement.plan.groups if movement.events[group] is None and not movement.is_held_back(group)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from typing import Any
 
 from ..backend.work import Event, Stream
 from ..tracking.group import change_soon
@@ -49,6 +50,8 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
             movement.unmarked[layer] = event
             if movement.marks[layer] is not None:  # the hand-over was done meanwhile
                 movement.unmarked.pop(layer, None)
+        if movement.by_marks is not None:  # which may have it all the same
+            change_soon(movement, functools.partial(_catch_up, movement))
         raise
     finally:
         del held
@@ -61,7 +64,8 @@ def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream
     """Whether the backend has the mark, or an exception came to the caller behind a former one."""
     if movement.by_marks is None:
         return movement.events[movement.plan.group_of(layer)] is not None
-    is_marked = movement.scheduler.backend.mark_layer(movement.number, layer, queue)
+    backend: Any = movement.scheduler.backend
+    is_marked = backend.mark_layer(movement.number, layer, queue)
     if is_marked is False:
         return movement.events[movement.plan.group_of(layer)] is not None
     movement.marks[layer] = event
@@ -71,7 +75,7 @@ def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream
     # Behind the note: whoever comes to wait for it looks at what was noted, and else is seen here.
     if is_marked is None:
         change_soon(movement, functools.partial(_submit_rest, movement))
-    elif not movement.unmarked or movement.dependents or movement.followers or movement.waiters:
+    elif not movement.unmarked or movement.dependents or movement.followers or movement.layer_waiters:
         change_soon(movement, nothing)
     return True
 

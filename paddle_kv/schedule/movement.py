@@ -160,7 +160,7 @@ _numbers = itertools.count(1)
 
 class Movement:
     """One transfer in flight. Changes in a section of its group (:mod:`paddle_kv.tracking.group`) alone, but for
-    ``waiters``, ``ordered``, ``unmarked`` and the ``marks`` of what is submitted by marks."""
+    those who wait, ``ordered``, ``unmarked``, and the ``marks`` of what is submitted by marks."""
 
     # What most never set lies here: a start has to be short.
     computed_from: tuple[Movement, ...] | None = None  # the loads that a save was computed from, if it is known
@@ -219,7 +219,8 @@ class Movement:
         self.lost = np.zeros(len(plan.device_ids), bool)  # which blocks do not come
         self.layer_times_ms: list[tuple[float, float]] = []
         # Those who wait
-        self.waiters: deque[Waiter] = deque()
+        self.waiters: deque[Waiter] = deque()  # for the end
+        self.layer_waiters: deque[Waiter] = deque()
         self.callbacks: list[Callable[[], object]] = []
         self.ordered: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
         self.handle: Callable[[], Any] = _no_handle  # the user's, as long as there is one
@@ -327,6 +328,7 @@ class Movement:
     def notify(self) -> None:
         """Something has changed that somebody may wait for."""
         wake(self.waiters)
+        wake(self.layer_waiters)
         self.group.notify()
 
     # ---- what the tracker asks ----

@@ -53,6 +53,8 @@ def _report(number: int, held: tuple[Events, ...]) -> None:
 
 def look(movement: Movement) -> None:
     """Asks the device, behind the transfers whose result it reads, and moves on to "over" and "retired"."""
+    if movement.by_marks is not None:
+        progress([movement])
     seen = {movement}
     left = [movement]
     at_an_end: list[Movement] = []

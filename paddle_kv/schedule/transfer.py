@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -217,7 +218,7 @@ class Transfer:
         movement = self._movement
         self._look()
         hearing.hear(movement, deadline)
-        if not self._wait_for(lambda: movement.over, deadline):
+        if not self._wait_for(lambda: movement.over, deadline, movement.waiters):
             self._look()
             if not movement.over:
                 self._raise_not_submitted(timeout_s, None)
@@ -347,12 +348,12 @@ class Transfer:
         if not movement.over and not movement.group.inside:
             change(movement, functools.partial(settling.look, movement))
 
-    def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+    def _wait_for(self, condition: Callable[[], bool], deadline: Deadline, waiters: deque[Waiter]) -> bool:
         """Sleeps until the condition, which a change of this transfer brings about; False if the time is over."""
         movement = self._movement
         while not condition():
             waiter = Waiter()
-            movement.waiters.append(waiter)
+            waiters.append(waiter)
             try:
                 if condition():
                     return True
@@ -360,7 +361,7 @@ class Transfer:
                     return condition()
             finally:
                 with contextlib.suppress(ValueError):  # released meanwhile
-                    movement.waiters.remove(waiter)
+                    waiters.remove(waiter)
         return True
 
     def _wait_behind_others(self, wait: Callable[[Transfer, float | None], object], timeout_s: float | None) -> None:
@@ -390,7 +391,7 @@ class Transfer:
                 change(movement, nothing)  # by a mark, perhaps
             return movement.over or movement.spoiled or event_of() is not None
 
-        if not self._wait_for(submitted, deadline):
+        if not self._wait_for(submitted, deadline, movement.layer_waiters):
             what = "a layer" if layer is None else f"layer {layer}"
             raise TimeoutError(
                 f"{what} was not submitted within timeout_s = {timeout_s}; {self._what_is_missing(layer)}"

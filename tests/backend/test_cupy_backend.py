@@ -107,7 +107,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
                   "streamDestroy", "getDeviceProperties"),
         cuda: ("Stream", "Event"),
         transfer_queue: ("set_costs", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
-                         "query", "forget", "enqueued", "submitted", "push_device", "pop_device"),
+                         "query", "forget", "enqueued", "submitted", "push_device", "pop_device", "submit_by_marks", "mark",
+                         "take_enqueued"),
         streams: ("paddle_stream", "cupy_stream", "resolve_on"),
         completions: ("watch", "hear"),
         binding: ("register", "release"),
@@ -448,6 +449,41 @@ def test_what_is_handed_to_the_queue(gpu: Gpu, backend: Any) -> None:
             "token": 18,
             "watch": -1,
         }
+
+
+def test_a_save_by_marks_is_the_queues(gpu: Gpu, backend: Any) -> None:
+    plan = TransferPlan("offload", np.array([4, 2]), np.array([7, 9]), num_layers=3, layers_per_event=2)
+    work = LayerWork(plan, 0, 2, [[11, 12], [13]], 14, [15, 16], "kernel", 18)
+    assert backend.submit_by_marks(31, work, [14, 17], SimpleNamespace(ptr=71)) is True
+    [(name, given)] = gpu.asked()
+    assert name == "submit_by_marks"
+    assert {**given, "device_ids": given["device_ids"].tolist(), "host_ids": given["host_ids"].tolist()} == {
+        "plan": 31,
+        "direction": 0,
+        "engine": 2,
+        "device_ids": [4, 2],
+        "host_ids": [7, 9],
+        "layers": range(3),
+        "layers_per_event": 2,
+        "marks": [[11, 12], [13]],
+        "start_events": [14, 17],
+        "record_events": [15, 16],
+        "stream": 71,
+        "token": 18,
+    }
+    gpu.answers.update(mark=None, take_enqueued=[1])
+    assert backend.mark_layer(18, 2, 5) is None
+    assert backend.take_enqueued(18, 1, 2, True) == [1]
+    assert gpu.asked() == [("mark", 18, 2, 5), ("take_enqueued", 18, 1, 2, {"ends": True})]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_more_blocks_than_a_mark_should_sort_are_submitted_by_sections(gpu: Gpu, backend: Any, more: int) -> None:
+    """The library enqueues with the GIL at a mark."""
+    ids = np.arange(transfer_queue.FEW_BLOCKS + more)
+    work = LayerWork(TransferPlan("offload", ids, ids, 1, 1), 0, 1, [[11]], 14, [15])
+    assert backend.submit_by_marks(31, work, [14], SimpleNamespace(ptr=71)) is (more == 0)
+    assert len(gpu.asked()) == 1 - more
 
 
 def test_a_whole_transfer_is_watched_by_its_submission(gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,8 @@ from tests.schedule.rig import WAIT_S
 
 HEADER = "transfer/queue_api.h"
 SUBMIT = _library.queue_functions()["submit"]
+SUBMIT_BY_MARKS = _library.queue_functions()["submit_by_marks"]
+MARK = _library.queue_functions()["mark"]
 HEAR = _library.queue_functions()["hear"]
 
 
@@ -95,6 +97,23 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     function = functools.partial(SUBMIT, address, transfer_queue.FEW_BLOCKS)
     monkeypatch.setattr(transfer_queue, "_submit", lambda: function)
 
+    def submit_by_marks(given: Any, starts: Any) -> int:
+        made.calls.append((False, "submit_by_marks", ("pointer", "pointer")))
+        return int(made.answers.get("submit_by_marks", lambda *_: 0)(given.contents, starts))
+
+    def mark(*given: int) -> int:
+        made.calls.append((False, "mark", given))
+        return int(made.answers.get("mark", lambda *_: 0)(*given))
+
+    one = ctypes.c_int64
+    all_at_marks = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Transfer), ctypes.POINTER(one))(submit_by_marks)
+    marks = ctypes.CFUNCTYPE(ctypes.c_int, one, one, one)(mark)
+    by_marks = {
+        "submit_by_marks": functools.partial(SUBMIT_BY_MARKS, ctypes.cast(all_at_marks, ctypes.c_void_p).value),
+        "mark": functools.partial(MARK, ctypes.cast(marks, ctypes.c_void_p).value),
+    }
+    monkeypatch.setattr(transfer_queue, "_by_marks", by_marks.__getitem__)
+
     def hear(*given: int) -> int:
         made.calls.append((True, "hear", given))
         return int(made.answers.get("hear", lambda *_: 0)(*given))
@@ -109,8 +128,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 def test_functions_and_structure_are_those_of_the_header(library: Library) -> None:
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
-    assert len(declared) == 20
-    for name in ("submit", "hear", "end_hearing"):  # by no ctypes
+    assert len(declared) == 23
+    for name in ("submit", "submit_by_marks", "mark", "hear", "end_hearing"):  # by no ctypes
         declared.pop(f"paddle_kv_queue_{name}")
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
     untyped = set(declared) - set(typed)
@@ -151,6 +170,62 @@ def test_what_a_submission_hands_over(library: Library) -> None:
     assert seen == [{**expected, "token": 0, "watch": -1}, {**expected, "token": 23, "watch": 24}]
 
 
+def test_what_a_save_by_marks_hands_over(library: Library) -> None:
+    seen: list[Any] = []
+
+    def array(address: int, count: int) -> list[int]:
+        return (ctypes.c_int64 * count).from_address(address)[:]
+
+    def submit(given: Any, starts: Any) -> int:
+        lists = {"device_ids": 2, "wait_events": 3, "record_events": 2}
+        seen.append({name: array(getattr(given, name), count) for name, count in lists.items()})
+        seen[-1] |= {name: getattr(given, name) for name in ("first_layer", "end_layer", "token", "stream", "watch")}
+        seen[-1]["start_events"] = starts[:2]
+        return 0
+
+    library.answers["submit_by_marks"] = submit
+    ids = np.array([7, 8])
+    asked: Any = {"plan": 1, "direction": 0, "engine": 3, "layers_per_event": 2, "stream": 6, "token": 9}
+    groups: Any = {"marks": [[11, 12], [13]], "start_events": [14, 15], "record_events": [16, 17]}
+    transfer_queue.submit_by_marks(**asked, device_ids=ids, host_ids=ids, layers=range(3), **groups)
+    assert seen == [
+        {
+            "device_ids": [7, 8],
+            "wait_events": [11, 12, 13],
+            "record_events": [16, 17],
+            "start_events": [14, 15],
+            "first_layer": 0,
+            "end_layer": 3,
+            "token": 9,
+            "stream": 6,
+            "watch": -1,
+        }
+    ]
+    with pytest.raises(TypeError, match="a start event for each group is expected"):
+        transfer_queue.submit_by_marks(
+            **asked, device_ids=ids, host_ids=ids, layers=range(3), **{**groups, "start_events": [14]}
+        )
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(0, True), (1, True), (2, False), (3, None)])
+def test_what_a_mark_answers(library: Library, answer: int, expected: bool | None) -> None:
+    library.answers["mark"] = lambda *_: answer
+    assert transfer_queue.mark(5, 6, 7) is expected
+    assert library.calls == [(False, "mark", (5, 6, 7))]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_what_was_enqueued_by_marks(library: Library, ends: bool) -> None:
+    def take(token: int, first: int, is_end: bool, room: Any) -> int:
+        assert (token, first, is_end, len(room)) == (5, 2, ends, 9)
+        room[:3] = [8, 0, 4]
+        return 3
+
+    library.answers["take_enqueued"] = take
+    assert transfer_queue.take_enqueued(5, 2, 9, ends=ends) == [8, 0, 4]
+
+
 @pytest.mark.parametrize("block_count", [transfer_queue.FEW_BLOCKS, transfer_queue.FEW_BLOCKS + 1])
 def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
     """As what submits stands the C library's nanosleep, to which plan and direction are seconds and nanoseconds."""
@@ -169,7 +244,7 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
     ids, few, meanwhile = np.arange(block_count), transfer_queue.FEW_BLOCKS, []
     for _ in range(10):  # the machine may hold up one thread while the other one runs, in the call or beside it
         before = steps[0]
-        SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], 2, [3], 4, 0, -1)
+        SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], [2], [3], 4, 0, -1)
         meanwhile.append(steps[0] - before)
         if (meanwhile[-1] > 5) == (block_count > few):
             break
@@ -191,6 +266,8 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
         (10, [(), 7], "list or tuple"),
         (10, [(), ("event",)], "int"),
         (10, [()], "event for each group"),
+        (11, [], "a start event"),
+        (11, 6, "list or tuple"),
         (12, [1, 2, 3], "event for each group"),
         (12, [1, None], "int"),
         (13, 2**63, "large|big|convert"),
@@ -202,13 +279,17 @@ def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wr
     called: list[Any] = []
     note = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda given: called.append(given) or 0)
     address = ctypes.cast(note, ctypes.c_void_p).value
-    given: list[Any] = [address, 10, 1, 2, 3, np.arange(3), np.arange(3), 0, 2, 1, [(), [5]], 6, [7, 8], 9, 10, 11]
+    given: list[Any] = [address, 10, 1, 2, 3, np.arange(3), np.arange(3), 0, 2, 1, [(), [5]], [6], [7, 8], 9, 10, 11]
     assert SUBMIT(*given) == 0 and len(called) == 1
     given[at] = wrong
     with pytest.raises((TypeError, ValueError, OverflowError, BufferError), match=words):
         SUBMIT(*given)
     with pytest.raises(TypeError, match="16 arguments"):
         SUBMIT(*given[:-1])
+    with pytest.raises(TypeError, match="15 arguments"):
+        SUBMIT_BY_MARKS(address, *given[3:])
+    with pytest.raises(TypeError, match="4 arguments"):
+        MARK(address, 1, 2)
     assert len(called) == 1
 
 
@@ -544,6 +625,11 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
             plan=1, direction=0, engine=0, device_ids=ids, host_ids=ids, layers=range(1), layers_per_event=1,
             waits=[[]], start_event=2, record_events=[3], stream=4,
         ),
+        lambda: transfer_queue.submit_by_marks(
+            plan=1, direction=0, engine=0, device_ids=ids, host_ids=ids, layers=range(1), layers_per_event=1,
+            marks=[[5]], start_events=[2], record_events=[3], stream=4, token=6,
+        ),
+        lambda: transfer_queue.mark(1, 2, 3),
         lambda: transfer_queue.cancel(1, 2),
         lambda: transfer_queue.watch(0, 1, [2]),
         lambda: transfer_queue.hear(1, None, pytest.fail, {}, pytest.fail),

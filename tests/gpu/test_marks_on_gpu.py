@@ -1,4 +1,4 @@
-"""Layerwise saves whose marks enqueue their layers: every byte on both sides, beside compute that writes and overwrites."""
+"""Layerwise saves whose marks enqueue their layers: every byte on both sides, beside compute that writes them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ QUEUE = [
     *(COMMON / f"{name}.cc" for name in ("missing_architecture", "pointer_facts", "cuda_device")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("c_call", "check_transfer", "completions", "device_plan")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("event_states", "gate_work", "queue_api", "queued_transfer")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "thread_signal", "transfer_by_marks", "transfer_queue")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "thread_signal", "transfer_queue")),
+    TRANSFER / "cuda/transfer_by_marks.cc",
 ]
 SOURCES = {
     "host_threads_test": CPU_COPIES,

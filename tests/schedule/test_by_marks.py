@@ -3,6 +3,7 @@ a GPU is done here by the simulator's recorder, around the CPU backend; everythi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -29,8 +30,8 @@ class Backend(RecordingBackend):
         self.no_memory = False
 
     def submit_by_marks(self, binding, work, starts, stream):
-        super().submit_by_marks(binding, work, starts, stream)
         self.taken.append(work.number)
+        return super().submit_by_marks(binding, work, starts, stream)
 
     def mark_layer(self, number, layer, stream):
         if self.before_mark is not None:
@@ -222,8 +223,9 @@ def test_a_handler_that_raises_out_of_a_mark(rig, backend, scheduler, when):
     assert sorted(backend.submissions) == [(layer, layer + 1) for layer in range(save.num_layers)]
 
 
-def test_the_last_mark_that_nobody_has_noted_is_found_by_a_cancel(rig, backend, scheduler):
-    """A handler raises behind the backend's call of the last mark: all of it is submitted, and nobody was told."""
+@pytest.mark.parametrize("then", ["wait", "cancel"])
+def test_a_handler_that_raises_out_of_the_last_mark(rig, backend, scheduler, then):
+    """All of it is submitted, and the mark has told nobody."""
     save = scheduler.offload([3], [2], layerwise=True)
     mark_all(save, but=[4])
     inner = backend.mark_layer
@@ -233,13 +235,32 @@ def test_the_last_mark_that_nobody_has_noted_is_found_by_a_cancel(rig, backend, 
         raise KeyboardInterrupt
 
     backend.mark_layer = mark
+    waiting = threading.Thread(target=save.wait, kwargs={"timeout_s": WAIT_S})
+    waiting.start()
     with pytest.raises(KeyboardInterrupt):
         save.mark_layer_written(4)
     rig.expect_offload([3], [2])
     until(lambda: pool_memory(rig.pool)["flag"][4, 2].tobytes() == rig.host["flag"][4, 2].tobytes())
-    save.cancel()
+    getattr(save, then)()
     save.wait(timeout_s=WAIT_S)
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
     rig.check()
+
+
+def test_marks_wake_nobody_who_waits_for_the_end(rig, backend, scheduler, monkeypatch):
+    save = scheduler.offload([3], [2], layerwise=True)
+    waiting = threading.Thread(target=save.wait, kwargs={"timeout_s": WAIT_S})
+    waiting.start()
+    until(lambda: save._movement.waiters)
+    posted: list[Any] = []
+    monkeypatch.setattr(type(keeper), "post", lambda self, function: posted.append(function))
+    mark_all(save, but=[4])
+    assert posted == []
+    monkeypatch.undo()
+    save.mark_layer_written(4)
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
 
 
 def test_threads_mark_while_another_cancels(rig, backend, scheduler):
@@ -258,10 +279,8 @@ def test_threads_mark_while_another_cancels(rig, backend, scheduler):
                 save.cancel()
 
         in_threads(lambda: mark(0), lambda: mark(1), cancel)
-        try:
+        with contextlib.suppress(CancelledError, TransferError):
             save.wait(timeout_s=WAIT_S)
-        except (CancelledError, TransferError):
-            pass
         assert save.done() and rig.pool.domain.busy([2, 7]) == []
 
 

@@ -22,9 +22,7 @@ TransferByMarks::TransferByMarks(const PaddleKvTransfer& given, const std::int64
   given_.host_ids = host_ids_.data();
 }
 
-std::int64_t TransferByMarks::EndOf(std::int64_t group) const {
-  return std::min(FirstOf(group + 1), given_.end_layer);
-}
+std::int64_t TransferByMarks::EndOf(std::int64_t group) const { return std::min(FirstOf(group + 1), given_.end_layer); }
 
 QueuedTransfer TransferByMarks::Group(std::int64_t group) const {
   PaddleKvTransfer part = given_;

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...backend.protocol import Backend
 from ...backend.work import Event, LayerWork, Stream
 
 
@@ -30,11 +31,11 @@ class MarksAtBackend:
     """For a backend that is around another one, ``inner``: its ``record`` and ``copy_layers`` do the work.
 
     Attributes:
-        undivided: makes contexts in which no other thread of the simulated host comes first; of ``inner``, if it has it.
-        takes_marks: whether it takes such saves; the same.
+        undivided: makes contexts in which no other thread of the simulated host comes first. As ``inner`` has it.
+        takes_marks: whether it takes such saves. The same.
     """
 
-    inner: Any
+    inner: Backend
 
     @property
     def undivided(self) -> Any:
@@ -44,10 +45,10 @@ class MarksAtBackend:
     def takes_marks(self) -> bool:
         return bool(getattr(self.inner, "takes_marks", True))
 
-    def submit_by_marks(self, binding: Any, work: LayerWork, starts: Sequence[Event], stream: Stream) -> None:
-        if not self.takes_marks:
-            raise NotImplementedError
-        self._saves[work.number] = _Save(binding, work, starts, stream)
+    def submit_by_marks(self, binding: Any, work: LayerWork, starts: Sequence[Event], stream: Stream) -> bool:
+        if self.takes_marks:
+            self._saves[work.number] = _Save(binding, work, starts, stream)
+        return self.takes_marks
 
     def mark_layer(self, number: int, layer: int, stream: Stream) -> bool | None:
         save = self._saves.get(number)

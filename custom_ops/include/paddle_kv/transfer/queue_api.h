@@ -1,8 +1,9 @@
 // Transfers that one thread of this library submits, so that the caller is not held: a call enqueues, the thread feeds
 // the streams and records the events, with a bounded number of bytes in flight on each stream.
 //
-// A C interface, called through ctypes, but for submit, mark and hear (queue_functions.h): an operator call of Paddle costs
-// 10 to 40 us, and wait_stream is called for every layer of a model. Handles of CUDA streams and events are integers.
+// A C interface, called through ctypes, but for submit, mark and hear (queue_functions.h): an operator call of Paddle
+// costs 10 to 40 us, and wait_stream is called for every layer of a model. Handles of CUDA streams and events are
+// integers.
 #pragma once
 
 #include <cstdint>
