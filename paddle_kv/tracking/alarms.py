@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .keeper import log
+from .keeper import Living
 
 
 class Alarms:
@@ -45,7 +45,5 @@ class Alarms:
                     return
                 heapq.heappush(waiting, found)
             while waiting and waiting[0][0] <= time.monotonic():
-                try:
+                with Living(f"an error in {self._name}"):
                     heapq.heappop(waiting)[2]()
-                except Exception:  # noqa: BLE001  the thread lives
-                    log.exception("an error in %s", self._name)

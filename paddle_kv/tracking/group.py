@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..errors import ReentryError
-from .keeper import Deadline, Host, Waiter, keeper, log
+from .keeper import Deadline, Host, Living, Waiter, keeper
 
 
 class Grouped(Protocol):
@@ -110,10 +110,8 @@ class MemoryGroup:
                 if member is not None and member.group is self:  # the others run in the host's thread
                     self._noted.append(guard.run)
         while self._noted:
-            try:
+            with Living("an error in what was to be done soon"):
                 self._noted.popleft()()
-            except Exception:  # noqa: BLE001  it is nobody's
-                log.exception("an error in what was to be done soon")
 
     def _absorb(self, other: MemoryGroup) -> None:
         for member in list(other._members):
