@@ -24,10 +24,11 @@ class Alarms:
 
     def add(self, at_s: float, function: Callable[[], object]) -> None:
         """``at_s`` on the monotonic clock. In sections of one group only."""
-        self._given.put((at_s, next(self._numbers), function))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # may fail: then nothing was taken
+            self._thread = thread
+        self._given.put((at_s, next(self._numbers), function))
 
     def close(self) -> None:
         """What is still to come is dropped."""
