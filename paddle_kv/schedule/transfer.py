@@ -21,6 +21,7 @@ from ..tracking.keeper import Deadline, Waiter, log
 from . import behind, hearing, marking, settling, submission
 from .movement import Movement, State
 from .resources import Events
+from .uses import holding
 
 
 class Transfer:
@@ -215,6 +216,7 @@ class Transfer:
         check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         movement = self._movement
+        movement.group.check_outside()
         self._look()
         hearing.hear(movement, deadline)
         if not self._wait_for(lambda: movement.over, deadline):
@@ -374,6 +376,7 @@ class Transfer:
                 movement.told = told  # not to those whose it is
                 other.wait_over(deadline.left_s())  # what was submitted of it still touches the blocks
 
+    @holding(lambda names: names["self"]._scheduler)
     def _wait_behind(
         self,
         queue: Stream,
@@ -384,6 +387,7 @@ class Transfer:
     ) -> None:
         deadline = Deadline(timeout_s)
         movement = self._movement
+        movement.group.check_outside()
 
         def submitted() -> bool:
             return movement.over or movement.spoiled or event_of() is not None
