@@ -150,18 +150,22 @@ PyObject* Hear(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const auto end = reinterpret_cast<int (*)(std::int64_t, int)>(IntegerIn(given[1]));
     PyObject *const reports = given[2], *const token = given[3], *const told = given[5], *const report = given[6];
     const Hearing hearing = {hear, IntegerIn(token), IntegerIn(given[4])};
+    const pid_t process = getpid();
     const int heard = WaitHere(hearing);
     if (heard != kTold) return PyLong_FromLong(heard);
     // The former report keeps the events. A handler that runs before the first instruction of `told` may close what
-    // would wait for them.
-    const bool is_kept = PyDict_SetItem(reports, token, report) == 0;
+    // would wait for them. Where the other thread has taken the former one by now, nobody would take this one.
+    const int is_there = PyDict_Contains(reports, token);
+    const bool is_kept = is_there == 0 || (is_there > 0 && PyDict_SetItem(reports, token, report) == 0);
     PyObject* const result = is_kept ? PyObject_CallFunctionObjArgs(told, nullptr) : nullptr;
+    // A handler may have forked: the queue is the parent's, and a thread that is not in the child may have its lock.
+    const bool is_child = getpid() != process;
     if (result == nullptr) {
-      KeepingError([&] { end(hearing.token, 0); });
+      if (!is_child) KeepingError([&] { end(hearing.token, 0); });
       throw PythonError();
     }
     Py_DECREF(result);
-    end(hearing.token, 1);
+    if (!is_child) end(hearing.token, 1);
     if (PyDict_DelItem(reports, token) != 0) PyErr_Clear();  // it took so long that the other one was told as well
     return PyLong_FromLong(heard);
   });

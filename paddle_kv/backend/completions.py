@@ -9,7 +9,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 
-from ..tracking.keeper import END_S, keeper, log
+from ..tracking.keeper import END_S, Living, keeper
 from . import transfer_queue
 from .protocol import Later
 
@@ -53,9 +53,14 @@ def _start() -> None:
         if _thread is None:
             descriptor = transfer_queue.completions_fd()
             end = os.eventfd(0)
-            _thread = threading.Thread(target=_serve, args=(descriptor, end), name="paddle_kv-completions", daemon=True)
-            _thread.start()
-            keeper.at_end.append(functools.partial(_end, _thread, end))
+            thread = threading.Thread(target=_serve, args=(descriptor, end), name="paddle_kv-completions", daemon=True)
+            try:
+                thread.start()
+            except BaseException:  # the next call tries again
+                os.close(end)
+                raise
+            _thread = thread
+            keeper.at_end.append(functools.partial(_end, thread, end))
 
 
 def _serve(descriptor: int, end: int) -> None:
@@ -63,19 +68,22 @@ def _serve(descriptor: int, end: int) -> None:
     poll.register(descriptor, select.POLLIN)
     poll.register(end, select.POLLIN)
     while all(ready != end for ready, _ in poll.poll()):
-        _hear()
+        with Living("an error in the thread that hears of the device"):
+            _hear()
 
 
 def _hear() -> None:
     """A call of its own: while the thread waits, its frame must keep nothing of what was told last."""
     # One is there no more if whoever waited for it was told, and was held up.
     reports = [_reports.pop(token, None) for token in transfer_queue.take_completions()]
-    laters = dict.fromkeys(report() for report in filter(None, reports))
-    for later in filter(None, laters):
-        try:
+    laters: dict[Later, None] = {}
+    for report in filter(None, reports):
+        with Living("an error in the report of an end"):
+            if (told := report()) is not None:
+                laters[told] = None
+    for later in laters:
+        with Living("an error in what was to be done behind a transfer"):
             later.now()
-        except Exception:  # noqa: BLE001  the thread lives
-            log.exception("an error in what was to be done behind a transfer")
 
 
 def _end(thread: threading.Thread, end: int) -> None:

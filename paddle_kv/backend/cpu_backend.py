@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import BackendError
-from ..tracking.keeper import Waiter
+from ..tracking.keeper import Living, Waiter
 from . import binding as bindings
 from .cpu_gates import CpuGates
 from .protocol import Later
@@ -33,7 +33,8 @@ class CpuEvent:
         self.time_s = time.perf_counter()
         self._passed = True
         while self._reports:
-            self._report_one()
+            with Living("an error behind an event of the CPU backend"):  # the others hear of it too
+                self._report_one()
 
     def watch(self, report: Callable[[], Later | None]) -> None:
         """Calls it once, when the event was passed."""
@@ -89,7 +90,8 @@ class CpuStream:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            with Living("an error in a stream of the CPU backend"):
+                task()
 
 
 class _Task:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..errors import ClosedError, ForkedError
 from ..tiers import Job, Observer, Outcome, Saver, Tier
 from ..tracking.group import MemoryGroup, change, change_soon
-from ..tracking.keeper import log
+from ..tracking.keeper import Living, log
 from .rates import TIER, Rates
 
 FIRST_ASKED, ASKED_GROWTH = 64, 4  # keys at a time: behind the first gap nothing is of use
@@ -286,10 +286,7 @@ class Timed:
 def _serve(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:
     """Knows nobody: who is forgotten ends it."""
     while (task := tasks.get()) is not None:
-        try:
+        # One that was closed before the manager is no error. The next task may work.
+        with Living("an error while blocks went to a tier"), contextlib.suppress(ClosedError, ForkedError):
             task()
-        except (ClosedError, ForkedError):
-            pass  # the tier was closed before the manager
-        except Exception:  # noqa: BLE001  the next task may work
-            log.exception("an error while blocks went to a tier")
         del task

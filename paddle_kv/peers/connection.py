@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from ..tracking.keeper import log
+from ..tracking.keeper import Living, log
 from ..tracking.worker import Worker
 from .at_exit import threads
 from .messages import MOST_BYTES
@@ -95,10 +95,8 @@ class Loop:
 
     @staticmethod
     def _do(job: Callable[[], object]) -> None:
-        try:
+        with Living("an error in a channel between peers"):
             job()
-        except Exception:  # noqa: BLE001  the thread lives
-            log.exception("an error in a channel between peers")
 
     def _do_jobs(self) -> None:
         os.eventfd_read(self._wake)

@@ -22,7 +22,7 @@ from ..schedule.transfer import Transfer
 from ..timeouts import check_time, check_timeout
 from ..tracking.alarms import Alarms
 from ..tracking.group import change, wait_until
-from ..tracking.keeper import log
+from ..tracking.keeper import Living
 from ..values import check_bool, check_choice, check_methods
 from .at_exit import endpoints
 from .fabrics.remote_pool import RemotePool, check_described
@@ -460,7 +460,5 @@ receivers: weakref.WeakSet[Receiver] = weakref.WeakSet()
 
 
 def _send(peer: Peer, data: bytes) -> None:
-    try:
+    with Living("a message could not be sent to a peer"):  # it is as if it was lost
         peer.send(data)
-    except Exception:  # noqa: BLE001  it is as if the message was lost
-        log.exception("a message could not be sent to a peer")

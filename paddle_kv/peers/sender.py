@@ -21,7 +21,7 @@ from ..schedule.scheduler import LayerwiseScheduler, check_scheduler
 from ..schedule.transfer import Transfer
 from ..timeouts import check_time, check_timeout
 from ..tracking.group import change, wait_until
-from ..tracking.keeper import Waiter, log
+from ..tracking.keeper import Living, Waiter, log
 from ..values import check_callable
 from .at_exit import endpoints
 from .grant import Grant, check_grant, make_grant_id
@@ -325,10 +325,8 @@ class Sender:
     def _tell(self, data: bytes) -> None:
         if self._process_id != os.getpid():
             return  # a forked child: the channel is the parent's
-        try:
+        with Living("a message could not be sent to a receiver"):  # it is as if it was lost
             self._send(data)
-        except Exception:  # noqa: BLE001  it is as if the message was lost
-            log.exception("a message could not be sent to a receiver")
 
 
 class _Sending:

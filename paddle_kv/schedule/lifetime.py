@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from ..backend.protocol import Backend
 from ..checks import check_process
-from ..errors import ClosedError
+from ..errors import ClosedError, ReentryError
 from ..memory import DeviceCache, HostPool
 from ..timeouts import check_timeout
 from ..tracking.group import MemoryGroup, change, wait_until
@@ -21,7 +21,7 @@ from .at_exit import EXIT_TIMEOUT_S, schedulers
 from .finished import Finished
 from .movement import Movement
 from .resources import DeviceResources, abandoned, release_abandoned
-from .uses import Use, notify
+from .uses import Use, is_held_here, notify
 
 
 class Lifetime:
@@ -104,6 +104,9 @@ class Lifetime:
 
         Raises:
             TimeoutError: a transfer was not over after ``timeout_s``; the scheduler stays open then.
+            ReentryError: a signal handler, or a finalizer, has called it while the same thread was about to wait for,
+                or to mark, a layer of this scheduler, or in :meth:`record_event`: that call uses what would be given
+                back, and goes on only behind the handler. The scheduler stays open then.
         """
         self.end(timeout_s)
 
@@ -112,6 +115,11 @@ class Lifetime:
         if self._process_id != os.getpid():
             return
         check_timeout(timeout_s)
+        if not self._closed and is_held_here(self):
+            raise ReentryError(
+                "close was called in the middle of a call of the same thread, by a signal handler or a finalizer; that "
+                "call uses what close would give back: leave that call first"
+            )
         closer = Use(self.group)  # or threads that go on submitting would keep it open
         try:
             if not self._closed:

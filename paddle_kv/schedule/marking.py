@@ -12,8 +12,10 @@ from ..tracking.keeper import nothing
 from . import by_marks, rings, settling
 from .movement import Movement
 from .resources import Events
+from .uses import holding
 
 
+@holding(lambda names: names["movement"].scheduler)
 def mark(movement: Movement, layer: int, queue: Stream, twice: str) -> None:
     """``twice``: what is said of a layer that could be moved before.
 

@@ -29,7 +29,7 @@ from .resources import Events
 from .starting import hold, start
 from .statistics import Statistics
 from .transfer import Transfer
-from .uses import Use
+from .uses import Use, holding
 
 _check.access_checks.append(check_access)
 
@@ -268,6 +268,7 @@ class LayerwiseScheduler(Lifetime):
             raise ValueError("gates need a device cache in which each layer has its own memory")
         return Gates(self, timeout_s)
 
+    @holding(lambda names: names["self"])
     def record_event(self, direction: Literal["onload", "offload"]) -> Any:
         """An event behind everything submitted so far in that direction, on its streams.
 
@@ -290,8 +291,8 @@ class LayerwiseScheduler(Lifetime):
         """
         if direction not in ("onload", "offload"):
             raise ValueError(f"direction = {direction!r} must be 'onload' or 'offload'")
-        use = Use(self.group)
-        streams, events = change(self, functools.partial(self._use_streams, direction, use))
+        held = Use(self.group)
+        streams, events = change(self, functools.partial(self._use_streams, direction, held))
         try:
             # Outside of the lock: the caller may be held until all that is enqueued is submitted.
             for event in events:  # one event for both streams of the direction
@@ -299,7 +300,7 @@ class LayerwiseScheduler(Lifetime):
                 self.backend.wait_on_stream(streams["onload"], event, None)
             return self.backend.user_event(streams[direction])
         finally:
-            self._users.discard(use)
+            self._users.discard(held)
             self.group.notify()
 
     def _use_streams(self, direction: str, use: Use) -> tuple[dict[str, Stream], Events | list[Event]]:

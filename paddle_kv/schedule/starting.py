@@ -18,6 +18,7 @@ from .movement import Movement, Owner, Reading, movements
 from .resources import Events
 from .statistics import Statistics
 from .transfer import Transfer, let_go
+from .uses import holding
 
 URGENT_SHARE = 8
 URGENT_BESIDE_BYTES = 64 << 20  # a millisecond of the link
@@ -108,6 +109,7 @@ def _but_for(read_into: list[int], ids: Ids) -> Ids:
     return ids[~np.isin(ids, read_into)] if read_into else ids
 
 
+@holding(lambda names: names["movement"].scheduler)
 def hold(movement: Movement, compute: Stream) -> None:
     """Work submitted to the compute stream from now on runs behind what was submitted of the transfer."""
     held, event = movement.held, movement.last_event

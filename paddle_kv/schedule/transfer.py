@@ -22,6 +22,7 @@ from ..tracking.keeper import Deadline, Waiter, log, nothing
 from . import behind, hearing, marking, settling, submission
 from .movement import Movement, State
 from .resources import Events
+from .uses import holding
 
 
 class Transfer:
@@ -216,6 +217,7 @@ class Transfer:
         check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         movement = self._movement
+        movement.group.check_outside()
         self._look()
         hearing.hear(movement, deadline)
         if not self._wait_for(lambda: movement.over, deadline, movement.waiters):
@@ -375,6 +377,7 @@ class Transfer:
                 movement.told = told  # not to those whose it is
                 other.wait_over(deadline.left_s())  # what was submitted of it still touches the blocks
 
+    @holding(lambda names: names["self"]._scheduler)
     def _wait_behind(
         self,
         queue: Stream,
@@ -385,6 +388,7 @@ class Transfer:
     ) -> None:
         deadline = Deadline(timeout_s)
         movement = self._movement
+        movement.group.check_outside()
 
         def submitted() -> bool:
             if event_of() is None and movement.is_noted:

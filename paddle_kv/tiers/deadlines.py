@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..tracking.keeper import log
+from ..tracking.keeper import Living
 from .job import Job
 
 
@@ -48,10 +48,8 @@ class Deadlines:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            try:
+            with Living("an error in the deadlines of a tier"):
                 self._late(job)
-            except Exception:  # noqa: BLE001  the thread lives
-                log.exception("an error in the deadlines of a tier")
 
     def _next(self) -> Job | None:
         """Blocks until a job is late; None at the end."""

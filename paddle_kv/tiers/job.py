@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ..ops import _arguments as arguments
 from ..timeouts import check_time
-from ..tracking.keeper import Deadline, log
+from ..tracking.keeper import Deadline, Living
 from ..values import check_bool, check_methods
 from .object_format import MOST_KEY_BYTES
 from .protocol import Outcome
@@ -148,10 +148,8 @@ class Job:
     def _tell(self, what: str, *given: object) -> None:
         """What an observer raises ends neither the job nor a thread of the tier."""
         if self._observer is not None:
-            try:
+            with Living("an error in the observer of a job"):
                 getattr(self._observer, what)(self, *given)
-            except Exception:  # noqa: BLE001  it is nobody's
-                log.exception("an error in the observer of a job")
 
 
 def check_blocks(keys: Any, block_ids: Any) -> tuple[list[bytes], list[int]]:

@@ -228,7 +228,7 @@ class MooncakeEngine:
         while (question := self._questions.get()) is not None:
             try:
                 question()
-            except Exception as error:  # noqa: BLE001  whoever asked has a time-out
+            except BaseException as error:  # noqa: BLE001  whoever asked has a time-out
                 self.asks.failed(error)
 
     def _read_metrics(self) -> None:
@@ -310,7 +310,7 @@ class MooncakeEngine:
                     item.ended(Outcome.DROPPED)
             else:
                 serve(work)
-        except Exception:  # noqa: BLE001  the thread lives
+        except BaseException:  # noqa: BLE001  the thread lives
             log.exception("an error in a thread of the engine mooncake")
             for item in items:
                 item.ended(Outcome.FAILED)

@@ -261,7 +261,7 @@ class NixlEngine:
             try:
                 agent.register(self._memory)
                 (self._read_stage if work.reading else self._write)(agent, work)
-            except Exception as error:  # noqa: BLE001  NIXL has many; the thread lives
+            except BaseException as error:  # noqa: BLE001  NIXL has many; the thread lives
                 (self.reads if work.reading else self.writes).failed(error)
                 for item in items:
                     item.ended(Outcome.FAILED)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..tracking.keeper import Deadline, log
+from ..tracking.keeper import Deadline, Living
 
 
 class Outcome(enum.Enum):
@@ -83,13 +83,11 @@ def ended(ends: Sequence[tuple[Write | Read, Outcome]]) -> None:
     """``ended`` of each. What one of them raises is logged, and the others are ended too."""
     together = _together("ended_together", ends)
     for some in [ends] if together else [[one] for one in ends]:
-        try:
+        with Living("an error in the end of an object"):
             if together:
                 together(some)
             else:
                 some[0][0].ended(some[0][1])
-        except Exception:  # noqa: BLE001  it is nobody's
-            log.exception("an error in the end of an object")
 
 
 def _together(name: str, items: Sequence[tuple[object, object]]) -> Callable[[Any], Any] | None:

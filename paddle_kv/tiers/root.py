@@ -226,7 +226,7 @@ class Root:
                 raise FileNotFoundError(errno.ENOENT, "the folder is not there", str(self.folder.path))
         except OSError as error:
             self.writes.failed(error)
-        except Exception:  # noqa: BLE001  the thread lives
+        except BaseException:  # noqa: BLE001  the thread lives
             log.exception("an error in a thread of the engine files")
         finally:
             done_bytes = sum(one.item.size_bytes for one in writings if one.outcome is Outcome.DONE)
@@ -345,7 +345,7 @@ class Root:
                         one.outcome = Outcome.DROPPED
             asked.sort(key=lambda one: (one.slab.number, one.at))  # type: ignore[union-attr]
             self._read_stages(asked)
-        except Exception:  # noqa: BLE001  the thread lives
+        except BaseException:  # noqa: BLE001  the thread lives
             log.exception("an error in a thread of the engine files")
             for one in readings:
                 one.outcome = one.outcome or Outcome.FAILED

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from .keeper import log
+from .keeper import Living
 
 
 class Alarms:
@@ -24,10 +24,11 @@ class Alarms:
 
     def add(self, at_s: float, function: Callable[[], object]) -> None:
         """``at_s`` on the monotonic clock. In sections of one group only."""
-        self._given.put((at_s, next(self._numbers), function))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()  # may fail: then nothing was taken
+            self._thread = thread
+        self._given.put((at_s, next(self._numbers), function))
 
     def close(self) -> None:
         """What is still to come is dropped."""
@@ -45,7 +46,5 @@ class Alarms:
                     return
                 heapq.heappush(waiting, found)
             while waiting and waiting[0][0] <= time.monotonic():
-                try:
+                with Living(f"an error in {self._name}"):
                     heapq.heappop(waiting)[2]()
-                except Exception:  # noqa: BLE001  the thread lives
-                    log.exception("an error in %s", self._name)

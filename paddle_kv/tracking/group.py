@@ -15,10 +15,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from ..errors import ReentryError
-from .keeper import Deadline, Host, Waiter, keeper, log
+from .keeper import Deadline, Host, Living, Waiter, keeper
 
 
 class Grouped(Protocol):
@@ -85,10 +85,7 @@ class MemoryGroup:
     def run(self, function: Callable[[], Any]) -> Any:
         """A section, under the lock."""
         if self._inside is not None:
-            raise ReentryError(
-                "a call of the scheduler was made out of another one by the same thread: by a finalizer, by a policy "
-                "or by a backend"
-            )
+            self._refuse()
         self._inside = threading.get_ident()
         try:
             if self._noted or self.host.dropped:
@@ -101,6 +98,22 @@ class MemoryGroup:
             finally:
                 self._inside = None
 
+    def check_outside(self) -> None:
+        """Before a wait: one that a section waits in would hold the lock meanwhile.
+
+        Raises:
+            ReentryError: the calling thread runs a section of this group.
+        """
+        if self._inside == threading.get_ident():
+            self._refuse()
+
+    @staticmethod
+    def _refuse() -> NoReturn:
+        raise ReentryError(
+            "a call of the scheduler was made out of another one by the same thread: by a finalizer, by a policy or by "
+            "a backend"
+        )
+
     def do_what_was_noted(self) -> None:
         """In a section."""
         while self.host.dropped:
@@ -110,10 +123,8 @@ class MemoryGroup:
                 if member is not None and member.group is self:  # the others run in the host's thread
                     self._noted.append(guard.run)
         while self._noted:
-            try:
+            with Living("an error in what was to be done soon"):
                 self._noted.popleft()()
-            except Exception:  # noqa: BLE001  it is nobody's
-                log.exception("an error in what was to be done soon")
 
     def _absorb(self, other: MemoryGroup) -> None:
         for member in list(other._members):

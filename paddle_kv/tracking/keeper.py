@@ -26,6 +26,24 @@ LOOK_S = 0.001  # how often a callback that waits looks beside the jobs
 log = logging.getLogger("paddle_kv")
 
 
+class Living:
+    """What is raised in it is logged and ends there: the thread of the library lives, and does what is left. Also
+    ``SystemExit`` and the cancellation of a task: of the caller's code they may come here. In the main thread those are
+    a signal handler's, and go on."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        if error is None or (_in_main_thread() and not isinstance(error, Exception)):
+            return False
+        log.error(self._message, exc_info=error)
+        return True
+
+
 class Waiter:
     """What one blocked thread sleeps on; released once."""
 
@@ -258,10 +276,8 @@ class Keeper:
             end()
 
     def _run(self, job: Callable[[], object]) -> None:
-        try:
+        with Living("an error in the thread of paddle_kv"):  # a _Job keeps its own; of this one nobody waits for any
             job()
-        except Exception:  # a _Job keeps its own; this is one that nobody waits for
-            log.exception("an error in the thread of paddle_kv")
 
     def after_fork_in_child(self) -> None:
         global _main_thread

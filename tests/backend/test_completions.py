@@ -248,3 +248,45 @@ def test_an_exit_does_not_wait_for_a_report_that_hangs_and_no_other_one_comes(
     join(WAIT_S)
     assert not thread.is_alive()
     assert heard == []
+
+
+def test_a_thread_that_could_not_begin_begins_with_the_next_call(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            completions.watch(0, [1], lambda: None)
+    assert (library.watched, completions._reports, keeper.at_end) == ([], {}, [])
+    assert len(os.listdir("/proc/self/fd")) == before
+    heard = threading.Event()
+    library.report(completions.watch(0, [1], lambda: heard.set()))
+    assert heard.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit, KeyboardInterrupt])
+def test_a_report_that_raises_stops_no_other(
+    library: Library, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    class Behind:
+        def now(self) -> None:
+            raise kind
+
+    def broken() -> None:
+        raise kind
+
+    heard: queue.Queue[str] = queue.Queue()
+    tokens = [
+        completions.watch(0, [1], report)
+        for report in (broken, Behind, lambda: heard.put("same time"), lambda: heard.put("later"))  # type: ignore[list-item]
+    ]
+    library.report(*tokens[:3])
+    assert heard.get(timeout=WAIT_S) == "same time"
+    library.report(tokens[3])
+    assert heard.get(timeout=WAIT_S) == "later"
+    told = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert told == [kind, kind]

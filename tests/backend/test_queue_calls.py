@@ -373,6 +373,52 @@ def test_a_function_that_takes_long_finds_that_the_other_report_was_taken(monkey
     assert ears.ends == [(7, 1)] and ears.reports == {}
 
 
+@pytest.mark.parametrize("is_raising", [False, True])
+def test_nothing_is_kept_for_nobody_where_the_former_report_was_taken(
+    monkeypatch: pytest.MonkeyPatch, is_raising: bool
+) -> None:
+    ears, called = Ears(TOLD), []
+    ears.reports.clear()
+
+    def told() -> None:
+        called.append(dict(ears.reports))
+        if is_raising:
+            raise KeyboardInterrupt("of a handler")
+
+    with pytest.raises(KeyboardInterrupt) if is_raising else contextlib.nullcontext():
+        ears.hear(monkeypatch, None, told)
+    assert called == [{}] and ears.reports == {} and ears.ends == [(7, 0 if is_raising else 1)]
+
+
+@pytest.mark.parametrize("is_raising", [False, True])
+def test_a_child_that_begins_behind_the_hearing_does_nothing_of_the_queue(
+    monkeypatch: pytest.MonkeyPatch, is_raising: bool
+) -> None:
+    """The thread of the queue, which the child has not, may hold its lock."""
+    ears, children = Ears(TOLD), []
+
+    def told() -> None:  # as a handler that comes at its first instruction
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            children.append(os.fork())
+        if children == [0]:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(WAIT_S))  # whatever becomes of it
+        if is_raising:
+            raise KeyboardInterrupt("of the handler")
+
+    raised = False
+    try:
+        ears.hear(monkeypatch, None, told)
+    except KeyboardInterrupt:
+        raised = True
+    finally:
+        if children == [0]:
+            os._exit(len(ears.ends))
+    assert raised == is_raising and ears.ends == [(7, 0 if is_raising else 1)]
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 0
+
+
 def test_there_is_a_turn_for_handlers_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one that comes right before the wait would wait for its end."""
     ears = Ears(NOT_IN_TIME, INTERRUPTED, NOT_IN_TIME, TOLD)

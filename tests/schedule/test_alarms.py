@@ -93,3 +93,17 @@ def test_an_alarm_may_end_them_all() -> None:
     alarms.add(0.0, end)
     assert ended.wait(WAIT_S)
     alarms.close()
+
+
+def test_a_thread_that_could_not_begin_begins_with_the_next_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    alarms, heard = Alarms("alarms of a test"), queue.SimpleQueue[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            alarms.add(0.0, lambda: heard.put("refused"))
+    alarms.add(0.0, lambda: heard.put("taken"))
+    assert heard.get(timeout=WAIT_S) == "taken"
+    alarms.close()

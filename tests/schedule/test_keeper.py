@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -180,7 +179,8 @@ def test_a_forked_child_begins_anew(keeper):
     assert keeper._jobs is not jobs
     assert keeper.at_end == []
     assert keeper.call(threading.current_thread) is not thread
-    jobs.put(sys.exit)  # the first thread, which a child would not have
+    keeper.end()
+    jobs.put(list)  # to the first thread, which a child would not have
     thread.join(WAIT_S)
     assert not thread.is_alive()
 

@@ -1083,3 +1083,23 @@ def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage
     rig.tier.close(WAIT_S)
     rig.tier.engine.close(WAIT_S)
     assert raised == []
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt])
+def test_the_threads_live_whatever_is_raised_in_them(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    def broken(*given: object) -> Any:
+        raise kind("of an item")
+
+    rig = make_rig()
+    rig.store(keys(2))
+    [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
+    for part in ("_wanted", "_begin"):
+        with monkeypatch.context() as patch:
+            patch.setattr(root, part, broken)
+            assert not (rig.store(keys(2, "new")) if part == "_wanted" else rig.load(keys(2))).done
+    assert rig.store(keys(2, "later")).done
+    assert rig.load(keys(2)).done
+    assert {record.getMessage() for record in caplog.records} == {"an error in a thread of the engine files"}
+    assert all(thread.is_alive() for thread in root._threads if thread is not root.recovery)

@@ -456,6 +456,24 @@ def test_an_answer_that_is_late_is_not_taken_for_the_next_one(fake: FakeStore, r
     assert rig.tier.exists([b"absent", b"key-0"]) == [False, True]
 
 
+def test_the_threads_live_whatever_is_raised_in_them(fake: FakeStore, rig: Rig) -> None:
+    def broken(*given: object) -> Any:
+        raise SystemExit("of the store")
+
+    rig.store(keys(2))
+    answer, get = fake.batch_is_exist, fake._get
+    fake.batch_is_exist = fake._get = broken  # type: ignore[method-assign]
+    assert rig.tier.exists(keys(2)) == [False, False]
+    assert rig.load(keys(2)).outcomes == [Outcome.FAILED] * 2
+    fake.batch_is_exist, fake._get = answer, get  # type: ignore[method-assign]
+    for name in ("asks", "reads"):
+        setattr(rig.tier.engine, name, mooncake.Health(name))
+    rig.tier.engine._answer_s = WAIT_S
+    assert rig.tier.exists(keys(2)) == [True, True]
+    assert rig.load(keys(2)).done
+    assert all(thread.is_alive() for thread in rig.tier.engine._threads)
+
+
 def test_memory_that_the_store_refuses(fake: FakeStore, rig: Rig) -> None:
     fake.register_buffer = lambda start, size: -600  # type: ignore[method-assign]
     with pytest.raises(MooncakeError, match=r"invalid parameters \(-600\)") as caught:

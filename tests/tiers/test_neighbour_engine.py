@@ -229,14 +229,18 @@ def test_stages_come_one_behind_the_other() -> None:
         assert lender.num_done == 1
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt])
 def test_what_raises_is_logged_and_ends_what_was_copied_with_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
+    def broken(stage: int) -> Any:
+        raise kind("of an item")
+
     lender = PlayedNeighbour({b"a", b"b", b"c"})
     monkeypatch.setattr(engine_module, "PART_BYTES", SIZE_BYTES)  # two objects
     with played(lender) as engine:
         wanted = items(b"a", b"b", b"c")
-        monkeypatch.setattr(wanted[1], "buffers", None)
+        monkeypatch.setattr(wanted[1], "buffers", broken)
         engine.read(*wanted)
         engine.answer(lender, [3, 4, 5])
         until(lambda: lender.num_reading == 0)

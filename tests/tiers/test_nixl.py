@@ -89,9 +89,10 @@ def test_a_file_that_somebody_removed_is_a_miss(rig: Rig, tmp_path: Path) -> Non
     assert rig.tier.exists(keys(2)) == [True, False]
 
 
+@pytest.mark.parametrize("kind", [OSError, SystemExit])
 @pytest.mark.parametrize("way", ["WRITE", "READ"])
 def test_an_error_leaves_nothing_behind_and_the_engine_rests(
-    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, kind: type[BaseException]
 ) -> None:
     monkeypatch.setattr(health, "FIRST_REST_S", 60.0)
     rig.store(keys(2))
@@ -100,7 +101,7 @@ def test_an_error_leaves_nothing_behind_and_the_engine_rests(
 
     def broken(agent: Any, wanted: str, moves: Any) -> None:
         if wanted == way:
-            raise OSError("the disk is gone")
+            raise kind("the disk is gone")
         move(agent, wanted, moves)
 
     monkeypatch.setattr(nixl._Agent, "move", broken)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...errors import PeerError
 from ...timeouts import check_timeout
-from ...tracking.keeper import Deadline, log
+from ...tracking.keeper import Deadline, Living
 from ...tracking.worker import Worker
 from ..at_exit import threads
 from .protocol import Addresses, Write
@@ -72,10 +72,8 @@ class QueuedSink(ABC):
             why = self._moved(wanted) if wanted else ""
             for write in writes:
                 _end(write, why if write in wanted else self._broken or "it was cancelled")
-        try:
+        with Living("an error at the end of a sink"):
             self.disconnect()
-        except Exception:  # noqa: BLE001
-            log.exception("an error at the end of a sink")
 
     def _next(self) -> tuple[list[Write], bool]:
         """What waits, as much as one call of the engine takes; and whether there may be more."""
@@ -105,7 +103,7 @@ class QueuedSink(ABC):
                 if deadline.over:
                     raise PeerError("it was not there in time")
                 self.move(together, first, end)
-        except Exception as error:  # noqa: BLE001  engines have many; the thread lives
+        except BaseException as error:  # noqa: BLE001  engines have many; the thread lives
             why = f"{type(error).__name__}: {error}"
             self._break(why)
             return why
@@ -133,7 +131,5 @@ def calls(sizes: Addresses) -> list[tuple[int, int]]:
 
 
 def _end(write: Write, why: str) -> None:
-    try:
+    with Living("an error behind a write to a peer"):
         write.ended(why)
-    except Exception:  # noqa: BLE001
-        log.exception("an error behind a write to a peer")

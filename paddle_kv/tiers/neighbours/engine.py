@@ -257,7 +257,7 @@ class NeighbourEngine:
                     memory.copy(block_id, *asked)
                     wanted.append((item, block_id))
             going_on = arrived([(item, stage) for item, _ in wanted])
-        except Exception:  # noqa: BLE001  the thread lives
+        except BaseException:  # noqa: BLE001  the thread lives
             log.exception("an error while blocks came from a neighbour")
             ended([(item, Outcome.FAILED) for item, _ in part])
             return []
