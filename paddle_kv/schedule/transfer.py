@@ -223,7 +223,8 @@ class Transfer:
         if not self._wait_for(lambda: movement.over, deadline, movement.waiters):
             self._look()
             if not movement.over:
-                self._raise_not_submitted(timeout_s, None)
+                if movement.num_unsubmitted and not movement.failed:
+                    raise self._not_submitted(timeout_s, None)
                 raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
 
     def done(self) -> bool:
@@ -396,10 +397,7 @@ class Transfer:
             return movement.over or movement.spoiled or event_of() is not None
 
         if not self._wait_for(submitted, deadline, movement.layer_waiters):
-            what = "a layer" if layer is None else f"layer {layer}"
-            raise TimeoutError(
-                f"{what} was not submitted within timeout_s = {timeout_s}; {self._what_is_missing(layer)}"
-            )
+            raise self._not_submitted(timeout_s, layer)
         event = event_of()
         held: tuple[Events, ...] = movement.held  # keeps the event until the end of this call
         try:
@@ -419,11 +417,10 @@ class Transfer:
             del held  # an exception would keep it with this frame
         movement.ordered.setdefault(queue, set()).update(groups)
 
-    def _raise_not_submitted(self, timeout_s: float | None, layer: int | None) -> None:
-        if self._movement.num_unsubmitted and not self._movement.failed:
-            what = "a layer" if layer is None else f"layer {layer}"
-            why = self._what_is_missing(layer)
-            raise TimeoutError(f"{what} was not submitted within timeout_s = {timeout_s}; {why}")
+    def _not_submitted(self, timeout_s: float | None, layer: int | None) -> TimeoutError:
+        what = "a layer" if layer is None else f"layer {layer}"
+        missing = self._what_is_missing(layer)
+        return TimeoutError(f"{what} was not submitted within timeout_s = {timeout_s}; {missing}")
 
     def _what_is_missing(self, layer: int | None) -> str:
         plan = self._movement.plan

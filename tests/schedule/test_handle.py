@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 
 import pytest
 
@@ -14,7 +15,7 @@ from paddle_kv.schedule import marking
 from paddle_kv.schedule import transfer as transfers
 from paddle_kv.schedule.movement import State
 from paddle_kv.tracking.group import change
-from paddle_kv.tracking.keeper import Deadline
+from paddle_kv.tracking.keeper import Deadline, Waiter
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, make_spec
 from tests.schedule.test_asking_the_device import a_ladder
 
@@ -47,10 +48,11 @@ def test_what_comes_true_at_the_last_moment_was_waited_for(rig: Rig) -> None:
     """Between the first look and the sleep."""
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         load = scheduler.onload([2], [3])
+        waiters: deque[Waiter] = deque()
         for answers in ([True], [False, True], [False, False, True]):
             found = iter(answers)
-            assert load._wait_for(lambda found=found: next(found), Deadline(0.0)) is True  # type: ignore[misc]
-        assert not load._movement.waiters
+            assert load._wait_for(lambda found=found: next(found), Deadline(0.0), waiters) is True  # type: ignore[misc]
+        assert not waiters
         load.wait(WAIT_S)
 
 

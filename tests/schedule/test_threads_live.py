@@ -202,7 +202,7 @@ def test_a_task_of_the_tier_below(broken: Callable[..., Any]) -> None:
 def test_what_a_signal_handler_raises_in_the_main_thread_goes_on(
     kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(kind)("an error of a test"):
+    with pytest.raises(kind), Living("an error of a test"):
         raise kind
     assert caplog.records == []
     with Living("an error of a test"):
