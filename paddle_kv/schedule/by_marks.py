@@ -47,6 +47,9 @@ def take(movement: Movement, *, ends: bool = False) -> bool:
     known = plan.num_groups - movement.num_unsubmitted
     groups = backend.take_enqueued(movement.number, known, plan.num_groups, ends)
     for group in groups:
+        for layer in plan.layers_of(group):
+            event = movement.unmarked.pop(layer, None)  # there again if an exception came to the caller of the mark
+            movement.marks[layer] = movement.marks[layer] or event
         movement.starts.append((events.starts[group], range(group, group + 1)))
         movement.events[group] = movement.last_event = events.records[group]
         movement.num_unsubmitted -= 1
@@ -58,18 +61,15 @@ def take(movement: Movement, *, ends: bool = False) -> bool:
     return bool(groups)
 
 
-def end(movement: Movement) -> bool:
-    """In sections: the backend submits nothing more of it by itself. Whether marks had submitted anything that was not
-    known yet."""
-    if movement.by_marks is None:
-        return False
-    is_any_known = take(movement, ends=True)
-    find_ready(movement)
-    return is_any_known
+def end(movement: Movement) -> None:
+    """In sections: the backend submits nothing more of it by itself."""
+    if movement.by_marks is not None:
+        take(movement, ends=True)
+        find_ready(movement)
 
 
 def find_ready(movement: Movement) -> None:
-    """Of one that the backend has submitted a part of: what is marked, and was not submitted."""
+    """Of one that the backend had: what is marked, and was not submitted."""
     movement.ready = [
         group for group in movement.plan.groups if movement.events[group] is None and not movement.is_held_back(group)
     ]

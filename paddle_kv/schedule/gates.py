@@ -182,6 +182,7 @@ class Gates:
             movement.raise_if_failed()
         saves = [save for save in saves if save.plan.num_groups]
         for save in saves:
+            by_marks.end(save)
             if len(save.unmarked) < save.plan.num_layers:
                 raise ValueError("saves has a transfer of which a layer is marked already")
         # One that moves nothing stands for those that it is behind.
@@ -205,7 +206,6 @@ class Gates:
         """The marks that the replay will write are the marks of these saves."""
         events = [[save.unmarked[layer] for save in saves] for layer in range(self._num_layers)]
         for save in saves:
-            by_marks.end(save)
             save.unmarked.clear()
         try:
             self._gates.record_marks(turn, events)

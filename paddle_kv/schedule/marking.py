@@ -7,8 +7,7 @@ import functools
 from typing import Any
 
 from ..backend.work import Event, Stream
-from ..tracking.group import change_soon
-from ..tracking.keeper import nothing
+from ..tracking.group import change, change_soon
 from . import by_marks, rings, settling
 from .movement import Movement
 from .resources import Events
@@ -52,8 +51,8 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
             movement.unmarked[layer] = event
             if movement.marks[layer] is not None:  # the hand-over was done meanwhile
                 movement.unmarked.pop(layer, None)
-        if movement.by_marks is not None:  # which may have it all the same
-            change_soon(movement, functools.partial(_catch_up, movement))
+        if movement.by_marks is not None or movement.is_noted:  # the backend may have it all the same
+            change_soon(movement, functools.partial(_submit_rest, movement))
         raise
     finally:
         del held
@@ -63,23 +62,32 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
 
 
 def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream) -> bool:
-    """Whether the backend has the mark, or an exception came to the caller behind a former one."""
+    """Whether the backend has the mark, perhaps a former one, behind which an exception came to the caller."""
     if movement.by_marks is None:
         return movement.events[movement.plan.group_of(layer)] is not None
     backend: Any = movement.scheduler.backend
     is_marked = backend.mark_layer(movement.number, layer, queue)
-    if is_marked is False:
-        return movement.events[movement.plan.group_of(layer)] is not None
+    if is_marked is False:  # what the backend has forgotten a section knows, or is about to
+        return bool(change(movement, functools.partial(_is_submitted, movement, layer)))
     movement.marks[layer] = event
+    if is_marked is None:  # there is no memory
+        change_soon(movement, functools.partial(_submit_rest, movement))
+        return True
+    group = movement.group
     if not movement.is_noted:
         movement.is_noted = True
-        movement.group.note(functools.partial(_catch_up, movement))
-    # Behind the note: whoever comes to wait for it looks at what was noted, and else is seen here.
-    if is_marked is None:
-        change_soon(movement, functools.partial(_submit_rest, movement))
-    elif not movement.unmarked or movement.dependents or movement.followers or movement.layer_waiters:
-        change_soon(movement, nothing)
+        group.note(functools.partial(_catch_up, movement))
+    # Behind the note: whoever comes to wait for it looks at what was noted, and else is seen here. A group that was
+    # united with another one meanwhile may have left the note behind.
+    is_wanted = not movement.unmarked or movement.dependents or movement.followers or movement.layer_waiters
+    if is_wanted or movement.group is not group:
+        change_soon(movement, functools.partial(_catch_up, movement))
     return True
+
+
+def _is_submitted(movement: Movement, layer: int) -> bool:
+    """In a section."""
+    return movement.events[movement.plan.group_of(layer)] is not None
 
 
 def _catch_up(movement: Movement) -> None:
@@ -93,15 +101,15 @@ def _catch_up(movement: Movement) -> None:
 
 
 def _submit_rest(movement: Movement) -> None:
-    """In a section: the backend has no memory for it."""
-    if not (movement.over or movement.failed):
-        by_marks.end(movement)
-        settling.progress([movement])
+    """In a section: the backend has it no more from here on."""
+    by_marks.end(movement)
+    _catch_up(movement)
 
 
 def _note(movement: Movement, layer: int, event: Event, held: object) -> None:
     """In a section."""
-    is_mark = not (movement.over or movement.failed or movement.marks[layer] is not None)
+    is_known = movement.marks[layer] is not None or _is_submitted(movement, layer)
+    is_mark = not (movement.over or movement.failed or is_known)
     if is_mark:
         movement.marks[layer] = event
     movement.unmarked.pop(layer, None)  # there again if an exception came to the caller behind the hand-over

@@ -1,4 +1,5 @@
 // Transfers whose groups are enqueued as their layers are marked.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -151,6 +152,56 @@ void TheCopyComesBehindTheMark() {
   save.CheckSaved({false, true});
 }
 
+// The layers of a group are marked on two streams, and the one that is marked first comes last.
+void AGroupComesBehindAllOfItsMarks() {
+  Plan plan(3, 100, true);
+  Save save(plan, 20, 2);
+  cudaStream_t other = MakeFakeStream();
+  CHECK(save.Submit() == 0);
+  Gate gate(other);
+  CHECK(paddle_kv_queue_mark(save.token, 1, Handle(other)) == kHere);
+  CHECK(save.Mark(0) == kHere && save.Take(0) == Groups{0});
+  CHECK(paddle_kv_queue_flush(save.stream.handle(), -1) == 0);
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(Query(save.records[0]->handle()) == 1);
+  save.CheckSaved({false, false, false});
+  gate.Open();
+  save.WaitForGroup(0);
+  save.CheckSaved({true, true, false});
+  DestroyFakeStream(other);
+}
+
+// It begins with a later layer, blocks go elsewhere, and what the caller gave is gone when its layers are marked.
+void WhatIsGivenIsCopied() {
+  Plan plan(5, 100, true);
+  Save save(plan, 21, 2);
+  {
+    const std::vector<std::int64_t> device_ids{5, 2}, host_ids{1, 8};
+    std::vector<std::int64_t> marks(save.handles_of_marks.begin() + 2, save.handles_of_marks.end());
+    std::vector<std::int64_t> starts = save.handles_of_starts, records = save.handles_of_records;
+    PaddleKvTransfer given = save.Given();
+    given.first_layer = 2;
+    given.device_ids = device_ids.data();
+    given.host_ids = host_ids.data();
+    given.block_count = 2;
+    given.wait_events = marks.data();
+    given.record_events = records.data();
+    CHECK(paddle_kv_queue_submit_by_marks(&given, starts.data()) == 0);
+    for (auto* list : {&marks, &starts, &records}) std::fill(list->begin(), list->end(), 0);
+  }
+  CHECK(save.Mark(1) == kNotKnown && save.Mark(4) == kHere && save.Mark(2) == kHere);
+  CHECK(save.Take(0) == Groups{1});
+  CHECK(save.Mark(3) == kHere && save.Take(1) == Groups{0});
+  save.WaitForGroup(0), save.WaitForGroup(1);
+  for (const int group : {0, 1}) CHECK(Query(save.starts[group]->handle()) == 0);
+  auto expected = save.before;
+  for (std::int64_t layer = 2; layer < 5; ++layer) {
+    std::memcpy(&expected[layer][1 * 100], &plan.device[layer][5 * 100], 100);
+    std::memcpy(&expected[layer][8 * 100], &plan.device[layer][2 * 100], 100);
+  }
+  CHECK(plan.host == expected);
+}
+
 // While it waits for marks, others of its stream go on.
 void OthersPassBy() {
   Plan plan(2, 100, true), other(2, 100, true);
@@ -193,8 +244,10 @@ void AStreamThatIsClosedTakesItAlong() {
   Plan plan(2, 100, true);
   Save save(plan, 9);
   CHECK(save.Submit() == 0);
+  Save beside(plan, 19);  // on a stream of its own
+  CHECK(beside.Submit() == 0);
   CHECK(paddle_kv_queue_close(save.stream.handle()) == 0);
-  CHECK(save.Mark(0) == kNotKnown);
+  CHECK(save.Mark(0) == kNotKnown && beside.Mark(1) == kHere);
   CHECK(save.Submit() == -1);
   CHECK(paddle_kv_queue_open(0, save.stream.handle(), 0) == 0);
   CHECK(save.Submit() == 0 && save.Mark(0) == kHere && save.Mark(1) == kHere);
@@ -231,7 +284,7 @@ void WithoutMemoryItsMarksEnd() {
 }
 
 void WhatCannotBeRightIsRefused() {
-  Plan plan(2, 100, true);
+  Plan plan(3, 100, true);
   Save save(plan, 12);
   const auto check = [&](const std::string& expected, auto change) {
     PaddleKvTransfer wrong = save.Given();
@@ -247,16 +300,21 @@ void WhatCannotBeRightIsRefused() {
     }
     CHECK(save.Mark(0) == kNotKnown);
   };
-  const std::int64_t one_missing[] = {save.handles_of_marks[0], 0};
+  const std::int64_t one_missing[] = {save.handles_of_marks[0], 0, save.handles_of_marks[2]};
+  const std::int64_t last_missing[] = {save.handles_of_marks[0], save.handles_of_marks[1], 0};
   check("plan = 99999 is not registered", [](auto& t, auto&) { t.plan = 99999; });
   check("direction = 5 is not in [0, 1]", [](auto& t, auto&) { t.direction = 5; });
-  check("end_layer = 3 is not in [1, 2]", [](auto& t, auto&) { t.end_layer = 3; });
-  check("end_layer = 0 is not in [1, 2]", [](auto& t, auto&) { t.end_layer = 0; });
-  check("first_layer = -1 is not in [0, 2]", [](auto& t, auto&) { t.first_layer = -1; });
+  check("end_layer = 4 is not in [1, 3]", [](auto& t, auto&) { t.end_layer = 4; });
+  check("end_layer = 0 is not in [1, 3]", [](auto& t, auto&) { t.end_layer = 0; });
+  check("first_layer = -1 is not in [0, 3]", [](auto& t, auto&) { t.first_layer = -1; });
   check("layers_per_event = 0 is", [](auto& t, auto&) { t.layers_per_event = 0; });
   check("device_ids is null", [](auto& t, auto&) { t.device_ids = nullptr; });
   check("wait_events is null", [](auto& t, auto&) { t.wait_events = nullptr; });
   check("wait_events[1] is no event", [&](auto& t, auto&) { t.wait_events = one_missing; });
+  check("wait_events[2] is no event", [&](auto& t, auto&) {
+    t.wait_events = last_missing;
+    t.layers_per_event = 2;
+  });
   check("record_events[1] is no event", [&](auto& t, auto&) { t.record_events = one_missing; });
   check("start_events[1] is no event", [&](auto&, auto& starts) { starts = one_missing; });
   check("start_events is null", [&](auto&, auto& starts) { starts = nullptr; });
@@ -309,6 +367,8 @@ void ThreadsMarkWhileAnotherEndsIt() {
 const Test kTests[] = {
     {"a_group_is_enqueued_when_its_layers_are_marked", AGroupIsEnqueuedWhenItsLayersAreMarked},
     {"the_copy_comes_behind_the_mark", TheCopyComesBehindTheMark},
+    {"a_group_comes_behind_all_of_its_marks", AGroupComesBehindAllOfItsMarks},
+    {"what_is_given_is_copied", WhatIsGivenIsCopied},
     {"others_pass_by", OthersPassBy},
     {"each_layer_is_marked_once", EachLayerIsMarkedOnce},
     {"behind_its_end_nothing_is_enqueued", BehindItsEndNothingIsEnqueued},

@@ -4,6 +4,7 @@ a GPU is done here by the simulator's recorder, around the CPU backend; everythi
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 
-from paddle_kv import CancelledError, LayerwiseScheduler, TransferError
+from paddle_kv import CancelledError, DeviceCache, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
+from paddle_kv.schedule import layer_ends
 from paddle_kv.testing.simulator import Log, RecordingBackend, check
+from paddle_kv.tracking.group import MemoryGroup, change
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import SHORT_S, WAIT_S, in_threads, pool_memory
 
@@ -105,6 +108,7 @@ def test_who_waits_for_a_layer_hears_of_its_mark(rig, scheduler):
     waited.start()
     with pytest.raises(TimeoutError, match="mark_layer_written was not called for layer 1"):
         save.wait_layer(1, timeout_s=SHORT_S)
+    until(lambda: save._movement.layer_waiters)  # and nobody looks at the save meanwhile
     save.mark_layer_written(1)
     waited.join(WAIT_S)
     assert not waited.is_alive()
@@ -261,6 +265,169 @@ def test_marks_wake_nobody_who_waits_for_the_end(rig, backend, scheduler, monkey
     save.mark_layer_written(4)
     waiting.join(WAIT_S)
     assert not waiting.is_alive()
+
+
+class Stop(BaseException):
+    """Of a signal handler."""
+
+
+def interrupt_behind_the_next_mark(backend):
+    def mark(*given):
+        Backend.mark_layer(backend, *given)
+        del backend.mark_layer
+        raise Stop
+
+    backend.mark_layer = mark
+
+
+def test_a_mark_is_tried_again_while_a_section_takes_the_first_one(rig, copies, backend, scheduler):
+    """The backend has given the group away, and the section has not noted it yet."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    mark_all(save, but=[4])
+    taken, go_on = threading.Event(), threading.Event()
+
+    def take(*given):
+        found = Backend.take_enqueued(backend, *given)
+        if 4 in found:
+            taken.set()
+            go_on.wait(WAIT_S)
+        return found
+
+    interrupt_behind_the_next_mark(backend)
+    backend.take_enqueued = take
+    with pytest.raises(Stop):
+        save.mark_layer_written(4)
+    assert taken.wait(WAIT_S)
+    again = threading.Thread(target=save.mark_layer_written, args=(4,))
+    again.start()
+    again.join(SHORT_S)
+    go_on.set()
+    again.join(WAIT_S)
+    save.wait(timeout_s=WAIT_S)
+    assert backend.submissions == [(layer, layer + 1) for layer in range(5)]
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+def test_gates_take_no_save_of_which_a_mark_was_enqueued(rig, backend, scheduler):
+    gates = scheduler.gates(timeout_s=WAIT_S)
+    save = scheduler.offload([3], [2], layerwise=True)
+    interrupt_behind_the_next_mark(backend)
+    with pytest.raises(Stop):
+        save.mark_layer_written(0)
+    with pytest.raises(ValueError, match="a layer is marked already"):
+        gates.arm(saves=[save])
+    assert save.unmarked_layers == [1, 2, 3, 4]
+    mark_all(save, but=[0])
+    save.wait(timeout_s=WAIT_S)
+    assert backend.submissions.count((0, 1)) == 1
+
+
+def test_marks_of_a_replay_are_submitted_by_sections(rig, backend, scheduler):
+    gates = scheduler.gates(timeout_s=WAIT_S)
+    save = scheduler.offload([3], [2], layerwise=True)
+    gates.arm(saves=[save])
+    assert backend._saves == {}
+    for layer in range(save.num_layers):
+        gates.mark(layer)
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_a_handler_that_raises_behind_the_note_of_a_mark(rig, backend, scheduler, monkeypatch, memory):
+    """Also where the backend had no memory for it."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    backend.no_memory = not memory
+    inner = MemoryGroup.note
+
+    def note(self, function):
+        inner(self, function)
+        monkeypatch.undo()
+        backend.no_memory = False
+        raise Stop
+
+    monkeypatch.setattr(MemoryGroup, "note", note)
+    with pytest.raises(Stop):
+        save.mark_layer_written(0)
+    mark_all(save, but=[0])
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+def test_a_mark_that_is_interrupted_before_its_note_while_the_marks_end(rig, backend, scheduler, monkeypatch):
+    """Another thread's mark has no memory meanwhile."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    waits = backend._saves[save._movement.number].work.waits
+
+    def mark_next():
+        backend.no_memory = True
+        save.mark_layer_written(1)
+        backend.no_memory = False
+
+    def mark(number, layer, stream):
+        del backend.mark_layer
+        backend.record(waits[layer][0], stream)
+        in_threads(mark_next)
+        return True  # it is recorded, and not enqueued since the marks have ended
+
+    inner = MemoryGroup.note
+
+    def note(self, function):
+        if threading.current_thread() is threading.main_thread():
+            monkeypatch.undo()
+            raise Stop
+        inner(self, function)
+
+    backend.mark_layer = mark
+    monkeypatch.setattr(MemoryGroup, "note", note)
+    with pytest.raises(Stop):
+        save.mark_layer_written(0)
+    mark_all(save, but=[0, 1])
+    save.wait(timeout_s=WAIT_S)
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+def test_a_mark_is_noted_while_its_pool_gets_another_scheduler(rig, backend, scheduler, monkeypatch):
+    """The group that it is noted in is given up in this moment."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    over = threading.Event()
+    save.add_done_callback(lambda _: over.set())
+    inner, made = MemoryGroup.note, []
+
+    def note(self, function):
+        monkeypatch.undo()
+        other = DeviceCache(rig.spec, 4, "cpu")
+        in_threads(lambda: made.append(LayerwiseScheduler(other, rig.pool)))
+        inner(self, function)
+
+    monkeypatch.setattr(MemoryGroup, "note", note)
+    mark_all(save)
+    assert over.wait(WAIT_S)
+    made[0].close(WAIT_S)
+
+
+def test_layer_times_and_ends(rig, backend):
+    """The same is told of them as of what sections submit."""
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, record_layer_times=True) as scheduler:
+        ended: list[int] = []
+        plan = scheduler.plan("offload", [3], [2])
+        start = functools.partial(layer_ends.start, scheduler, plan, None, ended.extend, lambda _: None)
+        save = change(scheduler, start)
+        assert backend.taken
+        for layer in (1, 0):
+            save.mark_layer_written(layer)
+            until(lambda layer=layer: layer in ended)
+        mark_all(save, but=[0, 1])
+        save.wait(timeout_s=WAIT_S)
+        until(lambda: len(ended) == 5)
+        assert [len(times) for times in save.layer_times_ms] == [2] * 5
+        begins, ends = zip(*save.layer_times_ms, strict=True)
+        assert begins[1] <= ends[1] <= begins[0] <= ends[0] <= begins[4] <= ends[4]
+        assert save.elapsed_ms == pytest.approx(ends[4] - begins[1])
 
 
 def test_threads_mark_while_another_cancels(rig, backend, scheduler):

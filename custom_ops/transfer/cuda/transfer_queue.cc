@@ -66,7 +66,9 @@ Status TransferQueue::Close(std::int64_t handle) {
     if (left == streams_.end() || left->second != stream) return {};  // another thread has closed it meanwhile
     streams_.erase(left);
     for (auto entry = by_marks_.begin(); entry != by_marks_.end();) {
-      entry = entry->second->stream() == handle ? by_marks_.erase(entry) : std::next(entry);
+      const bool is_of_stream = entry->second->stream() == handle;
+      if (is_of_stream) entry->second->is_ended = true;  // for whoever is marking a layer
+      entry = is_of_stream ? by_marks_.erase(entry) : std::next(entry);
     }
   }
   return stream->feeder.Close();

@@ -12,7 +12,7 @@
 
 namespace paddle_kv {
 
-// All but the constants is used under the queue's lock.
+// What marks change is used under the queue's lock; the rest stays as it is.
 class TransferByMarks {
  public:
   // The given arrays are copied. Each group waits for the marks of its layers, and has a start event of its own.
