@@ -1,8 +1,8 @@
 """A logistic regression whose result is the same bits on every machine.
 
-Sums of a linear algebra library, and functions like the exponential, round as the processor's instructions have it; which
-of two runs goes first would depend on that. Here every sum is taken in one order, by operations whose result IEEE 754
-prescribes.
+Sums of a linear algebra library, and functions like the exponential, round as the instructions of the processor have
+it, and which of two runs goes first would depend on that. Here every sum is taken in one order, by operations whose
+result IEEE 754 prescribes.
 """
 
 from __future__ import annotations
