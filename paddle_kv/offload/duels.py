@@ -3,7 +3,10 @@
 Now and then the run that goes meets the one that the policy would have let go. Of the two, the one that is used again
 first should have stayed (L. A. Belady, 1966), and whoever chose it has lost. Both are watched, whether they are there
 or not, so it is seen in either case. A run that meets many others says little more than that it came back: n duels that
-end with it count as the square root of n, and as one outcome when it is asked whether all of them could be chance.
+end with it count as the square root of n, and as one outcome when it is asked whether all of them could be chance. The
+policy's choice is the one that meets many, as it stays where it is. So duels are rather won than not, and most streams
+of blocks that come by chance alone are tried: that finds good policies early, and what a trial may cost is for
+:mod:`.guard`.
 """
 
 from __future__ import annotations

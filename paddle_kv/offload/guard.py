@@ -6,11 +6,14 @@ the blocks that were found are fewer than the shadow's by more than a thousandth
 decides. That difference stays what it is meanwhile, as both then find the same.
 
 A trial of the policy costs hits if it fails, and about as many again until the cache holds what LRU holds. So there is
-one only if it has won its duels with the order of use (:mod:`.duels`): then it is given up only when what it is behind
-is no chance either, since one long prompt may be more than a thousandth, or is more than twice that and a share of the
-capacity. Or if it has not lost its duels, and so many blocks were asked for that such a failure is a small part.
+one only if it has won its duels with the order of use (:mod:`.duels`), or if it has not lost them, and so many blocks
+were asked for that such a failure is a small part. Behind won duels it is given up only when what it is behind is no
+chance either, since one long prompt may be more than a thousandth, or is more than twice that and a share of the
+capacity. But what many prompts have cost is no such chance: with each prompt counted as no longer than a few are on
+average, twice a thousandth, or one of these, ends it.
 A few long prompts can end a trial all the same. What it has lost then does not come back while the order of use
-decides; so there is another one if the duels since are won far more clearly, and what was lost counts no more.
+decides; so there is another one if the duels since are won far more clearly, and what was lost counts no more. It is
+given half as much for chance, so that all of them together are not given more than two.
 Nor does the policy decide before it has watched for a few times as long as LRU keeps a block: what it knows of returns
 ends there.
 """
@@ -28,6 +31,8 @@ from .returns import EDGES_S
 SHADOW_BLOCKS = 4096  # at most
 BEHIND = 0.001  # of the blocks asked for
 CHANCE = 1.0  # standard deviation: a policy that has won its duels is given up only behind what may be chance
+LONG = 4.0  # times as long as prompts are on average; what one has beyond that, says nothing of those to come
+MOST_FAILURES = 32  # are counted: no duels are won as clearly as one more would ask for
 TRIAL_TURNOVERS = 8  # a policy that has neither won nor lost is tried once the capacity was asked for so often
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
 AHEAD = 0.002  # no more of a lead than this, and the share of the capacity, is kept for worse days
@@ -57,7 +62,8 @@ class Guard:
         self._size = capacity_blocks // self._every
         self._memory_blocks = float(MEMORY_TURNOVERS * capacity_blocks)
         self._order: OrderedDict[Any, float] = OrderedDict()  # block -> when it was used; oldest first
-        self._lead, self._asked = 0.0, 0.0
+        self._asked = self._prompts = 0.0
+        self._lead = self._steady = 0.0  # the latter with all prompts cut to LONG
         self._squares = 0.0  # of what each prompt has added to the lead, in this trial
         self._share = self._size / SHARE
         self._trial_from = TRIAL_TURNOVERS * self._size
@@ -92,10 +98,15 @@ class Guard:
             count += 1
         self._asked += len(prompt)
         self._squares += (found - count) ** 2
-        self._lead = min(self._lead + found - count, self._share + AHEAD * self._asked)
+        self._prompts += 1
+        ahead, most, long = found - count, self._share + AHEAD * self._asked, self._long
+        self._lead = min(self._lead + ahead, most)
+        self._steady = min(self._steady + max(-long, min(ahead, long)), most)
         if self._asked * every > self._memory_blocks:
             self._asked /= 2
+            self._prompts /= 2
             self._lead /= 2
+            self._steady /= 2
             self._squares /= 4
         if self.warm:
             self._decide()
@@ -108,24 +119,36 @@ class Guard:
             if not self.warm and EDGES_S[1] <= self.stay_s <= (now_s - self._started_s) / WATCHED_STAYS:
                 self.warm = True
 
+    @property
+    def _long(self) -> float:
+        """Blocks."""
+        return LONG * self._asked / self._prompts
+
     def _decide(self) -> None:
         allowed = BEHIND * self._asked
         if self.trusts:
-            if self._lead < -allowed:
-                if self._has_won:
-                    allowed += min(CHANCE * sqrt(self._squares), allowed + self._share)
-                if self._lead < -allowed:
-                    self.trusts = False
-                    self._failures += 1
+            if self._lead < -allowed - self._chance(allowed) or (self._has_won and self._is_steadily_behind(allowed)):
+                self.trusts = False
+                self._failures = min(self._failures + 1, MOST_FAILURES)
             return
         if not self._tried:
-            self._lead = 0.0  # both are LRU: it is the error of the sample
+            self._lead = self._steady = 0.0  # both are LRU: it is the error of the sample
         self._has_won = self.duels.won or self.told
-        if self._lead < -allowed / 2:
+        if min(self._lead, self._steady) < -allowed / 2:
             if not self.duels.won_after(self._failures):
                 return
-            self._lead = 0.0  # what was lost is lost
+            self._lead = self._steady = 0.0  # what was lost is lost
         if self._has_won or (self._asked >= self._trial_from and not self.duels.lost):
             self.trusts = self._tried = True
             self._squares = 0.0
             self.duels.clear()
+
+    def _chance(self, allowed: float) -> float:
+        """What a trial may be behind beyond ``allowed``; half as much after each that has failed."""
+        if not self._has_won:
+            return 0.0
+        return min(CHANCE * sqrt(self._squares), allowed + self._share) / (1 << self._failures)
+
+    def _is_steadily_behind(self, allowed: float) -> bool:
+        """By what one long prompt does not make."""
+        return self._steady < -allowed - max(allowed, self._long) / (1 << self._failures)

@@ -4,15 +4,17 @@ A logistic regression over the turn, the length of the prompt, the share of it t
 grown, and the time since the turn before. It is fitted to the last outcomes by Newton's method, every few hundred
 prompts; each outcome weighs what it has blocks, since it is blocks that are kept or not. Of the prompts of one turn,
 its thirds are the classes of which :mod:`.returns` counts the returns: what the score promises is not relied on, only
-its order.
+its order. Prompts of one score are of one class, and the fit (:mod:`.logistic`) is the same bits on every machine: else
+rounding would decide which class is which, and what was counted of them would be worth nothing.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
-from math import log2
 from operator import mul
+from typing import Any
 
 from .returns import EDGES_S, part_of
 
@@ -25,12 +27,15 @@ HORIZONS_S = (30.0, 512.0)  # at least and at most
 NUM_OUTCOMES = 4096  # are remembered
 FIT_EVERY = 512  # outcomes
 MIN_OUTCOMES = 96  # of a turn, before its thirds are told apart
-RIDGE = 1.0
-NEWTON_STEPS = 6
 SIZE = 4  # the place of log2(1 + blocks) among the facts
-SAME = 1e-9  # of a value: what rounding makes of the spread of equal ones
+SAME_SCORE = 1e-6  # apart: what rounding makes of equal ones
+FINENESS = 2.0**20  # of logarithms: their last bits are the machine's
 
 Facts = tuple[float, ...]
+
+
+def log2(value: float) -> float:
+    return round(math.log2(value) * FINENESS) / FINENESS
 
 
 class Score:
@@ -93,23 +98,25 @@ class Score:
             return
         import numpy as np
 
-        facts = np.array([one[0] for one in known])
-        back = np.array([one[2] for one in known])
-        spread = facts.std(0)
-        scale = np.where(spread > SAME * np.abs(facts).max(0), spread, 1.0)
-        scaled = facts / scale
-        blocks = np.exp2(facts[:, SIZE])
-        share = blocks / blocks.mean()
-        weights = np.zeros(facts.shape[1])
-        for _ in range(NEWTON_STEPS):
-            chance = 1 / (1 + np.exp(-np.clip(scaled @ weights, -30, 30)))
-            slope = scaled.T @ (share * (back - chance)) - RIDGE * weights
-            curve = (scaled * (share * chance * (1 - chance))[:, None]).T @ scaled + RIDGE * np.eye(len(weights))
-            weights += np.linalg.solve(curve, slope)
-        weights /= scale
-        scores, turns = facts @ weights, np.array([min(one[1], TURNS) for one in known])
-        self._weights = weights.tolist()
+        from .logistic import fitted, total, weighted
+
+        facts = np.array([one[0] for one in known]).T.copy()
+        back = np.array([1.0 if one[2] else 0.0 for one in known])
+        blocks = np.rint(np.exp2(facts[SIZE]))
+        self._weights = fitted(facts, back, blocks / (total(blocks) / len(known)))
+        scores, turns = weighted(facts, self._weights), np.array([min(one[1], TURNS) for one in known])
         for turn in range(TURNS):
             own = scores[turns == turn + 1]
-            enough = len(own) >= MIN_OUTCOMES
-            self._limits[turn] = np.quantile(own, np.arange(1, LEVELS) / LEVELS).tolist() if enough else []
+            self._limits[turn] = self._thirds(np.sort(own)) if len(own) >= MIN_OUTCOMES else []
+
+    @staticmethod
+    def _thirds(scores: Any) -> list[float]:
+        """The limits between levels of so many sorted scores each, as nearly as scores that are the same are of one
+        level: prompts that look the same belong together, and rounding shall not decide where."""
+        import numpy as np
+
+        count = len(scores)
+        edges = np.array([0, *(np.flatnonzero(np.diff(scores) > SAME_SCORE) + 1), count])
+        ends = [-math.inf, *scores.tolist(), math.inf]
+        nearest = [edges[np.abs(edges - level * count / LEVELS).argmin()] for level in range(1, LEVELS)]
+        return [(ends[edge] + ends[edge + 1]) / 2 for edge in nearest]

@@ -32,10 +32,10 @@ class Verdict:
 
 class Plain:
     """With what is written there: (shadow blocks, behind, chance, ahead, share, trial turnovers, watched stays,
-    memory turnovers)."""
+    memory turnovers, long)."""
 
     def __init__(self, capacity: int, numbers: tuple[Any, ...], duels: Verdict) -> None:
-        shadow, self.behind, self.chance, self.ahead, share, trial_turnovers, self.stays, turnovers = numbers
+        shadow, self.behind, self.chance, self.ahead, share, trial_turnovers, self.stays, turnovers, self.long = numbers
         self.duels, self.has_won, self.tried = duels, False, False
         self.failures = 0
         self.every = next(2**n for n in itertools.count() if capacity // 2**n <= shadow)
@@ -44,7 +44,7 @@ class Plain:
         self.squares = 0.0
         self.trial_from = trial_turnovers * self.size
         self.used: list[tuple[Any, float]] = []  # the one used longest ago first
-        self.lead = self.asked = 0.0
+        self.lead = self.steady = self.asked = self.prompts = 0.0
         self.started_s: float | None = None
         self.warm = self.trusts = False
         self.stay_s = 0.0
@@ -63,17 +63,26 @@ class Plain:
         by_use = len(list(itertools.takewhile(there.__contains__, prompt)))
         self.asked += len(prompt)
         self.squares += (found - by_use) ** 2
-        self.lead = min(self.lead + found - by_use, self.share + self.ahead * self.asked)
+        self.prompts += 1
+        most, long = self.share + self.ahead * self.asked, self.long * self.asked / self.prompts
+        self.lead = min(self.lead + (found - by_use), most)
+        self.steady = min(self.steady + sorted([-long, found - by_use, long])[1], most)
         if self.asked * self.every > self.memory:
             self.lead, self.asked, self.squares = self.lead / 2, self.asked / 2, self.squares / 4
+            self.steady, self.prompts = self.steady / 2, self.prompts / 2
         allowed = self.behind * self.asked
+        is_behind = min(self.lead, self.steady) < -allowed / 2
         if self.warm and self.trusts:
             if self.has_won:
-                allowed += min(self.chance * math.sqrt(self.squares), self.behind * self.asked + self.share)
-            self.trusts = self.lead >= -allowed
+                chance = min(self.chance * math.sqrt(self.squares), allowed + self.share) / 2**self.failures
+                few = max(allowed, self.long * self.asked / self.prompts) / 2**self.failures
+                self.trusts = self.lead >= -allowed - chance and self.steady >= -allowed - few
+            else:
+                self.trusts = self.lead >= -allowed
             self.failures += not self.trusts
-        elif self.warm and (self.lead >= -allowed / 2 or not self.tried or self.duels.won_after(self.failures)):
-            self.lead = self.lead if self.tried and self.lead >= -allowed / 2 else 0.0
+        elif self.warm and (not is_behind or not self.tried or self.duels.won_after(self.failures)):
+            if is_behind or not self.tried:
+                self.lead = self.steady = 0.0
             is_open = not self.duels.lost and self.asked >= self.trial_from
             self.has_won = self.duels.won
             self.trusts = self.has_won or is_open
@@ -89,8 +98,8 @@ class Plain:
                 self.warm = True
 
 
-AS_IT_IS = (4096, 0.001, 1.0, 0.002, 32, 8, 4.0, 64)
-ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8)  # where bounds are met exactly
+AS_IT_IS = (4096, 0.001, 1.0, 0.002, 32, 8, 4.0, 64, 4.0)
+ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8, 0.5)  # where bounds are met exactly
 NAMES = (
     "SHADOW_BLOCKS",
     "BEHIND",
@@ -100,6 +109,7 @@ NAMES = (
     "TRIAL_TURNOVERS",
     "WATCHED_STAYS",
     "MEMORY_TURNOVERS",
+    "LONG",
 )
 
 
@@ -135,6 +145,7 @@ def test_it_trusts_when_plain_counting_does(
         assert (duels.asked_blocks, duels.clears) == (asked_blocks, begun)
         assert (made.warm, made.trusts, made.stay_s) == (plain.warm, plain.trusts, plain.stay_s)
         assert (made._lead, made._asked, made._squares) == (plain.lead, plain.asked, plain.squares)
+        assert (made._steady, made._prompts) == (plain.steady, plain.prompts)
         assert list(made._order.items()) == plain.used
 
 
@@ -147,9 +158,39 @@ def test_a_bound_that_is_just_met_is_kept(trusts: bool, monkeypatch: pytest.Monk
     duels.won, duels.most_failures = True, -1
     made.warm, made.trusts, made._has_won, made._tried = True, trusts, True, True
     made._asked, made._lead = 1.0, -4.0 if trusts else -0.5
+    made._prompts = 1.0
     made._squares = 9.0  # one of 3: as much as the 1 of what was asked for and 2 of the capacity allow
     made.saw([b"xyz"], 0, 1.0)
     assert made.trusts
+
+
+@pytest.mark.parametrize(("lost", "long"), [(4, 1), (41, 10), (1, 41)])
+@pytest.mark.parametrize("has_won", [True, False])
+def test_a_long_prompt_does_not_end_a_trial_that_evidence_began_and_several_do(
+    lost: int, long: int, has_won: bool
+) -> None:
+    """Of a thousand blocks in a thousand prompts one may be lost: and four more, that one prompt counts at most."""
+    made, duels = Guard(64), Verdict()
+    made.duels = duels  # type: ignore[assignment]
+    made.warm = made.trusts = made._tried = True
+    made._has_won = has_won
+    made._share, made._squares = 1e3, 1e6
+    made._asked = made._prompts = 1000.0
+    for number in range(lost):
+        made._order.update(dict.fromkeys(range(number * long, (number + 1) * long), 0.0))
+        made.saw(list(range(number * long, (number + 1) * long)), 0, 1.0)
+    assert made.trusts == (has_won and lost < 10)
+
+
+def test_many_trials_that_have_failed_are_no_overflow() -> None:
+    made = Guard(64)
+    made.warm = True
+    for _ in range(1200):
+        made.trusts, made._tried, made._lead = True, True, -1e6
+        made.saw([1], 0, 1.0)
+        assert not made.trusts
+        made.saw([1], 0, 1.0)
+        assert not made.trusts
 
 
 @pytest.mark.parametrize("evidence", ["none", "told", "won", "lost, long after"])

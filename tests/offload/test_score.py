@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import numpy as np
 import pytest
@@ -157,6 +158,39 @@ def test_the_levels_are_thirds_of_a_turn_by_score() -> None:
         for level in range(3):
             assert abs(levels.count(level) - len(own) / 3) <= 1
         assert [level for _, level in sorted(zip(scores, levels, strict=True))] == sorted(levels)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_prompts_that_look_the_same_stay_in_the_middle(seed: int) -> None:
+    """First turns of one block each, of which nothing was seen before: rounding put all of them at the top or at the
+    bottom, anew with each fit."""
+    rng = random.Random(seed)
+    first = [(Score.facts(1, 1, 0, 0.0), 1, rng.random() < 0.3) for _ in range(700)]
+    made = taught(first + outcomes(500, seed, turns=(2, 3)))
+    assert made._limits[0] == [-math.inf, math.inf]
+    assert {made.class_of(1, facts) for facts, _, _ in first} == {1}
+
+
+@pytest.mark.parametrize(
+    ("counts", "levels"),
+    [
+        ((100, 100, 100), (0, 1, 2)),
+        ((30, 200, 70), (0, 1, 2)),
+        ((160, 140), (0, 2)),  # the one edge is the nearest to both
+        ((60, 240), (0, 1)),
+        ((240, 60), (1, 2)),
+        ((200, 100), (1, 2)),
+        ((300,), (1,)),
+        ((50, 50, 50, 50, 50, 50), (0, 0, 1, 1, 2, 2)),
+    ],
+)
+def test_a_level_takes_scores_that_are_the_same_as_a_whole(counts: tuple[int, ...], levels: tuple[int, ...]) -> None:
+    rng = random.Random(7)
+    scores = sorted(0.5 * which + rng.uniform(0, 1e-9) for which, count in enumerate(counts) for _ in range(count))
+    made = Score()
+    made._weights, made._limits = [1.0], [Score._thirds(np.array(scores))] * score.TURNS
+    assert tuple(made.class_of(1, (0.5 * which,)) for which in range(len(counts))) == levels
+    assert tuple(made.class_of(1, (0.5 * which + 0.2,)) for which in range(len(counts))) == levels
 
 
 @pytest.mark.parametrize(("of_the_third", "levels"), [(95, {1}), (96, {0, 1, 2})])
