@@ -31,12 +31,6 @@ Status Prepare(QueuedTransfer& transfer) {
   return {};
 }
 
-Status RecordMark(int device, std::int64_t event, std::int64_t stream) {
-  const DeviceGuard guard(device);
-  if (!guard.status().ok()) return guard.status();
-  return ToStatus(cudaEventRecord(EventOf(event), reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
-}
-
 }  // namespace
 
 TransferQueue& TransferQueue::Get() {
@@ -102,57 +96,6 @@ void TransferQueue::Append(Stream& stream, QueuedTransfer transfer, EventStates:
   ++enqueued_;
   events_.Add(std::move(entries));
   work_.notify_one();
-}
-
-bool TransferQueue::SubmitByMarks(std::int64_t token, std::shared_ptr<TransferByMarks> transfer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (OpenStream(transfer->stream(), transfer->device()) == nullptr) return false;
-  by_marks_[token] = std::move(transfer);
-  return true;
-}
-
-Marked TransferQueue::Mark(std::int64_t token, std::int64_t layer, std::int64_t compute_stream, Status* status) {
-  Lock lock(mutex_);
-  const auto found = by_marks_.find(token);
-  if (found == by_marks_.end() || found->second->is_ended || !found->second->HasLayer(layer)) return Marked::kNotKnown;
-  const std::shared_ptr<TransferByMarks> transfer = found->second;
-  if (!transfer->BeginMark(layer)) return Marked::kBefore;
-  lock.unlock();
-  *status = RecordMark(transfer->device(), transfer->MarkEvent(layer), compute_stream);
-  lock.lock();
-  if (!transfer->EndMark(layer, status->ok()) || transfer->is_ended) return Marked::kHere;
-  lock.unlock();
-  try {
-    const std::int64_t group = transfer->GroupOf(layer);
-    QueuedTransfer part = transfer->Group(group);
-    EventStates::Entries entries = EventStates::EntriesOf(part.record_events);
-    lock.lock();
-    if (transfer->is_ended) return Marked::kHere;
-    Stream* const stream = OpenStream(transfer->stream(), transfer->device());
-    if (stream == nullptr) return Marked::kHere;  // it was closed: nobody waits for this
-    Append(*stream, std::move(part), std::move(entries));
-    transfer->NoteEnqueued(group);
-    return Marked::kHere;
-  } catch (const std::bad_alloc&) {
-    if (!lock.owns_lock()) lock.lock();
-    transfer->is_ended = true;
-    return Marked::kNotEnqueued;
-  }
-}
-
-std::int64_t TransferQueue::TakeEnqueued(std::int64_t token, std::int64_t first, bool ends, std::int64_t* groups) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = by_marks_.find(token);
-  if (found == by_marks_.end()) return 0;
-  TransferByMarks& transfer = *found->second;
-  const std::vector<std::int64_t>& enqueued = transfer.enqueued();
-  const std::int64_t count = static_cast<std::int64_t>(enqueued.size()) - first;
-  std::copy_n(enqueued.begin() + first, std::max<std::int64_t>(0, count), groups);
-  if (ends || first + count == transfer.group_count()) {
-    transfer.is_ended = true;  // for whoever is marking a layer
-    by_marks_.erase(found);
-  }
-  return std::max<std::int64_t>(0, count);
 }
 
 bool TransferQueue::Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer) {
