@@ -338,6 +338,15 @@ void FailuresAreReportedToo() {
 constexpr int kTold = 0, kNotInTime = 1, kInterrupted = 2, kElsewhere = 3;
 using Clock = std::chrono::steady_clock;
 
+// Whether so little time has gone by since it was made that whoever heard of something since was not too late.
+class Prompt {
+ public:
+  bool Is() const { return Clock::now() - began_ < milliseconds(9); }
+
+ private:
+  Clock::time_point began_ = Clock::now();
+};
+
 void WhoHearsOfATokenTakesIt() {
   Plan plan(1, 100, true);
   OpenStream stream;
@@ -359,15 +368,19 @@ void WhoHearsOfATokenTakesIt() {
   WaitUntil([] { return paddle_kv_queue_hear(32, 0) == kElsewhere; });  // one at a time
   std::this_thread::sleep_for(milliseconds(20));
   CHECK(heard == -1 && !IsReadable(0));
+  const Prompt prompt;
   gate.Open();
   hearer.join();
   CHECK(heard == kTold);
   CHECK(paddle_kv_queue_end_hearing(32, 1) == 0);
+  const bool is_prompt = prompt.Is();
   CHECK(paddle_kv_queue_hear(32, -1) == kElsewhere);  // told once
   std::vector<std::int64_t> taken;
   while (taken.size() < 2) {
     CHECK(IsReadable(5000));
-    for (const std::int64_t token : Take()) taken.push_back(token);
+    for (const std::int64_t token : Take()) {
+      if (token != 32 || is_prompt) taken.push_back(token);
+    }
   }
   CHECK(std::is_permutation(taken.begin(), taken.end(), std::begin({31, 33})));  // whose time was over, and nobody's
   CHECK(!IsReadable(20));
@@ -418,10 +431,13 @@ void EachTokenIsHeardOfAnew() {
     const std::int64_t event = transfer.last();
     CHECK(paddle_kv_queue_watch(0, token, &event, 1) == 0);
     CHECK(paddle_kv_queue_hear(token, 1000) == kNotInTime);
+    const Prompt prompt;
     gate.Open();
     const bool is_told = paddle_kv_queue_hear(token, -1) == kTold;
     CHECK(paddle_kv_queue_end_hearing(token, 1) == 0);
-    CHECK(is_told || Take() == std::vector<std::int64_t>{token});
+    const bool is_prompt = prompt.Is();
+    const std::vector<std::int64_t> taken = Take();
+    CHECK(taken == std::vector<std::int64_t>{token} ? !is_told || !is_prompt : is_told && taken.empty());
     CHECK(!IsReadable(0));
   }
 }
@@ -430,20 +446,24 @@ void EachTokenIsHeardOfAnew() {
 void WhoDoesNothingAboutItIsNoLongerAlone() {
   Event passed;
   const std::int64_t event = passed.handle();
-  for (const std::int64_t token : {81, 82, 83}) {
+  for (std::int64_t token = 81; token < 84;) {
+    Prompt prompt;
     int heard = kElsewhere;
     while (heard != kTold) {  // the thread may be quicker
       if (heard == kElsewhere) {
         Take();
+        prompt = {};
         CHECK(paddle_kv_queue_watch(0, token, &event, 1) == 0);
       }
       heard = paddle_kv_queue_hear(token, -1);
     }
     if (token == 82) CHECK(paddle_kv_queue_end_hearing(token, 0) == 0);
     if (token == 83) CHECK(paddle_kv_queue_end_hearing(token, 1) == 0);
+    if (token == 83 && !prompt.Is()) continue;  // this thread was held up: once more
     CHECK(IsReadable(token == 83 ? 50 : 5000) == (token != 83));
     CHECK(Take() == (token == 83 ? std::vector<std::int64_t>{} : std::vector<std::int64_t>{token}));
     CHECK(paddle_kv_queue_end_hearing(token, 0) == 0 && !IsReadable(20));  // once
+    ++token;
   }
 }
 
