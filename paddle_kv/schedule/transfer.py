@@ -250,7 +250,8 @@ class Transfer:
 
         It is called in a thread of the library, without a lock, one callback after the other: it may call the scheduler
         and its transfers, and should leave long work to others. One that waits for a transfer holds the later callbacks
-        up, not the transfers: it must not wait for what another callback does. What it raises is logged.
+        up, not the transfers. It must wait for nothing else: not for what another callback does, nor for a lock whose
+        holder waits for a transfer, since the same thread hears of ends. What it raises is logged.
 
         Example:
             >>> import queue

@@ -402,6 +402,21 @@ void ASubmissionBringsItsOwnWatch() {
     CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{71});
     CHECK(Query(transfer.last()) == 0);
   }
+  load.watch = 75;
+  {
+    OpenStream held;
+    Gate held_gate(held.stream);
+    Transfer awaited(plan, held.handle(), {});
+    load.waits = {{}, {awaited.last()}, {}};
+    Transfer half(plan, stream.handle(), load);  // its first layer comes at once
+    WaitFor(half.records[0]->event);
+    WaitUntil([&] { return Query(half.records[0]->handle()) == 0; });
+    CHECK(!IsReadable(30));
+    held_gate.Open();
+    CHECK(IsReadable(5000) && Take() == std::vector<std::int64_t>{75});
+    CHECK(Query(half.last()) == 0 && awaited.Wait() == 0);
+  }
+  load.waits.clear();
   load.watch = 72;
   before_copy = [](const EngineWork&, const DeviceStream&) {
     return Status{cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "it broke", "a launch"};
