@@ -271,12 +271,12 @@ def without_uses(patch: pytest.MonkeyPatch) -> None:
 def without_second_look(patch: pytest.MonkeyPatch) -> None:
     """Who waits does not look again behind the line in which he says so."""
 
-    def wait_for(self: Transfer, condition: Callable[[], bool], deadline: Any) -> bool:
+    def wait_for(self: Transfer, condition: Callable[[], bool], deadline: Any, waiters: Any) -> bool:
         movement = self._movement
         while not condition():
             waiter = Waiter()
             movement.group.host._device.switch_point()
-            movement.waiters.append(waiter)
+            waiters.append(waiter)
             movement.group.host.park(waiter, deadline.left_s())
         return True
 

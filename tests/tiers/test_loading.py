@@ -236,7 +236,7 @@ def test_who_waits_hears_at_once_of_what_does_not_come(way: Way) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    while not transfer._movement.waiters:
+    while not transfer._movement.layer_waiters:
         threading.Event().wait(0.001)
     way.engine.open_all()
     thread.join(WAIT_S / 2)
