@@ -241,10 +241,10 @@ void BehindItsEndNothingIsEnqueued() {
 }
 
 void AStreamThatIsClosedTakesItAlong() {
-  Plan plan(2, 100, true);
+  Plan plan(2, 100, true), other(2, 100, true);
   Save save(plan, 9);
   CHECK(save.Submit() == 0);
-  Save beside(plan, 19);  // on a stream of its own
+  Save beside(other, 19);  // on a stream of its own
   CHECK(beside.Submit() == 0);
   CHECK(paddle_kv_queue_close(save.stream.handle()) == 0);
   CHECK(save.Mark(0) == kNotKnown && beside.Mark(1) == kHere);
