@@ -180,41 +180,14 @@ class CupyBackend:
         return completions.expect(report, copy)
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
-        plan = work.plan
-        transfer_queue.submit(
-            plan=binding,
-            direction=bindings.DIRECTION_CODES[plan.direction],
-            engine=ENGINES.index(work.engine),
-            device_ids=plan.device_ids,
-            host_ids=plan.host_ids,
-            layers=range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
-            layers_per_event=plan.layers_per_event,
-            waits=list(work.waits),
-            start_event=work.start,
-            record_events=list(work.records),
-            stream=stream.ptr,
-            token=work.number,
-            watch=work.watch,
-        )
+        given = _given(binding, work, stream)
+        transfer_queue.submit(**given, waits=list(work.waits), start_event=work.start, watch=work.watch)
 
     def submit_by_marks(self, binding: int, work: LayerWork, starts: Sequence[int], stream: Any) -> bool:
-        plan = work.plan
-        if len(plan.device_ids) > transfer_queue.FEW_BLOCKS:
+        if len(work.plan.device_ids) > transfer_queue.FEW_BLOCKS:
             return False  # each mark would sort them, with the GIL
-        transfer_queue.submit_by_marks(
-            plan=binding,
-            direction=bindings.DIRECTION_CODES[plan.direction],
-            engine=ENGINES.index(work.engine),
-            device_ids=plan.device_ids,
-            host_ids=plan.host_ids,
-            layers=range(plan.num_layers),
-            layers_per_event=plan.layers_per_event,
-            marks=list(work.waits),
-            start_events=list(starts),
-            record_events=list(work.records),
-            stream=stream.ptr,
-            token=work.number,
-        )
+        given = _given(binding, work, stream)
+        transfer_queue.submit_by_marks(**given, marks=list(work.waits), start_events=list(starts))
         return True
 
     def mark_layer(self, number: int, layer: int, stream: int) -> bool | None:
@@ -273,6 +246,23 @@ def transfer_stream() -> Any:
     """A stream for copies, on the current device."""
     # The copy kernel has two CTAs: they must not queue behind the thousands of a matrix product.
     return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
+
+
+def _given(binding: int, work: LayerWork, stream: Any) -> dict[str, Any]:
+    """What the queue is told of groups of layers, however they are submitted."""
+    plan = work.plan
+    return {
+        "plan": binding,
+        "direction": bindings.DIRECTION_CODES[plan.direction],
+        "engine": ENGINES.index(work.engine),
+        "device_ids": plan.device_ids,
+        "host_ids": plan.host_ids,
+        "layers": range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
+        "layers_per_event": plan.layers_per_event,
+        "record_events": list(work.records),
+        "stream": stream.ptr,
+        "token": work.number,
+    }
 
 
 def _handle(stream: Any) -> int:

@@ -50,12 +50,7 @@ def take(movement: Movement, *, ends: bool = False) -> bool:
         for layer in plan.layers_of(group):
             event = movement.unmarked.pop(layer, None)  # there again if an exception came to the caller of the mark
             movement.marks[layer] = movement.marks[layer] or event
-        movement.starts.append((events.starts[group], range(group, group + 1)))
-        movement.events[group] = movement.last_event = events.records[group]
-        movement.num_unsubmitted -= 1
-        for follower in movement.followers:
-            with contextlib.suppress(Exception):  # it hears of the end all the same
-                follower.submitted(movement, range(group, group + 1))
+        movement.note_submitted(events.starts[group], range(group, group + 1), [events.records[group]])
     if ends or not movement.num_unsubmitted:
         movement.by_marks = None
     return bool(groups)

@@ -11,10 +11,11 @@ that it depended on are retired: later ones that wait for this one inherit their
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -310,6 +311,16 @@ class Movement:
         events = self.scheduler.resources.take_events(count)
         self.held = (*self.held, events)
         return list(events)
+
+    def note_submitted(self, start: Event, groups: range, records: Sequence[Event]) -> None:
+        """The backend has these groups, by one submission; whoever follows hears of it."""
+        self.starts.append((start, groups))
+        self.events[groups.start : groups.stop] = records
+        self.num_unsubmitted -= len(groups)
+        self.last_event = records[-1]
+        for follower in self.followers:
+            with contextlib.suppress(Exception):  # whoever wants to hear of layers hears of the end all the same
+                follower.submitted(self, groups)
 
     def is_held_back(self, group: int) -> bool:
         """Whether a layer of the group is not marked, or is being read into host memory."""

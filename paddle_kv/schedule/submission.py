@@ -238,13 +238,7 @@ def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement
         fence(movement)
         layer = plan.layers_of(first).start
         return fail(movement, Failure.of(f"{plan.direction} failed at layer {layer}: {error}", layer, error))
-    movement.starts.append((start, groups))
-    movement.events[groups.start : groups.stop] = records
-    movement.num_unsubmitted -= len(groups)
     at = movement.ready.index(first)
     del movement.ready[at : at + len(groups)]
-    movement.last_event = records[-1]
-    for follower in movement.followers:
-        with contextlib.suppress(Exception):  # whoever wants to hear of layers hears of the end all the same
-            follower.submitted(movement, groups)
+    movement.note_submitted(start, groups, records)
     return []

@@ -104,7 +104,7 @@ class MemoryGroup:
         Raises:
             ReentryError: the calling thread runs a section of this group.
         """
-        if self._inside == threading.get_ident():
+        if self.inside:
             self._refuse()
 
     @staticmethod

@@ -35,7 +35,10 @@ class MarksAtBackend:
         takes_marks: whether it takes such saves. The same.
     """
 
-    inner: Backend
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self._saves: dict[int, _Save] = {}
+        self._lock = threading.RLock()
 
     @property
     def undivided(self) -> Any:
@@ -94,11 +97,3 @@ class MarksAtBackend:
                 save.is_ended = True
                 del self._saves[number]
             return save.enqueued[known:]
-
-    @property
-    def _saves(self) -> dict[int, _Save]:
-        return self.__dict__.setdefault("_saves_by_number", {})  # type: ignore[no-any-return]
-
-    @property
-    def _lock(self) -> Any:
-        return self.__dict__.setdefault("_lock_of_saves", threading.RLock())

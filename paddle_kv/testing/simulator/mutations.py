@@ -61,7 +61,7 @@ class MutatedBackend(MarksAtBackend):
         unknown = set(drop) - set(REMOVALS)
         if unknown:
             raise ValueError(f"drop names {sorted(unknown)}; known are {sorted(REMOVALS)}")
-        self.inner = inner
+        super().__init__(inner)
         self.name = inner.name
         self.host = getattr(inner, "host", None)
         self._drop = frozenset(drop)

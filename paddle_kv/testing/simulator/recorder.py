@@ -27,7 +27,7 @@ class RecordingBackend(MarksAtBackend):
     """
 
     def __init__(self, inner: Backend, log: Log) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.log = log
         self.name = inner.name
         self.host = getattr(inner, "host", None)
