@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("cupy")
 
-from paddle_kv import CancelledError, KVCacheSpec  # noqa: E402
-from tests.gpu.scheduler_rig import WAIT_S, GpuRig  # noqa: E402
-from tests.schedule.rig import make_spec, moved  # noqa: E402
+from paddle_kv import CancelledError, KVCacheSpec
+from tests.gpu.scheduler_rig import WAIT_S, GpuRig
+from tests.schedule.rig import make_spec, moved
 
 
 @pytest.fixture(params=[1, 2], ids=["a_layer_an_event", "two_layers_an_event"])
