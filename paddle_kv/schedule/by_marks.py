@@ -33,9 +33,12 @@ def offer(movement: Movement) -> None:
     work = LayerWork(
         plan, 0, plan.num_groups, marks, events.starts[0], events.records, scheduler.engine, movement.number
     )
+    taken = False
+    movement.by_marks = events  # before the call: an error behind it must not leave the save with the backend
     with contextlib.suppress(Exception):  # sections submit it then, and tell what is wrong with it
-        if submit(scheduler.resources.binding, work, events.starts, movement.stream):
-            movement.by_marks = events
+        taken = submit(scheduler.resources.binding, work, events.starts, movement.stream)
+    if not taken:
+        movement.by_marks = None
 
 
 def take(movement: Movement, *, ends: bool = False) -> bool:

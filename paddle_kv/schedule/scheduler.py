@@ -389,7 +389,9 @@ class LayerwiseScheduler(Lifetime):
         return self.backend.compute_stream(self.default_stream if stream is None else stream)
 
     def note_start(self, movement: Movement) -> None:
-        """In a section: the transfer is about to be submitted."""
+        """In a section: the transfer is about to be submitted. Again: does nothing."""
+        if movement in self._in_flight:
+            return
         self._in_flight[movement] = None
         self._statistics.started(movement)
         if self.observer is not None:

@@ -22,21 +22,30 @@ def progress(given: Iterable[Movement]) -> None:
 
 def _progress(given: Iterable[Movement]) -> list[Movement]:
     """Returns those that have nothing left to run."""
-    at_an_end = []
-    for movement in advance(given):
-        if movement.last_event is None:
-            at_an_end.append(movement)
-            continue
-        backend = movement.scheduler.backend
-        try:
-            if movement.watched is None:
-                movement.watched = backend.watch(_asked(movement), reporter(movement, movement.held))
-        except Exception as error:  # noqa: BLE001  nobody would hear of the end
-            at_an_end += _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
-            with contextlib.suppress(Exception):
-                backend.wait(movement.last_event, None)
-            at_an_end.append(movement)
-    return at_an_end
+    return [one for movement in advance(given) for one in _watch(movement)]
+
+
+def _watch(movement: Movement) -> list[Movement]:
+    """All that will be is submitted: its end is heard of from now on. Returns those that have nothing left to run."""
+    if movement.last_event is None:
+        return [movement]
+    backend = movement.scheduler.backend
+    try:
+        if movement.watched is None:
+            movement.watched = backend.watch(_asked(movement), reporter(movement, movement.held))
+    except Exception as error:  # noqa: BLE001  nobody would hear of the end
+        ended = _progress(fail(movement, Failure.of(f"{movement.direction} failed: {error}", None, error)))
+        with contextlib.suppress(Exception):
+            backend.wait(movement.last_event, None)
+        return [*ended, movement]
+    return []
+
+
+def progress_again(movement: Movement) -> None:
+    """:func:`progress` of one that may have been left at any point of it, by an error."""
+    progress([movement])
+    if movement.state is State.ARRIVING:
+        _look_at_all([*_watch(movement), movement])
 
 
 def reporter(movement: Movement, held: tuple[Events, ...]) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from ..backend.work import Stream, TransferPlan
 from ..checks import Ids
 from ..tracking.group import Guard
 from . import by_marks, settling, submission
-from .movement import Movement, Owner, Reading, movements
+from .movement import Failure, Movement, Owner, Reading, State, movements
 from .resources import Events
 from .statistics import Statistics
 from .transfer import Transfer, let_go
@@ -60,17 +60,39 @@ def start(
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
     movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
+    has_noted = False
+    try:
+        transfer = _prepare(movement, compute)
+        has_noted = True
+        _note_hazards(movement, behind)
+        movements[movement.number] = movement
+        movement.group.transfers[movement.number] = movement
+        scheduler.note_start(movement)
+        by_marks.offer(movement)
+        settling.progress([movement])
+    except BaseException as error:
+        movement.told = True
+        if has_noted:
+            _give_up(movement, error)
+        else:
+            movement.held, movement.report = (), None  # the exception keeps this frame
+            if movement.guard is not None:
+                movement.guard.cancel()
+        raise
+    movement.submission_failed = movement.failed
+    return transfer
+
+
+def _prepare(movement: Movement, compute: Stream | Events) -> Transfer:
+    """Takes its events, and has that of compute recorded."""
+    scheduler, plan = movement.scheduler, movement.plan
     if plan.num_groups:
         movement.hold_all_events()
     if isinstance(compute, Events):
         movement.held, movement.after = (*movement.held, compute), list(compute)
-    elif plan.num_groups and not layerwise:
+    elif plan.num_groups and not movement.layerwise:
         movement.after = movement.hold_events(1)
-        try:
-            scheduler.backend.record(movement.after[0], compute)
-        except BaseException:
-            movement.held = ()  # the exception keeps this frame
-            raise
+        scheduler.backend.record(movement.after[0], compute)
     if plan.num_groups and movement.to_mark:
         movement.unmarked = dict(zip(movement.to_mark, movement.hold_events(len(movement.to_mark)), strict=True))
     if not scheduler.record_layer_times:  # else there is more to hear of than one event
@@ -78,14 +100,33 @@ def start(
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
     movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))
-    _note_hazards(movement, behind)
+    return transfer
+
+
+def _give_up(movement: Movement, error: BaseException) -> None:
+    """Behind an error, of memory say, from the first hazard on. It has taken the places of others by then: so that who
+    comes later keeps the order, it is a transfer that has failed, behind all that there are. Its targets are what they
+    were if nothing of it was submitted."""
+    for domain in (movement.source, movement.target):
+        domain.rebuild()
+    before: Any = movement.group.transfers.values()
+    movement.depends_on.update(one for one in before if one is not movement)
+    for one in movement.depends_on:
+        one.dependents[movement] = None
     movements[movement.number] = movement
     movement.group.transfers[movement.number] = movement
-    scheduler.note_start(movement)
-    by_marks.offer(movement)
-    settling.progress([movement])
-    movement.submission_failed = movement.failed
-    return transfer
+    if not movement.over:
+        movement.scheduler.note_start(movement)
+    by_marks.end(movement)
+    if not (movement.failed or movement.over):
+        failure = Failure(State.FAILED, f"{movement.direction} failed at its start: {type(error).__name__}: {error}")
+        if movement.starts:
+            settling.progress(submission.fail(movement, failure))
+        else:
+            movement.failure = failure
+            if movement.reading is not None:
+                movement.reading.cancel()
+    settling.progress_again(movement)
 
 
 def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:

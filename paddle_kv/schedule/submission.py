@@ -234,11 +234,11 @@ def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement
             backend.copy_layers(binding, work, movement.stream)
         else:
             movement.watched = copy_and_watch(binding, work, movement.stream, movement.report)
+        movement.note_submitted(start, groups, records)
+        at = movement.ready.index(first)
+        del movement.ready[at : at + len(groups)]
     except BaseException as error:  # noqa: BLE001  whatever it is, the transfer carries it
         fence(movement)
         layer = plan.layers_of(first).start
         return fail(movement, Failure.of(f"{plan.direction} failed at layer {layer}: {error}", layer, error))
-    at = movement.ready.index(first)
-    del movement.ready[at : at + len(groups)]
-    movement.note_submitted(start, groups, records)
     return []

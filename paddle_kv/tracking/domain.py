@@ -159,15 +159,15 @@ class BlockDomain:
         number = self._hold(transfer)
         readers = [] if is_alone else self._readers_of(ids)
         before = set() if is_alone else {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
-        if readers:
-            asked = self._mask(ids)
+        asked = self._mask(ids) if readers else None
+        self._writes[number] = ids  # before the readers give way: see ``rebuild``
+        if asked is not None:
             for reader in readers:
                 held = self._reads[reader]
                 self._reads[reader] = held[~asked[held]]
             self._num_readers[ids] = 0
             self._reader[ids] = NOBODY
         self._writer[ids] = number
-        self._writes[number] = ids
         return before
 
     def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, why: str) -> None:
@@ -197,6 +197,19 @@ class BlockDomain:
             if written:
                 self.mark_rewritten(own[~np.isin(own, _array(lost))] if len(lost) else own)
         self._transfers.pop(number, None)
+
+    def rebuild(self) -> None:
+        """Behind an error in the middle of :meth:`read` or :meth:`write`: what is known of each block, by what the
+        transfers hold."""
+        self._writer[:] = self._reader[:] = NOBODY
+        self._num_readers[:] = 0
+        for number in sorted(self._writes):
+            self._writer[self._writes[number]] = number
+        for number, ids in self._reads.items():
+            self._num_readers[ids] += 1
+            self._reader[ids] = number
+        self._reader[self._num_readers > 1] = SEVERAL
+        self._sharing = dict.fromkeys(self._reads)
 
     def mark_rewritten(self, block_ids: Sequence[int] | Ids) -> None:
         """The blocks hold usable data again."""
