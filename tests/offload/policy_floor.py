@@ -3,7 +3,7 @@
     python -m tests.offload.policy_floor --csv rows.csv [--trace conversation_trace.jsonl] [--seeds 101 102]
 
 Capacities are parts of the distinct blocks. The table has the lowest difference of each stream, and all of them in the
-CSV, with the optimum where ``--optimum`` asks for it.
+CSV, with those of the policies that ``--also`` names.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def main() -> None:
     options.add_argument("--trace", type=Path)
     options.add_argument("--seeds", type=int, nargs="+", default=[101])
     options.add_argument("--streams", nargs="*", default=list(MIXED_STREAMS), choices=list(MIXED_STREAMS))
-    options.add_argument("--optimum", action="store_true")
+    options.add_argument("--also", nargs="*", default=[], choices=["arc", "s3fifo", "optimum"])
     options.add_argument("--processes", type=int, default=2)
     given = options.parse_args()
-    policies = (*POLICIES, "optimum") if given.optimum else POLICIES
+    policies = (*POLICIES, *given.also)
     jobs = [(name, seed, partial(made, name)) for name in given.streams for seed in given.seeds]
     if given.trace is not None:
         jobs.insert(0, (given.trace.stem, 0, partial(traced, given.trace)))
