@@ -24,7 +24,7 @@ def offer(movement: Movement) -> None:
     before its layers. Otherwise, and from :func:`end` on, sections submit what is marked."""
     scheduler, plan = movement.scheduler, movement.plan
     submit = getattr(scheduler.backend, "submit_by_marks", None)
-    if submit is None or not movement.layerwise or movement.ring or movement.failed or not plan.num_groups:
+    if submit is None or not movement.layerwise or movement.ring or not plan.num_groups:
         return
     if not all(movement.is_behind(before) for before in movement.depends_on):
         return
@@ -61,9 +61,7 @@ def take(movement: Movement, *, ends: bool = False) -> bool:
 
 def end(movement: Movement) -> None:
     """In sections: the backend submits nothing more of it by itself."""
-    if movement.by_marks is not None:
-        take(movement, ends=True)
-        find_ready(movement)
+    take(movement, ends=True)
 
 
 def find_ready(movement: Movement) -> None:

@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from ..backend.work import Event, Stream
-from ..tracking.group import change, change_soon
+from ..tracking.group import change_soon
 from . import by_marks, rings, settling
 from .movement import Movement
 from .resources import Events
@@ -62,19 +62,18 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
 
 
 def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream) -> bool:
-    """Whether the backend has the mark, perhaps a former one, behind which an exception came to the caller."""
+    """Whether the backend has taken the mark."""
     if movement.by_marks is None:
-        return movement.events[movement.plan.group_of(layer)] is not None
+        return False
     backend: Any = movement.scheduler.backend
     is_marked = backend.mark_layer(movement.number, layer, queue)
-    if is_marked is False:  # what the backend has forgotten a section knows, or is about to
-        return bool(change(movement, functools.partial(_is_submitted, movement, layer)))
+    if is_marked is False:  # a section has ended that, or knows of the mark: an exception came to its caller
+        return False
     movement.marks[layer] = event
+    group = movement.group
     if is_marked is None:  # there is no memory
         change_soon(movement, functools.partial(_submit_rest, movement))
-        return True
-    group = movement.group
-    if not movement.is_noted:
+    elif not movement.is_noted:
         movement.is_noted = True
         group.note(functools.partial(_catch_up, movement))
     # Behind the note: whoever comes to wait for it looks at what was noted, and else is seen here. A group that was
@@ -85,16 +84,9 @@ def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream
     return True
 
 
-def _is_submitted(movement: Movement, layer: int) -> bool:
-    """In a section."""
-    return movement.events[movement.plan.group_of(layer)] is not None
-
-
 def _catch_up(movement: Movement) -> None:
     """In a section."""
     movement.is_noted = False  # before it looks: what comes from here on is noted again
-    if movement.over or movement.failed:
-        return
     if movement.by_marks is None:
         by_marks.find_ready(movement)  # marked while it was ended
     settling.progress([movement])
@@ -108,7 +100,8 @@ def _submit_rest(movement: Movement) -> None:
 
 def _note(movement: Movement, layer: int, event: Event, held: object) -> None:
     """In a section."""
-    is_known = movement.marks[layer] is not None or _is_submitted(movement, layer)
+    group = movement.plan.group_of(layer)
+    is_known = movement.marks[layer] is not None or movement.events[group] is not None
     is_mark = not (movement.over or movement.failed or is_known)
     if is_mark:
         movement.marks[layer] = event
@@ -117,7 +110,6 @@ def _note(movement: Movement, layer: int, event: Event, held: object) -> None:
         return
     if not movement.layerwise:  # a load into a ring
         rings.note_savers(movement)
-    group = movement.plan.group_of(layer)
     if not movement.is_held_back(group):
         bisect.insort(movement.ready, group)
         settling.progress([movement])

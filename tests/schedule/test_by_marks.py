@@ -15,7 +15,7 @@ import pytest
 
 from paddle_kv import CancelledError, DeviceCache, LayerwiseScheduler, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.schedule import layer_ends
+from paddle_kv.schedule import layer_ends, marking, settling
 from paddle_kv.testing.simulator import Log, RecordingBackend, check
 from paddle_kv.tracking.group import MemoryGroup, change
 from paddle_kv.tracking.keeper import keeper
@@ -33,6 +33,7 @@ class Backend(RecordingBackend):
         self.no_memory = False
 
     def submit_by_marks(self, binding, work, starts, stream):
+        assert (work.first_group, work.end_group) == (0, work.plan.num_groups) == (0, len(starts))
         self.taken.append(work.number)
         return super().submit_by_marks(binding, work, starts, stream)
 
@@ -85,6 +86,7 @@ def test_marks_submit_and_no_section_does(rig, backend, scheduler, monkeypatch):
     assert len(posted) == 1
     monkeypatch.undo()
     save.wait(timeout_s=WAIT_S)
+    assert backend._saves == {} and save._movement.by_marks is None
     assert backend.submissions == [(layer, layer + 1) for layer in (*range(1, save.num_layers), 0)]
     rig.expect_offload([3, 1], [2, 7])
     rig.check()
@@ -198,7 +200,9 @@ def test_without_memory_sections_go_on(rig, backend, scheduler):
     save = scheduler.offload([3, 1], [2, 7], layerwise=True)
     save.mark_layer_written(1)
     backend.no_memory = True
-    mark_all(save, but=[1])
+    save.mark_layer_written(0)
+    until(lambda: save._movement.by_marks is None)  # from here on without a call of the backend for each mark
+    mark_all(save, but=[0, 1])
     save.wait(timeout_s=WAIT_S)
     rig.expect_offload([3, 1], [2, 7])
     rig.check()
@@ -314,6 +318,83 @@ def test_a_mark_is_tried_again_while_a_section_takes_the_first_one(rig, copies, 
     rig.check()
 
 
+@pytest.mark.parametrize("when", ["behind the backend's call", "behind the note"])
+def test_a_section_takes_a_mark_before_it_is_interrupted(rig, backend, scheduler, monkeypatch, when):
+    """To the caller it is marked then, though an exception came."""
+    save = scheduler.offload([3], [2], layerwise=True)
+
+    def take_and_stop():
+        in_threads(lambda: change(save._movement, lambda: settling.look(save._movement)))
+        assert save._movement.num_unsubmitted == 4
+        raise Stop
+
+    def mark(*given):
+        Backend.mark_layer(backend, *given)
+        del backend.mark_layer
+        take_and_stop()
+
+    inner = MemoryGroup.note
+
+    def note(self, function):
+        monkeypatch.undo()
+        inner(self, function)
+        take_and_stop()
+
+    if when == "behind the note":
+        monkeypatch.setattr(MemoryGroup, "note", note)
+    else:
+        backend.mark_layer = mark
+    with pytest.raises(Stop):
+        save.mark_layer_written(0)
+    change(save._movement, lambda: None)  # what is handed over is done
+    if when == "behind the note":
+        assert save.unmarked_layers == [1, 2, 3, 4]
+    with contextlib.suppress(ValueError):
+        save.mark_layer_written(0)
+    assert save.unmarked_layers == [1, 2, 3, 4]
+    mark_all(save, but=[0])
+    save.wait(timeout_s=WAIT_S)
+    assert backend.submissions == [(layer, layer + 1) for layer in range(5)]
+    rig.expect_offload([3], [2])
+    rig.check()
+
+
+def test_a_mark_is_handed_over_twice_before_its_turn(rig, backend, scheduler, monkeypatch):
+    """Behind another save sections submit it: an exception came to the caller behind the first time, and its group
+    waits for its turn."""
+    first = scheduler.offload([3], [2], layerwise=True)
+    behind = scheduler.offload([4], [2], layerwise=True)
+    go_on, inside = threading.Event(), threading.Event()
+
+    def hold():
+        inside.set()
+        go_on.wait(WAIT_S)
+
+    holding = threading.Thread(target=change, args=(first._movement, hold))
+    holding.start()
+    assert inside.wait(WAIT_S)
+    inner = marking.change_soon
+
+    def hand_over(*given):
+        monkeypatch.undo()
+        inner(*given)
+        raise Stop
+
+    monkeypatch.setattr(marking, "change_soon", hand_over)
+    with pytest.raises(Stop):
+        behind.mark_layer_written(0)
+    behind.mark_layer_written(0)
+    go_on.set()
+    holding.join(WAIT_S)
+    mark_all(behind, but=[0])
+    mark_all(first)
+    behind.wait(timeout_s=WAIT_S)
+    submitted = sorted(group for one, end in backend.submissions for group in range(one, end))
+    assert submitted == sorted([*range(5), *range(5)])
+    rig.expect_offload([4], [2])
+    rig.check()
+
+
 def test_gates_take_no_save_of_which_a_mark_was_enqueued(rig, backend, scheduler):
     gates = scheduler.gates(timeout_s=WAIT_S)
     save = scheduler.offload([3], [2], layerwise=True)
@@ -415,6 +496,25 @@ def test_a_mark_is_noted_while_its_pool_gets_another_scheduler(rig, backend, sch
     made[0].close(WAIT_S)
 
 
+def test_whoever_waits_looks_at_a_mark_of_a_group_that_was_given_up(rig, backend, scheduler, monkeypatch):
+    """The note lies where no section comes by."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    inner, made = MemoryGroup.note, []
+
+    def note(self, function):
+        monkeypatch.undo()
+        other = DeviceCache(rig.spec, 4, "cpu")
+        in_threads(lambda: made.append(LayerwiseScheduler(other, rig.pool)))
+        inner(self, function)
+
+    monkeypatch.setattr(MemoryGroup, "note", note)
+    save.mark_layer_written(0)
+    save.wait_layer(0, timeout_s=WAIT_S)
+    mark_all(save, but=[0])
+    save.wait(timeout_s=WAIT_S)
+    made[0].close(WAIT_S)
+
+
 def test_layer_times_and_ends(rig, backend):
     """The same is told of them as of what sections submit."""
     with LayerwiseScheduler(rig.cache, rig.pool, backend=backend, record_layer_times=True) as scheduler:
@@ -456,16 +556,35 @@ def test_threads_mark_while_another_cancels(rig, backend, scheduler):
         assert save.done() and rig.pool.domain.busy([2, 7]) == []
 
 
-def test_a_refused_offer_is_submitted_by_sections(rig, backend, scheduler, monkeypatch):
+@pytest.mark.parametrize("how", ["raises", "says no"])
+def test_a_refused_offer_is_submitted_by_sections(rig, backend, scheduler, monkeypatch, how):
     def refuse(*_):
-        raise RuntimeError("refused")
+        if how == "raises":
+            raise RuntimeError("refused")
+        return False
 
     monkeypatch.setattr(backend, "submit_by_marks", refuse)
     save = scheduler.offload([3], [2], layerwise=True)
+    assert save._movement.by_marks is None
     mark_all(save)
     save.wait(timeout_s=WAIT_S)
     rig.expect_offload([3], [2])
     rig.check()
+
+
+def test_a_save_of_nothing_is_not_offered(backend, scheduler):
+    scheduler.offload([], [], layerwise=True).wait(timeout_s=WAIT_S)
+    assert backend.taken == []
+
+
+def test_saves_of_a_ring_are_submitted_by_sections(rig, backend):
+    """A layer waits for what was in its buffer before."""
+    ring = DeviceCache(rig.spec, 4, "cpu", layer_buffers=2)
+    with LayerwiseScheduler(ring, rig.pool, backend=backend) as scheduler:
+        save = scheduler.offload([3], [2], layerwise=True)
+        mark_all(save)
+        save.wait(timeout_s=WAIT_S)
+    assert backend.taken == [] and len(backend.submissions) == rig.spec.num_layers
 
 
 def test_a_forked_child_leaves_it_to_the_parent(rig, backend, scheduler):
