@@ -19,7 +19,7 @@ from .feeding import Meeting, Step
 from .found import BlockState
 from .hashing import PrefixHasher
 from .lease import Lease
-from .pieces import Piece
+from .pieces import Piece, cut
 from .request import Request, full_table
 
 How = Literal["load", "compute", "sooner"]
@@ -57,9 +57,8 @@ class ChunkedRequest(Request):
         self._found = found = self._lease.num_blocks
         self._tail = found * self._block_size  # the first token behind what was found, or computed together with it
         if found:
-            step = self._chunk_tokens // self._block_size
-            pieces = [Piece(start, min(start + step, found)) for start in range(0, found, step)]
             books, compute = self._manager._books, self._manager._scheduler.compute_stream(None)
+            pieces = cut(found, self._chunk_tokens // self._block_size, books.rates)
             self._meeting = change(
                 books,
                 functools.partial(

@@ -227,7 +227,9 @@ class Meeting:
         done to hear of a link that nothing else uses."""
         rates, start = self._rates, self.line.pieces[self._front].start
         load_s, compute_s = rates.load_s(piece.size, LINK), rates.compute_s(start, piece.stop)
-        if piece.is_probe or load_s is None or compute_s is None:
+        if load_s is None:
+            return not self.moving  # the first one tells
+        if piece.is_probe or compute_s is None:
             return True
         if max(0.0, self._feed.free_s - time.monotonic()) + load_s > compute_s:
             piece.is_probe = rates.take_probe(LINK)
@@ -371,17 +373,21 @@ class Meeting:
             self.line.set(piece, PieceState.WAITING)
 
     def _is_quicker(self, first: Piece, stop: int, books: Owner) -> bool:
-        start = first.start
-        behind = self.line.num_to_compute - (stop - start)  # before it nothing is to be computed
-        worth = weigh_ranges(
+        behind = self.line.num_to_compute - (stop - first.start)  # before it nothing is to be computed
+        weighed = functools.partial(
+            weigh_ranges,
             self._rates,
-            (start, stop),
-            (stop, stop),
+            tier=(stop, stop),
             num_tokens=self._num_tokens - (len(self._keys) - stop - behind) * self._rates.block_tokens,
             link_wait_s=max(0.0, books.feed.free_s - time.monotonic()),
             **self._costs,
         )
-        return worth.choice == "load" or (worth.choice == "meet" and 2 * (worth.host_first - start) < first.size)
+        worth = weighed(host=(first.start, stop))
+        if worth.choice != "meet" or worth.host_first >= first.stop:
+            return worth.choice == "load"
+        # The best would be to compute a part of the piece; it is computed as a whole, or all is loaded.
+        piece_s = self._rates.compute_s(first.start, first.stop)
+        return piece_s is None or worth.load_s <= weighed(host=(first.stop, stop), wait_s=piece_s).expected_s
 
     def _with(self, step: Step) -> Step:
         for piece, movement in self.moving.items():

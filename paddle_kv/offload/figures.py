@@ -9,6 +9,7 @@ BAD_WEIGHT = 0.5  # of one that is far slower than expected
 FIRST_SPREAD = 0.2  # of a figure that was observed once
 BAND_SPREADS = 4.0  # what lies farther from the figure is far
 LEAST_BAND = math.log(1.5)
+MOST_BAND = math.log(4.0)  # of a source that stalls now and then too: whoever waits for it waits no longer
 MOST_GOOD = math.log(4.0)  # a single observation counts for no more than four times as quick
 
 
@@ -35,7 +36,7 @@ class Pace:
     @property
     def band(self) -> float:
         """As a logarithm; what lies farther from the figure is no noise."""
-        return max(BAND_SPREADS * self.spread, LEAST_BAND)
+        return min(max(BAND_SPREADS * self.spread, LEAST_BAND), MOST_BAND)
 
     def observe(self, s_per_byte: float, good_weight: float = WEIGHT) -> None:
         found = math.log(max(s_per_byte, 1e-18))

@@ -64,6 +64,22 @@ class Piece:
         self.late_s = begin_s + rates.late_s(num_blocks, source)
 
 
+def cut(num_blocks: int, chunk_blocks: int, rates: Rates) -> list[Piece]:
+    """A prefix, into what the model computes in one pass. Over a link that the model does not wait for, only what comes
+    while it computes something else is loaded, and nothing would ever be heard of the link where one pass is all: so
+    half of that is a piece by itself. And one block is, at the end, as long as nothing is known of the link."""
+    pieces = [Piece(start, min(start + chunk_blocks, num_blocks)) for start in range(0, num_blocks, chunk_blocks)]
+    if pieces and not rates.snapshot().link_waits:
+        last = pieces[-1]
+        if rates.load_s(1) is None:
+            half = last.stop - 1
+        else:
+            half = last.start + last.size // 2 if len(pieces) == 1 else last.start
+        if half > last.start:
+            pieces[-1:] = [Piece(last.start, half), Piece(half, last.stop)]
+    return pieces
+
+
 class Line:
     """Pieces one behind the other, from block 0 on.
 

@@ -38,6 +38,7 @@ def weigh_ranges(
     num_tokens: int,
     chunk_tokens: int,
     num_layers: int,
+    wait_s: float = 0.0,
     link_wait_s: float = 0.0,
 ) -> Decision:
     """Of blocks ``[start, stop)`` of a prompt in host memory and in the tier, one of the two behind the other."""
@@ -46,6 +47,7 @@ def weigh_ranges(
         Prompt(host, tier, max(host[1], tier[1]) * rates.block_tokens, num_tokens),
         chunk_tokens=chunk_tokens,
         num_layers=num_layers,
+        wait_s=wait_s,
         link_wait_s=link_wait_s,
     )
 

@@ -87,6 +87,7 @@ class Case:
 
 def clause_24(case: Case) -> None:
     rig = case.rig()
+    know(rig.manager, QUICK_S, None)
     case.copies.hold("onload", 1)
     with rig.manager.request(TOKENS[: CHUNK + 1], OTHER, chunk_tokens=CHUNK) as request:
         assert case.copies.arrived.acquire(timeout=WAIT_S)
@@ -135,6 +136,7 @@ def clause_26(case: Case) -> None:
 def clause_27(case: Case) -> None:
     rig = case.rig()
     know(rig.manager, None, HERE_S)
+    rig.manager.rates.observe_save(BLOCK_BYTES, QUICK_S)  # the link is known, and the model does not wait for it
     rig.manager.rates.observe_load = lambda *_: None  # type: ignore[method-assign]  # of copies that are held
     case.copies.hold("onload", 0)
     third = [49, 50, 51, 52, 53, 54, 55, 56, 57]

@@ -59,6 +59,24 @@ def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies, monkeypatc
     rig.check_books()
 
 
+def test_a_prefix_of_one_pass_is_loaded_as_soon_as_the_link_is_known(rig: ChunkRig) -> None:
+    """While it is not, a part comes beside the computing of the other one: nothing else would ever measure the link."""
+    tokens, everything = TOKENS[: 8 * SIZE + 3], len(TABLE) * SIZE
+
+    def pause(tokens: range) -> None:
+        until(lambda: not any(one.plan.direction == "onload" for one in rig.scheduler.in_flight()))
+        time.sleep(0.002 * len(tokens) / SIZE)
+
+    rig.pause = pause
+    computed = []
+    for _ in range(30):
+        computed.append(sum(map(len, rig.prefill(tokens, TABLE, chunk_tokens=everything // SIZE * SIZE))))
+        rig.scheduler.drain(WAIT_S)
+    assert computed[0] == len(tokens)
+    assert computed[-1] < len(tokens) // 2, computed
+    rig.check_books()
+
+
 def test_a_block_in_host_memory_that_is_computed_all_the_same_is_not_saved(rig: ChunkRig) -> None:
     rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
     rig.scheduler.drain(WAIT_S)

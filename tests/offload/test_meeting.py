@@ -210,6 +210,7 @@ def test_a_load_that_is_over_at_once_is_looked_at_soon(bench: Bench) -> None:
 
 
 def test_a_load_waits_for_what_stood_before_it_on_the_device_until_that_is_over(bench: Bench) -> None:
+    bench.know(0.1, None)
     meeting = bench.meeting([HERE] * 3 * BLOCKS)
     assert bench.recorded == [("event 0", "stream")]
     bench.fill()
@@ -241,6 +242,7 @@ def test_the_prompt_whose_model_comes_to_a_load_first_is_loaded_first(bench: Ben
 
 
 def test_what_is_not_there_any_more_does_not_count_as_loaded(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.know(0.1, None)
     meeting = bench.meeting([HERE] * 5 * BLOCKS)
     del bench.slots[b"17"]
     bench.index.arriving[b"13"] = 1
@@ -268,13 +270,31 @@ def test_where_computing_is_quicker_one_piece_is_loaded_to_hear_of_the_link(
 
 
 @pytest.mark.parametrize("known", [{"choice": "compute", "load_s": float("inf")}, {"choice": "meet", "load_s": 9.0}])
-def test_where_nothing_is_known_of_the_link_or_it_is_of_use_all_is_loaded(
+def test_where_the_model_is_not_known_or_the_link_is_of_use_all_is_loaded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, known: dict[str, Any]
 ) -> None:
     worth(monkeypatch, tier_first=0, **known)
+    bench.know(0.1, None)
     bench.meeting([HERE] * 4 * BLOCKS)
     bench.fill()
     assert bench.loaded == [[12, 15], [8, 11]]
+
+
+@pytest.mark.parametrize(("block_s", "loaded"), [(0.1, [[8, 11], [4, 7]]), (2.0, [])])
+def test_over_a_link_of_which_nothing_is_known_one_piece_is_loaded_before_any_other(
+    bench: Bench, block_s: float, loaded: list[list[int]]
+) -> None:
+    bench.know(None, 0.4)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS)
+    bench.rates.take_probe(LINK)  # by somebody else
+    bench.fill()
+    bench.fill()
+    assert bench.loaded == [[12, 15]]
+    bench.copies[0].end()
+    bench.rates.observe_load(LINK, BLOCK_BYTES, block_s)
+    bench.fill()
+    assert bench.loaded[1:] == loaded
+    assert len(states_of(meeting)) == 4
 
 
 @pytest.mark.parametrize("busy_s", [0.0, 2.0])
@@ -604,11 +624,18 @@ def test_a_load_of_several_pieces_that_ends_when_it_is_given_up_is_computed_one_
 
 
 @pytest.mark.parametrize(
-    ("choice", "host_first", "quicker"),
-    [("load", 8, True), ("compute", 8, False), ("meet", 9.5, True), ("meet", 10, False), ("compute", 0, False)],
+    ("choice", "host_first", "load_s", "quicker"),
+    [
+        ("load", 8, 1.0, True),
+        ("compute", 8, 1.0, False),
+        ("meet", 11, 6.0, True),  # it takes 6 seconds if the piece is computed first
+        ("meet", 9, 6.001, False),
+        ("meet", 12, 1.0, False),
+        ("compute", 0, 1.0, False),
+    ],
 )
-def test_all_that_is_here_is_loaded_where_no_more_than_half_a_piece_were_computed_first(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, choice: str, host_first: float, quicker: bool
+def test_all_that_is_here_is_loaded_where_that_is_no_slower_than_to_compute_a_piece_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, choice: str, host_first: int, load_s: float, quicker: bool
 ) -> None:
     bench.know(1.0, 1.0, 1.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS + [BELOW] * BLOCKS + [HERE] * BLOCKS, end_blocks=3)
@@ -620,16 +647,20 @@ def test_all_that_is_here_is_loaded_where_no_more_than_half_a_piece_were_compute
 
     def weigh(*given: Any, **options: Any) -> Any:
         asked.append((*given, options))
-        return SimpleNamespace(choice=choice, host_first=host_first)
+        return SimpleNamespace(choice=choice, host_first=host_first, load_s=load_s, expected_s=6.0)
 
     monkeypatch.setattr(feeding, "weigh_ranges", weigh)
     step = bench.next(meeting)
     num_tokens = (16 + 4 + 3) * SIZE  # to its stop, what is to be computed behind it, the end
-    expected = {"num_tokens": num_tokens, "link_wait_s": 2.0, "chunk_tokens": BLOCKS * SIZE, "num_layers": 4}
-    assert asked[0] == (bench.rates, (8, 16), (16, 16), expected)
+    expected = {"tier": (16, 16), "num_tokens": num_tokens, "link_wait_s": 2.0}
+    expected |= {"chunk_tokens": BLOCKS * SIZE, "num_layers": 4}
+    assert asked[0] == (bench.rates, {**expected, "host": (8, 16)})
+    if choice == "meet" and host_first < 12:
+        assert asked[1] == (bench.rates, {**expected, "host": (12, 16), "wait_s": 4.0})
     assert bench.loaded == ([[8, 15]] if quicker else [])
     if not quicker:
-        assert (len(asked), step) == (1, Step(meeting.line.pieces[2], ()))
+        assert step == Step(meeting.line.pieces[2], ())
+        assert len(asked) == (2 if host_first == 9 else 1)
     bench.now_s = 8.0
     meeting._is_quicker(meeting.line.pieces[2], 16, bench)  # type: ignore[arg-type]
     assert asked[-1][-1]["link_wait_s"] == (bench.feed.free_s - 8.0 if quicker else 0.0)

@@ -13,7 +13,7 @@ import pytest
 from paddle_kv.offload import pieces as pieces_module
 from paddle_kv.offload.feeding import Feed, Meeting
 from paddle_kv.offload.found import BlockState
-from paddle_kv.offload.pieces import Line, Piece, PieceState
+from paddle_kv.offload.pieces import Line, Piece, PieceState, cut
 from paddle_kv.offload.rates import TIER, Rates
 
 SIZE = 16
@@ -232,3 +232,32 @@ def test_only_what_was_waited_for_is_late() -> None:
     waited.done = True
     Meeting.read_late(meeting, waited)  # type: ignore[arg-type]
     assert log == late
+
+
+@pytest.mark.parametrize(
+    ("known", "num_blocks", "expected"),
+    [
+        ("nothing", 7, [(0, 3), (3, 6), (6, 7)]),
+        ("nothing", 6, [(0, 3), (3, 5), (5, 6)]),
+        ("nothing", 3, [(0, 2), (2, 3)]),
+        ("nothing", 1, [(0, 1)]),
+        ("saves", 7, [(0, 3), (3, 6), (6, 7)]),
+        ("saves", 6, [(0, 3), (3, 6)]),
+        ("saves", 3, [(0, 1), (1, 3)]),
+        ("saves", 2, [(0, 1), (1, 2)]),
+        ("saves", 1, [(0, 1)]),
+        ("trusted", 6, [(0, 3), (3, 6)]),
+        ("trusted", 3, [(0, 3)]),
+        ("trusted", 0, []),
+        ("nothing", 0, []),
+    ],
+)
+def test_a_prefix_is_cut_so_that_something_is_heard_of_the_link(
+    known: str, num_blocks: int, expected: list[tuple[int, int]]
+) -> None:
+    rates = Rates(1000, 16, lambda: 0.0)
+    if known == "saves":
+        rates.observe_save(1000, 0.001)
+    elif known == "trusted":
+        rates.set_load("onload", 1e6)
+    assert [(piece.start, piece.stop) for piece in cut(num_blocks, 3, rates)] == expected

@@ -230,9 +230,19 @@ def test_what_nobody_uses_is_probed_now_and_then(rates: Rates, clock: Clock) -> 
 def test_a_deadline_follows_estimate_and_spread(rates: Rates) -> None:
     rates.set_load("tier", 1e6, spread=0.01)
     assert rates.late_s(100, "tier") == pytest.approx(0.1 * 1.5 + LATE_S)
-    rates.set_load("tier", 1e6, spread=0.5)
-    assert rates.late_s(100, "tier") == pytest.approx(0.1 * math.exp(2) + LATE_S)
-    assert rates.snapshot().tier_late == pytest.approx(math.exp(2))
+    rates.set_load("tier", 1e6, spread=0.25)
+    assert rates.late_s(100, "tier") == pytest.approx(0.1 * math.exp(1) + LATE_S)
+    assert rates.snapshot().tier_late == pytest.approx(math.exp(1))
+
+
+def test_stalls_make_no_deadline_longer_than_four_times_what_is_expected(rates: Rates) -> None:
+    """Else whoever waits for a source that stalls now and then would wait for a stall."""
+    for _ in range(20):
+        rates.observe_load("tier", 1_000_000, 1.0)
+        rates.observe_load("tier", 1_000_000, 0.004)
+    expected_s = rates.load_s(4, "tier")
+    assert expected_s is not None
+    assert rates.late_s(4, "tier") == pytest.approx(4 * expected_s + LATE_S)
 
 
 def test_rates_set_by_hand(rates: Rates) -> None:
