@@ -207,7 +207,8 @@ class Directory(Contents):
 
         Raises:
             KeyError: a block is not there. Nothing is planned.
-            TransferError: a block was dropped, or a rank was lost, since the lookup that holds it.
+            TransferError: a block was dropped, or a rank was lost, since the lookup that holds it; also while it is
+                being saved anew.
             ValueError: as many ids as hashes are expected, each once; from a tier each hash once, too.
         """
         keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
@@ -225,12 +226,15 @@ class Directory(Contents):
         return self._begin("load", keys, slots, device_ids, timeout_s)
 
     def _raise_not_present(self, keys: list[bytes]) -> None:
-        slots = self.index.slots
+        slots, arriving, pins = self.index.slots, self.index.arriving, self.index.pins
         for position, key in enumerate(keys):
-            if key not in slots and key in self.index.pins:
+            if key in slots and (key not in arriving or key in self.following):
+                continue
+            # A job holds what it brings, once; a lookup finds nothing that is arriving. So who else holds it has found
+            # it before it was dropped, and perhaps saved anew.
+            if pins.get(key, 0) > (key in arriving):
                 raise TransferError(f"hashes[{position}] = {key.hex()} was dropped or found damaged since the lookup")
-            if key not in slots or (key in self.index.arriving and key not in self.following):
-                raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
+            raise KeyError(f"hashes[{position}] = {key.hex()} is not present; load what lookup() has found")
 
     def _plan_load_from(self, tier: str, keys: list[bytes], device_ids: Sequence[int], timeout_s: float | None) -> Job:
         if len(set(keys)) != len(keys):

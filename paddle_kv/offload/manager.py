@@ -279,7 +279,8 @@ class KVOffloadManager(Keeping, LookAhead):
             ValueError: as many ids as hashes are expected.
             TypeError: not a list of bytes.
             ClosedError: closed.
-            TransferError: a block is damaged, or was dropped while a lease held it: nothing has moved, compute instead.
+            TransferError: a block is damaged, or was dropped while a lease held it and is not there again: nothing has
+                moved, compute instead.
             As :meth:`LayerwiseScheduler.onload`.
         """
         keys = checked_hashes(hashes)

@@ -285,7 +285,12 @@ def clause_14(case: Case) -> None:
     save.wait(WAIT_S)
     assert [manager.peek([key]) for key in KEYS[:4]] == [0] * 4
     assert case.rig.pool.num_free_blocks == HOST_BLOCKS
-    manager.save(KEYS[:2], [0, 1]).wait(WAIT_S)
+    case.copies.hold("offload", 1)
+    save = manager.save(KEYS[:2], [0, 1])
+    with pytest.raises(TransferError, match="was dropped"):  # and is on its way again
+        manager.onload(lease.hashes, [4, 5])
+    case.copies.go_on()
+    save.wait(WAIT_S)
     lease.release()
     assert manager.drop(KEYS[1:9]) == 1
     assert manager.peek(KEYS[:2]) == 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_kv.offload import Directory, Hello, Namespace
+from paddle_kv.errors import TransferError
+from paddle_kv.offload import Directory, Hello, Namespace, Result
 from tests.offload.test_directory import KEYS, done, made, save
 
 
@@ -28,6 +29,39 @@ def test_what_comes_from_a_tier_may_be_loaded_behind_it_where_that_is_said() -> 
     directory.following.update(KEYS[:2])
     second = directory.plan_load(KEYS[:2], [2, 3])
     assert second.host_slots == first.host_slots
+
+
+@pytest.mark.parametrize("forget", ["drop", "clear", "lost"])
+def test_what_was_dropped_of_a_lookup_is_no_wrong_key_while_it_is_saved_anew(forget: str) -> None:
+    directory = made()
+    save(directory, KEYS[:2])
+    found = directory.lookup(KEYS[:2])
+    if forget == "drop":
+        directory.drop(KEYS[1:2])
+    elif forget == "clear":
+        directory.clear()
+    else:
+        directory.lost(0)
+        directory.join(Hello(0, 6, 8))
+    plan = directory.plan_save(KEYS[:2], [0, 1])
+    with pytest.raises(TransferError, match=r"hashes\[\d\] = 30\d+ was dropped or found damaged since the lookup"):
+        directory.plan_load(found.keys, [2, 3])
+    assert directory.stats()["jobs_in_flight"] == 1
+    found.release()
+    with pytest.raises(KeyError, match="is not present"):  # whoever has not looked it up, or not any more
+        directory.plan_load(KEYS[1:2], [2])
+    assert plan.job is not None
+    directory.complete([Result(plan.job.id, 0, plan.job.epochs[0])])
+    assert directory.plan_load(KEYS[:2], [2, 3]).host_slots == tuple(map(directory.index.slots.get, KEYS[:2]))
+
+
+def test_a_lookup_of_what_was_dropped_has_it_again_when_it_is_saved_anew() -> None:
+    directory = made()
+    save(directory, KEYS[:1])
+    with directory.lookup(KEYS[:1]) as found:
+        directory.drop(KEYS[:1])
+        save(directory, KEYS[:1])
+        assert directory.plan_load(found.keys, [2]).host_slots == (directory.index.slots[KEYS[0]],)
 
 
 def test_a_rank_with_a_cache_of_the_same_spec_joins() -> None:

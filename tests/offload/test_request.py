@@ -235,3 +235,30 @@ def test_a_table_that_does_not_fit_moves_nothing(server: Server, table: Any, err
         server.manager.request(TOKENS, table)
     assert_same(cache_memory(server.rig.cache), before)
     assert server.manager.stats() == stats
+
+
+def test_a_prompt_whose_prefix_is_dropped_and_saved_anew_behind_its_lookup_is_computed(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server()
+    server.prefill(TOKENS, [0, 1, 2, 3])
+    hashes = server.manager.block_hashes(TOKENS)
+    lookup = KVOffloadManager.lookup
+
+    def followed(self: KVOffloadManager, *arguments: Any, **options: Any) -> Any:
+        lease = lookup(self, *arguments, **options)
+        self.drop(hashes)  # another thread's
+        copies.hold("offload", 1)
+        self.save(hashes, [0, 1, 2])
+        return lease
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KVOffloadManager, "lookup", followed)
+        request = server.manager.request(TOKENS, [4, 5, 6, 7])
+    assert (request.start, request.loads) == (0, [])
+    copies.go_on()
+    server.run(request, [4, 5, 6, 7])
+    assert request.wait(WAIT_S)
+    server.scheduler.drain(WAIT_S)
+    server.check([4, 5, 6, 7])
+    server.close()

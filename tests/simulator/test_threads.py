@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paddle_kv import CancelledError, ClosedError, LeasedError, TransferError
+from paddle_kv.offload import KVOffloadManager
 from paddle_kv.schedule import movement as movement_module
 from paddle_kv.schedule import settling
 from paddle_kv.schedule.resources import Events
@@ -187,6 +188,32 @@ def wait_layer_beside_the_next_transfers(s: Setting) -> Iterator[Threads]:
     assert seen[0].saw(location) == "prefix"
 
 
+def load_beside_drop_and_save(s: Setting) -> Iterator[Threads]:
+    """What a lease holds is dropped, and is being saved anew when it is loaded."""
+    scheduler = s.scheduler()
+    manager = KVOffloadManager(scheduler)
+    s.compute(writes=0, version="prompt")
+    manager.save([b"key"], [0]).wait()
+    loads: list[Transfer] = []
+
+    def load() -> None:
+        with manager.lookup([b"key"]) as lease:
+            if lease.num_blocks:
+                loads.append(manager.onload(lease.hashes, [1]))
+
+    def replace() -> None:
+        assert manager.drop([b"key"]) == 1
+        manager.save([b"key"], [0])
+
+    yield [quietly(load, errors=(TransferError,)), replace]
+    for one in loads:
+        one.wait_on()
+        s.assert_saw(s.compute(reads=1), 1, "prompt")
+    scheduler.drain(1.0)
+    assert (manager.peek([b"key"]), manager.stats()["pinned_blocks"]) == (1, 0)
+    manager.close()
+
+
 PROGRAMS: dict[str, Callable[[Setting], Iterator[Threads]]] = {
     program.__name__: program
     for program in (
@@ -199,6 +226,7 @@ PROGRAMS: dict[str, Callable[[Setting], Iterator[Threads]]] = {
         allocate_and_free,
         two_closers_and_a_waiter,
         wait_layer_beside_the_next_transfers,
+        load_beside_drop_and_save,
     )
 }
 
