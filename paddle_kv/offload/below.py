@@ -46,18 +46,18 @@ class Rate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._blocks_under_way = 0
+        self.blocks_under_way = 0
         self._seconds_per_block = 0.0  # nothing is known yet
 
     def began(self, num_blocks: int) -> int:
         with self._lock:
-            self._blocks_under_way += num_blocks
-            return self._blocks_under_way
+            self.blocks_under_way += num_blocks
+            return self.blocks_under_way
 
     def ended(self, num_blocks: int, blocks_before: int, seconds: float | None) -> None:
         """``blocks_before``: what :meth:`began` said; ``seconds=None``: that says nothing of others."""
         with self._lock:
-            self._blocks_under_way -= num_blocks
+            self.blocks_under_way -= num_blocks
             if seconds is not None:
                 last = seconds / blocks_before
                 known = self._seconds_per_block
@@ -66,7 +66,7 @@ class Rate:
     def seconds(self, num_blocks: int) -> float:
         """Until so many blocks would be there."""
         with self._lock:
-            return (self._blocks_under_way + num_blocks) * self._seconds_per_block if num_blocks else 0.0
+            return (self.blocks_under_way + num_blocks) * self._seconds_per_block if num_blocks else 0.0
 
 
 class Clearing:

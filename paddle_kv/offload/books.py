@@ -129,6 +129,11 @@ class Books:
             raise ClosedError("the offload manager is closed")
         return Prefetch(self, [])
 
+    @property
+    def num_reading_blocks(self) -> int:
+        """On their way from the tier, for whomever: what is asked for now comes behind them."""
+        return 0
+
     def read_soon(self, keys: list[bytes]) -> Prefetch:
         """In a section: those of a prefix that are not in host memory. ``feed`` hears what came."""
         return Prefetch(self, [])

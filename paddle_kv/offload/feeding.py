@@ -46,6 +46,9 @@ class Owner(Protocol):
     @property
     def group(self) -> MemoryGroup: ...
 
+    @property
+    def num_reading_blocks(self) -> int: ...
+
     def onload(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Any: ...
 
     def read_soon(self, keys: list[bytes]) -> Prefetch: ...
@@ -82,11 +85,6 @@ class Feed:
         self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self.free_s = 0.0
-
-    @property
-    def num_reading_blocks(self) -> int:
-        """From the tier."""
-        return sum(meeting.num_reading_blocks for meeting in self.meetings.values())
 
     def add(self, meeting: Meeting) -> None:
         self.meetings[next(self._numbers)] = meeting
@@ -166,10 +164,6 @@ class Meeting:
             books.scheduler.backend.record(event, compute)
         self._feed = books.feed
         self._feed.add(self)
-
-    @property
-    def num_reading_blocks(self) -> int:
-        return sum(piece.size for piece in self._reading)
 
     # ---- the back ----
     def look(self) -> None:
@@ -294,7 +288,7 @@ class Meeting:
                     piece.is_probe = self._rates.take_probe(TIER)
                     if not piece.is_probe:
                         return
-                piece.expect(books.feed.num_reading_blocks + piece.size, self._rates, TIER)
+                piece.expect(books.num_reading_blocks + piece.size, self._rates, TIER)
                 self.line.set(piece, PieceState.READING)
                 self._reading[piece] = books.read_soon(self._keys[piece.start : piece.stop])
                 self._look_at_reading()
@@ -423,7 +417,7 @@ class Meeting:
             read, due_s = piece, piece.due_s
         elif piece.state is PieceState.BELOW and self._below and self._below[0].start <= piece.start:
             read = next(iter(self._reading))
-            before = books.feed.num_reading_blocks + self._below[-1].stop - piece.start  # they are read from the back
+            before = books.num_reading_blocks + self._below[-1].stop - piece.start  # they are read from the back
             due_s = now_s + before * rates.tier_s
         else:
             return None

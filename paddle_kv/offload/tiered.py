@@ -429,6 +429,10 @@ class TieredBooks(Books):
         self._prefetches.add(prefetch)
         return prefetch, fetching
 
+    @property
+    def num_reading_blocks(self) -> int:
+        return self.below.rate.blocks_under_way
+
     def read_soon(self, keys: list[bytes]) -> Prefetch:
         prefetch, fetching = self._prefetch(keys, frozenset(keys), self.timeout_s)
         for one in fetching:

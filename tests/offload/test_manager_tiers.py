@@ -399,7 +399,7 @@ def test_a_tier_that_closes_between_the_question_and_the_load(make: MakeRig) -> 
     assert rig.pool.domain.busy(range(12)) == []
     rig.manager.stats()
     assert rig.pool.num_free_blocks == 12
-    assert rig.manager._books.below.rate._blocks_under_way == 0  # type: ignore[attr-defined]
+    assert rig.manager._books.below.rate.blocks_under_way == 0  # type: ignore[attr-defined]
 
 
 def test_an_engine_that_cannot_say_what_it_has(make: MakeRig, caplog: pytest.LogCaptureFixture) -> None:

@@ -63,6 +63,7 @@ class Bench:
         self.events: list[str] = []  # that are not over
         self.recorded: list[tuple[str, object]] = []
         self.over_at_once = self.read_at_once = self.fails = False
+        self.others_blocks = 0  # that are read from the tier for somebody else
         self.slots: dict[bytes, int] = {}
         self.index = SimpleNamespace(slots=self.slots, arriving={})
         self.feed = Feed()
@@ -118,6 +119,10 @@ class Bench:
             copy.end()
         self.copies.append(copy)
         return SimpleNamespace(_movement=copy)
+
+    @property
+    def num_reading_blocks(self) -> int:
+        return self.others_blocks + sum(len(one.keys) for one in self.reads if not (one.done or one.cancelled))
 
     def read_soon(self, keys: list[bytes]) -> Any:
         read = Read(keys)
@@ -338,9 +343,23 @@ def test_what_is_read_is_worth_it_or_the_last_piece(
     meeting = bench.meeting([BELOW] * 4 * BLOCKS)
     bench.fill()
     assert [int(one.keys[0]) // BLOCKS for one in bench.reads] == read
-    assert meeting.num_reading_blocks == len(read) * BLOCKS
+    assert sum(piece.size for piece in meeting._reading) == len(read) * BLOCKS
     due_s = [meeting.line.pieces[one].due_s for one in read]
     assert due_s == pytest.approx([BLOCKS * (1.0 + number) for number in range(len(read))])
+
+
+def test_what_is_read_comes_behind_what_was_asked_for_by_others(bench: Bench) -> None:
+    """By ``expect``, say: a piece is not late because of them."""
+    bench.know(1.0, 1.0, 1.0)
+    bench.others_blocks = 100
+    meeting = bench.meeting([BELOW] * BLOCKS)
+    bench.fill()
+    piece = meeting.line.pieces[0]
+    assert piece.due_s == pytest.approx(100.0 + BLOCKS)
+    assert piece.late_s == pytest.approx(bench.rates.late_s(100 + BLOCKS, TIER))
+    bench.now_s = 50.0
+    assert bench.next(meeting).piece is piece  # the model waits for none of them
+    assert bench.late == []
 
 
 def test_a_piece_of_which_a_part_lies_in_the_tier_is_read(bench: Bench) -> None:
@@ -403,7 +422,7 @@ def test_a_read_is_late_behind_its_time_and_then_it_is_given_up(bench: Bench, mo
     seconds = bench.now_s - 100.0
     bench.fill()
     assert (bench.late, states_of(meeting)) == ([(TIER, BLOCKS * BLOCK_BYTES, seconds)], ["lost"])
-    assert (bench.reads[0].cancelled, meeting.num_reading_blocks) == (1, 0)
+    assert (bench.reads[0].cancelled, meeting._reading) == (1, {})
 
 
 def test_of_a_tier_that_is_not_known_one_piece_is_read_to_its_end(bench: Bench) -> None:
@@ -415,7 +434,7 @@ def test_of_a_tier_that_is_not_known_one_piece_is_read_to_its_end(bench: Bench) 
     for _ in range(3):
         assert bench.next(meeting).piece is not None
     assert states_of(meeting) == ["computed"] * 3
-    assert (bench.reads[0].cancelled, meeting.num_reading_blocks) == (0, 0)
+    assert (bench.reads[0].cancelled, meeting._reading) == (0, {})
     assert meeting.num_computed_blocks == 3 * BLOCKS
     assert meeting.lost_blocks == set()
 
@@ -429,7 +448,7 @@ def test_what_the_model_comes_to_is_not_read_any_more(bench: Bench, monkeypatch:
     assert step == Step(meeting.line.pieces[0], ())
     assert [one.cancelled for one in bench.reads] == [0, 1]
     assert states_of(meeting) == ["computed", "reading"]
-    assert meeting.num_reading_blocks == BLOCKS
+    assert sum(piece.size for piece in meeting._reading) == BLOCKS
 
 
 READ_S = BLOCKS * 1.0 + BLOCKS * 0.125  # of a piece out of the tier and over the link, in the next tests

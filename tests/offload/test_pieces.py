@@ -192,7 +192,7 @@ def worth_reading(
     snapshot = SimpleNamespace(tier_waits=tier, link_waits=link, tier_s=1.0, link_s=0.0)
     rates = SimpleNamespace(snapshot=lambda: snapshot, compute_s=lambda start, stop: compute_s)
     meeting: Any = SimpleNamespace(_rates=rates, _reading=dict.fromkeys(reading), _below=below)
-    books: Any = SimpleNamespace(feed=SimpleNamespace(num_reading_blocks=0, free_s=0.0))
+    books: Any = SimpleNamespace(feed=SimpleNamespace(free_s=0.0), num_reading_blocks=0)
     return Meeting._worth_reading(meeting, piece, books)  # type: ignore[arg-type]
 
 

@@ -175,7 +175,7 @@ class TieredRig:
         assert not books.below.storing and not books.below.held and not books.below.forgotten
         assert not books.directory.following and not books.directory.ranks.pending
         assert self.pool.domain._num_leases == 0
-        assert books.below.rate._blocks_under_way == 0
+        assert books.below.rate.blocks_under_way == 0
 
     def close(self) -> None:
         if isinstance(self.engine, Gated):
