@@ -91,10 +91,18 @@ METRICS = (
     Metric("paddle_kv_rate_bytes_per_second", "gauge", "bytes_per_s",
            "Measured: of loads, of saves, and out of the tier; 0: not yet", "rates",
            {name: f"{name}_bytes_per_s" for name in _SOURCES}, "source"),
+    Metric("paddle_kv_rate_spread_ratio", "gauge", "ratio", "Mean distance of a measurement from the rate, as a "
+           "part of it; 0: not yet", "rates", {name: f"{name}_spread" for name in _SOURCES}, "source"),
+    Metric("paddle_kv_rate_trusted", "gauge", "sources", "1: the model may wait for what comes from there", "rates",
+           {name: f"{name}_trusted" for name in _SOURCES}, "source"),
     Metric("paddle_kv_late_loads_total", "counter", "loads", "Loads that were given up because they took too long",
            "rates", {name: f"{name}_late_loads" for name in _SOURCES}, "source"),
     Metric("paddle_kv_prefill_tokens_per_second", "gauge", "tokens_per_s", "Measured, at the beginning of a prompt; "
            "0: not yet", "rates", _one("prefill_tokens_per_s")),
+    Metric("paddle_kv_prefill_position_seconds", "gauge", "seconds", "How much longer a token takes for each one "
+           "before it", "rates", _one("prefill_s_per_token_and_position")),
+    Metric("paddle_kv_prefill_spread_ratio", "gauge", "ratio", "Mean distance of a measurement from what was "
+           "expected, as a part of it; 0: not yet", "rates", _one("prefill_spread")),
 )  # fmt: skip
 
 
