@@ -59,18 +59,21 @@ def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies, monkeypatc
     rig.check_books()
 
 
-def test_a_prefix_of_one_pass_is_loaded_as_soon_as_the_link_is_known(rig: ChunkRig) -> None:
+def test_a_prefix_of_one_pass_is_loaded_as_soon_as_the_link_is_known(
+    rig: ChunkRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While it is not, a part comes beside the computing of the other one: nothing else would ever measure the link."""
     tokens, everything = TOKENS[: 8 * SIZE + 3], len(TABLE) * SIZE
-
-    def pause(tokens: range) -> None:
-        until(lambda: not any(one.plan.direction == "onload" for one in rig.scheduler.in_flight()))
-        time.sleep(0.002 * len(tokens) / SIZE)
-
-    rig.pause = pause
-    computed = []
+    computed = [sum(map(len, rig.prefill(tokens, TABLE, chunk_tokens=everything)))]
+    rig.scheduler.drain(WAIT_S)
+    know(rig.manager, None, 1.0)
+    rates = rig.manager.rates
+    observe, num_bytes = rates.observe_load, rates.block_bytes
+    monkeypatch.setattr(rates, "observe_load", lambda name, *_: observe(name, num_bytes, 0.1))  # of a busy machine
+    monkeypatch.setattr(rates, "observe_prefill", lambda *_: None)
+    rig.pause = lambda _: until(lambda: not any(one.plan.direction == "onload" for one in rig.scheduler.in_flight()))
     for _ in range(30):
-        computed.append(sum(map(len, rig.prefill(tokens, TABLE, chunk_tokens=everything // SIZE * SIZE))))
+        computed.append(sum(map(len, rig.prefill(tokens, TABLE, chunk_tokens=everything))))
         rig.scheduler.drain(WAIT_S)
     assert computed[0] == len(tokens)
     assert computed[-1] < len(tokens) // 2, computed
