@@ -381,7 +381,8 @@ class Meeting:
             return worth.choice == "load"
         # The best would be to compute a part of the piece; it is computed as a whole, or all is loaded.
         piece_s = self._rates.compute_s(first.start, first.stop)
-        return piece_s is None or worth.load_s <= weighed(host=(first.stop, stop), wait_s=piece_s).expected_s
+        assert piece_s is not None  # or there would be nothing to weigh
+        return worth.load_s <= weighed(host=(first.stop, stop), wait_s=piece_s).expected_s
 
     def _with(self, step: Step) -> Step:
         for piece, movement in self.moving.items():

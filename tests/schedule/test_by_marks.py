@@ -477,11 +477,8 @@ def test_a_mark_that_is_interrupted_before_its_note_while_the_marks_end(rig, bac
     rig.check()
 
 
-def test_a_mark_is_noted_while_its_pool_gets_another_scheduler(rig, backend, scheduler, monkeypatch):
-    """The group that it is noted in is given up in this moment."""
-    save = scheduler.offload([3], [2], layerwise=True)
-    over = threading.Event()
-    save.add_done_callback(lambda _: over.set())
+def give_the_group_up_before_its_next_note(rig, monkeypatch):
+    """The pool gets another scheduler in that moment, the only one of the list that is returned."""
     inner, made = MemoryGroup.note, []
 
     def note(self, function):
@@ -491,6 +488,15 @@ def test_a_mark_is_noted_while_its_pool_gets_another_scheduler(rig, backend, sch
         inner(self, function)
 
     monkeypatch.setattr(MemoryGroup, "note", note)
+    return made
+
+
+def test_a_mark_is_noted_while_its_pool_gets_another_scheduler(rig, backend, scheduler, monkeypatch):
+    """The group that it is noted in is given up in this moment."""
+    save = scheduler.offload([3], [2], layerwise=True)
+    over = threading.Event()
+    save.add_done_callback(lambda _: over.set())
+    made = give_the_group_up_before_its_next_note(rig, monkeypatch)
     mark_all(save)
     assert over.wait(WAIT_S)
     made[0].close(WAIT_S)
@@ -499,15 +505,7 @@ def test_a_mark_is_noted_while_its_pool_gets_another_scheduler(rig, backend, sch
 def test_whoever_waits_looks_at_a_mark_of_a_group_that_was_given_up(rig, backend, scheduler, monkeypatch):
     """The note lies where no section comes by."""
     save = scheduler.offload([3], [2], layerwise=True)
-    inner, made = MemoryGroup.note, []
-
-    def note(self, function):
-        monkeypatch.undo()
-        other = DeviceCache(rig.spec, 4, "cpu")
-        in_threads(lambda: made.append(LayerwiseScheduler(other, rig.pool)))
-        inner(self, function)
-
-    monkeypatch.setattr(MemoryGroup, "note", note)
+    made = give_the_group_up_before_its_next_note(rig, monkeypatch)
     save.mark_layer_written(0)
     save.wait_layer(0, timeout_s=WAIT_S)
     mark_all(save, but=[0])
