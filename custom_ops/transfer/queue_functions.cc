@@ -108,6 +108,30 @@ PyObject* Mark(PyObject*, PyObject* const* given, Py_ssize_t count) {
   });
 }
 
+PyObject* IsCapturing(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 3) Refuse("is_capturing takes 3 arguments");
+    const auto function = reinterpret_cast<int (*)(int, std::int64_t)>(IntegerIn(given[0]));
+    return PyLong_FromLong(function(static_cast<int>(IntegerIn(given[1])), IntegerIn(given[2])));
+  });
+}
+
+PyObject* WaitStream(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 5) Refuse("wait_stream takes 5 arguments");
+    const auto function = reinterpret_cast<int (*)(int, std::int64_t, std::int64_t, std::int64_t)>(IntegerIn(given[0]));
+    const std::int64_t device = IntegerIn(given[1]), stream = IntegerIn(given[2]), event = IntegerIn(given[3]);
+    const std::int64_t timeout_us = IntegerIn(given[4]);
+    int result = function(static_cast<int>(device), stream, event, 0);
+    if (result == 1 && timeout_us != 0) {
+      PyThreadState* const state = PyEval_SaveThread();
+      result = function(static_cast<int>(device), stream, event, timeout_us);
+      PyEval_RestoreThread(state);
+    }
+    return PyLong_FromLong(result);
+  });
+}
+
 // What is raised already is raised once more, whatever the call raises.
 template <class Call>
 void KeepingError(Call call) {
@@ -181,6 +205,9 @@ void* paddle_kv_queue_functions() {
       {"submit_by_marks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&SubmitByMarks)), METH_FASTCALL,
        nullptr},
       {"mark", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Mark)), METH_FASTCALL, nullptr},
+      {"is_capturing", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&IsCapturing)), METH_FASTCALL,
+       nullptr},
+      {"wait_stream", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&WaitStream)), METH_FASTCALL, nullptr},
       {"hear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Hear)), METH_FASTCALL, nullptr}};
   return DictionaryOf(methods);
 }

@@ -65,6 +65,7 @@ class CupyBackend:
         # Transfers that were enqueued at some time after they were given back, events.
         self._resting_events: deque[tuple[int, list[int]]] = deque()
         self._saw_failure = False
+        self._named: tuple[Any, int] = (None, 0)  # the stream that was named last, kept alive by that, and its handle
         costs = calibration.load(device_name(device_id)) or calibration.EngineCosts()
         transfer_queue.set_costs(device_id, costs.in_order())
 
@@ -148,21 +149,33 @@ class CupyBackend:
         while self._idle_events:
             runtime.eventDestroy(self._idle_events.pop())
 
-    @_on_device
     def compute_stream(self, stream: Any) -> int:
-        # Asked before anything else is done with the stream: a forbidden call would break the capture.
+        named, handle = self._named
+        if stream is None or stream is not named:
+            return self._look_up(stream)
+        self._check_not_captured(handle)
+        return handle
+
+    @_on_device
+    def _look_up(self, stream: Any) -> int:
         surrounding = streams.cupy_stream() if stream is None else stream
-        named = streams.paddle_stream(self._device_id) if surrounding is None else streams.handle_of(surrounding)
+        handle = streams.paddle_stream(self._device_id) if surrounding is None else streams.handle_of(surrounding)
         of = getattr(stream, "device_id", -1)  # CuPy's streams know, mostly
         if of not in (-1, self._device_id):
             raise ValueError(f"stream is one of GPU {of}; this scheduler works on GPU {self._device_id}")
-        if runtime.streamIsCapturing(named):
+        self._check_not_captured(handle)
+        if surrounding is not stream:
+            return streams.resolve_on(None, self._device_id)
+        if stream is not None:
+            self._named = stream, handle
+        return handle
+
+    def _check_not_captured(self, stream: int) -> None:
+        """Before anything else is done with the stream: a forbidden call would break the capture."""
+        if transfer_queue.is_capturing(self._device_id, stream):
             raise CaptureError(
                 "the stream is being captured into a CUDA graph; a transfer cannot become part of a graph"
             )
-        if surrounding is stream:
-            return named
-        return streams.resolve_on(None, self._device_id)
 
     @_on_device
     def record(self, event: int, stream: Any) -> None:

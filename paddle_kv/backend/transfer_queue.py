@@ -1,10 +1,11 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
 Called through ctypes, but for ``submit`` and ``submit_by_marks``, which have so many arguments that ctypes would take
-longer than the call, ``mark``, which is called for every layer of a model, and ``hear``, in which handlers of signals
-run: an operator call of Paddle costs 10 to 40 us. ctypes gives up the GIL for the time of a call; those that only look
-into the queue, under a lock that nobody holds while CUDA works, keep it: to get it back costs more than they do. So do
-the calls for a layer's mark. Streams and events are handles. The C side is
+longer than the call, ``mark``, ``is_capturing`` and ``wait_stream``, which are called for every layer of a model, and
+``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us. ctypes gives up the GIL for
+the time of a call; those that only look into the queue, under a lock that nobody holds while CUDA works, keep it: to
+get it back costs more than they do. So do the calls for a layer, unless they have to wait. Streams and events are
+handles. The C side is
 ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
@@ -52,7 +53,6 @@ def _functions(keeping_the_gil: bool = False) -> Any:
         "open": [ctypes.c_int, ctypes.c_int64, ctypes.c_int],
         "close": [ctypes.c_int64],
         "flush": [ctypes.c_int64, ctypes.c_int64],
-        "wait_stream": [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64],
         "query": [ctypes.c_int, ctypes.c_void_p, ctypes.c_int64],
         "push_device": [ctypes.c_int],
         "forget": [ctypes.c_int64],
@@ -78,7 +78,7 @@ def _submit() -> Any:
 
 
 @functools.cache
-def _by_marks(name: str) -> Any:
+def _by_address(name: str) -> Any:
     address = ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value
     return functools.partial(_library.queue_functions()[name], address)
 
@@ -201,7 +201,7 @@ def submit_by_marks(
     """As :func:`submit`, but each group is enqueued when :func:`mark` was called for its layers, which records their
     events among ``marks``. Until then its record event is not pending. A start event for each group."""
     checked(
-        _by_marks("submit_by_marks")(
+        _by_address("submit_by_marks")(
             plan,
             direction,
             engine,
@@ -224,7 +224,8 @@ def mark(token: int, layer: int, compute_stream: int) -> bool | None:
     """Records the event of a mark on a stream, unless the layer is marked. False: no marks of that transfer are
     expected any more, and nothing was recorded. None: it was, but there was no memory to enqueue the group, and later
     marks enqueue nothing."""
-    return _MARKED[checked(_by_marks("mark")(token, layer, compute_stream))]
+    result = _by_address("mark")(token, layer, compute_stream)
+    return _MARKED[result if result >= 0 else checked(result)]
 
 
 def take_enqueued(token: int, first: int, groups: int, *, ends: bool) -> list[int]:
@@ -296,10 +297,15 @@ def flush(stream: int, timeout_s: float | None = None) -> bool:
     return checked(_functions().paddle_kv_queue_flush(stream, _microseconds(timeout_s))) == 0
 
 
+def is_capturing(device_id: int, stream: int) -> bool:
+    """Whether the stream is being captured into a CUDA graph. Does nothing else with it."""
+    return checked(_by_address("is_capturing")(device_id, stream)) == 1
+
+
 def wait_stream(device_id: int, stream: int, event: int, timeout_s: float | None) -> bool:
     """Work submitted to ``stream`` from now on runs after the event. Blocks the host while the event is pending; False
     if it still was when the time was over."""
-    return checked(_functions().paddle_kv_queue_wait_stream(device_id, stream, event, _microseconds(timeout_s))) == 0
+    return checked(_by_address("wait_stream")(device_id, stream, event, _microseconds(timeout_s))) == 0
 
 
 def query(device_id: int, *events: int) -> bool:

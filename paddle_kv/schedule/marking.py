@@ -16,7 +16,7 @@ from .uses import holding
 
 @holding(lambda names: names["movement"].scheduler)
 def mark(movement: Movement, layer: int, queue: Stream, twice: str) -> None:
-    """``twice``: what is said of a layer that could be moved before.
+    """``twice``: what is said of a ``{layer}`` that could be moved before.
 
     Raises:
         ValueError: such a layer.
@@ -58,7 +58,7 @@ def _record(movement: Movement, layer: int, queue: Stream, held: tuple[Events, .
         del held
     movement.raise_if_failed()
     if movement.plan.num_groups:
-        raise ValueError(twice)
+        raise ValueError(twice.format(layer=layer if movement.layerwise else layer - movement.ring))
 
 
 def _mark_at_backend(movement: Movement, layer: int, event: Event, queue: Stream) -> bool:

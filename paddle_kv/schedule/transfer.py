@@ -18,7 +18,7 @@ from ..backend.work import Event, Stream, TransferPlan
 from ..errors import CancelledError, TransferError
 from ..timeouts import check_timeout
 from ..tracking.group import change, note
-from ..tracking.keeper import Deadline, Waiter, log, nothing
+from ..tracking.keeper import NO_END, Deadline, Waiter, log, nothing
 from . import behind, hearing, marking, settling, submission
 from .movement import Movement, State
 from .resources import Events
@@ -155,7 +155,7 @@ class Transfer:
         layer = self._layer_index(layer)
         if not self._movement.layerwise:
             raise ValueError("mark_layer_written is for offload(..., layerwise=True); this transfer is not layerwise")
-        text = f"layer = {layer} is marked as written already; each layer is marked once"
+        text = "layer = {layer} is marked as written already; each layer is marked once"
         marking.mark(self._movement, layer, self._scheduler.compute_stream(stream), text)
 
     def mark_layer_read(self, layer: int, *, stream: Any = None) -> None:
@@ -193,7 +193,7 @@ class Transfer:
         if not movement.ring or movement.direction != "onload":
             raise ValueError("mark_layer_read is for onloads into a device cache with layer_buffers; this is none")
         if layer + movement.ring < movement.plan.num_layers:
-            text = f"layer = {layer} is marked as read already; each layer is marked once"
+            text = "layer = {layer} is marked as read already; each layer is marked once"
             marking.mark(movement, layer + movement.ring, self._scheduler.compute_stream(stream), text)
         else:
             movement.raise_if_failed()
@@ -388,7 +388,7 @@ class Transfer:
         timeout_s: float | None,
         layer: int | None,
     ) -> None:
-        deadline = Deadline(timeout_s)
+        deadline = NO_END if timeout_s is None else Deadline(timeout_s)
         movement = self._movement
         movement.group.check_outside()
 
@@ -397,7 +397,7 @@ class Transfer:
                 change(movement, nothing)  # by a mark, perhaps
             return movement.over or movement.spoiled or event_of() is not None
 
-        if not self._wait_for(submitted, deadline, movement.layer_waiters):
+        if event_of() is None and not self._wait_for(submitted, deadline, movement.layer_waiters):
             raise self._not_submitted(timeout_s, layer)
         event = event_of()
         held: tuple[Events, ...] = movement.held  # keeps the event until the end of this call

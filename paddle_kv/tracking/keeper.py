@@ -76,6 +76,9 @@ class Deadline:
         return self._end_s is not None and time.monotonic() >= self._end_s
 
 
+NO_END = Deadline(None)
+
+
 class Host(Protocol):
     """How host threads run, wait and meet: the keeper, or the simulator's stand-in for it.
 

@@ -94,7 +94,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         "Stream": SimpleNamespace(ptr=71),
         "wait_stream": True,
         "query": True,
-        "streamIsCapturing": False,
+        "is_capturing": False,
         "enqueued": 0,
         "submitted": 0,
         "paddle_stream": 81,
@@ -103,11 +103,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     runtime, cuda = cupy_backend.runtime, cupy_backend.cupy.cuda
     monkeypatch.setattr(runtime, "getDevice", lambda: made.current, raising=False)
     asked = {
-        runtime: ("eventCreateWithFlags", "eventDestroy", "eventRecord", "eventElapsedTime", "streamIsCapturing",
+        runtime: ("eventCreateWithFlags", "eventDestroy", "eventRecord", "eventElapsedTime",
                   "streamDestroy", "getDeviceProperties"),
         cuda: ("Stream", "Event"),
         transfer_queue: ("set_costs", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
-                         "query", "forget", "enqueued", "submitted", "push_device", "pop_device",
+                         "is_capturing", "query", "forget", "enqueued", "submitted", "push_device", "pop_device",
                          "submit_by_marks", "mark", "take_enqueued"),
         streams: ("paddle_stream", "cupy_stream", "resolve_on"),
         completions: ("watch", "hear"),
@@ -259,12 +259,12 @@ def test_a_stream_is_destroyed_behind_its_transfers_and_by_nobody_else(gpu: Gpu,
 
 def test_the_compute_stream_is_the_one_that_is_named(gpu: Gpu, backend: Any) -> None:
     assert backend.compute_stream(77) == 77
-    assert gpu.asked() == [("streamIsCapturing", 77)]
+    assert gpu.asked() == [("is_capturing", DEVICE, 77)]
     assert backend.compute_stream(None) == 81
-    assert gpu.asked() == [("cupy_stream",), ("paddle_stream", DEVICE), ("streamIsCapturing", 81)]
+    assert gpu.asked() == [("cupy_stream",), ("paddle_stream", DEVICE), ("is_capturing", DEVICE, 81)]
     gpu.answers["cupy_stream"] = SimpleNamespace(ptr=83)  # of a with block: it is made to wait for Paddle's
     assert backend.compute_stream(None) == 82
-    assert gpu.asked() == [("cupy_stream",), ("streamIsCapturing", 83), ("resolve_on", None, DEVICE)]
+    assert gpu.asked() == [("cupy_stream",), ("is_capturing", DEVICE, 83), ("resolve_on", None, DEVICE)]
 
 
 def test_a_stream_of_another_gpu_is_refused(gpu: Gpu, backend: Any) -> None:
@@ -277,12 +277,33 @@ def test_a_stream_of_another_gpu_is_refused(gpu: Gpu, backend: Any) -> None:
     assert gpu.asked() == []
 
 
+def test_a_stream_that_is_named_again_is_not_looked_up_again(gpu: Gpu, backend: Any) -> None:
+    gpu.current = DEVICE + 1
+    first, second = (SimpleNamespace(ptr=ptr, device_id=DEVICE) for ptr in (77, 78))
+    assert backend.compute_stream(first) == 77
+    looked_up = [("push_device", DEVICE), ("is_capturing", DEVICE, 77), ("pop_device",)]
+    assert gpu.asked() == looked_up
+    assert backend.compute_stream(first) == 77
+    assert gpu.asked() == [("is_capturing", DEVICE, 77)]
+    gpu.answers["is_capturing"] = True
+    with pytest.raises(CaptureError):
+        backend.compute_stream(first)
+    gpu.answers["is_capturing"] = False
+    assert backend.compute_stream(second) == 78
+    gpu.asked()
+    assert backend.compute_stream(first) == 77
+    assert gpu.asked() == looked_up
+    assert backend.compute_stream(None) == 81
+    assert backend.compute_stream(None) == 81
+    assert gpu.asked().count(("paddle_stream", DEVICE)) == 2
+
+
 @pytest.mark.parametrize("stream", [77, None])
 def test_a_stream_that_is_captured_is_only_asked_whether_it_is(gpu: Gpu, backend: Any, stream: int | None) -> None:
-    gpu.answers["streamIsCapturing"] = True
+    gpu.answers["is_capturing"] = True
     with pytest.raises(CaptureError, match="being captured into a CUDA graph"):
         backend.compute_stream(stream)
-    assert gpu.asked()[-1] == ("streamIsCapturing", 77 if stream else 81)
+    assert gpu.asked()[-1] == ("is_capturing", DEVICE, 77 if stream else 81)
 
 
 # ---- events ----

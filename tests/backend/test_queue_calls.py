@@ -8,6 +8,7 @@ import ctypes
 import functools
 import itertools
 import os
+import select
 import signal
 import threading
 import time
@@ -27,10 +28,8 @@ from tests import c_header
 from tests.schedule.rig import WAIT_S
 
 HEADER = "transfer/queue_api.h"
-SUBMIT = _library.queue_functions()["submit"]
-SUBMIT_BY_MARKS = _library.queue_functions()["submit_by_marks"]
-MARK = _library.queue_functions()["mark"]
-HEAR = _library.queue_functions()["hear"]
+FUNCTIONS = _library.queue_functions()
+SUBMIT, HEAR = FUNCTIONS["submit"], FUNCTIONS["hear"]
 
 
 class Transfer(ctypes.Structure):
@@ -101,18 +100,27 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         made.calls.append((False, "submit_by_marks", ("pointer", "pointer")))
         return int(made.answers.get("submit_by_marks", lambda *_: 0)(given.contents, starts))
 
-    def mark(*given: int) -> int:
-        made.calls.append((False, "mark", given))
-        return int(made.answers.get("mark", lambda *_: 0)(*given))
+    def answering(name: str, *types: Any) -> Any:
+        def function(*given: int) -> int:
+            made.calls.append((False, name, given))
+            return int(made.answers.get(name, lambda *_: 0)(*given))
 
-    one = ctypes.c_int64
-    all_at_marks = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Transfer), ctypes.POINTER(one))(submit_by_marks)
-    marks = ctypes.CFUNCTYPE(ctypes.c_int, one, one, one)(mark)
-    by_marks = {
-        "submit_by_marks": functools.partial(SUBMIT_BY_MARKS, ctypes.cast(all_at_marks, ctypes.c_void_p).value),
-        "mark": functools.partial(MARK, ctypes.cast(marks, ctypes.c_void_p).value),
+        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(function)
+
+    one, device = ctypes.c_int64, ctypes.c_int
+    called_by_address = {
+        "submit_by_marks": ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Transfer), ctypes.POINTER(one))(
+            submit_by_marks
+        ),
+        "mark": answering("mark", one, one, one),
+        "is_capturing": answering("is_capturing", device, one),
+        "wait_stream": answering("wait_stream", device, one, one, one),
     }
-    monkeypatch.setattr(transfer_queue, "_by_marks", by_marks.__getitem__)
+    by_address = {
+        name: functools.partial(FUNCTIONS[name], ctypes.cast(function, ctypes.c_void_p).value)
+        for name, function in called_by_address.items()
+    }
+    monkeypatch.setattr(transfer_queue, "_by_address", by_address.__getitem__)
 
     def hear(*given: int) -> int:
         made.calls.append((True, "hear", given))
@@ -128,8 +136,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 def test_functions_and_structure_are_those_of_the_header(library: Library) -> None:
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
-    assert len(declared) == 23
-    for name in ("submit", "submit_by_marks", "mark", "hear", "end_hearing"):  # by no ctypes
+    assert len(declared) == 24
+    by_no_ctypes = ("submit", "submit_by_marks", "mark", "is_capturing", "wait_stream", "hear", "end_hearing")
+    for name in by_no_ctypes:
         declared.pop(f"paddle_kv_queue_{name}")
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
     untyped = set(declared) - set(typed)
@@ -226,10 +235,9 @@ def test_what_was_enqueued_by_marks(library: Library, ends: bool) -> None:
     assert transfer_queue.take_enqueued(5, 2, 9, ends=ends) == [8, 0, 4]
 
 
-@pytest.mark.parametrize("block_count", [transfer_queue.FEW_BLOCKS, transfer_queue.FEW_BLOCKS + 1])
-def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
-    """As what submits stands the C library's nanosleep, to which plan and direction are seconds and nanoseconds."""
-    sleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
+def others_run_in(call: Callable[[], object], expected: bool) -> bool:
+    """Whether another thread runs Python in the call, which sleeps: as expected in one of a few calls, since the
+    machine may hold up one thread while the other one runs."""
     begun, over, steps = threading.Event(), [], [0]
 
     def count() -> None:
@@ -241,17 +249,45 @@ def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
     thread = threading.Thread(target=count)
     thread.start()
     assert begun.wait(WAIT_S)
-    ids, few, meanwhile = np.arange(block_count), transfer_queue.FEW_BLOCKS, []
-    for _ in range(10):  # the machine may hold up one thread while the other one runs, in the call or beside it
+    found = not expected
+    for _ in range(10):
         before = steps[0]
-        SUBMIT(sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], [2], [3], 4, 0, -1)
-        meanwhile.append(steps[0] - before)
-        if (meanwhile[-1] > 5) == (block_count > few):
+        call()
+        found = steps[0] - before > 5
+        if found == expected:
             break
-    else:
-        pytest.fail(f"steps of the other thread meanwhile: {meanwhile}")
     over.append(True)
     thread.join(WAIT_S)
+    return found
+
+
+@pytest.mark.parametrize("block_count", [transfer_queue.FEW_BLOCKS, transfer_queue.FEW_BLOCKS + 1])
+def test_a_submission_of_many_blocks_gives_up_the_gil(block_count: int) -> None:
+    """As what submits stands the C library's nanosleep, to which plan and direction are seconds and nanoseconds."""
+    sleep = ctypes.cast(ctypes.CDLL(None).nanosleep, ctypes.c_void_p).value
+    ids, few = np.arange(block_count), transfer_queue.FEW_BLOCKS
+    is_many = block_count > few
+    submit = functools.partial(SUBMIT, sleep, few, 0, 200_000_000, 0, ids, ids, 0, 1, 1, [()], [2], [3], 4, 0, -1)
+    assert others_run_in(submit, is_many) is is_many
+
+
+def test_a_wait_for_an_event_that_is_pending_gives_up_the_gil() -> None:
+    """As what waits stands the C library's epoll_wait, with the time-out in milliseconds: it tells an edge at once, and
+    then waits for the next one."""
+    wait = ctypes.cast(ctypes.CDLL(None).epoll_wait, ctypes.c_void_p).value
+    events, ends = ctypes.create_string_buffer(64), os.pipe()
+    with select.epoll() as edges:
+        edges.register(ends[0], select.EPOLLIN | select.EPOLLET)
+        answers: list[int] = []
+
+        def wait_stream() -> None:
+            os.write(ends[1], b"1")
+            answers.append(FUNCTIONS["wait_stream"](wait, edges.fileno(), ctypes.addressof(events), 1, 200))
+
+        assert others_run_in(wait_stream, True)
+    assert set(answers) == {0}
+    for end in ends:
+        os.close(end)
 
 
 @pytest.mark.parametrize(
@@ -287,9 +323,13 @@ def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wr
     with pytest.raises(TypeError, match="16 arguments"):
         SUBMIT(*given[:-1])
     with pytest.raises(TypeError, match="15 arguments"):
-        SUBMIT_BY_MARKS(address, *given[3:])
+        FUNCTIONS["submit_by_marks"](address, *given[3:])
     with pytest.raises(TypeError, match="4 arguments"):
-        MARK(address, 1, 2)
+        FUNCTIONS["mark"](address, 1, 2)
+    with pytest.raises(TypeError, match="3 arguments"):
+        FUNCTIONS["is_capturing"](address, 1)
+    with pytest.raises(TypeError, match="5 arguments"):
+        FUNCTIONS["wait_stream"](address, 1, 2, 3)
     assert len(called) == 1
 
 
@@ -581,8 +621,10 @@ def test_arguments_and_which_calls_give_up_the_gil(library: Library) -> None:
         (lambda: transfer_queue.flush(1), "flush", 0, True, (True, (1, -1))),
         (lambda: transfer_queue.flush(1, 2.25), "flush", 1, False, (True, (1, 2_250_000))),
         (lambda: transfer_queue.flush(1, -3.0), "flush", 1, False, (True, (1, 0))),
-        (lambda: transfer_queue.wait_stream(1, 2, 3, None), "wait_stream", 0, True, (True, (1, 2, 3, -1))),
-        (lambda: transfer_queue.wait_stream(1, 2, 3, 2e-6), "wait_stream", 1, False, (True, (1, 2, 3, 2))),
+        (lambda: transfer_queue.is_capturing(1, 2), "is_capturing", 0, False, (False, (1, 2))),
+        (lambda: transfer_queue.is_capturing(1, 2), "is_capturing", 1, True, (False, (1, 2))),
+        (lambda: transfer_queue.wait_stream(1, 2, 3, None), "wait_stream", 0, True, (False, (1, 2, 3, 0))),
+        (lambda: transfer_queue.wait_stream(1, 2, 3, 0.0), "wait_stream", 1, False, (False, (1, 2, 3, 0))),
         (lambda: transfer_queue.query(1, *range(2, 7)), "query", 0, True, (True, (1, [2, 3, 4, 5, 6], 5))),
         (lambda: transfer_queue.query(1, *range(2, 6)), "query", 0, True, (False, (1, [2, 3, 4, 5], 4))),
         (lambda: transfer_queue.query(1, 2), "query", 1, False, (False, (1, [2], 1))),
@@ -598,6 +640,16 @@ def test_what_is_asked_and_what_is_answered(
     assert (found, type(found)) == (expected, type(expected))
     gave_up, arguments = called
     assert library.calls == [(gave_up, name, arguments)]
+
+
+@pytest.mark.parametrize(("timeout_s", "timeout_us"), [(None, -1), (2e-6, 2)])
+@pytest.mark.parametrize(("answer", "expected"), [(0, True), (1, False)])
+def test_others_run_while_an_event_is_pending(
+    library: Library, timeout_s: float | None, timeout_us: int, answer: int, expected: bool
+) -> None:
+    library.answers["wait_stream"] = lambda *given: 1 if len(library.calls) == 1 else answer
+    assert transfer_queue.wait_stream(1, 2, 3, timeout_s) is expected
+    assert library.calls == [(False, "wait_stream", (1, 2, 3, 0)), (False, "wait_stream", (1, 2, 3, timeout_us))]
 
 
 @pytest.mark.parametrize(("first_dropped", "expected"), [(-1, None), (0, 0), (5, 5)])
@@ -681,6 +733,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
         lambda: transfer_queue.hear(1, None, pytest.fail, {}, pytest.fail),
         lambda: transfer_queue.completions_fd(),
         lambda: transfer_queue.flush(1),
+        lambda: transfer_queue.is_capturing(0, 1),
         lambda: transfer_queue.wait_stream(0, 1, 2, None),
         lambda: transfer_queue.query(0, 1),
         lambda: transfer_queue.push_device(0),

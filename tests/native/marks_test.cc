@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <new>
 #include <string>
@@ -19,13 +20,13 @@
 
 namespace {
 
-// Nothing else allocates so many bytes.
-constexpr std::size_t kIds = 9;
-constexpr std::size_t kIdBytes = kIds * sizeof(std::int64_t);
-std::atomic<int> left_for_ids{-1};  // allocations of so many ids until one fails; -1: none does
+// Of a group of so many layers: nothing else allocates so many bytes.
+constexpr std::int64_t kEvents = 9;
+constexpr std::size_t kEventBytes = kEvents * sizeof(std::int64_t);
+std::atomic<int> left_for_events{-1};  // allocations of so many events until one fails; -1: none does
 
 void* Allocate(std::size_t bytes) {
-  if (bytes == kIdBytes && left_for_ids >= 0 && left_for_ids-- == 0) throw std::bad_alloc();
+  if (bytes == kEventBytes && left_for_events >= 0 && left_for_events-- == 0) throw std::bad_alloc();
   if (void* const memory = std::malloc(bytes)) return memory;
   throw std::bad_alloc();
 }
@@ -67,7 +68,8 @@ struct Save {
     CHECK(paddle_kv_queue_flush(stream.handle(), -1) == 0);
     DestroyFakeStream(compute);
   }
-  static void Fill(std::vector<std::unique_ptr<Event>>* events, std::vector<std::int64_t>* handles, std::int64_t count) {
+  static void Fill(std::vector<std::unique_ptr<Event>>* events, std::vector<std::int64_t>* handles,
+                   std::int64_t count) {
     for (std::int64_t i = 0; i < count; ++i) {
       events->push_back(std::make_unique<Event>());
       handles->push_back(events->back()->handle());
@@ -271,16 +273,48 @@ void AMarkThatFailsIsNone() {
 }
 
 void WithoutMemoryItsMarksEnd() {
-  Plan plan(3, 8, true);
-  std::vector<std::int64_t> ids(kIds);  // one block again and again
-  Save save(plan, 11, 1, ids);
-  CHECK(save.Submit() == 0 && save.Mark(2) == kHere);
-  left_for_ids = 1;  // the second list of the next group
-  CHECK(save.Mark(0) == kNotEnqueued);
-  CHECK(save.Mark(1) == kNotKnown);  // as the queue refuses the rest
+  constexpr std::int64_t kLayers = 3 * kEvents;
+  Plan plan(kLayers, 8, true);
+  Save save(plan, 11, kEvents);
+  const auto mark_group = [&](std::int64_t group) {
+    for (std::int64_t layer = group * kEvents; layer < (group + 1) * kEvents - 1; ++layer) {
+      CHECK(save.Mark(layer) == kHere);
+    }
+    return save.Mark((group + 1) * kEvents - 1);
+  };
+  CHECK(save.Submit() == 0 && mark_group(2) == kHere);
+  left_for_events = 0;
+  CHECK(mark_group(0) == kNotEnqueued);
+  CHECK(save.Mark(kEvents) == kNotKnown);  // as the queue refuses the rest
   CHECK(save.Take(0, true) == Groups{2});
   save.WaitForGroup(2);
-  save.CheckSaved({false, false, true});
+  std::vector<bool> saved(kLayers);
+  std::fill(saved.begin() + 2 * kEvents, saved.end(), true);
+  save.CheckSaved(saved);
+}
+
+double CpuSeconds() {
+  timespec now{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+  return now.tv_sec + now.tv_nsec * 1e-9;
+}
+
+// A model that stands still must not cost a core.
+void NobodyLooksForMarksForLong() {
+  Plan plan(3, 100, true);
+  Save save(plan, 14);
+  CHECK(save.Submit() == 0 && save.Mark(0) == kHere);
+  save.WaitForGroup(0);
+  std::this_thread::sleep_for(milliseconds(20));
+  const double before = CpuSeconds();
+  std::this_thread::sleep_for(milliseconds(200));
+  CHECK(CpuSeconds() - before < 0.002);
+  CHECK(save.Mark(1) == kHere);  // wakes it
+  save.WaitForGroup(1);
+  CHECK(save.Mark(2) == kHere);
+  save.WaitForGroup(2);
+  CHECK(save.Take(0).size() == 3);
+  save.CheckSaved({true, true, true});
 }
 
 void WhatCannotBeRightIsRefused() {
@@ -353,7 +387,8 @@ void ThreadsMarkWhileAnotherEndsIt() {
     std::vector<bool> is_saved(kLayers);
     for (const std::int64_t group : taken) {
       save.WaitForGroup(group);
-      for (std::int64_t layer = group * save.layers_per_event; layer < std::min(kLayers, (group + 1) * save.layers_per_event); ++layer) {
+      for (std::int64_t layer = group * save.layers_per_event;
+           layer < std::min(kLayers, (group + 1) * save.layers_per_event); ++layer) {
         CHECK(!is_saved[layer]);
         is_saved[layer] = true;
       }
@@ -375,6 +410,7 @@ const Test kTests[] = {
     {"a_stream_that_is_closed_takes_it_along", AStreamThatIsClosedTakesItAlong},
     {"a_mark_that_fails_is_none", AMarkThatFailsIsNone},
     {"without_memory_its_marks_end", WithoutMemoryItsMarksEnd},
+    {"nobody_looks_for_marks_for_long", NobodyLooksForMarksForLong},
     {"what_cannot_be_right_is_refused", WhatCannotBeRightIsRefused},
     {"threads_mark_while_another_ends_it", ThreadsMarkWhileAnotherEndsIt},
 };

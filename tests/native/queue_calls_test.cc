@@ -609,6 +609,31 @@ void EachDeviceHasItsCosts() {
   DestroyFakeStream(compute);
 }
 
+void AStreamThatIsBusyIsNotAskedAgainAtOnce() {
+  cudaStream_t compute = MakeFakeStream();
+  Event passed;
+  const auto queries_of_a_wait = [&] {
+    const int before = StreamQueries();
+    CHECK(paddle_kv_queue_wait_stream(0, Handle(compute), passed.handle(), -1) == 0);
+    return StreamQueries() - before;
+  };
+  std::this_thread::sleep_for(milliseconds(30));  // what was seen before is forgotten
+  for (int i = 0; i < 3; ++i) {
+    CHECK(queries_of_a_wait() == 1);
+    CHECK(cudaStreamSynchronize(compute) == cudaSuccess);
+  }
+  {
+    Gate busy(compute);
+    CHECK(queries_of_a_wait() == 1);
+    const auto seen = std::chrono::steady_clock::now();
+    const int next = queries_of_a_wait();
+    CHECK(next == 0 || std::chrono::steady_clock::now() - seen > milliseconds(4));
+    std::this_thread::sleep_for(milliseconds(10));
+    CHECK(queries_of_a_wait() == 1);
+  }
+  DestroyFakeStream(compute);
+}
+
 void WhatCannotBeRightIsRefused() {
   Plan plan(2, 100, true);
   OpenStream stream, elsewhere(false, 1);
@@ -747,6 +772,7 @@ const Test kTests[] = {
     {"failures_are_reported_too", FailuresAreReportedToo},
     {"a_slow_driver_holds_nobody_else", ASlowDriverHoldsNobodyElse},
     {"each_device_has_its_costs", EachDeviceHasItsCosts},
+    {"a_stream_that_is_busy_is_not_asked_again_at_once", AStreamThatIsBusyIsNotAskedAgainAtOnce},
     {"what_cannot_be_right_is_refused", WhatCannotBeRightIsRefused},
     {"a_missing_architecture_is_named", AMissingArchitectureIsNamed},
     {"nothing_is_asked_while_nothing_can_happen", NothingIsAskedWhileNothingCanHappen},

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "paddle_kv/common/capture_tolerance.cuh"
+#include "paddle_kv/common/cuda_device.h"
 #include "paddle_kv/common/cuda_status.cuh"
 #include "paddle_kv/common/nvtx_range.h"
 #include "paddle_kv/transfer/c_call.h"
@@ -126,6 +127,16 @@ int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us) {
   return Guarded([&] { return TransferQueue::Get().Flush(stream, timeout_us) ? 0 : 1; });
 }
 
+int paddle_kv_queue_is_capturing(int device, std::int64_t stream) {
+  return Guarded([&] {
+    DeviceGuard guard(device);
+    if (!guard.status().ok()) return Fail(guard.status());
+    bool is_capturing = false;
+    const Status status = StreamIsCapturing({device, stream}, &is_capturing);
+    return status.ok() ? static_cast<int>(is_capturing) : Fail(status);
+  });
+}
+
 int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us) {
   return Guarded([&] {
     TransferQueue& queue = TransferQueue::Get();
@@ -133,8 +144,10 @@ int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t ev
     DeviceGuard guard(device);
     if (!guard.status().ok()) return Fail(guard.status());
     const auto handle = reinterpret_cast<cudaStream_t>(stream);
-    const CaptureTolerance tolerance;
-    if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy(device);
+    if (!queue.WasComputeJustBusy(device)) {  // the driver answers slowly while another thread is in it
+      const CaptureTolerance tolerance;
+      if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy(device);
+    }
     const Status status = ToStatus(cudaStreamWaitEvent(handle, EventOf(event), 0), "cudaStreamWaitEvent");
     return status.ok() ? 0 : Fail(status);
   });

@@ -15,7 +15,6 @@ constexpr std::int64_t kCopyEngineBytes = 16 << 20;
 constexpr std::int64_t kKernelBytes = 64 << 20;
 constexpr std::int64_t kStagedSaveBytes = 14 << 20;            // two slots, but for what rows leave over in them
 constexpr std::int64_t kKernelBytesBetweenCaches = 512 << 20;  // which take as long
-constexpr std::int64_t kMostPreparedLater = 8192;              // blocks, of 0.1 us each
 
 bool IsStagedSave(EngineKind engine, Direction direction) {
   return engine == EngineKind::kStaging && direction == Direction::kDeviceToHost;
@@ -24,13 +23,16 @@ bool IsStagedSave(EngineKind engine, Direction direction) {
 }  // namespace
 
 QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered)
+    : QueuedTransfer(given, std::move(registered), std::make_shared<BlockPairs>(given)) {}
+
+QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered,
+                               std::shared_ptr<BlockPairs> pairs)
     : token(given.token),
       plan(std::move(registered)),
       direction(static_cast<Direction>(given.direction)),
       engine(static_cast<EngineKind>(given.engine)),
       start_event(given.start_event),
-      host_ids_(given.host_ids, given.host_ids + given.block_count),
-      device_ids_(given.device_ids, given.device_ids + given.block_count),
+      pairs_(std::move(pairs)),
       first_layer_(given.first_layer),
       end_layer_(given.end_layer),
       block_count_(given.block_count) {
@@ -43,16 +45,11 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
   record_events.assign(given.record_events, given.record_events + groups);
   end_copied_ = groups;
-  if (block_count_ > kMostPreparedLater) Prepare();
+  if (block_count_ > BlockPairs::kMostMergedLater) Prepare();
 }
 
 void QueuedTransfer::Prepare() {
-  runs = MergeRuns(host_ids_.data(), device_ids_.data(), block_count_);
-  host_ids_ = std::vector<std::int64_t>();  // `= {}` would keep the memory
-  device_ids_ = std::vector<std::int64_t>();
-  if (direction == Direction::kDeviceToHost) {
-    for (Run& run : runs) std::swap(run.source, run.target);
-  }
+  pairs_->Merge();
   // Groups that have to wait for something begin a band.
   std::int64_t waiting = 0;
   for (std::int64_t group = 1; group < group_count(); ++group) waiting += first_wait[group + 1] > first_wait[group];
@@ -63,7 +60,7 @@ void QueuedTransfer::Prepare() {
   }
   const std::int64_t wanted = (band + layers_per_event - 1) / layers_per_event;
   groups_per_band_ = std::min(wanted, (group_count() + waiting) / (1 + waiting));
-  sizes_ = SizesOfPieces(*plan, direction, runs, layers_per_band());
+  sizes_ = SizesOfPieces(*plan, direction, runs(), layers_per_band());
   for (std::int64_t t = 0; t < plan->tensors_per_layer; ++t) {
     layer_bytes_ += plan->tensors[t].block_bytes * block_count_;
   }
@@ -159,14 +156,14 @@ Step QueuedTransfer::PassedOverStep() const {
 std::vector<Run> QueuedTransfer::TakePart(std::int64_t wanted) {
   std::vector<Run> part;
   while (wanted > 0) {
-    const Run& run = runs[next_run_];
+    const Run& run = runs()[next_run_];
     const std::int64_t length = std::min(wanted, run.length - next_in_run_);
     part.push_back({run.source + next_in_run_, run.target + next_in_run_, length});
     wanted -= length;
     next_in_run_ += length;
     if (next_in_run_ == run.length) {
       next_in_run_ = 0;
-      next_run_ = (next_run_ + 1) % runs.size();  // the next group has the same blocks
+      next_run_ = (next_run_ + 1) % runs().size();  // the next group has the same blocks
     }
   }
   return part;

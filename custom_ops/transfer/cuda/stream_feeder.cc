@@ -66,7 +66,7 @@ Status StreamFeeder::Copy(QueuedTransfer& transfer, Step* step) {
   const std::vector<Run> part = transfer.TakePart(step->blocks);
   const EngineWork work = {transfer.plan.get(),
                            transfer.direction,
-                           step->blocks == 0 ? &transfer.runs : &part,
+                           step->blocks == 0 ? &transfer.runs() : &part,
                            transfer.FirstLayer(step->first_group),
                            transfer.FirstLayer(step->end_group),
                            transfer.layers_per_event,

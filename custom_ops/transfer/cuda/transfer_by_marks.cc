@@ -23,8 +23,7 @@ TransferByMarks::TransferByMarks(const PaddleKvTransfer& given, const std::int64
                                  std::shared_ptr<const TransferPlan> plan)
     : given_(given),
       plan_(std::move(plan)),
-      device_ids_(given.device_ids, given.device_ids + given.block_count),
-      host_ids_(given.host_ids, given.host_ids + given.block_count),
+      pairs_(std::make_shared<BlockPairs>(given)),
       layers_per_event_(std::min(given.layers_per_event, given.end_layer - given.first_layer)),
       marks_(given.wait_events, given.wait_events + (given.end_layer - given.first_layer)),
       layers_(marks_.size(), Layer::kUnmarked) {
@@ -32,8 +31,6 @@ TransferByMarks::TransferByMarks(const PaddleKvTransfer& given, const std::int64
   start_events_.assign(start_events, start_events + groups);
   record_events_.assign(given.record_events, given.record_events + groups);
   enqueued_.reserve(groups);
-  given_.device_ids = device_ids_.data();
-  given_.host_ids = host_ids_.data();
 }
 
 std::int64_t TransferByMarks::EndOf(std::int64_t group) const { return std::min(FirstOf(group + 1), given_.end_layer); }
@@ -47,7 +44,7 @@ QueuedTransfer TransferByMarks::Group(std::int64_t group) const {
   part.waits_per_group = &waits;
   part.start_event = start_events_[group];
   part.record_events = &record_events_[group];
-  return QueuedTransfer(part, plan_);
+  return QueuedTransfer(part, plan_, pairs_);
 }
 
 bool TransferByMarks::BeginMark(std::int64_t layer) {
@@ -94,6 +91,9 @@ Marked TransferQueue::Mark(std::int64_t token, std::int64_t layer, std::int64_t 
     if (stream == nullptr) return Marked::kHere;  // it was closed: nobody waits for this
     Append(*stream, std::move(part), std::move(entries));
     transfer->NoteEnqueued(group);
+    mark_seen_ = Clock::now();
+    // To wake the thread costs more than all of this. It looks again by itself while marks come one after the other.
+    if (!looks_soon_) work_.notify_one();
     return Marked::kHere;
   } catch (const std::bad_alloc&) {
     if (!lock.owns_lock()) lock.lock();

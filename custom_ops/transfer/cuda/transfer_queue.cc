@@ -20,6 +20,7 @@ constexpr std::chrono::microseconds kPoll{50};                // for the end of 
 constexpr unsigned long kTimerSlackNs = 1000;                 // else the system makes twice as much of that
 constexpr std::chrono::milliseconds kLate{10};                // for a hearer to do what there is to do
 constexpr std::chrono::milliseconds kComputeSeen{20};         // how long a busy compute stream counts as busy
+constexpr std::chrono::milliseconds kMarksSeen{2};            // how long another mark is expected behind one
 constexpr std::chrono::microseconds kLongestWait{1LL << 45};  // a year; more would overflow the clock
 
 Status Prepare(QueuedTransfer& transfer) {
@@ -81,6 +82,7 @@ bool TransferQueue::Submit(std::int64_t handle, QueuedTransfer transfer, std::in
   if (stream == nullptr) return false;
   Append(*stream, std::move(transfer), std::move(entries));
   completions_.Add(std::move(watch), std::move(nobody));
+  work_.notify_one();
   return true;
 }
 
@@ -95,7 +97,6 @@ void TransferQueue::Append(Stream& stream, QueuedTransfer transfer, EventStates:
   // Nothing is thrown from here on: an event that is pending without a transfer would stay so.
   ++enqueued_;
   events_.Add(std::move(entries));
-  work_.notify_one();
 }
 
 bool TransferQueue::Cancel(std::int64_t handle, std::int64_t token, std::int64_t* first_dropped_layer) {
@@ -167,6 +168,12 @@ void TransferQueue::SetCosts(int device, const EngineCosts& costs) {
 void TransferQueue::ComputeIsBusy(int device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   devices_[device].compute_seen = Clock::now();
+}
+
+bool TransferQueue::WasComputeJustBusy(int device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = devices_.find(device);
+  return found != devices_.end() && Clock::now() - found->second.compute_seen < kComputeSeen / 4;
 }
 
 void TransferQueue::OpenGates(GateWords* words) {
@@ -279,8 +286,11 @@ void TransferQueue::SubmitForever() {
       is_held_back |= fed == Fed::kHeldBack;
     }
     if (fed == Fed::kStep || has_advanced) continue;
-    if (is_held_back || completions_.HasPolled() || completions_.HasTold() || GatesHaveWork()) {
+    const bool expects_marks = !by_marks_.empty() && Clock::now() - mark_seen_ < kMarksSeen;
+    if (is_held_back || expects_marks || completions_.HasPolled() || completions_.HasTold() || GatesHaveWork()) {
+      looks_soon_ = true;
       work_.wait_for(lock, kPoll);
+      looks_soon_ = false;
     } else {
       work_.wait(lock);
     }

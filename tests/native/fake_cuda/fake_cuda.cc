@@ -40,6 +40,8 @@ thread_local int InsideFakeCuda::depth = 0;
 
 namespace {
 
+std::atomic<int> stream_queries{0};
+
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local int set_device = 0;
 thread_local bool has_set_device = false;  // or the runtime has done it: its context is the thread's
@@ -367,6 +369,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   ENTER(EnterUnsafe());
+  ++stream_queries;
   const std::lock_guard<std::mutex> lock(stream->mutex);
   return stream->tasks.empty() && !stream->running ? cudaSuccess : Leave(cudaErrorNotReady);
 }
@@ -594,6 +597,8 @@ cudaError_t cudaDriverGetVersion(int* version) {
 }
 
 int BatchesMade() { return batches; }
+
+int StreamQueries() { return stream_queries; }
 
 int StridedCopiesMade() { return strided_copies; }
 

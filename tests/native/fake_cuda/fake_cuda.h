@@ -60,6 +60,8 @@ void SetStreamsFail(bool fail);
 int BatchesMade();
 // Copies of rows at equal distances.
 int StridedCopiesMade();
+// How often a stream was asked whether it is idle.
+int StreamQueries();
 // Waits of streams that the library made for events that were not passed yet.
 int HeldWaits();
 

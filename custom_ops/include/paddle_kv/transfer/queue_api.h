@@ -1,9 +1,9 @@
 // Transfers that one thread of this library submits, so that the caller is not held: a call enqueues, the thread feeds
 // the streams and records the events, with a bounded number of bytes in flight on each stream.
 //
-// A C interface, called through ctypes, but for submit, mark and hear (queue_functions.h): an operator call of Paddle
-// costs 10 to 40 us, and wait_stream is called for every layer of a model. Handles of CUDA streams and events are
-// integers.
+// A C interface, called through ctypes, but for submit, mark, is_capturing, wait_stream and hear (queue_functions.h):
+// an operator call of Paddle costs 10 to 40 us, and most of them are called for every layer of a model. Handles of CUDA
+// streams and events are integers.
 #pragma once
 
 #include <cstdint>
@@ -97,6 +97,9 @@ std::int64_t paddle_kv_queue_submitted();
 // Blocks until everything of the stream that was enqueued before is submitted; 1: not within the time. A negative time
 // has no end.
 int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
+
+// 1: the stream is being captured into a graph. 0: it is not.
+int paddle_kv_queue_is_capturing(int device, std::int64_t stream);
 
 // Work submitted to `stream` from now on comes behind the event; blocks while it is pending; 1: it still is.
 int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us);

@@ -15,6 +15,11 @@ extern "C" {
 //       each group.
 //   mark(function, token, layer, compute_stream) -> int
 //       What `function`, the address of paddle_kv_queue_mark, gives.
+//   is_capturing(function, device, stream) -> int
+//       What `function`, the address of paddle_kv_queue_is_capturing, gives.
+//   wait_stream(function, device, stream, event, timeout_us) -> int
+//       What `function`, the address of paddle_kv_queue_wait_stream, gives. The GIL is given up while the event is
+//       pending.
 //   hear(hear, end_hearing, reports, token, timeout_us, told, report) -> int
 //       What `hear`, the address of paddle_kv_queue_hear, gives, without the GIL; signals are handled meanwhile. If it
 //       was 0, `told` is called, with `report` in the dictionary `reports` under the token meanwhile, for whoever takes

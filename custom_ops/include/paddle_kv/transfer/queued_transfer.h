@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "paddle_kv/common/status.h"
+#include "paddle_kv/transfer/block_pairs.h"
 #include "paddle_kv/transfer/engine.h"
 #include "paddle_kv/transfer/engine_choice.h"
 #include "paddle_kv/transfer/queue_api.h"
@@ -35,10 +36,15 @@ class QueuedTransfer {
   // Somebody waits for it. Few blocks are left to Prepare, which has to come before anything of it is copied; many
   // would hold up what others have submitted for longer than its own caller minds.
   QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered);
+  // The same of blocks that are given already.
+  QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered,
+                 std::shared_ptr<BlockPairs> pairs);
 
   // Touches nothing that Drop does. Throws std::bad_alloc.
   void Prepare();
   bool is_prepared() const { return is_prepared_; }
+  // Sorted by host block; once it is prepared.
+  const std::vector<Run>& runs() const { return pairs_->runs(); }
 
   std::int64_t group_count() const { return static_cast<std::int64_t>(record_events.size()); }
   std::int64_t FirstLayer(std::int64_t group) const;
@@ -77,7 +83,6 @@ class QueuedTransfer {
   std::shared_ptr<const TransferPlan> plan;
   Direction direction;
   EngineKind engine;
-  std::vector<Run> runs;  // sorted by host block; once it is prepared
   std::int64_t layers_per_event;
   std::vector<std::int64_t> wait_events;
   std::vector<std::int64_t> first_wait;  // of each group, and the end
@@ -95,8 +100,7 @@ class QueuedTransfer {
   std::int64_t EndOfBand(std::int64_t group, EngineKind by) const;
 
   bool is_prepared_ = false;
-  std::vector<std::int64_t> host_ids_;  // until it is
-  std::vector<std::int64_t> device_ids_;
+  std::shared_ptr<BlockPairs> pairs_;
   PieceSizes sizes_;
   std::int64_t first_layer_;
   std::int64_t end_layer_;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "paddle_kv/transfer/block_pairs.h"
 #include "paddle_kv/transfer/queue_api.h"
 #include "paddle_kv/transfer/queued_transfer.h"
 #include "paddle_kv/transfer/transfer_plan.h"
@@ -15,7 +16,8 @@ namespace paddle_kv {
 // What marks change is used under the queue's lock; the rest stays as it is.
 class TransferByMarks {
  public:
-  // The given arrays are copied. Each group waits for the marks of its layers, and has a start event of its own.
+  // The given arrays are copied, those of the blocks once for all groups. Each group waits for the marks of its layers,
+  // and has a start event of its own.
   TransferByMarks(const PaddleKvTransfer& given, const std::int64_t* start_events,
                   std::shared_ptr<const TransferPlan> plan);
 
@@ -43,9 +45,9 @@ class TransferByMarks {
   std::int64_t FirstOf(std::int64_t group) const { return given_.first_layer + group * layers_per_event_; }
   std::int64_t EndOf(std::int64_t group) const;
 
-  PaddleKvTransfer given_;  // its arrays are those below
+  PaddleKvTransfer given_;  // but for its arrays
   const std::shared_ptr<const TransferPlan> plan_;
-  const std::vector<std::int64_t> device_ids_, host_ids_;
+  const std::shared_ptr<BlockPairs> pairs_;
   const std::int64_t layers_per_event_;
   const std::vector<std::int64_t> marks_;  // an event for each layer
   std::vector<std::int64_t> start_events_, record_events_;

@@ -55,6 +55,8 @@ class TransferQueue {
   bool Forget(std::int64_t event);
   void SetCosts(int device, const EngineCosts& costs);
   void ComputeIsBusy(int device);
+  // It need not be asked again.
+  bool WasComputeJustBusy(int device);
 
   void OpenGates(GateWords* words);
   // Waits until all that was added has been done.
@@ -93,7 +95,7 @@ class TransferQueue {
 
   TransferQueue();
   // Null: it is not open on that device. Under the lock, as Append, which throws nothing but where the list of the
-  // stream grows: the entries are those of the transfer's record events.
+  // stream grows: the entries are those of the transfer's record events. The thread is not woken.
   Stream* OpenStream(std::int64_t handle, int device) const;
   void Append(Stream& stream, QueuedTransfer transfer, EventStates::Entries entries);
   template <class Condition>
@@ -119,6 +121,8 @@ class TransferQueue {
   std::int64_t pass_ = 0;
   std::map<std::int64_t, std::shared_ptr<Stream>> streams_;
   std::map<std::int64_t, std::shared_ptr<TransferByMarks>> by_marks_;  // by token
+  Clock::time_point mark_seen_{};                                      // the last one that enqueued something
+  bool looks_soon_ = false;                                            // the thread, without being woken
   std::map<int, Device> devices_;
   std::map<GateWords*, std::shared_ptr<GateWork>> gates_;
   EventStates events_;
