@@ -40,8 +40,9 @@ class Copy:
 class Read:
     """From the tier."""
 
-    def __init__(self, keys: list[bytes]) -> None:
+    def __init__(self, keys: list[bytes], blocks_before: int) -> None:
         self.keys, self.done, self.cancelled = keys, False, 0
+        self.blocks_until = blocks_before + len(keys)
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -64,6 +65,7 @@ class Bench:
         self.recorded: list[tuple[str, object]] = []
         self.over_at_once = self.read_at_once = self.fails = False
         self.others_blocks = 0  # that are read from the tier for somebody else
+        self.others: set[bytes] = set()  # what they are
         self.slots: dict[bytes, int] = {}
         self.index = SimpleNamespace(slots=self.slots, arriving={})
         self.feed = Feed()
@@ -124,8 +126,11 @@ class Bench:
     def num_reading_blocks(self) -> int:
         return self.others_blocks + sum(len(one.keys) for one in self.reads if not (one.done or one.cancelled))
 
+    def is_read(self, keys: list[bytes]) -> bool:
+        return self.others.issuperset(keys)
+
     def read_soon(self, keys: list[bytes]) -> Any:
-        read = Read(keys)
+        read = Read(keys, self.num_reading_blocks)
         self.reads.append(read)
         if self.read_at_once:
             self.arrive(read)
