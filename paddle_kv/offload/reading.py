@@ -16,7 +16,7 @@ from ..schedule.transfer import Transfer
 from ..tiers import Job as TierJob
 from ..tiers import Outcome, loading
 from ..tracking.group import change
-from ..tracking.keeper import Deadline
+from ..tracking.keeper import Deadline, log
 from .below import Below, Timed
 from .books import EPOCH, RANK, Books
 from .fetching import TierFetching, parts_of
@@ -90,19 +90,27 @@ class ReadingBooks(Books):
 
         def start() -> Prefetch:
             made: Prefetch = change(self, lambda: self._line_up(make(waiting=self._below_of(keys, below)), due_s))
-            self._hand_over()
+            if (error := self.hand_over().get(made)) is not None:
+                raise error
             return made
 
         started: Prefetch = self.group.host.call(start)
         return started
 
-    def _hand_over(self) -> None:
-        """To the tier, what may be read ahead now."""
+    def hand_over(self) -> dict[Prefetch, Exception]:
+        """To the tier, what may be read ahead now. Returns what of it ended with an error of a policy."""
+        errors: dict[Prefetch, Exception] = {}
         while (turn := change(self, self._next_turn)) is not None:
             below = self.ask(turn[1])  # it may have waited long
-            fetching = change(self, functools.partial(self._fetch_ahead, turn, below))
-            if fetching is not None:
-                fetching.read(self.below.tier)
+            try:
+                fetching = change(self, functools.partial(self._fetch_ahead, turn, below))
+            except Exception as error:  # noqa: BLE001  others' turn comes all the same
+                log.warning("blocks that are expected stay in the tier: %r", error)
+                errors[turn[0]] = error
+            else:
+                if fetching is not None:
+                    fetching.read(self.below.tier)
+        return errors
 
     # ---- sections ----
     def _walk(self, keys: Sequence[bytes], below: Set[bytes], *, joins: bool = False) -> list[BlockState]:
@@ -237,10 +245,9 @@ class ReadingBooks(Books):
 
     # ---- reading into host memory ----
     def _below_of(self, keys: list[bytes], below: Set[bytes]) -> list[bytes]:
-        """Those of a prefix that lie in the tier."""
+        """Those of a prefix that lie in the tier alone."""
         self.settle()
-        states = self._walk(keys, below)
-        return [key for key, state in zip(keys, states, strict=False) if state is BlockState.TIER]
+        return [key for key in keys[: len(self._walk(keys, below, joins=True))] if key not in self.index.slots]
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         self.queue.add(prefetch, due_s)
@@ -311,8 +318,11 @@ class ReadingBooks(Books):
         return found
 
     def is_read(self, keys: list[bytes]) -> bool:
-        slots, arriving, reading = self.index.slots, self.index.arriving, self._reading_of(keys)
-        return bool(reading) and all(key in slots and (key in reading or key not in arriving) for key in keys)
+        slots, arriving = self.index.slots, self.index.arriving
+        if not all(key in slots for key in keys):
+            return False
+        reading = self._reading_of(keys)
+        return bool(reading) and all(key in reading or key not in arriving for key in keys)
 
     def read_soon(self, keys: list[bytes]) -> Prefetch:
         self.settle()
@@ -369,4 +379,4 @@ def _hand_over(books: Callable[[], ReadingBooks | None]) -> None:
     """Not in a section."""
     found = books()
     if found is not None:
-        found._hand_over()
+        found.hand_over()

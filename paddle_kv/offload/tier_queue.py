@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import os
 from collections.abc import Iterable, Set
 
@@ -13,15 +14,15 @@ from .fetching import BLOCKS_PER_JOB, TierFetching
 from .prefetch import Prefetch
 
 PARTS = 4  # under way of what is read ahead: when one ends, the others keep the engine busy
-AHEAD_S = 0.02  # that the tier needs for them together, and an urgent read waits at most ...
-LEAST_BLOCKS = 2  # ... or for parts of so many blocks: a thread for each, of an engine with eight
+AHEAD_S = 0.02  # that the tier needs for them together: so long an urgent read waits for what is read ahead
+FIRST_BLOCKS = 4  # of a part, while nothing is known of the tier
 
 
 def blocks_of_part(block_s: float | None) -> int:
     """Of what is read ahead. ``block_s``: seconds that the tier needs for one; None: unknown."""
     if block_s is None:
-        return LEAST_BLOCKS
-    return int(min(BLOCKS_PER_JOB, max(LEAST_BLOCKS, AHEAD_S / PARTS / block_s)))
+        return FIRST_BLOCKS
+    return max(1, min(BLOCKS_PER_JOB, math.ceil(AHEAD_S / PARTS / block_s)))
 
 
 class TierQueue:

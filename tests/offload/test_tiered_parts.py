@@ -511,8 +511,7 @@ def test_clearing_where_nothing_lies_below(make: MakeRig) -> None:
 
 # ---- prefetches ----
 def fetching_in_parts(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(tier_queue, "LEAST_BLOCKS", size)
-    monkeypatch.setattr(tier_queue, "AHEAD_S", 0.0)
+    monkeypatch.setattr(tier_queue, "blocks_of_part", lambda _: size)
 
 
 @pytest.mark.parametrize("max_events", [0, 100])

@@ -1,8 +1,8 @@
 """Times to the first token while other prompts are expected, with real bytes on the CPU backend.
 
-``python -m tests.offload.urgent_times``: link and tier are throttled, and the model is a sleep for each layer. All prompts
-lie in the tier. First an urgent prompt comes right behind ``expect`` of ten others, and without; then ten prompts come
-one behind the other that were all expected before, and without. All bytes are compared.
+``python -m tests.offload.urgent_times``: link and tier are throttled, and the model is a sleep for each layer. All
+prompts lie in the tier. First an urgent prompt comes right behind ``expect`` of ten others, and without; then ten
+prompts come one behind the other that were all expected before, and without. All bytes are compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Queue:
         rig.manager.evict(1 << 20)
         rates = Rates(BLOCK_BYTES, SIZE)
         for name, seconds in (("onload", self.link_s), ("tier", self.tier_s)):
-            rates.set_load(name, BLOCK_BYTES / seconds)
+            rates.set_load(name, BLOCK_BYTES / seconds, spread=0.3)  # of a machine that has other work
         rates.set_prefill(server.block_s / SIZE)
         rig.manager._books.rates = rates
         server.link.block_s, server.tier.block_s = self.link_s, self.tier_s
