@@ -10,19 +10,19 @@ import os
 from collections.abc import Iterable, Set
 
 from ..tiers import Job as TierJob
-from .fetching import BLOCKS_PER_JOB, TierFetching
+from .fetching import TierFetching
 from .prefetch import Prefetch
 
-PARTS = 4  # under way of what is read ahead: when one ends, the others keep the engine busy
-AHEAD_S = 0.02  # that the tier needs for them together: so long an urgent read waits for what is read ahead
-FIRST_BLOCKS = 4  # of a part, while nothing is known of the tier
+PARTS = 6  # under way of what is read ahead: when one ends, the others keep the threads of an engine busy
+AHEAD_S = 0.03  # that the tier needs for them together: so long an urgent read waits for what is read ahead
+FIRST_BLOCKS, MOST_BLOCKS = 2, 256  # of a part: while nothing is known of the tier; of one that is quick
 
 
 def blocks_of_part(block_s: float | None) -> int:
     """Of what is read ahead. ``block_s``: seconds that the tier needs for one; None: unknown."""
     if block_s is None:
         return FIRST_BLOCKS
-    return max(1, min(BLOCKS_PER_JOB, math.ceil(AHEAD_S / PARTS / block_s)))
+    return max(1, min(MOST_BLOCKS, math.ceil(AHEAD_S / PARTS / block_s)))
 
 
 class TierQueue:

@@ -18,7 +18,7 @@ from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know, unti
 CHUNK = 2 * SIZE
 BLOCKS = 24  # of a prompt
 TABLE = list(range(30, 30 + BLOCKS + 1))
-UNDER_WAY = 4  # blocks that are read ahead at a time
+UNDER_WAY = 6  # blocks that are read ahead at a time
 PROMPTS = [[number] * (BLOCKS * SIZE + 1) for number in range(4)]
 
 
@@ -138,7 +138,7 @@ def test_what_is_read_ahead_is_asked_for_in_small_parts(server: Server) -> None:
     prefetch = server.manager.expect(server.hashes[0])
     assert server.asked == ahead(0, 0, UNDER_WAY)
     assert prefetch.num_blocks == BLOCKS
-    assert server.manager.states(server.hashes[0])[:5] == [BlockState.ARRIVING] * UNDER_WAY + [BlockState.TIER]
+    assert server.manager.states(server.hashes[0])[:7] == [BlockState.ARRIVING] * UNDER_WAY + [BlockState.TIER]
     assert server.manager.stats()["saving_blocks"] == UNDER_WAY  # the others have no place in host memory yet
     server.serve(2)
     assert server.asked == ahead(0, 0, UNDER_WAY + 2)
@@ -244,7 +244,7 @@ def test_a_request_does_not_wait_for_a_read_that_is_no_sooner(server: Server) ->
     know(server.manager, 1e-4, 1e-4, 1.0)
     prompt = PROMPTS[0][: UNDER_WAY * SIZE + 1]
     with server.manager.request(prompt, TABLE, chunk_tokens=CHUNK) as request:
-        assert server.finish(request, prompt) == [0, 2, 4]
+        assert server.finish(request, prompt) == [0, 2, 4, 6]
     server.by_hand.open()
     server.check_books()
 
@@ -268,7 +268,7 @@ def test_what_is_late_is_computed_and_its_place_is_given_back_later(server: Serv
     know(server.manager, 1e-4, 1e3, 1e-3)
     prompt = PROMPTS[0][: UNDER_WAY * SIZE + 1]
     with server.manager.request(prompt, TABLE, chunk_tokens=CHUNK) as request:
-        assert server.finish(request, prompt) == [0, 2, 4]
+        assert server.finish(request, prompt) == [0, 2, 4, 6]
     assert server.manager.rates.stats()["tier_late_loads"] > 0
     server.by_hand.open()
     server.check_books()
