@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from paddle_kv.offload import BlockState
+from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine, Outcome
 from paddle_kv.tracking.keeper import keeper
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know, until
@@ -429,6 +431,59 @@ def test_the_time_of_what_is_expected_counts_from_when_the_tier_is_asked(tmp_pat
     assert (first.num_arrived, second.num_arrived) == (BLOCKS, BLOCKS)
     server.check_books()
     server.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_no_wrong_byte_is_served(tmp_path: Path, seed: int) -> None:
+    """Threads that expect, cancel, prefetch, drop and compute prompts that begin alike, over a tier with faults."""
+    faults = [Fault.LATE, Fault.TORN, Fault.WRONG] if seed % 2 else []
+    engine = FaultyEngine(FilesEngine({tmp_path: 1 << 26}), faults, share=0.1, seed=seed, delay_s=0.01)
+    rig = ChunkRig(engine, host_blocks=60, device_blocks=64, tier_timeout_s=2.0)
+    prompts = [[0] * (6 * SIZE) + [number] * (10 * SIZE + 1) for number in range(5)]
+    hashes = [rig.manager.block_hashes(prompt) for prompt in prompts]
+    expected = [contents(prompt) for prompt in prompts]
+    errors: list[BaseException] = []
+
+    def serve(thread: int) -> None:
+        own, table = random.Random(10 * seed + thread), list(range(20 * thread, 20 * thread + 17))
+        try:
+            for _ in range(12):
+                know(rig.manager, 1e-4, own.choice([1e-4, 5e-3]), own.choice([None, 1e-4, 2e-3]))
+                number = own.randrange(len(prompts))
+                ahead = [rig.manager.expect(hashes[own.randrange(5)], own.choice([None, 1.0])) for _ in range(3)]
+                ahead.append(rig.manager.prefetch(hashes[number], timeout_s=own.choice([0.01, 1.0])))
+                if own.random() < 0.3:
+                    rig.manager.drop(hashes[number][own.randrange(16) :])
+                if own.random() < 0.3:
+                    rig.manager.evict(60)
+                if own.random() < 0.5:
+                    own.choice(ahead).cancel()
+                rig.poison(table)
+                rig.cache.mark_rewritten(table)
+                with rig.manager.request(prompts[number], table, chunk_tokens=own.choice([SIZE, CHUNK])) as request:
+                    saves = []
+                    while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
+                        saves += request.saves
+                        rig.run_or_fail(request, chunk, table, expected[number])
+                rig.check(table, expected[number])
+                for transfer in saves:
+                    transfer.wait_over(WAIT_S)
+                if own.random() < 0.2:
+                    assert all(prefetch.wait(WAIT_S) for prefetch in ahead)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=serve, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    books: Any = rig.manager._books
+    until(lambda: not books.queue.num_blocks and rig.manager.stats() and books.queue.next(None) is None)
+    rig.check_books()
+    rig.close()
 
 
 def test_a_forked_child_reads_nothing_and_waits_for_nothing(server: Server) -> None:
