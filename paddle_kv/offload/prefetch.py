@@ -89,8 +89,8 @@ class Prefetch:
         """
         check_timeout(timeout_s)
         deadline, own_s = Deadline(timeout_s), self._deadline.left_s()
-        ends_first = self.waiting and own_s is not None and (timeout_s is None or own_s < timeout_s)
-        # Nobody is told when the time of what waits is over.
-        if ends_first and wait_until(self._books, lambda: self.done, own_s):
-            return True
+        if own_s is not None:  # nobody is told when the time of what waits is over
+            first_s = own_s if timeout_s is None else min(own_s, timeout_s)
+            if wait_until(self._books, lambda: self.done, first_s):
+                return True
         return bool(wait_until(self._books, lambda: self.done, deadline.left_s()))

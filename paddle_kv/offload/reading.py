@@ -260,23 +260,24 @@ class ReadingBooks(Books):
         """If it is still its turn."""
         if self._next_turn() != turn:
             return None
-        self.settle()
         prefetch, keys = turn
-        below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
-        left = prefetch.waiting[len(keys) :]
-        for key in keys:
-            if key in slots:
-                prefetch.num_found += key not in self.index.arriving
-            elif key not in below:
-                left = []  # behind a block that is not there
-                break
-            elif not self.feed.holds(key):  # else that prompt decides what becomes of it
-                wanted.append(key)
-        room = self._room(keys)
-        if room < len(wanted):  # what has room comes
-            wanted, left = wanted[: max(0, room)], []
+        left: list[bytes] = []  # whatever is raised
         try:
-            if (self.rates.load_s(len(wanted), TIER) or 0.0) > prefetch.left_s:
+            self.settle()
+            below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
+            left = prefetch.waiting[len(keys) :]
+            for key in keys:
+                if key in slots:
+                    prefetch.num_found += key not in self.index.arriving
+                elif key not in below:
+                    left = []  # behind a block that is not there
+                    break
+                elif not self.feed.holds(key):  # else that prompt decides what becomes of it
+                    wanted.append(key)
+            room = self._room(keys)
+            if room < len(wanted):  # what has room comes
+                wanted, left = wanted[: max(0, room)], []
+            if wanted and (self.rates.load_s(self.queue.num_blocks + len(wanted), TIER) or 0.0) > prefetch.left_s:
                 wanted, left = [], []  # it would be late
             if not wanted:
                 return None

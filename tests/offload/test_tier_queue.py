@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paddle_kv.offload import prefetch as module
+from paddle_kv.offload.fetching import TierFetching
 from paddle_kv.offload.prefetch import Prefetch
-from paddle_kv.offload.tier_queue import FIRST_BLOCKS, MOST_BLOCKS, PARTS, TierQueue, blocks_of_part
+from paddle_kv.offload.tier_queue import PARTS, TierQueue, blocks_of_part
 from paddle_kv.tracking.keeper import Deadline
 
 KEYS = [b"%d" % number for number in range(40)]
@@ -37,7 +39,7 @@ def waiting(count: int = 40, **options: Any) -> Prefetch:
 
 @pytest.mark.parametrize(
     ("block_s", "blocks"),
-    [(None, FIRST_BLOCKS), (1.0, 1), (0.0051, 1), (0.0049, 2), (0.001, 5), (1e-4, 50), (1e-9, MOST_BLOCKS)],
+    [(None, 2), (1.0, 1), (0.0051, 1), (0.0049, 2), (0.001, 5), (1e-4, 50), (1e-9, 256)],
 )
 def test_a_part_is_what_the_tier_needs_some_milliseconds_for(block_s: float | None, blocks: int) -> None:
     assert blocks_of_part(block_s) == blocks
@@ -78,7 +80,7 @@ def test_what_is_urgent_holds_up_what_waits(kind: str) -> None:
     queue.began(urgent.reading, urgent if kind == "part" else None)
     assert queue.next(None) is None
     queue.ended(urgent.reading)
-    assert queue.next(None) == (one, KEYS[:FIRST_BLOCKS])
+    assert queue.next(None) == (one, KEYS[:2])
 
 
 def test_what_comes_before_is_counted() -> None:
@@ -127,19 +129,38 @@ def test_what_is_behind_a_block_that_was_dropped_is_of_no_use() -> None:
     assert [one.done for one in made] == [True, True]
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_part_is_given_up_when_nobody_needs_it_unless_it_was_read_ahead(ahead: bool) -> None:
+    made: Any = TierFetching.__new__(TierFetching)
+    made._is_ahead, made.reading, made.num_blocks = ahead, Job(3), 3
+    users = [Prefetch(BOOKS, [made]) for _ in range(2)]
+    made.users = weakref.WeakSet(users)
+    for user in users:
+        assert not made.reading.cancelled
+        user.cancel()
+    assert made.reading.cancelled == (not ahead)
+
+
 def test_a_prefetch_ends_with_its_time_and_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not waiting().done
     assert waiting(deadline=Deadline(0.0)).done
     one = waiting(timeout_s=3.0, deadline=Deadline(100.0))
     assert one.waits and 99.0 < one.left_s <= 100.0
     assert waiting(timeout_s=3.0).left_s == 3.0
+    assert (waiting().left_s, waiting().blocks_until) == (0.0, 0)
     monkeypatch.setattr(module.os, "getpid", lambda: -1)
     assert one.done
 
 
 @pytest.mark.parametrize(
     ("own_s", "timeout_s", "asked"),
-    [(None, 5.0, [5.0]), (9.0, 5.0, [5.0]), (2.0, 5.0, [2.0, 5.0]), (2.0, None, [2.0, None]), (None, None, [None])],
+    [
+        (None, 5.0, [5.0]),
+        (9.0, 5.0, [5.0, 5.0]),
+        (2.0, 5.0, [2.0, 5.0]),
+        (2.0, None, [2.0, None]),
+        (None, None, [None]),
+    ],
 )
 def test_who_waits_looks_again_when_the_time_of_what_waits_is_over(
     own_s: float | None, timeout_s: float | None, asked: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -74,7 +74,7 @@ class Server(ChunkRig):
             self.prefill(prompt, TABLE, chunk_tokens=CHUNK)
             self.check_books()
         assert self.manager.evict(200) == len(PROMPTS) * BLOCKS
-        know(self.manager, 1e-4, 10.0, 5.0)  # seconds a block: the back is worth reading
+        know(self.manager, 1e-4, 10.0, 2.0)  # seconds a block: the back is worth reading
         self.by_hand.asked.clear()
         self.by_hand.holds = True
         assert self.tier is not None
@@ -213,7 +213,7 @@ def test_a_request_waits_for_what_is_being_read_for_it(server: Server) -> None:
     hashes = server.hashes[0][:UNDER_WAY]
     server.manager.expect(hashes)
     prompt = PROMPTS[0][: UNDER_WAY * SIZE + 1]
-    know(server.manager, 1e-4, 1e3, 1.0)
+    know(server.manager, 0.1, 1e3, 1.0)
     with server.manager.request(prompt, TABLE, chunk_tokens=CHUNK) as request:
         with pytest.raises(TimeoutError):
             request.next_chunk(timeout_s=0.05)
@@ -224,7 +224,7 @@ def test_a_request_waits_for_what_is_being_read_for_it(server: Server) -> None:
 
 
 def test_two_requests_of_one_prompt_read_it_once(server: Server) -> None:
-    know(server.manager, 1e-4, 1e3, 1.0)
+    know(server.manager, 0.1, 1e3, 1.0)
     prompt = PROMPTS[0][: 4 * SIZE + 1]
     other = list(range(4))
     first = server.manager.request(prompt, TABLE, chunk_tokens=CHUNK)
@@ -254,7 +254,7 @@ def test_a_request_does_not_wait_for_a_read_that_is_no_sooner(server: Server) ->
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.DAMAGED, Outcome.DROPPED])
 def test_what_does_not_come_after_all_is_computed(server: Server, outcome: Outcome) -> None:
     server.manager.expect(server.hashes[0][:UNDER_WAY])
-    know(server.manager, 1e-4, 1e3, 1.0)
+    know(server.manager, 0.1, 1e3, 1.0)
     prompt = PROMPTS[0][: UNDER_WAY * SIZE + 1]
     with server.manager.request(prompt, TABLE, chunk_tokens=CHUNK) as request:
         assert server.asked == ahead(0, 0, UNDER_WAY)
@@ -401,6 +401,24 @@ def test_what_others_are_about_to_read_ends_no_prefix(server: Server) -> None:
     server.check_books()
 
 
+def test_an_error_before_a_part_is_planned_ends_its_prefetch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetches = [server.manager.expect(server.hashes[number]) for number in range(2)]
+    settle, errors = server.books.settle, [0]
+
+    def failing() -> None:
+        if errors and server.books.queue.num_blocks < UNDER_WAY:
+            errors.pop()
+            raise ZeroDivisionError
+        settle()
+
+    with server.by_hand._guard:
+        monkeypatch.setattr(server.books, "settle", failing)
+    server.by_hand.open()
+    assert all(prefetch.wait(WAIT_S) for prefetch in prefetches)
+    assert (errors, prefetches[1].num_arrived) == ([], BLOCKS)
+    server.check_books()
+
+
 # ---- times ----
 def test_the_time_of_a_prefetch_counts_from_its_call(server: Server) -> None:
     """Also of what waits: it is over without an answer of the storage."""
@@ -415,7 +433,7 @@ def test_the_time_of_a_prefetch_counts_from_its_call(server: Server) -> None:
 
 
 def test_what_would_come_too_late_is_not_asked_for(server: Server) -> None:
-    prefetch = server.manager.prefetch(server.hashes[0], timeout_s=4.0)  # a block takes five
+    prefetch = server.manager.prefetch(server.hashes[0], timeout_s=1.0)  # a block takes two
     assert prefetch.done and server.asked == []
     server.by_hand.open()
 
