@@ -74,7 +74,7 @@ class Server(ChunkRig):
             self.prefill(prompt, TABLE, chunk_tokens=CHUNK)
             self.check_books()
         assert self.manager.evict(200) == len(PROMPTS) * BLOCKS
-        know(self.manager, 1e-4, 10.0, 2.0)  # seconds a block: the back is worth reading
+        know(self.manager, 0.1, 10.0, 2.0)  # seconds a block: the back is worth reading
         self.by_hand.asked.clear()
         self.by_hand.holds = True
         assert self.tier is not None
@@ -401,6 +401,39 @@ def test_what_others_are_about_to_read_ends_no_prefix(server: Server) -> None:
     server.check_books()
 
 
+def test_a_part_that_the_tier_refuses_holds_up_nothing(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetches = [server.manager.expect(server.hashes[number]) for number in range(2)]
+    assert server.tier is not None
+    load, refused = server.tier.load, []
+
+    def refuse(jobs: Any) -> None:
+        if len(refused) < UNDER_WAY:  # all that is under way
+            refused.extend(jobs)
+            raise OSError
+        load(jobs)
+
+    monkeypatch.setattr(server.tier, "load", refuse)
+    server.by_hand.open()
+    assert all(prefetch.wait(WAIT_S) for prefetch in prefetches)
+    assert [prefetch.num_arrived for prefetch in prefetches] == [BLOCKS - sum(len(job.keys) for job in refused), BLOCKS]
+    server.check_books()
+
+
+def test_what_has_come_stands_before_nothing_any_more(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched, left = server.books.fetched, []
+
+    def spy(*what: Any) -> None:
+        left.append(server.books.num_reading_blocks)
+        fetched(*what)
+
+    monkeypatch.setattr(server.books, "fetched", spy)
+    server.manager.expect(server.hashes[0][:2])
+    server.serve(1)
+    server.serve(1)
+    assert left == [1, 0]
+    server.check_books()
+
+
 def test_an_error_before_a_part_is_planned_ends_its_prefetch(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     prefetches = [server.manager.expect(server.hashes[number]) for number in range(2)]
     settle, errors = server.books.settle, [0]
@@ -423,11 +456,11 @@ def test_an_error_before_a_part_is_planned_ends_its_prefetch(server: Server, mon
 def test_the_time_of_a_prefetch_counts_from_its_call(server: Server) -> None:
     """Also of what waits: it is over without an answer of the storage."""
     know(server.manager, 1e-4, 10.0, 0.02)
-    server.manager.expect(server.hashes[0])
+    first = server.manager.expect(server.hashes[0])
     prefetch = server.manager.prefetch(server.hashes[1], timeout_s=0.1)
     assert prefetch.wait(WAIT_S) and prefetch.num_arrived == 0
     server.by_hand.open()
-    until(lambda: server.manager.peek(server.hashes[0]) == BLOCKS)
+    assert first.wait(WAIT_S) and first.num_arrived == BLOCKS
     assert server.asked == ahead(0, 0, BLOCKS)
     server.check_books()
 
