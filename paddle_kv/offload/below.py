@@ -40,6 +40,8 @@ class Owner(Protocol):
 
     def lost_below(self, keys: list[bytes]) -> None: ...
 
+    def read_ended(self, job: Job) -> None: ...
+
 
 class Rate:
     """How long a load takes behind those before it: an average over the last ones."""
@@ -267,6 +269,8 @@ class Timed:
         if gone and books is not None:
             change_soon(books, functools.partial(books.lost_below, gone))
         self._observer.settled(job)
+        if books is not None:  # behind what the observer asks of the tier next
+            change_soon(books, functools.partial(books.read_ended, job))
 
     def _tell_rates(self, rates: Rates, outcomes: set[Outcome | None], seconds: float) -> None:
         num_bytes = self._before * rates.block_bytes  # those before it were loaded in the same time

@@ -127,16 +127,26 @@ class Books:
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
         if self.closed:
             raise ClosedError("the offload manager is closed")
-        return Prefetch(self, [])
+        return Prefetch(self)
+
+    def prefetch_expected(self, keys: list[bytes], in_seconds: float | None) -> Prefetch:
+        """Of a prompt that is expected then."""
+        return self.prefetch(keys, self.timeout_s)
 
     @property
     def num_reading_blocks(self) -> int:
-        """On their way from the tier, for whomever: what is asked for now comes behind them."""
+        """That the tier was asked for, for whomever, and that are not there: what is asked for now comes behind
+        them."""
         return 0
 
+    def is_read(self, keys: list[bytes]) -> bool:
+        """In a section: whether all of these that are not in host memory are on their way there from the tier."""
+        return False
+
     def read_soon(self, keys: list[bytes]) -> Prefetch:
-        """In a section: those of a prefix that are not in host memory. ``feed`` hears what came."""
-        return Prefetch(self, [])
+        """In a section: those of a prefix that are not in host memory, before all that is read ahead. ``feed`` hears
+        what came."""
+        return Prefetch(self)
 
     def flush(self, timeout_s: float | None) -> None:
         """Until what was saved so far has gone down."""
@@ -161,9 +171,11 @@ class Books:
         self.directory.listen(self.lending.heard)
         self.looks_at_ends = True
 
-    def lookup(self, keys: list[bytes], below: Set[bytes]) -> tuple[list[bytes], list[BlockState], int]:
+    def lookup(
+        self, keys: list[bytes], below: Set[bytes], *, joins: bool = False
+    ) -> tuple[list[bytes], list[BlockState], int]:
         """The prefix that can be loaded, pinned; where each of its blocks is; and how many blocks behind it are
-        arriving."""
+        arriving. ``joins``: also what is just being read from the tier for others."""
         self.settle()
         found = self.directory.lookup(keys)
         keys = found.hand_over()  # the lease has a guard of its own

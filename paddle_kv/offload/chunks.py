@@ -53,7 +53,7 @@ class ChunkedRequest(Request):
             self._used += self.loads
             self._tail = self._found * self._block_size
             return self._found
-        self._lease = self._manager.lookup(self.hashes, num_tokens=self._num_tokens)
+        self._lease = self._manager._lookup(self.hashes, self._num_tokens, joins=True)
         self._found = found = self._lease.num_blocks
         self._tail = found * self._block_size  # the first token behind what was found, or computed together with it
         if found:

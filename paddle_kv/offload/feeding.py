@@ -51,6 +51,8 @@ class Owner(Protocol):
 
     def onload(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Any: ...
 
+    def is_read(self, keys: list[bytes]) -> bool: ...
+
     def read_soon(self, keys: list[bytes]) -> Prefetch: ...
 
 
@@ -89,6 +91,10 @@ class Feed:
     def add(self, meeting: Meeting) -> None:
         self.meetings[next(self._numbers)] = meeting
 
+    def holds(self, key: bytes) -> bool:
+        """Whether a prompt that is being computed has this block in its prefix."""
+        return any(key in meeting.keys for meeting in self.meetings.values() if not meeting.ended)
+
     def fill(self, books: Owner) -> None:
         """Something has ended, or begun: starts what comes next. First for those whose model comes to it first."""
         if books.closed:
@@ -121,6 +127,7 @@ class Meeting:
         chunk_tokens: that the model computes in one pass.
 
     Attributes:
+        keys: as given.
         lost_blocks: positions of blocks that did not come.
         num_computed_blocks: of the prefix.
     """
@@ -142,6 +149,7 @@ class Meeting:
         self.begun = self.ended = False
         self.num_computed_blocks = 0
         self._keys, self._device_ids = list(keys), list(device_ids)
+        self.keys = frozenset(keys)
         self._rates = rates
         self._front = 0  # pieces before it are done
         self.lost_blocks: set[int] = set()
@@ -159,6 +167,7 @@ class Meeting:
             self._here = self._here[-1:]  # now and then, so that it is heard of when the link is quicker again
         self._reading: dict[Piece, Prefetch] = {}
         self._read: list[Piece] = []
+        self._has_joined = False
         self._behind: Events | None = books.scheduler.resources.take_events(1)
         for event in self._behind:
             books.scheduler.backend.record(event, compute)
@@ -288,11 +297,25 @@ class Meeting:
                     piece.is_probe = self._rates.take_probe(TIER)
                     if not piece.is_probe:
                         return
-                piece.expect(books.num_reading_blocks + piece.size, self._rates, TIER)
-                self.line.set(piece, PieceState.READING)
-                self._reading[piece] = books.read_soon(self._keys[piece.start : piece.stop])
-                self._look_at_reading()
+                self._read_piece(piece, books)
             self._below.pop()
+        self._join(books)
+
+    def _join(self, books: Owner) -> None:
+        """What somebody has asked the tier for, before this prompt came, is awaited as what is read for it: also what
+        it would not have asked for itself, at the front."""
+        if self._has_joined:
+            return
+        self._has_joined = True
+        for piece in self.line.pieces:
+            if piece.state is PieceState.BELOW and books.is_read(self._keys[piece.start : piece.stop]):
+                self._read_piece(piece, books)
+
+    def _read_piece(self, piece: Piece, books: Owner) -> None:
+        self.line.set(piece, PieceState.READING)
+        self._reading[piece] = prefetch = books.read_soon(self._keys[piece.start : piece.stop])
+        piece.expect(prefetch.blocks_until, self._rates, TIER)
+        self._look_at_reading()
 
     @property
     def under_way(self) -> list[Movement]:

@@ -1,8 +1,9 @@
-"""The parts of a prefetch: read from the tier into host blocks that nobody else may touch meanwhile."""
+"""Parts of what is read from the tier into host blocks that nobody else may touch meanwhile."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from ..tiers import Outcome, Tier
 from ..tracking import stamps
 from ..tracking.group import MemoryGroup, change_soon
 from .jobs import Job
+from .prefetch import Prefetch
 
 BLOCKS_PER_JOB = 64  # what has arrived can be found before all has
 
@@ -26,18 +28,28 @@ class Owner(Protocol):
 
     slots: Any
     below: Any
+    queue: Any
 
     @property
     def group(self) -> MemoryGroup: ...
 
     def fetched(self, job: Job, outcomes: Sequence[Outcome | None]) -> None: ...
 
+    def read_ended(self, job: TierJob) -> None: ...
+
 
 class TierFetching:
-    """A part of a prefetch. Made in a section, with a lease for writing on the host blocks."""
+    """A part. Made in a section, with a lease for writing on the host blocks.
 
-    def __init__(self, books: Owner, job: Job, timeout_s: float) -> None:
+    Attributes:
+        urgent: a request that runs needs it.
+        users: those whose part it is.
+    """
+
+    def __init__(self, books: Owner, job: Job, timeout_s: float, *, urgent: bool) -> None:
         self._books, self.job = books, job
+        self.urgent, self._is_ahead = urgent, not urgent
+        self.users: weakref.WeakSet[Prefetch] = weakref.WeakSet()
         self._domain = books.slots.pool.domain
         stamps.forget(self._domain, job.host_slots)
         self._timed = books.below.timed(self, len(job.keys))
@@ -48,8 +60,11 @@ class TierFetching:
         self.known = False
         self._left: list[int] = []  # slots that the tier may still write to
 
-    def cancel(self) -> None:
-        self.reading.cancel()
+    def leave(self) -> None:
+        """One of its users does not need it any more. What was read ahead comes all the same: it is soon there, and
+        the request that it is for may be about to begin."""
+        if not self._is_ahead and all(one.cancelled for one in self.users):
+            self.reading.cancel()
 
     def read(self, tier: Tier) -> None:
         """Not in a section. It comes, or is given up."""
@@ -60,6 +75,7 @@ class TierFetching:
                 self._timed.give_up()
                 self.settled(self.reading)
                 self.over(self.reading)
+                change_soon(self._books, functools.partial(self._books.read_ended, self.reading))
 
     def layers_arrived(self, job: TierJob, layers: range) -> None:
         pass
@@ -75,6 +91,7 @@ class TierFetching:
         self._left = [
             slot for slot, outcome in zip(self.job.host_slots, outcomes, strict=True) if outcome is not Outcome.DONE
         ]
+        self._books.queue.ended(self.reading)  # before anything is asked for behind it
         self._books.fetched(self.job, outcomes)
 
     def _end(self) -> None:

@@ -19,8 +19,9 @@ class LookAhead:
     def expect(self, hashes: Sequence[bytes], in_seconds: float | None = None) -> Prefetch:
         """A prompt that begins with these blocks will be looked up: a request waits its turn, or a session will go on.
         Its blocks, also those that come later, are evicted after all others, and of all that is expected those that are
-        due last go first. What of it lies in the tier is brought into host memory, as by :meth:`prefetch` with the
-        time-out of a load.
+        due last go first. What of it lies in the tier is brought into host memory, as by :meth:`prefetch`: of all that
+        is read ahead, what is due first comes first. The time-out of a load counts for each part of it, from when the
+        tier is asked for that.
 
         The expectation ends with the :meth:`lookup` of a prompt that contains the last of these blocks, or when four
         times the capacity was let in since. One that is wrong costs room until then, and nothing else. Counts as a use
@@ -54,7 +55,7 @@ class LookAhead:
         """
         keys = checked_hashes(hashes)
         change(self._books, functools.partial(self._books.expect, keys, in_seconds))
-        return self._books.prefetch(keys, self._books.timeout_s)
+        return self._books.prefetch_expected(keys, in_seconds)
 
     def end(self, hashes: Sequence[bytes]) -> None:
         """The session of this prompt is over: its blocks are evicted before all others, from the end on. A block stays

@@ -164,9 +164,13 @@ class KVOffloadManager(Keeping, LookAhead):
             ValueError: so many tokens do not have so many full blocks.
             ClosedError: closed.
         """
+        return self._lookup(hashes, num_tokens)
+
+    def _lookup(self, hashes: Sequence[bytes], num_tokens: int | None, *, joins: bool = False) -> Lease:
+        """``joins``: for who can wait for what is just being read from the tier for others."""
         keys = self._reusable(checked_hashes(hashes), num_tokens)
         below = self._books.ask(keys)
-        found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys, below)))
+        found: Lease = change(self._books, lambda: Lease(self._books, *self._books.lookup(keys, below, joins=joins)))
         return found
 
     def peek(self, hashes: Sequence[bytes]) -> int:
@@ -190,8 +194,10 @@ class KVOffloadManager(Keeping, LookAhead):
     def prefetch(self, hashes: Sequence[bytes], *, timeout_s: float) -> Prefetch:
         """For a request that waits its turn: brings what of its prefix lies in the tier into host memory, as far as
         there is room beside what is held. What has arrived is found by :meth:`lookup`, and may be evicted again as any
-        block that was just used; until then it is ``num_arriving``. Behind ``prefetch.cancel()`` and
-        ``prefetch.wait()`` what has not come is in the tier again, from where :meth:`onload` takes it layer by layer.
+        block that was just used. It is asked of the tier in small parts, in turns with what is expected, and behind
+        what running requests need; a part on its way is ``num_arriving``, and what waits its turn is in the tier.
+        Behind ``prefetch.cancel()`` and ``prefetch.wait()``, which is one part later, all that has not come is there,
+        from where :meth:`onload` takes it layer by layer. A request in chunks takes it over as it is.
 
         Args:
             hashes: of :meth:`block_hashes`, from the first block on.

@@ -1,12 +1,14 @@
-"""Blocks that come from a tier into host memory for a request that still waits its turn."""
+"""Blocks that come from a tier into host memory, ahead of the request that needs them, or for one that runs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 from ..timeouts import check_timeout
 from ..tracking.group import Grouped, wait_until
+from ..tracking.keeper import Deadline
 
 
 class Fetching(Protocol):
@@ -20,36 +22,64 @@ class Fetching(Protocol):
     num_arrived: int
     known: bool
 
-    def cancel(self) -> None: ...
+    def leave(self) -> None: ...
 
 
 class Prefetch:
     """What :meth:`KVOffloadManager.prefetch` has started. It goes on if nobody refers to it.
 
     Attributes:
-        num_blocks: that were asked of the tier.
+        num_blocks: that were asked of the tier, or are to be.
     """
 
-    def __init__(self, books: Grouped, fetching: Sequence[Fetching]) -> None:
-        self.fetching = fetching
-        self.num_blocks = sum(one.num_blocks for one in fetching)
+    def __init__(
+        self,
+        books: Grouped,
+        fetching: Sequence[Fetching] = (),
+        waiting: Sequence[bytes] = (),
+        timeout_s: float = 0.0,
+        deadline: Deadline | None = None,
+    ) -> None:
+        """``waiting``: keys of what is not asked for yet; ``timeout_s``: of each part, from when it is;
+        ``deadline``: of all, instead."""
+        self.fetching = list(fetching)
+        self.waiting = list(waiting)  # changed in sections only, and never in place
+        self.num_blocks = sum(one.num_blocks for one in fetching) + len(waiting)
+        self.num_found = 0  # that somebody else had brought when their turn came
+        self.blocks_until = 0  # that the tier reads until all is there, with those before
+        self.cancelled = False
         self._books = books
+        self._timeout_s, self._deadline = timeout_s, deadline or Deadline(None)
+        self._process_id = os.getpid()
 
     @property
     def num_arrived(self) -> int:
         """Blocks that have come so far."""
-        return sum(one.num_arrived for one in self.fetching)
+        return self.num_found + sum(one.num_arrived for one in self.fetching)
 
     @property
     def done(self) -> bool:
         """Whether it is known of all blocks whether they came."""
-        return all(one.known for one in self.fetching)
+        return not self.waits and all(one.known for one in self.fetching)
+
+    @property
+    def waits(self) -> bool:
+        """Whether more of it is to be asked of the tier. A forked child asks nothing."""
+        return bool(self.waiting and not self.cancelled and not self._deadline.over and self._process_id == os.getpid())
+
+    @property
+    def left_s(self) -> float:
+        """For a part that is asked for now."""
+        left_s = self._deadline.left_s()
+        return self._timeout_s if left_s is None else left_s
 
     def cancel(self) -> None:
-        """What the storage has not begun is not read any more; what has arrived stays. Behind :meth:`wait` the blocks
-        that did not come are in the tier again."""
-        for one in self.fetching:
-            one.cancel()
+        """What the tier was not asked for yet is not read any more, and stays there. What it was asked for is a small
+        part, which comes: behind :meth:`wait` all that did not come is in the tier again."""
+        self.cancelled = True
+        for one in list(self.fetching):
+            one.leave()
+        self._books.group.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Blocks until :attr:`done`; False if that takes longer than ``timeout_s``.
@@ -58,4 +88,9 @@ class Prefetch:
             TypeError, ValueError: a time that is none.
         """
         check_timeout(timeout_s)
-        return bool(wait_until(self._books, lambda: self.done, timeout_s))
+        deadline, own_s = Deadline(timeout_s), self._deadline.left_s()
+        if own_s is not None:  # nobody is told when the time of what waits is over
+            first_s = own_s if timeout_s is None else min(own_s, timeout_s)
+            if wait_until(self._books, lambda: self.done, first_s):
+                return True
+        return bool(wait_until(self._books, lambda: self.done, deadline.left_s()))

@@ -103,6 +103,11 @@ class Server:
         rig.check_books()
         self.link.block_s, self.tier.block_s = speeds
         books.rates = known
+        return self.serve(number, how)
+
+    def serve(self, number: int, how: Any) -> float:
+        """Seconds to the first token, after all was compared."""
+        rig, prompt = self.rig, self.prompts[number]
         rig.poison(self.table)
         begun = time.monotonic()
         with rig.manager.request(prompt, self.table, chunk_tokens=CHUNK_BLOCKS * SIZE, how=how) as request:

@@ -306,6 +306,7 @@ def test_what_a_load_of_the_tier_says_of_it(
         observe_late=lambda *what: said.append(("late", *what)),
     )
     books: Any = SimpleNamespace(rates=rates, lost_below=lambda keys: said.append(("lost", keys)))
+    books.read_ended = lambda job: said.append("ended")
     observer: Any = SimpleNamespace(settled=lambda job: said.append("settled"))
     rate = Rate()
     rate.began(3)
@@ -314,7 +315,7 @@ def test_what_a_load_of_the_tier_says_of_it(
     done = outcomes == [Outcome.DONE] * 2
     job: Any = SimpleNamespace(keys=[b"a", b"b"], outcomes=outcomes, done=done)
     timed.settled(job)
-    assert said == (["settled"] if lost else [*expected, "settled"])
+    assert said == (["settled"] if lost else [*expected, "settled", "ended"])
     assert rate.seconds(2) == pytest.approx(seconds if done else 0.0)  # behind the three
 
 

@@ -40,8 +40,9 @@ class Copy:
 class Read:
     """From the tier."""
 
-    def __init__(self, keys: list[bytes]) -> None:
+    def __init__(self, keys: list[bytes], blocks_before: int) -> None:
         self.keys, self.done, self.cancelled = keys, False, 0
+        self.blocks_until = blocks_before + len(keys)
 
     def cancel(self) -> None:
         self.cancelled += 1
@@ -64,6 +65,7 @@ class Bench:
         self.recorded: list[tuple[str, object]] = []
         self.over_at_once = self.read_at_once = self.fails = False
         self.others_blocks = 0  # that are read from the tier for somebody else
+        self.others: set[bytes] = set()  # what they are
         self.slots: dict[bytes, int] = {}
         self.index = SimpleNamespace(slots=self.slots, arriving={})
         self.feed = Feed()
@@ -124,8 +126,11 @@ class Bench:
     def num_reading_blocks(self) -> int:
         return self.others_blocks + sum(len(one.keys) for one in self.reads if not (one.done or one.cancelled))
 
+    def is_read(self, keys: list[bytes]) -> bool:
+        return self.others.issuperset(keys)
+
     def read_soon(self, keys: list[bytes]) -> Any:
-        read = Read(keys)
+        read = Read(keys, self.num_reading_blocks)
         self.reads.append(read)
         if self.read_at_once:
             self.arrive(read)
@@ -536,6 +541,28 @@ def test_a_read_that_has_come_at_its_last_moment_is_not_late(bench: Bench, monke
     me: Any = bench.reads[0]
     meeting.read_late(me)
     assert (bench.late, bench.next(meeting).loads) == ([], (bench.copies[0],))
+
+
+def test_what_is_being_read_for_others_is_awaited_as_what_is_read_for_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at the front, which is not worth being read; what of it is only a part on its way is not."""
+    bench.know(0.125, 10.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=3 * BLOCKS)
+    bench.others = {b"%d" % number for number in range(BLOCKS + 1)}
+    meeting = bench.meeting([BELOW] * 4 * BLOCKS)
+    bench.fill()
+    assert states_of(meeting) == ["reading", "below", "below", "reading"]
+    assert [int(one.keys[0]) // BLOCKS for one in bench.reads] == [3, 0]
+    first = meeting.line.pieces[0]
+    assert first.due_s == pytest.approx(bench.reads[1].blocks_until * 1.0)
+    assert bench.next(meeting).reading is bench.reads[1]  # type: ignore[comparison-overlap]
+    bench.others |= {b"%d" % number for number in range(2 * BLOCKS)}
+    bench.fill()
+    assert states_of(meeting)[1] == "below"  # what was asked for later it has seen too late
+    bench.now_s = first.late_s + 0.001
+    assert bench.next(meeting) == Step(first, ())
+    assert bench.reads[1].cancelled == 1
 
 
 def test_what_others_have_brought_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

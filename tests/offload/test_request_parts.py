@@ -247,7 +247,8 @@ class ChunkManager(Manager):
             takes_saves=self._takes,
         )
 
-    def lookup(self, hashes: list[bytes], *, num_tokens: int | None = None) -> Any:  # type: ignore[override]
+    def _lookup(self, hashes: list[bytes], num_tokens: int, *, joins: bool) -> Any:
+        assert joins
         self.log.append(("lookup", len(hashes), num_tokens))
         lease = SimpleNamespace(hashes=hashes[: len(self.states)], states=self.states, num_blocks=len(self.states))
         lease.release = lambda: self.log.append("release")

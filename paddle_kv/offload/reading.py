@@ -1,0 +1,383 @@
+"""The books of a manager with a tier below host memory, as far as blocks come up from there: what is found, read ahead,
+read for a request that runs, or loaded to the device."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+
+from ..errors import TransferError
+from ..schedule import arriving
+from ..schedule.scheduler import LayerwiseScheduler
+from ..schedule.transfer import Transfer
+from ..tiers import Job as TierJob
+from ..tiers import Outcome, loading
+from ..tracking.group import change
+from ..tracking.keeper import Deadline, log
+from .below import Below, Timed
+from .books import EPOCH, RANK, Books
+from .fetching import TierFetching, parts_of
+from .found import BlockState
+from .jobs import Job, Result
+from .policy import Policy
+from .prefetch import Prefetch
+from .rates import TIER
+from .tier_queue import TierQueue
+
+
+class ReadingBooks(Books):
+    """See the module.
+
+    Args:
+        below: the tier, with its policy.
+        timeout_s: of a load.
+    """
+
+    def __init__(
+        self,
+        scheduler: LayerwiseScheduler,
+        policy: str | Policy[bytes],
+        capacity_blocks: int,
+        max_events: int,
+        below: Below,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(scheduler, policy, capacity_blocks, max_events)
+        self.below, self.timeout_s, self.tier = below, timeout_s, below.tier
+        self._has_events = max_events > 0
+        self.queue = TierQueue()
+        self.looks_at_ends = True  # what they bring goes down
+
+    # ---- outside of sections ----
+    def ask(self, keys: list[bytes]) -> Set[bytes]:
+        slots, arriving = self.index.slots, self.index.arriving  # without the lock: it is a hint in any case
+        return self.below.having([key for key in keys if key not in slots or key in arriving])
+
+    def load_s(self, num_blocks: int) -> float:
+        return self.below.rate.seconds(num_blocks)
+
+    def start_load(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Transfer:
+        start = functools.partial(self._start_load, keys, device_ids, self.ask(keys), compute)
+        started: Transfer = self.group.host.call(start)  # as a whole, whatever a signal handler raises
+        return started
+
+    def _start_load(self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any) -> Transfer:
+        start = functools.partial(self._onload_from, keys, device_ids, below, compute)
+        transfer, asked = change(self, start)
+        if asked is not None:
+            job, timed = asked
+            try:
+                loading.read(self.below.tier, transfer._movement, job)
+            except Exception as error:  # noqa: BLE001  the transfer has failed, and ends
+                if not job.started_s:
+                    timed.give_up()
+                    change(self, functools.partial(self.read_ended, job))
+                raise TransferError(f"the tier could not be asked: {error}") from None
+        return transfer  # type: ignore[no-any-return]
+
+    def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
+        deadline = Deadline(timeout_s)
+        return self._read_ahead(keys, functools.partial(Prefetch, self, deadline=deadline), 0.0)
+
+    def prefetch_expected(self, keys: list[bytes], in_seconds: float | None) -> Prefetch:
+        return self._read_ahead(keys, functools.partial(Prefetch, self, timeout_s=self.timeout_s), in_seconds or 0.0)
+
+    def _read_ahead(self, keys: list[bytes], make: Callable[..., Prefetch], in_seconds: float) -> Prefetch:
+        below, due_s = self.ask(keys), time.monotonic() + in_seconds
+
+        def start() -> Prefetch:
+            made: Prefetch = change(self, lambda: self._line_up(make(waiting=self._below_of(keys, below)), due_s))
+            if (error := self.hand_over().get(made)) is not None:
+                raise error
+            return made
+
+        started: Prefetch = self.group.host.call(start)
+        return started
+
+    def hand_over(self) -> dict[Prefetch, Exception]:
+        """To the tier, what may be read ahead now. Returns what of it ended with an error of a policy."""
+        errors: dict[Prefetch, Exception] = {}
+        while (turn := change(self, self._next_turn)) is not None:
+            below = self.ask(turn[1])  # it may have waited long
+            try:
+                fetching = change(self, functools.partial(self._fetch_ahead, turn, below))
+            except Exception as error:  # noqa: BLE001  others' turn comes all the same
+                log.warning("blocks that are expected stay in the tier: %r", error)
+                errors[turn[0]] = error
+            else:
+                if fetching is not None:
+                    fetching.read(self.below.tier)
+        return errors
+
+    # ---- sections ----
+    def _walk(self, keys: Sequence[bytes], below: Set[bytes], *, joins: bool = False) -> list[BlockState]:
+        """Of the longest prefix that can be loaded: where each block is. ``joins``: what is being read into host
+        memory counts as what lies in the tier."""
+        below = self.below.not_forgotten(below)
+        slots, coming, following = self.index.slots, self.index.arriving, self.directory.following
+        states = []
+        for key in keys:
+            if key not in slots:
+                if key not in below:
+                    break
+                states.append(BlockState.TIER)
+            elif key not in coming:
+                states.append(BlockState.PRESENT)
+            elif key in following:
+                states.append(BlockState.ARRIVING)
+            elif joins and self.queue.bringing(coming[key]) is not None:
+                states.append(BlockState.TIER)
+            else:
+                break
+        if BlockState.TIER not in states:
+            return states
+        left = self._room(keys[: len(states)])
+        for position in range(len(states)):
+            left -= keys[position] not in slots
+            if left < 0:
+                return states[:position]
+        return states
+
+    def _room(self, keys: Sequence[bytes]) -> int:
+        """How many blocks could come into host memory beside these."""
+        slots = self.index.slots
+        held = {key for key in (*self.index.pins, *keys) if key in slots}
+        pool = self.slots.pool
+        return min(self.index.capacity_blocks, len(self.slots.taken) + pool.count_free_here()) - len(held)
+
+    def lookup(
+        self, keys: list[bytes], below: Set[bytes], *, joins: bool = False
+    ) -> tuple[list[bytes], list[BlockState], int]:
+        self.settle()
+        states = self._walk(keys, below, joins=joins)
+        hashes = keys[: len(states)]
+        present = [keys[i] for i, state in enumerate(states) if state is BlockState.PRESENT]
+        self.directory.lookup(present, prompt=keys).hand_over()  # the lease has a guard of its own
+        self.directory.counters["looked_up_blocks"] += len(keys) - len(present)
+        self.index.pin(keys[i] for i, state in enumerate(states) if state is not BlockState.PRESENT)
+        self.counts["tier_hit_blocks"] += len(hashes) - len(present)
+        slots = self.index.slots
+        if self._has_events:
+            self._note_hint(keys, states, self.below.not_forgotten(below))
+        behind = next((i for i in range(len(states), len(keys)) if keys[i] not in slots), len(keys))
+        return hashes, states, behind - len(states)
+
+    def _note_hint(self, keys: list[bytes], states: list[BlockState], below: Set[bytes]) -> None:
+        """What a tier finds when it starts, and what it evicts, is heard of when somebody asks for it."""
+        self.directory.tier_stored(self.below.name, [key for key in keys if key in below])
+        gap = keys[len(states) :][:1]  # behind it nobody may have asked
+        self._forget_tier([key for key in gap if key not in below])
+
+    def states(self, keys: list[bytes], below: Set[bytes]) -> list[BlockState]:
+        return super().states(keys, self.below.not_forgotten(below))
+
+    def peek(self, keys: list[bytes], below: Set[bytes]) -> int:
+        self.settle()
+        return len(self._walk(keys, below))
+
+    def _onload_from(
+        self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any
+    ) -> tuple[Transfer, tuple[TierJob, Timed] | None]:
+        """One transfer of what is in host memory and what is read into it meanwhile."""
+        self.settle()
+        below = self.below.not_forgotten(below)
+        slots = self.index.slots
+        coming = (self.index.arriving.keys() & keys) - self.directory.following
+        if coming:  # of the tier when they were looked up, say
+            raise TransferError(
+                f"{len(coming)} of the blocks are being brought by a prefetch or a save; compute instead"
+            )
+        absent = [position for position, key in enumerate(keys) if key not in slots]
+        there = [position for position, key in enumerate(keys) if key in slots]
+        if not absent:
+            return self.onload(keys, device_ids, compute), None
+        gone = [keys[position] for position in absent if keys[position] not in below]
+        if gone:
+            self.directory.plan_load(gone, range(len(gone)))  # says why it cannot be loaded
+        jobs: list[Job] = []
+        timed = None
+        wanted = [keys[position] for position in absent]
+        self.index.pin(keys)  # none of them makes room for the others
+        try:
+            jobs.append(self._plan_from_tier(wanted, [device_ids[position] for position in absent]))
+            if there:
+                jobs.append(self.directory.plan_load([keys[i] for i in there], [device_ids[i] for i in there]))
+            host_ids = [slots[key] for key in keys]
+            arrival = loading.Arrival()
+            timed = self.below.timed(arrival, len(wanted))
+            reading = TierJob(wanted, list(jobs[0].host_slots), timeout_s=self.timeout_s, observer=timed)
+            plan = self.scheduler.plan("onload", device_ids, host_ids)
+            transfer = arriving.start(self.scheduler, plan, compute, None, reading)
+        except BaseException as error:
+            if timed is not None:
+                timed.give_up()
+            damaged = error.damaged_host_blocks if isinstance(error, TransferError) else ()
+            for job in jobs:
+                self.directory.undo(job, [i for i, slot in enumerate(job.host_slots) if slot in damaged])
+            if not self._has_events:
+                self._forget_tier(wanted)
+            raise
+        finally:
+            self.index.unpin(keys)
+        arrival.movement = transfer._movement
+        self.queue.began(reading)
+        self.directory.following.update(wanted)
+        self.moves.add(transfer, jobs)
+        self.loads.add(transfer._movement)
+        self._look_at_its_end(transfer)
+        return transfer, (reading, timed)
+
+    def _plan_from_tier(self, keys: list[bytes], device_ids: list[int]) -> Job:
+        self.directory.tier_stored(self.below.name, keys)
+        job = self.directory.plan_load(keys, device_ids, tier=self.below.name)
+        if len(job.keys) < len(keys):
+            self._undo_from_tier(job, keys)
+            raise TransferError(f"host memory has no room for {len(keys)} blocks of the tier: what is there is held")
+        return job
+
+    def _undo_from_tier(self, job: Job, keys: list[bytes]) -> None:
+        self.directory.undo(job)
+        if not self._has_events:  # else what a lookup has noted stays
+            self._forget_tier(keys)
+
+    # ---- reading into host memory ----
+    def _below_of(self, keys: list[bytes], below: Set[bytes]) -> list[bytes]:
+        """Those of a prefix that lie in the tier alone."""
+        self.settle()
+        return [key for key in keys[: len(self._walk(keys, below, joins=True))] if key not in self.index.slots]
+
+    def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
+        self.queue.add(prefetch, due_s)
+        return prefetch
+
+    def _next_turn(self) -> tuple[Prefetch, list[bytes]] | None:
+        return None if self.closed else self.queue.next(self.rates.load_s(1, TIER))
+
+    def _fetch_ahead(self, turn: tuple[Prefetch, list[bytes]], below: Set[bytes]) -> TierFetching | None:
+        """If it is still its turn."""
+        if self._next_turn() != turn:
+            return None
+        prefetch, keys = turn
+        left: list[bytes] = []  # whatever is raised
+        try:
+            self.settle()
+            below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
+            left = prefetch.waiting[len(keys) :]
+            for key in keys:
+                if key in slots:
+                    prefetch.num_found += key not in self.index.arriving
+                elif key not in below:
+                    left = []  # behind a block that is not there
+                    break
+                elif not self.feed.holds(key):  # else that prompt decides what becomes of it
+                    wanted.append(key)
+            room = self._room(keys)
+            if room < len(wanted):  # what has room comes
+                wanted, left = wanted[: max(0, room)], []
+            if wanted and (self.rates.load_s(self.queue.num_blocks + len(wanted), TIER) or 0.0) > prefetch.left_s:
+                wanted, left = [], []  # it would be late
+            if not wanted:
+                return None
+            fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
+            fetching.users.add(prefetch)
+            prefetch.fetching.append(fetching)
+            return fetching
+        except TransferError:
+            left = []
+        except Exception:
+            left = []
+            if not prefetch.fetching:  # of a policy
+                raise
+        finally:
+            prefetch.waiting = left
+            if not prefetch.waits:
+                self.group.notify()
+        return None
+
+    def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool) -> TierFetching:
+        job = self._plan_from_tier(keys, list(range(len(keys))))  # no device block is meant
+        if not self.slots.pool.domain.try_lease(job.host_slots, write=True):
+            self._undo_from_tier(job, keys)
+            raise TransferError("somebody else holds the host blocks")
+        fetching = TierFetching(self, job, timeout_s, urgent=urgent)
+        self.queue.began(fetching.reading, fetching)
+        return fetching
+
+    @property
+    def num_reading_blocks(self) -> int:
+        return self.queue.num_blocks
+
+    def _reading_of(self, keys: Iterable[bytes]) -> dict[bytes, TierFetching]:
+        """Those of the blocks that are being read into host memory, and by what."""
+        arriving, found = self.index.arriving, {}
+        for key in keys:
+            if key in arriving and (fetching := self.queue.bringing(arriving[key])) is not None:
+                found[key] = fetching
+        return found
+
+    def is_read(self, keys: list[bytes]) -> bool:
+        slots, arriving = self.index.slots, self.index.arriving
+        if not all(key in slots for key in keys):
+            return False
+        reading = self._reading_of(keys)
+        return bool(reading) and all(key in reading or key not in arriving for key in keys)
+
+    def read_soon(self, keys: list[bytes]) -> Prefetch:
+        self.settle()
+        states = self._walk(keys, frozenset(keys), joins=True)
+        hashes, slots = keys[: len(states)], self.index.slots
+        fetching = list(dict.fromkeys(self._reading_of(hashes).values()))
+        for one in fetching:
+            one.urgent = True
+        self.index.pin(hashes)
+        try:
+            for part in parts_of([key for key in hashes if key not in slots]):
+                own = self._fetch(part, self.timeout_s, urgent=True)
+                fetching.append(own)
+                self.group.host.tell(functools.partial(own.read, self.below.tier))
+        except TransferError:
+            pass  # what has room comes
+        except Exception:
+            if not fetching:  # of a policy
+                raise
+        finally:
+            self.index.unpin(hashes)
+        prefetch = Prefetch(self, fetching)
+        prefetch.blocks_until = self.queue.blocks_until(fetching)
+        for one in fetching:
+            one.users.add(prefetch)
+        return prefetch
+
+    def read_ended(self, job: TierJob) -> None:
+        """It is known how it went with what the tier was asked for: others' turn may have come."""
+        self.queue.ended(job)
+        if self._next_turn() is not None:
+            self.group.host.tell(functools.partial(_hand_over, weakref.ref(self)))
+
+    def fetched(self, job: Job, outcomes: Sequence[Outcome | None]) -> None:
+        """It is known which blocks of a prefetch have come."""
+        failed = tuple(i for i, outcome in enumerate(outcomes) if outcome is not Outcome.DONE)
+        good = [slot for i, slot in enumerate(job.host_slots) if i not in set(failed)]
+        self.slots.pool.domain.mark_rewritten(good)
+        self.slots.pool.domain.end_lease(good, write=True)
+        self.group.notify()
+        if self.closed:
+            return
+        result = Result(job.id, RANK, EPOCH, failed)
+        self.directory.complete([result])
+        self.counts["prefetched_blocks"] += len(good)
+        self.ended(job, result)
+        self.feed.fill(self)
+
+    def _forget_tier(self, keys: Sequence[bytes]) -> None:
+        self.directory.tier_removed(self.below.name, keys)
+
+
+def _hand_over(books: Callable[[], ReadingBooks | None]) -> None:
+    """Not in a section."""
+    found = books()
+    if found is not None:
+        found.hand_over()

@@ -1,0 +1,106 @@
+"""Who comes first at a tier: what a running request needs is handed to it at once, and what is read ahead waits its
+turn. A tier serves what it was given in the order in which it came, so little is given to it ahead."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import os
+from collections.abc import Iterable, Set
+
+from ..tiers import Job as TierJob
+from .fetching import TierFetching
+from .prefetch import Prefetch
+
+PARTS = 6  # under way of what is read ahead: when one ends, the others keep the threads of an engine busy
+AHEAD_S = 0.03  # that the tier needs for them together: so long an urgent read waits for what is read ahead
+FIRST_BLOCKS, MOST_BLOCKS = 2, 256  # of a part: while nothing is known of the tier; of one that is quick
+
+
+def blocks_of_part(block_s: float | None) -> int:
+    """Of what is read ahead. ``block_s``: seconds that the tier needs for one; None: unknown."""
+    if block_s is None:
+        return FIRST_BLOCKS
+    return max(1, min(MOST_BLOCKS, math.ceil(AHEAD_S / PARTS / block_s)))
+
+
+class TierQueue:
+    """In sections only."""
+
+    def __init__(self) -> None:
+        self._turns: list[tuple[float, int, Prefetch]] = []  # a heap: what is due first comes first, then the first one
+        self._numbers = itertools.count()
+        self._under_way: dict[TierJob, TierFetching | None] = {}  # in order; None: a load to the device
+        self._by_job: dict[int, TierFetching] = {}
+        self._process_id = os.getpid()
+
+    # ---- what waits ----
+    def add(self, prefetch: Prefetch, due_s: float) -> None:
+        """It is read ahead, before what is due later."""
+        if prefetch.waiting:
+            heapq.heappush(self._turns, (due_s, next(self._numbers), prefetch))
+
+    def next(self, block_s: float | None) -> tuple[Prefetch, list[bytes]] | None:
+        """What may be handed to the tier now, of all that waits; nothing while a request waits for the tier."""
+        while self._turns and not self._turns[0][-1].waits:
+            heapq.heappop(self._turns)
+        if not self._turns or any(one is None or one.urgent for one in self._under_way.values()):
+            return None
+        most = blocks_of_part(block_s)
+        if self.num_blocks > (PARTS - 1) * most:
+            return None
+        prefetch = self._turns[0][-1]
+        return prefetch, prefetch.waiting[:most]
+
+    def forget(self, keys: Set[bytes]) -> None:
+        """They are deleted in the tier: what waits behind them is of no use any more."""
+        for _, _, prefetch in self._turns:
+            stop = next((at for at, key in enumerate(prefetch.waiting) if key in keys), None)
+            if stop is not None:
+                prefetch.waiting = prefetch.waiting[:stop]
+
+    def forget_all(self) -> None:
+        """As :meth:`forget` of all."""
+        for _, _, prefetch in self._turns:
+            prefetch.waiting = []
+
+    def end(self) -> None:
+        """Nothing more is handed over, and what of it the storage has not begun is not read. Loads go on."""
+        for _, _, prefetch in self._turns:
+            prefetch.cancel()
+        for fetching in self._by_job.values():
+            fetching.reading.cancel()
+
+    # ---- what the tier was given ----
+    @property
+    def num_blocks(self) -> int:
+        """Under way, for whomever."""
+        return sum(len(job.keys) for job in self._under_way)
+
+    def began(self, job: TierJob, fetching: TierFetching | None = None) -> None:
+        self._under_way[job] = fetching
+        if fetching is not None:
+            self._by_job[fetching.job.id] = fetching
+
+    def ended(self, job: TierJob) -> None:
+        """Again: does nothing."""
+        fetching = self._under_way.pop(job, None)
+        if fetching is not None:
+            del self._by_job[fetching.job.id]
+
+    def bringing(self, job_id: int) -> TierFetching | None:
+        """What a request may wait for, of the job that a block arrives by."""
+        fetching = self._by_job.get(job_id)
+        if fetching is None or fetching.reading.cancelled or self._process_id != os.getpid():
+            return None
+        return fetching
+
+    def blocks_until(self, fetching: Iterable[TierFetching]) -> int:
+        """That the tier reads until all of these are there, with those before them."""
+        last, total, found = {one.reading for one in fetching}, 0, 0
+        for job in self._under_way:
+            total += len(job.keys)
+            if job in last:
+                found = total
+        return found

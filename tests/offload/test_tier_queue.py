@@ -1,0 +1,171 @@
+"""The order of what waits for a tier, and how much of it is under way, by itself."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload import prefetch as module
+from paddle_kv.offload.fetching import TierFetching
+from paddle_kv.offload.prefetch import Prefetch
+from paddle_kv.offload.tier_queue import PARTS, TierQueue, blocks_of_part
+from paddle_kv.tracking.keeper import Deadline
+
+KEYS = [b"%d" % number for number in range(40)]
+BOOKS: Any = SimpleNamespace(group=SimpleNamespace(notify=lambda: None))
+
+
+class Job:
+    """What the tier was given."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.keys, self.cancelled = KEYS[:num_blocks], False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def part(num_blocks: int, number: int = 0, *, urgent: bool = False) -> Any:
+    return SimpleNamespace(reading=Job(num_blocks), job=SimpleNamespace(id=number), urgent=urgent)
+
+
+def waiting(count: int = 40, **options: Any) -> Prefetch:
+    return Prefetch(BOOKS, waiting=KEYS[:count], **options)
+
+
+@pytest.mark.parametrize(
+    ("block_s", "blocks"),
+    [(None, 2), (1.0, 1), (0.0051, 1), (0.0049, 2), (0.001, 5), (1e-4, 50), (1e-9, 256)],
+)
+def test_a_part_is_what_the_tier_needs_some_milliseconds_for(block_s: float | None, blocks: int) -> None:
+    assert blocks_of_part(block_s) == blocks
+
+
+def test_what_is_due_first_comes_first_and_of_equals_the_first_one() -> None:
+    queue = TierQueue()
+    made = [waiting() for _ in range(4)]
+    for one, due_s in zip(made, (3.0, 1.0, 1.0, 2.0), strict=True):
+        queue.add(one, due_s)
+    queue.add(waiting(0), 0.0)  # nothing of it lies in the tier
+    order = []
+    while (turn := queue.next(0.001)) is not None:
+        assert turn[1] == KEYS[:5]
+        order.append(made.index(turn[0]))
+        turn[0].waiting = []
+    assert order == [1, 2, 3, 0]
+
+
+def test_so_many_parts_are_under_way() -> None:
+    queue, one = TierQueue(), waiting()
+    queue.add(one, 0.0)
+    parts = [part(5, number) for number in range(PARTS)]
+    for made in parts:
+        assert queue.next(0.001) == (one, KEYS[:5])
+        queue.began(made.reading, made)
+    assert (queue.next(0.001), queue.num_blocks) == (None, 5 * PARTS)
+    assert queue.next(0.0005) == (one, KEYS[:10])  # where more may be under way
+    queue.ended(parts[2].reading)
+    queue.ended(parts[2].reading)
+    assert queue.next(0.001) == (one, KEYS[:5])
+
+
+@pytest.mark.parametrize("kind", ["part", "load"])
+def test_what_is_urgent_holds_up_what_waits(kind: str) -> None:
+    queue, one, urgent = TierQueue(), waiting(), part(1, urgent=True)
+    queue.add(one, 0.0)
+    queue.began(urgent.reading, urgent if kind == "part" else None)
+    assert queue.next(None) is None
+    queue.ended(urgent.reading)
+    assert queue.next(None) == (one, KEYS[:2])
+
+
+def test_what_comes_before_is_counted() -> None:
+    queue = TierQueue()
+    first, second, third = (part(count, count) for count in (3, 4, 5))
+    queue.began(first.reading, first)
+    queue.began(Job(7))  # type: ignore[arg-type]
+    queue.began(second.reading, second)
+    queue.began(third.reading, third)
+    assert [queue.blocks_until(some) for some in ([], [first], [second], [first, third])] == [0, 3, 14, 19]
+    queue.ended(first.reading)
+    assert queue.blocks_until([second]) == 11
+
+
+def test_what_a_request_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, made = TierQueue(), part(3, 7)
+    queue.began(made.reading, made)
+    assert (queue.bringing(7), queue.bringing(8)) == (made, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: -1)  # in a child it never ends
+        assert queue.bringing(7) is None
+    made.reading.cancel()
+    assert queue.bringing(7) is None
+    made.reading.cancelled = False
+    queue.ended(made.reading)
+    assert queue.bringing(7) is None
+
+
+def test_the_end_drops_what_waits_and_lets_loads_go_on() -> None:
+    queue, one, made, load = TierQueue(), waiting(), part(3), Job(2)
+    queue.add(one, 0.0)
+    queue.began(made.reading, made)
+    queue.began(load)  # type: ignore[arg-type]
+    queue.end()
+    assert (one.done, made.reading.cancelled, load.cancelled) == (True, True, False)
+
+
+def test_what_is_behind_a_block_that_was_dropped_is_of_no_use() -> None:
+    queue = TierQueue()
+    made = [waiting(20), waiting(4)]
+    for one in made:
+        queue.add(one, 0.0)
+    queue.forget({KEYS[5], KEYS[7], b"other"})
+    assert [len(one.waiting) for one in made] == [5, 4]
+    queue.forget_all()
+    assert [one.done for one in made] == [True, True]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_part_is_given_up_when_nobody_needs_it_unless_it_was_read_ahead(ahead: bool) -> None:
+    made: Any = TierFetching.__new__(TierFetching)
+    made._is_ahead, made.reading, made.num_blocks = ahead, Job(3), 3
+    users = [Prefetch(BOOKS, [made]) for _ in range(2)]
+    made.users = weakref.WeakSet(users)
+    for user in users:
+        assert not made.reading.cancelled
+        user.cancel()
+    assert made.reading.cancelled == (not ahead)
+
+
+def test_a_prefetch_ends_with_its_time_and_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not waiting().done
+    assert waiting(deadline=Deadline(0.0)).done
+    one = waiting(timeout_s=3.0, deadline=Deadline(100.0))
+    assert one.waits and 99.0 < one.left_s <= 100.0
+    assert waiting(timeout_s=3.0).left_s == 3.0
+    assert (waiting().left_s, waiting().blocks_until) == (0.0, 0)
+    monkeypatch.setattr(module.os, "getpid", lambda: -1)
+    assert one.done
+
+
+@pytest.mark.parametrize(
+    ("own_s", "timeout_s", "asked"),
+    [
+        (None, 5.0, [5.0]),
+        (9.0, 5.0, [5.0, 5.0]),
+        (2.0, 5.0, [2.0, 5.0]),
+        (2.0, None, [2.0, None]),
+        (None, None, [None]),
+    ],
+)
+def test_who_waits_looks_again_when_the_time_of_what_waits_is_over(
+    own_s: float | None, timeout_s: float | None, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times: list[Any] = []
+    monkeypatch.setattr(module, "wait_until", lambda books, condition, seconds: times.append(seconds))
+    assert waiting(deadline=Deadline(own_s)).wait(timeout_s) is False
+    assert [time if time is None else round(time) for time in times] == asked
