@@ -211,7 +211,7 @@ def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, hash_ids (Mooncake's traces).")],
     policy: Annotated[
         list[PolicyName],
-        typer.Option(help=f"Repeat to compare. --queue takes the first one. Default: all; {DEFAULT_POLICY} for --queue."),
+        typer.Option(help=f"Repeat to compare. --queue takes the first one. Default: all, and {DEFAULT_POLICY}."),
     ] = [],  # noqa: B006
     capacity: Annotated[
         list[int],
