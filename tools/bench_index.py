@@ -4,7 +4,8 @@ lookup   a block that is there
 insert   an absent block, into free room
 replace  an absent block, in the place of an evicted one
 evict    a block that goes for nothing in particular
-trace    all of these as a trace has them (--trace, one JSON object per request); a replay's pace
+trace    all of these as a trace has them (--trace, one JSON object per request), by its clock: a policy that learns
+         when blocks come back learns what it would in a server
 
 Keys are 32-byte hashes, as a server's. Times are processor time of this process, the best and the median of --repeats.
 """
@@ -82,14 +83,14 @@ def measure(policy: str, capacity: int, repeats: int) -> list[Row]:
     return [row_of(operation, policy, capacity, blocks, times) for operation, times in found.items()]
 
 
-def measure_trace(policy: str, capacity: int, repeats: int, prompts: list[list[bytes]]) -> Row:
-    blocks = sum(map(len, prompts))
-    times = []
+def measure_trace(policy: str, capacity: int, repeats: int, prompts: list[tuple[float, list[bytes]]]) -> Row:
+    blocks = sum(len(prompt) for _, prompt in prompts)
+    times, now_s = [], [0.0]
     for _ in range(repeats):
-        index: BlockIndex[bytes] = BlockIndex(make_policy(policy, capacity), capacity)
+        index: BlockIndex[bytes] = BlockIndex(make_policy(policy, capacity, lambda: now_s[0]), capacity)
         free_slots = list(range(capacity))
         start = time.process_time()
-        for prompt in prompts:
+        for now_s[0], prompt in prompts:
             index.admit(prompt[index.lookup(prompt) :], free_slots)
         times.append((time.process_time() - start) * 1e6 / blocks)
     return row_of("trace", policy, capacity, blocks, times)
@@ -107,7 +108,8 @@ def main() -> None:
     options.add_argument("--csv", type=Path)
     options.add_argument("--json", type=Path)
     given = options.parse_args()
-    prompts = [[hash_of(i) for i in one.block_ids] for one in read_trace(given.trace)] if given.trace else []
+    requests = read_trace(given.trace) if given.trace else []
+    prompts = [(one.arrival_s, [hash_of(i) for i in one.block_ids]) for one in requests]
     rows: list[Row] = []
     print(f"{'policy':8}{'capacity':>10} {'operation':10}{'best us/block':>14}{'median':>9}")
     for capacity in given.capacity:

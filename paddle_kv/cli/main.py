@@ -29,7 +29,7 @@ from ..bench.load import LOADS
 from ..bench.run import Axes, WrongBytes, sweep
 from ..bench.setup import ALIGNMENTS, OPERATIONS, PATTERNS, WAYS
 from ..devices import has_gpu
-from ..offload.policies import POLICIES
+from ..offload.policies import DEFAULT_POLICY, POLICIES
 from ..testing.prefixes.hints import Hints
 from ..testing.prefixes.live_replay import shrunk
 from ..testing.prefixes.replay import Costs
@@ -209,7 +209,10 @@ def compare(before: Path, after: Path) -> None:
 @app.command()
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, hash_ids (Mooncake's traces).")],
-    policy: Annotated[list[PolicyName], typer.Option(help="Repeat to compare.")] = list(PolicyName),  # noqa: B006
+    policy: Annotated[
+        list[PolicyName],
+        typer.Option(help=f"Repeat to compare. --queue takes the first one. Default: all, and {DEFAULT_POLICY}."),
+    ] = [],  # noqa: B006
     capacity: Annotated[
         list[int],
         typer.Option(
@@ -287,7 +290,8 @@ def replay(
             below = replays.tier_option(tier)
             all_requests = read_trace(trace, requests)
             capacities = sorted(set(capacity)) or replays.default_capacities(all_requests)
-            policies = list(dict.fromkeys(one.value for one in policy))
+            policies = list(dict.fromkeys(one.value for one in policy or PolicyName))
+            served_with = policies[0] if policy else DEFAULT_POLICY
             if device is Device.real:
                 if ends or wrong_ends or expect or warm_up:
                     raise ValueError("--ends, --wrong-ends, --expect and --warm-up are for simulated time")
@@ -304,7 +308,7 @@ def replay(
                 all_requests = all_requests[warm_up:]
                 rows = [replays.row_of(run, all_requests, costs) for run in runs]
             if queue is not None:
-                last = [run for run in runs if run.policy == policies[0]][-1]
+                last = [run for run in runs if run.policy == served_with][-1]
                 machine = Machine(costs, queue=queue)
                 decided = deciding.decide_all(all_requests, last, machine)
                 if plot:
@@ -314,7 +318,7 @@ def replay(
             raise typer.BadParameter(str(error)) from None
     _show(replays.table(rows))
     if decided:
-        _line(f"\nSeconds to the first token, {policies[0]}, {last.capacity_blocks} blocks:")
+        _line(f"\nSeconds to the first token, {served_with}, {last.capacity_blocks} blocks:")
         _show(deciding.table(decided))
         _line(deciding.choices(decided))
     if (found := not_of_prefixes(all_requests)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, Generic
 
 from .hints import Ended, Expected
@@ -48,6 +48,7 @@ class BlockIndex(Generic[Key]):
         self._needs_path = self._on_end is None or self._by_order
         self._replace = _own(policy, "replace")
         self._replace_all = _own(policy, "replace_all")
+        self._also_refused = _own(policy, "also_refused")
         self._on_use = _own(policy, "on_use")
 
     def lookup(self, keys: Sequence[Key], prompt: Sequence[Key] | None = None) -> int:
@@ -208,9 +209,9 @@ class BlockIndex(Generic[Key]):
         wanted = list(reversed(keys[first : len(slots) + free]))
         if len(wanted) <= FEW or not all_absent or len(set(wanted)) < len(wanted):
             replace_all = None
-        at = 0
+        at, refused = 0, False
         while at < len(wanted):
-            if replace_all is not None and not free and len(wanted) > at + FEW:
+            if replace_all is not None and not free and not refused and len(wanted) > at + FEW:
                 at += self._replace_together(replace_all, wanted[at:], admitted, held)
                 if at == len(wanted):
                     break
@@ -225,8 +226,11 @@ class BlockIndex(Generic[Key]):
                 slot = free_slots.pop()
             else:
                 victim = make_room(key, pins)
-                if victim == key:
+                refused = victim == key
+                if refused:
                     victim = None  # the policy would rather have it stay away
+                    if not admitted and replace_all is not None and self._also_refused is not None:
+                        at += self._also_refused(wanted[at:], pins)
                 told = replace is not None and victim is not None
                 if victim is not None and (victim not in slots or victim in pins):
                     if told:
@@ -261,13 +265,14 @@ class BlockIndex(Generic[Key]):
         held: list[Key],
     ) -> int:
         """How many of the first of these, which are absent, were let in."""
-        slots = self.slots
-        end = list(admitted)[:1]  # to be taken back by itself
-        self.pin(end)
+        slots, pins = self.slots, self.pins
+        end = [key for key in islice(admitted, 1) if key not in pins]  # to be taken back by itself
+        pins.update(dict.fromkeys(end, 1))
         try:
-            victims = replace_all(wanted, self.pins)
+            victims = replace_all(wanted, pins)
         finally:
-            self.unpin(end)
+            for key in end:
+                del pins[key]
         if not victims:
             return 0
         let_in = dict(zip(wanted, map(slots.pop, victims), strict=False))

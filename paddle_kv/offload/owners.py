@@ -64,6 +64,15 @@ class Owners(Generic[Key]):
         slots = self.slots
         return list(map(slots.__getitem__, takewhile(slots.__contains__, keys)))
 
+    def last(self, run: Run[Key]) -> Key:
+        """Of its blocks that are there, the last one."""
+        keys, end, number = run.keys, run.end, run.number
+        slot_of, numbers = self.slots.get, self.numbers
+        while (slot := slot_of(keys[end - 1])) is None or numbers[slot] != number:
+            end -= 1
+        run.end = end
+        return keys[end - 1]
+
     def give(self, slots: Collection[int], run: Run[Key]) -> None:
         """The blocks there, which were of others, are of this run."""
         numbers, number = self.numbers, run.number or self._number(run)

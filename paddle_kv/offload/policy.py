@@ -19,7 +19,8 @@ class Policy(Protocol[Key]):
     was found. A class may define a fifth method, ``replace(block, pinned)``, which does both in one call and returns
     the victim; the index then calls that instead, for speed. Subclasses do not inherit it. A victim that is the block
     itself is a refusal: that block is not let in. Likewise ``replace_all(blocks, pinned)``, for blocks that all are
-    absent: it may serve only the first of them, or none, and refuses none; each gets the slot of its victim; and
+    absent: it may serve only the first of them, or none, and refuses none; each gets the slot of its victim; with it
+    ``also_refused(blocks, pinned)``: how many of the first of these it would refuse, asked right behind a refusal; and
     ``on_use(blocks)``, which is ``on_access`` of each, the last one first.
 
     Three more methods are called where a class has them: ``on_prompt(keys)`` with the whole prompt of a look-up, before

@@ -5,13 +5,15 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
 from .policy import Key
 from .returns import EDGES_S, NUM_PARTS, WIDTHS_S, Returns
 from .run import Run
 
 LOOKS_PER_PART = 4  # while a run is in a part of age
+
+Queue = TypeVar("Queue", bound=dict[Any, None])
 
 
 class Queues(Generic[Key]):
@@ -36,8 +38,8 @@ class Queues(Generic[Key]):
     ) -> None:
         self._returns, self.told_part, self._passed, self._faded = returns, told_part, passed, faded
         classes, parts = range(returns.num_classes), range(NUM_PARTS)
-        self._watched: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
-        self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in parts] for _ in classes]
+        self._watched: list[list[dict[Run[Key], None]]] = [[{} for _ in classes] for _ in parts]
+        self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in classes] for _ in parts]
         self._used: list[set[int]] = [set() for _ in parts]  # classes that have had anything in this part
         self._next_looks_s = [0.0] * NUM_PARTS
         self.next_look_s = 0.0
@@ -48,18 +50,18 @@ class Queues(Generic[Key]):
         klass, part = run.klass, run.part
         run.watched = True
         self._used[part].add(klass)
-        self._watched[klass][part][run] = None
+        self._watched[part][klass][run] = None
 
     def unwatch(self, run: Run[Key]) -> None:
         if run.watched:
             run.watched = False
-            del self._watched[run.klass][run.part][run]
+            del self._watched[run.part][run.klass][run]
 
     def enter(self, run: Run[Key]) -> None:
         """It may go."""
         if not run.leaf and run.live:
             run.leaf = True
-            queue = self._leaves[run.klass][run.part]
+            queue = self._leaves[run.part][run.klass]
             if not queue:
                 heapq.heappush(self._cheapest, (self.worth[run.klass][run.part], run.klass, run.part))
             queue[run] = None
@@ -68,12 +70,12 @@ class Queues(Generic[Key]):
         """It may not."""
         if run.leaf:
             run.leaf = False
-            del self._leaves[run.klass][run.part][run]
+            del self._leaves[run.part][run.klass][run]
 
     def use_again(self, run: Run[Key]) -> None:
         """Behind the others of its age."""
         if run.leaf:
-            self._leaves[run.klass][run.part].move_to_end(run)
+            self._leaves[run.part][run.klass].move_to_end(run)
 
     def reclass(self, run: Run[Key], klass: int) -> None:
         watched, leaf = run.watched, run.leaf
@@ -92,38 +94,46 @@ class Queues(Generic[Key]):
                 continue
             self._next_looks_s[part] = now_s + WIDTHS_S[part] / LOOKS_PER_PART
             before_s = now_s - EDGES_S[part + 1]
+            watched = self._watched[part]
             for klass in self._used[part]:
-                queue = self._watched[klass][part]
-                while queue:
-                    run = next(iter(queue))
-                    if run.touched_s > before_s:
-                        break
-                    self._grow(run)
+                queue = watched[klass]
+                if queue and next(iter(queue)).touched_s <= before_s:
+                    self._grow(klass, part, before_s)
         self.next_look_s = min(self._next_looks_s)
 
-    def _grow(self, run: Run[Key]) -> None:
-        self._returns.survived[run.klass][run.part] += 1
-        self.unwatch(run)
-        if run.part + 1 == NUM_PARTS:
-            self._faded(run)
+    def _grow(self, klass: int, part: int, before_s: float) -> None:
+        """Those that were used until then, into the next part of age."""
+        runs = []
+        for run in self._watched[part][klass]:
+            if run.touched_s > before_s:
+                break
+            runs.append(run)
+        self._returns.survived[klass][part] += len(runs)
+        part += 1
+        if part == NUM_PARTS:
+            for run in runs:
+                self.unwatch(run)
+                self._faded(run)
             return
-        klass, part = run.klass, run.part + 1
-        if run.leaf:
-            del self._leaves[klass][part - 1][run]
-            queue = self._leaves[klass][part]
-            if not queue:
-                heapq.heappush(self._cheapest, (self.worth[klass][part], klass, part))
-            queue[run] = None
-        run.part, run.watched = part, True
         self._used[part].add(klass)
-        self._watched[klass][part][run] = None
+        leaves = []
+        for run in runs:
+            run.part = part
+            if run.leaf:
+                leaves.append(run)
+        _move(runs, self._watched, klass, part)
+        if leaves:
+            if not self._leaves[part][klass]:
+                heapq.heappush(self._cheapest, (self.worth[klass][part], klass, part))
+            _move(leaves, self._leaves, klass, part)
         if part >= self.told_part:
-            self._passed(run)
+            for run in runs:
+                self._passed(run)
 
     def price(self) -> None:
         """By what was learnt since."""
         self.worth = self._returns.worth()
-        queues = {(klass, part) for _, klass, part in self._cheapest if self._leaves[klass][part]}
+        queues = {(klass, part) for _, klass, part in self._cheapest if self._leaves[part][klass]}
         self._cheapest = [(self.worth[klass][part], klass, part) for klass, part in queues]
         heapq.heapify(self._cheapest)
 
@@ -132,7 +142,7 @@ class Queues(Generic[Key]):
         heap = self._cheapest
         while heap:
             _, klass, part = heap[0]
-            queue = self._leaves[klass][part]
+            queue = self._leaves[part][klass]
             if queue:
                 return next(iter(queue))
             heapq.heappop(heap)
@@ -140,4 +150,15 @@ class Queues(Generic[Key]):
 
     def all(self) -> list[Run[Key]]:
         """Those that may go, worth least first."""
-        return [run for _, klass, part in sorted(set(self._cheapest)) for run in self._leaves[klass][part]]
+        return [run for _, klass, part in sorted(set(self._cheapest)) for run in self._leaves[part][klass]]
+
+
+def _move(runs: list[Run[Key]], queues: list[list[Queue]], klass: int, part: int) -> None:
+    """Some of the queue of the part before, to the end of that of this part."""
+    younger, older = queues[part - 1][klass], queues[part][klass]
+    if not older and runs == [*younger]:  # all of them, and in this order
+        queues[part - 1][klass], queues[part][klass] = older, younger
+        return
+    for run in runs:
+        del younger[run]
+        older[run] = None

@@ -51,15 +51,16 @@ def gittins(chances: list[float]) -> list[float]:
     found = []
     for point in reversed(curve):
         kept_s, returned = point
-        best = -1.0
-        while hull:
-            end_s, end = hull[-1]
+        end_s, end = hull[-1]
+        best = (end - returned) / (end_s - kept_s) if end_s > kept_s else 0.0
+        while len(hull) > 1:
+            end_s, end = hull[-2]
             slope = (end - returned) / (end_s - kept_s) if end_s > kept_s else 0.0
             if slope < best:
                 break
             best = slope
-            nearest = hull.pop()
-        hull += (nearest, point)
+            hull.pop()
+        hull.append(point)
         found.append(best)
     found.reverse()
     return found
@@ -119,11 +120,17 @@ class Returns:
             for back, alive, likely in zip(returned, survived, prior, strict=True)
         ]
 
-    def worth(self) -> list[list[float]]:
+    def worth(self) -> Worth:
         """The Gittins index of each class and part."""
-        found: dict[int, list[float]] = {}
-        chances = self.chances()
-        for one in chances:
-            if id(one) not in found:
-                found[id(one)] = gittins(one)
-        return [found[id(one)] for one in chances]
+        return Worth(self.chances())
+
+
+class Worth(dict[int, list[float]]):
+    """Of each class, worked out when it is asked for."""
+
+    def __init__(self, chances: list[list[float]]) -> None:
+        self._chances = chances
+
+    def __missing__(self, number: int) -> list[float]:
+        found = self[number] = gittins(self._chances[number])
+        return found

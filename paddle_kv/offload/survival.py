@@ -301,7 +301,7 @@ class Survival(Generic[Key]):
                 self._giving = chosen[0]
             return self._let_go(chosen)
         run = self._going
-        if run is None or (key := self._last(run)) in self._hanging or key in pinned:
+        if run is None or (key := self._owner.last(run)) in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
                 return self._let_go(self._oldest(pinned, incoming))
@@ -352,6 +352,14 @@ class Survival(Generic[Key]):
             own.live += len(found)
         return list(found)
 
+    def also_refused(self, incoming: Sequence[Key], pinned: Container[Key]) -> int:
+        """How many of the first of these :meth:`victim` would refuse, as it has just refused the one before them."""
+        own = self._coming.get(incoming[0]) if incoming else None
+        if own is None or self._going is None or self._worth(own) >= self._worth(self._going):
+            return 0
+        same = len(list(takewhile(partial(operator.is_, own), map(self._coming.get, incoming))))
+        return len(list(takewhile(operator.not_, map(pinned.__contains__, incoming[:same]))))
+
     def _ending(self, run: Run[Key], count: int, pinned: Container[Key]) -> dict[Key, int]:
         """Up to so many of its last blocks that are there, the last one first, with their slots; none behind one that
         has to stay."""
@@ -359,7 +367,7 @@ class Survival(Generic[Key]):
         found: dict[Key, int] = {}
         if not count:
             return found
-        self._last(run)
+        self._owner.last(run)
         for key in reversed(run.keys[max(0, run.end - count) : run.end]):
             slot = slots.get(key)
             if slot is not None and numbers[slot] == number:
@@ -374,7 +382,7 @@ class Survival(Generic[Key]):
         if chosen is not None and chosen[1] not in pinned:
             return chosen
         for run in self._queues.all():
-            key = self._last(run)
+            key = self._owner.last(run)
             if key not in pinned and key not in self._hanging:
                 return run, key
         return None
@@ -382,7 +390,7 @@ class Survival(Generic[Key]):
     def _worth_least(self) -> tuple[Run[Key], Key] | None:
         """Of the runs on which nothing hangs, and its last block."""
         while (run := self._queues.next()) is not None:
-            key = self._last(run)
+            key = self._owner.last(run)
             if key not in self._hanging:
                 return run, key
             self._queues.leave(run)  # until what hangs on it has gone
@@ -397,7 +405,7 @@ class Survival(Generic[Key]):
                 return chosen
         own = None if incoming is None else self._coming.get(incoming)
         for run in self._order:
-            key = self._last(run)
+            key = self._owner.last(run)
             if key not in pinned and key not in self._hanging and run is not own:
                 return run, key
         owner = self._owner
@@ -411,7 +419,7 @@ class Survival(Generic[Key]):
         """The run of a session that is over, and its last block."""
         blocked, found = [], None
         for run in self._over:
-            key = self._last(run)
+            key = self._owner.last(run)
             if key in self._hanging:
                 blocked.append(run)  # until what hangs on it has gone
             elif key not in pinned:
@@ -420,15 +428,6 @@ class Survival(Generic[Key]):
         for run in blocked:
             del self._over[run]
         return found
-
-    def _last(self, run: Run[Key]) -> Key:
-        """Its last block that is there."""
-        keys, end, number = run.keys, run.end, run.number
-        slot_of, numbers = self._owner.slots.get, self._owner.numbers
-        while (slot := slot_of(keys[end - 1])) is None or numbers[slot] != number:
-            end -= 1
-        run.end = end
-        return keys[end - 1]
 
     # ---- runs ----
     def _appear(self, run: Run[Key]) -> None:

@@ -68,6 +68,20 @@ def test_decisions_of_each_request(trace: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("policies", "served_with"),
+    [([], "survival"), (["--policy", "arc"], "arc"), (["--policy", "s3fifo", "--policy", "survival"], "s3fifo")],
+)
+def test_decisions_are_made_with_the_policy_of_a_manager_unless_one_is_named(
+    trace: Path, policies: list[str], served_with: str
+) -> None:
+    found = RUNNER.invoke(app, ["replay", str(trace), *policies, "--capacity", "10", "--queue", "1"])
+    assert found.exit_code == 0, found.output
+    assert f"Seconds to the first token, {served_with}, 10 blocks:" in plain(found.output)
+    if not policies:
+        assert all(f" {policy} " in plain(found.output) for policy in ("lru", "arc", "s3fifo", "survival"))
+
+
+@pytest.mark.parametrize(
     ("options", "what"),
     [(["--decisions", "a.csv"], "--decisions needs --queue"), (["--queue", "0", "--device", "real"], "is simulated")],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -57,6 +58,22 @@ class Together(Lru[str]):
         return victims
 
 
+class Refuses(Together):
+    """Lets nothing in that is in upper case."""
+
+    def replace_all(self, incoming: list[str], pinned: Container[str]) -> list[str]:
+        small = list(takewhile(str.islower, incoming))
+        return super().replace_all(small, pinned) if small else []
+
+    def victim(self, incoming: str | None, pinned: Container[str]) -> str | None:
+        self.calls.append(f"{incoming}?")
+        return incoming if incoming is not None and incoming.isupper() else super().victim(incoming, pinned)
+
+    def also_refused(self, incoming: list[str], pinned: Container[str]) -> int:
+        self.calls.append(f"{''.join(incoming)}??")
+        return len(list(takewhile(str.isupper, incoming)))
+
+
 def filled(policy: Any, keys: str, capacity: int) -> tuple[BlockIndex[str], list[int]]:
     index: BlockIndex[str] = BlockIndex(policy, capacity)
     slots = list(range(capacity))
@@ -103,6 +120,27 @@ def test_the_head_of_a_prompt_of_which_nothing_was_let_in_is_not_used_again() ->
     index.pin("zab")
     assert index.admit(["c"], []) == {}
     assert order(index) == "baz"
+
+
+def test_behind_a_refusal_a_policy_is_asked_once_how_many_more_it_refuses() -> None:
+    policy = Refuses()
+    index, _ = filled(policy, "abcdefghij", 10)
+    policy.calls.clear()
+    assert list(index.admit(list("uvwxyzKLM"), [])) == list("uvwxyz")
+    assert policy.calls == ["M?", "LKzyxwvu??", "z?", "yxwvu"]
+    assert set(index.slots) == set("abcduvwxyz") and index.pins == {}
+    policy.calls.clear()
+    assert index.admit(list("PQRST"), []) == {}
+    assert policy.calls == ["T?", "SRQP??"]
+
+
+def test_where_hints_decide_too_each_block_is_asked_for() -> None:
+    policy = Refuses()
+    index, _ = filled(policy, "abcdefghij", 10)
+    index.expect(["a"], 1.0)
+    policy.calls.clear()
+    assert index.admit(list("PQRST"), []) == {}
+    assert policy.calls == ["T?", "S?", "R?", "Q?", "P?"]
 
 
 # ---- what is held ----

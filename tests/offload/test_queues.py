@@ -135,6 +135,33 @@ def test_a_run_enters_the_next_part_when_it_is_old_enough(rig: Rig) -> None:
     assert rig.passed == [old] and rig.faded == []
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_those_that_grow_older_together_keep_the_order_of_their_use(rig: Rig, others: int) -> None:
+    """Among those that may go too, whatever was used again since; who is not watched stays where it is."""
+    first, second, third = (rig.leaf(name, 1, -2.0) for name in ("first", "second", "third"))
+    rest = [rig.run("not watched", 1, -2.0) for _ in range(others)]
+    for run in rest:
+        rig.queues.enter(run)
+    rig.queues.use_again(first)
+    rig.queues.leave(second)
+    assert rig.queues.all() == [third, *rest, first]
+    rig.queues.advance(0.0)
+    rig.queues.enter(second)
+    assert rig.queues.all() == [*rest, first, third, second]
+    assert [run.part for run in (first, second, third, *rest)] == [1, 1, 1, *[0] * others]
+
+
+def test_a_queue_that_grows_older_as_a_whole_is_one_queue_still(rig: Rig) -> None:
+    first, second = rig.leaf("first", 1, -2.0), rig.leaf("second", 1, -2.0)
+    rig.queues.advance(0.0)
+    third = rig.leaf("third", 1, 0.0)
+    assert rig.queues.all() == [third, first, second]
+    assert [run.part for run in (first, second, third)] == [1, 1, 0]
+    rig.queues.unwatch(first)
+    rig.queues.leave(second)
+    assert rig.queues.all() == [third, first] and rig.survived() == [(1, 0, 2.0)]
+
+
 def test_a_part_is_looked_at_four_times_in_its_width(rig: Rig) -> None:
     run = rig.watched("run")
     rig.queues.advance(1.75)

@@ -22,6 +22,24 @@ def test_the_earliest_need_comes_first_and_urgent_before_bulk() -> None:
     assert not queue and queue.num_bytes == 0
 
 
+def test_bulk_becomes_urgent_when_its_turn_comes() -> None:
+    queue: LinkQueue[str] = LinkQueue(1000)
+    for what, urgency, needed_s in (
+        ("save", Urgency.SAVE, 0.0),
+        ("of 2", Urgency.BULK, 2.0),
+        ("of 1, first", Urgency.BULK, 1.0),
+        ("of 1, second", Urgency.BULK, 1.0),
+    ):
+        queue.add(what, 10, urgency, needed_s)
+    queue.hurry(lambda what: what.startswith("of 1"))
+    queue.add("of 1, third", 10, Urgency.URGENT, 1.0)
+    queue.add("of 0", 10, Urgency.BULK)
+    order = ["of 1, first", "of 1, second", "of 1, third", "of 0", "of 2"]
+    assert queue.loads() == order
+    assert len(queue) == 6 and queue.num_bytes == 60
+    assert [queue.take() for _ in range(6)] == [*order, "save"]
+
+
 def test_saves_are_dropped_for_loads_and_loads_never() -> None:
     queue: LinkQueue[int] = LinkQueue(100)
     assert queue.add(1, 50, Urgency.SAVE) == [] and queue.add(2, 40, Urgency.SAVE) == []

@@ -39,7 +39,7 @@ def check(served: Served) -> None:
     queued = {run for row in policy._queues._leaves for queue in row for run in queue}
     assert queued == {run for run in live if run.leaf}
     for run in live:  # who may go is queued, or something hangs on its end
-        assert run.leaf or policy._last(run) in hanging
+        assert run.leaf or policy._owner.last(run) in hanging
     assert all(not run.live and run.watched for run in policy._ghosts)
     assert all(run.live and not run.head for run in policy._over)
 

@@ -10,7 +10,8 @@ import enum
 import heapq
 import itertools
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class LinkQueue(Generic[T]):
             raise ValueError(f"most_bytes = {most_bytes!r} must be an integer of at least 1")
         self.most_bytes = most_bytes
         self.num_bytes = 0
-        self._loads: list[tuple[int, float, int, Piece[T]]] = []
+        self._loads: list[tuple[Urgency, float, int, Piece[T]]] = []
         self._saves: deque[Piece[T]] = deque()
         self._numbers = itertools.count()
 
@@ -83,6 +84,20 @@ class LinkQueue(Generic[T]):
             self.num_bytes -= save.num_bytes
             dropped.append(save.what)
         return dropped
+
+    def hurry(self, wanted: Callable[[T], bool]) -> None:
+        """Loads in bulk for which this is true are urgent from now on."""
+        self._loads = [
+            (Urgency.URGENT, needed_s, number, replace(piece, urgency=Urgency.URGENT))
+            if urgency is Urgency.BULK and wanted(piece.what)
+            else (urgency, needed_s, number, piece)
+            for urgency, needed_s, number, piece in self._loads
+        ]
+        heapq.heapify(self._loads)
+
+    def loads(self) -> list[T]:
+        """As they go, if none is added."""
+        return [piece.what for *_, piece in sorted(self._loads)]
 
     def take(self) -> T | None:
         """What goes next; None if nothing waits."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ...offload.decision import Decision, Prompt
-from ...offload.rates import LATE_S, LINK, TIER, Rates, RateSnapshot
+from ...offload.rates import LINK, TIER, Rates, RateSnapshot
 from .link_queue import LinkQueue, Urgency
 from .meeting import Chunk, Load, Meeting
 from .replay import Costs
@@ -119,6 +119,7 @@ class _Turn:
     pass_s: float = 0.0  # when the model should come to the end of the prompt
     expected_s: float = 0.0  # that the model needs for it
     queued: dict[str, int] = field(default_factory=lambda: {LINK: 0, TIER: 0})
+    jobs: dict[Load, _Job] = field(default_factory=dict)  # that are not over
     chunk: Chunk | None = None
     missing: set[Load] = field(default_factory=set)
     pass_end_s: float = 0.0
@@ -126,11 +127,12 @@ class _Turn:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A load at one of the two channels. ``whole_s``: of all of it, by its source."""
+    """A load at one of the two channels, in ``place``: one out of the tier goes on over the link."""
 
     turn: _Turn
     load: Load
     num_blocks: int
+    place: str
     probe: bool = False
     begun_s: float = 0.0
     first_layer_s: float = 0.0
@@ -141,8 +143,7 @@ class _Channel:
 
     def __init__(self) -> None:
         self.queue: LinkQueue[_Job] = LinkQueue(NO_LIMIT)
-        self.busy = False
-        self.free_s = 0.0  # when it should have done all that it was given, as far as the library knows
+        self.moving: _Job | None = None
 
 
 def serve(requests: Sequence[Request], found: Sequence[tuple[int, int]], machine: Machine, way: str) -> list[Served]:
@@ -214,6 +215,8 @@ class _Server:
     def _next_turn(self) -> None:
         self._serving = self._waiting.pop(0) if self._waiting else None
         if self._serving is not None:
+            for channel in self._channels.values():  # else what it asks for from now on would go before that
+                channel.queue.hurry(lambda job: self._urgency(job) is Urgency.URGENT)
             self._step(self._serving)
 
     def _step(self, turn: _Turn) -> None:
@@ -223,6 +226,8 @@ class _Server:
         if self._way == DECIDE:
             self._probe(turn)
         self._fill()
+        if self._way == DECIDE:
+            self._expect(turn)
         chunk = meeting.next_chunk(self._now_s, rates)
         if chunk is None:
             turn.served.first_token_s = self._now_s - turn.request.arrival_s
@@ -240,7 +245,7 @@ class _Server:
             return
         for load in chunk.awaits:
             if load.late_s < math.inf:
-                self._at(load.late_s, lambda load=load: self._late(turn, load))  # type: ignore[misc]
+                self._at(load.late_s, lambda load=load: self._late(turn, turn.jobs.get(load)))  # type: ignore[misc]
 
     def _pass_done(self, turn: _Turn, chunk: Chunk, compute_s: float) -> None:
         turn.chunk = None
@@ -263,12 +268,17 @@ class _Server:
         if not turn.missing:
             self._at(turn.pass_end_s, lambda: self._pass_done(turn, chunk, 0.0))
 
-    def _late(self, turn: _Turn, load: Load) -> None:
-        if load in turn.missing and not load.cancelled:
-            size = (load.stop - load.start) * int(self._costs.block_bytes)
-            begun_s = load.late_s - self.rates.late_s(load.stop - load.start, load.place)
-            self.rates.observe_late(load.place, size, max(1e-6, self._now_s - min(begun_s, self._now_s - 1e-6)))
-            self._lost(turn, load)
+    def _late(self, turn: _Turn, job: _Job | None) -> None:
+        """If the model still waits for it, and what moves now where it is has taken too long."""
+        if job is None or job.load not in turn.missing:
+            return
+        if self._now_s < (late_s := self._late_s(job)):  # another one moves now
+            self._at(late_s, lambda: self._late(turn, turn.jobs.get(job.load)))
+            return
+        moving = self._channels[job.place].moving
+        assert moving is not None
+        self.rates.observe_late(job.place, self._bytes(moving), max(1e-6, self._now_s - moving.begun_s))
+        self._lost(turn, job.load)
 
     def _lost(self, turn: _Turn, load: Load) -> None:
         turn.meeting.load_lost(load)
@@ -288,7 +298,7 @@ class _Server:
             turn.meeting.load_from(0, 0)
             turn.pass_s = self._now_s
             return
-        waits = [max(0.0, self._channels[place].free_s - self._now_s) for place in (LINK, TIER)]
+        waits = [self._wait_s(place, turn.number) for place in (LINK, TIER)]
         found = turn.meeting.plan(rates, wait_s=wait_s, link_wait_s=waits[0], tier_wait_s=waits[1])
         turn.pass_s = self._now_s + min(found.pass_s, 1e9)
         turn.expected_s = max(0.0, min(found.expected_s - wait_s, 1e9))
@@ -301,8 +311,8 @@ class _Server:
         for place in (LINK, TIER):
             if turn.meeting.can_probe(place) and self.rates.take_probe(place):
                 load = turn.meeting.probe(place)
-                job = _Job(turn, load, 1, probe=True)
-                self._begin(job, turn, place)
+                job = _Job(turn, load, 1, place, probe=True)
+                self._begin(job)
                 self._at(self._now_s + PROBE_LATE_S, lambda job=job: self._probe_late(job))  # type: ignore[misc]
 
     def _probe_late(self, job: _Job) -> None:
@@ -328,46 +338,82 @@ class _Server:
                     load = turn.meeting.next_load(place, self._now_s, turn.pass_s, rates)
                     if load is None:
                         break
-                    self._begin(_Job(turn, load, load.stop - load.start), turn, place)
+                    self._begin(_Job(turn, load, load.stop - load.start, place))
 
-    def _begin(self, job: _Job, turn: _Turn, place: str) -> None:
-        load, rates = job.load, self._snapshot()
-        turn.queued[place] += 1
-        channel = self._channels[place]
-        if self._way == DECIDE and not job.probe:
-            expected_s = job.num_blocks * (rates.link_s if place == LINK else max(rates.tier_s, rates.link_s))
-            channel.free_s = max(channel.free_s, self._now_s) + expected_s
-            load.due_s = channel.free_s
-            if place == TIER:  # it goes on over the link, with all others
-                link = self._channels[LINK]
-                link.free_s = max(link.free_s, self._now_s) + job.num_blocks * rates.link_s
-                load.due_s = max(channel.free_s + rates.link_s, link.free_s)
-            late = rates.link_late if place == LINK else max(rates.tier_late, rates.link_late)
-            load.late_s = load.due_s + (late - 1) * expected_s + LATE_S
+    def _begin(self, job: _Job) -> None:
+        turn, load = job.turn, job.load
+        turn.queued[job.place] += 1
+        turn.jobs[load] = job
         if self._way == LOAD:
             load.due_s = self._now_s  # awaited, whatever it takes
         if job.probe:
             self._probing.add(job)
-        urgent = turn is self._serving and not job.probe
-        self._put(place, job, Urgency.URGENT if urgent else Urgency.BULK)
+        self._put(job)
+
+    # ---- what the library expects ----
+    def _expect(self, turn: _Turn) -> None:
+        """Says when the loads of a prompt should be there. What goes before them changes as long as they wait."""
+        for load, job in turn.jobs.items():
+            if job.probe:
+                continue
+            load.late_s = self._late_s(job)
+            load.due_s = self._now_s + self._there_s(LINK, job)
+            if job.place == TIER:
+                block_s = self._expected_s(LINK, job) / job.num_blocks  # what is left for the link then
+                load.due_s = max(load.due_s, self._now_s + self._there_s(TIER, job) + block_s)
+
+    def _there_s(self, place: str, job: _Job) -> float:
+        """Until it has moved there."""
+        if job is self._channels[place].moving:
+            return self._left_s(place)
+        return self._wait_s(place, job.turn.number, job) + self._expected_s(place, job)
+
+    def _late_s(self, job: _Job) -> float:
+        """When nobody waits for it any more: what waits for others is as late as the one of them that moves."""
+        moving = self._channels[job.place].moving
+        return math.inf if moving is None else moving.begun_s + self.rates.late_s(moving.num_blocks, job.place)
+
+    def _wait_s(self, place: str, number: int, own: _Job | None = None) -> float:
+        """Until it has done what goes before this one, or before whatever else comes for the prompt of this number."""
+        seconds = self._left_s(place)
+        for job in self._channels[place].queue.loads():
+            if job is own or job.turn.number > number:
+                break
+            if not job.load.cancelled:
+                seconds += self._expected_s(place, job)
+        return seconds
+
+    def _left_s(self, place: str) -> float:
+        """Of what moves there now."""
+        moving = self._channels[place].moving
+        return 0.0 if moving is None else max(0.0, moving.begun_s + self._expected_s(place, moving) - self._now_s)
+
+    def _expected_s(self, place: str, job: _Job) -> float:
+        """Of one that moves there."""
+        expected_s = self.rates.load_s(job.num_blocks, place)
+        return 0.0 if expected_s is None else expected_s
 
     # ---- link and tier ----
-    def _put(self, place: str, job: _Job, urgency: Urgency) -> None:
-        channel = self._channels[place]
-        channel.queue.add(job, job.num_blocks * int(self._costs.block_bytes), urgency, float(job.turn.number))
-        self._take(place)
+    def _urgency(self, job: _Job) -> Urgency:
+        return Urgency.URGENT if job.turn is self._serving and not job.probe else Urgency.BULK
+
+    def _bytes(self, job: _Job) -> int:
+        return job.num_blocks * int(self._costs.block_bytes)
+
+    def _put(self, job: _Job) -> None:
+        self._channels[job.place].queue.add(job, self._bytes(job), self._urgency(job), float(job.turn.number))
+        self._take(job.place)
 
     def _take(self, place: str) -> None:
         channel = self._channels[place]
-        while not channel.busy:
+        while channel.moving is None:
             job = channel.queue.take()
             if job is None:
                 return
             if job.load.cancelled and not job.probe:
-                self._gone(job, job.load.place)
+                self._gone(job)
                 continue
-            channel.busy = True
-            job.begun_s = self._now_s
+            channel.moving, job.begun_s = job, self._now_s
             seconds, fails = self._taken_s(place, job)
             self._at(self._now_s + seconds, lambda job=job, fails=fails: self._moved(place, job, fails))  # type: ignore[misc]
 
@@ -388,11 +434,9 @@ class _Server:
         return taken_s, False
 
     def _moved(self, place: str, job: _Job, fails: bool) -> None:
-        channel, load = self._channels[place], job.load
-        channel.busy = False
-        if not channel.queue and not fails:
-            channel.free_s = self._now_s
-        size, taken_s = job.num_blocks * int(self._costs.block_bytes), self._now_s - job.begun_s
+        load = job.load
+        self._channels[place].moving = None
+        size, taken_s = self._bytes(job), self._now_s - job.begun_s
         if fails:
             self._probing.discard(job)
             self.rates.observe_failed(load.place)
@@ -406,10 +450,11 @@ class _Server:
             elif not load.layerwise:
                 self.rates.observe_load(place, size, max(taken_s, 1e-9))
         if fails:
-            self._gone(job, load.place)
+            self._gone(job)
             self._lost(job.turn, load)
         elif place == TIER:
-            self._put(LINK, job, Urgency.URGENT if job.turn is self._serving else Urgency.BULK)
+            job.place = LINK
+            self._put(job)
         else:
             self._arrived(job)
         self._take(place)
@@ -417,7 +462,7 @@ class _Server:
 
     def _arrived(self, job: _Job) -> None:
         turn, load = job.turn, job.load
-        self._gone(job, load.place)
+        self._gone(job)
         if load.cancelled:
             return
         turn.meeting.load_done(load)
@@ -425,8 +470,9 @@ class _Server:
         if load in turn.missing:
             self._awaited(turn, job, self._now_s)
 
-    def _gone(self, job: _Job, place: str) -> None:
-        job.turn.queued[place] -= 1
+    def _gone(self, job: _Job) -> None:
+        job.turn.queued[job.load.place] -= 1
+        del job.turn.jobs[job.load]
 
     def _noise(self, rng: random.Random) -> float:
         return math.exp(rng.gauss(0, self._machine.noise)) if self._machine.noise else 1.0

@@ -7,11 +7,12 @@ import signal
 import sys
 import traceback
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from ...tracking.keeper import Callbacks, Waiter
+from ...tracking.keeper import Callbacks, Living, Waiter
 from .chooser import LateChooser
 from .device import Device, SimulatedStream
 from .threads import HostThreads
@@ -19,9 +20,12 @@ from .threads import HostThreads
 CHILD_S = 60  # a forked child that hangs is killed
 
 
+_hosts: weakref.WeakSet[SimulatedHost] = weakref.WeakSet()
+
+
 class SimulatedHost:
     """See :class:`~paddle_kv.tracking.keeper.Host`. What the library's thread would do is done before the next section,
-    or while the caller waits; with several threads, whenever the chooser says so."""
+    or while the caller waits, or when another simulation begins; with several threads, whenever the chooser says so."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -30,6 +34,16 @@ class SimulatedHost:
         self._callbacks = Callbacks(self.post)
         self._depth = 0
         self._ending = False
+        for host in list(_hosts):
+            host._settle()
+        _hosts.add(self)
+
+    def _settle(self) -> None:
+        """Does what was left: no section comes that would, of a simulation that is over, and a finalizer that waits for
+        one keeps all that it belongs to."""
+        if self._device.threads is None:
+            with Living("an error in what a simulation has left"):
+                self._run_posted()
 
     def run(
         self,
