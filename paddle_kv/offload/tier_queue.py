@@ -7,6 +7,7 @@ import heapq
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterable, Set
 
 from ..tiers import Job as TierJob
@@ -16,6 +17,8 @@ from .prefetch import Prefetch
 PARTS = 6  # under way of what is read ahead: when one ends, the others keep the threads of an engine busy
 AHEAD_S = 0.03  # that the tier needs for them together: so long an urgent read waits for what is read ahead
 FIRST_BLOCKS, MOST_BLOCKS = 2, 256  # of a part: while nothing is known of the tier; of one that is quick
+QUEUED = 1.5  # times the shortest time of a part: it has stood behind others
+MOST_MORE_BLOCKS = 256
 
 
 def blocks_of_part(block_s: float | None) -> int:
@@ -23,6 +26,23 @@ def blocks_of_part(block_s: float | None) -> int:
     if block_s is None:
         return FIRST_BLOCKS
     return max(1, min(MOST_BLOCKS, math.ceil(AHEAD_S / PARTS / block_s)))
+
+
+class Room:
+    """How many blocks more than that may be under way: storage that is far away brings many in the time of one. There
+    is more as long as parts take no longer for it, as in the congestion control of TCP Vegas."""
+
+    def __init__(self) -> None:
+        self.more_blocks = 0
+        self._least_s = math.inf
+
+    def came(self, num_blocks: int, seconds: float) -> None:
+        """A part of what is read ahead."""
+        self._least_s = min(self._least_s, seconds)
+        if seconds <= QUEUED * self._least_s:
+            self.more_blocks = min(MOST_MORE_BLOCKS, self.more_blocks + num_blocks)
+        else:
+            self.more_blocks //= 2
 
 
 class TierQueue:
@@ -33,6 +53,7 @@ class TierQueue:
         self._numbers = itertools.count()
         self._under_way: dict[TierJob, TierFetching | None] = {}  # in order; None: a load to the device
         self._by_job: dict[int, TierFetching] = {}
+        self._room = Room()
         self._process_id = os.getpid()
 
     # ---- what waits ----
@@ -48,7 +69,7 @@ class TierQueue:
         if not self._turns or any(one is None or one.urgent for one in self._under_way.values()):
             return None
         most = blocks_of_part(block_s)
-        if self.num_blocks > (PARTS - 1) * most:
+        if self.num_blocks > (PARTS - 1) * most + self._room.more_blocks:
             return None
         prefetch = self._turns[0][-1]
         return prefetch, prefetch.waiting[:most]
@@ -86,8 +107,11 @@ class TierQueue:
     def ended(self, job: TierJob) -> None:
         """Again: does nothing."""
         fetching = self._under_way.pop(job, None)
-        if fetching is not None:
-            del self._by_job[fetching.job.id]
+        if fetching is None:
+            return
+        del self._by_job[fetching.job.id]
+        if not fetching.urgent and job.done and job.started_s:
+            self._room.came(len(job.keys), time.monotonic() - job.started_s)
 
     def bringing(self, job_id: int) -> TierFetching | None:
         """What a request may wait for, of the job that a block arrives by."""

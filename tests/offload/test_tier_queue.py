@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ class Job:
 
     def __init__(self, num_blocks: int) -> None:
         self.keys, self.cancelled = KEYS[:num_blocks], False
+        self.done, self.started_s = False, 0.0
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -71,6 +73,40 @@ def test_so_many_parts_are_under_way() -> None:
     queue.ended(parts[2].reading)
     queue.ended(parts[2].reading)
     assert queue.next(0.001) == (one, KEYS[:5])
+
+
+def served(queue: TierQueue, monkeypatch: pytest.MonkeyPatch, took_s: float, **what: Any) -> int:
+    """A part of five blocks was under way so long. Returns how many parts may be under way then."""
+    made = part(5, 99)
+    made.reading.done, made.reading.started_s = True, 100.0
+    vars(made).update({name: value for name, value in what.items() if name == "urgent"})
+    vars(made.reading).update({name: value for name, value in what.items() if name != "urgent"})
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0 + took_s)
+    queue.began(made.reading, made)
+    queue.ended(made.reading)
+    parts: list[Any] = []
+    while queue.next(0.001) is not None:
+        parts.append(part(5, len(parts)))
+        queue.began(parts[-1].reading, parts[-1])
+    for made in parts:
+        queue.ended(made.reading)
+    return len(parts)
+
+
+def test_more_is_under_way_as_long_as_none_takes_longer_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = TierQueue()
+    queue.add(waiting(), 0.0)
+    assert served(queue, monkeypatch, 1.0, done=False) == PARTS  # it says nothing
+    assert served(queue, monkeypatch, 1.0, started_s=0.0) == PARTS
+    assert served(queue, monkeypatch, 1.0, urgent=True) == PARTS
+    assert [served(queue, monkeypatch, seconds) for seconds in (1.0, 1.4, 0.9)] == [PARTS + more for more in (1, 2, 3)]
+    for _ in range(100):
+        most = served(queue, monkeypatch, 1.3)
+    assert most == PARTS + 51  # 256 blocks
+    halves = [served(queue, monkeypatch, 1.36) for _ in range(6)]  # behind others: the shortest time was 0.9
+    assert halves == [31, 18, 12, 9, 7, PARTS]  # 128 blocks more, 64, 32, 16, 8, 4
+    assert served(queue, monkeypatch, 0.5) == PARTS + 1
+    assert served(queue, monkeypatch, 0.8) == PARTS
 
 
 @pytest.mark.parametrize("kind", ["part", "load"])
