@@ -144,7 +144,7 @@ int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t ev
     DeviceGuard guard(device);
     if (!guard.status().ok()) return Fail(guard.status());
     const auto handle = reinterpret_cast<cudaStream_t>(stream);
-    if (!queue.WasComputeJustBusy(device)) {  // the driver answers slowly while another thread is in it
+    if (queue.AsksForCompute(device)) {  // the driver answers slowly while another thread is in it
       const CaptureTolerance tolerance;
       if (IsNotReady(cudaStreamQuery(handle))) queue.ComputeIsBusy(device);
     }

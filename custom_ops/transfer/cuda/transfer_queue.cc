@@ -20,6 +20,7 @@ constexpr std::chrono::microseconds kPoll{50};                // for the end of 
 constexpr unsigned long kTimerSlackNs = 1000;                 // else the system makes twice as much of that
 constexpr std::chrono::milliseconds kLate{10};                // for a hearer to do what there is to do
 constexpr std::chrono::milliseconds kComputeSeen{20};         // how long a busy compute stream counts as busy
+constexpr std::chrono::microseconds kComputeAsked{500};       // how long an idle one counts as idle
 constexpr std::chrono::milliseconds kMarksSeen{2};            // how long another mark is expected behind one
 constexpr std::chrono::microseconds kLongestWait{1LL << 45};  // a year; more would overflow the clock
 
@@ -170,10 +171,13 @@ void TransferQueue::ComputeIsBusy(int device) {
   devices_[device].compute_seen = Clock::now();
 }
 
-bool TransferQueue::WasComputeJustBusy(int device) {
+bool TransferQueue::AsksForCompute(int device) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = devices_.find(device);
-  return found != devices_.end() && Clock::now() - found->second.compute_seen < kComputeSeen / 4;
+  Device& of = devices_[device];
+  const Clock::time_point now = Clock::now();
+  if (now - of.compute_seen < kComputeSeen / 4 || now - of.compute_asked < kComputeAsked) return false;
+  of.compute_asked = now;
+  return true;
 }
 
 void TransferQueue::OpenGates(GateWords* words) {

@@ -55,8 +55,8 @@ class TransferQueue {
   bool Forget(std::int64_t event);
   void SetCosts(int device, const EngineCosts& costs);
   void ComputeIsBusy(int device);
-  // It need not be asked again.
-  bool WasComputeJustBusy(int device);
+  // Whether a compute stream of the device is to be asked now: not if that was done just before.
+  bool AsksForCompute(int device);
 
   void OpenGates(GateWords* words);
   // Waits until all that was added has been done.
@@ -89,6 +89,7 @@ class TransferQueue {
   struct Device {
     EngineCosts costs;
     Clock::time_point compute_seen{};
+    Clock::time_point compute_asked{};
   };
 
   enum class Fed { kNothing, kHeldBack, kStep };
