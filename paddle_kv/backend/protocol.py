@@ -88,7 +88,7 @@ class Backend(Protocol):
         """Frees what the backend keeps for re-use."""
 
     def compute_stream(self, stream: Any) -> Stream:
-        """The stream that the user means (see :mod:`paddle_kv.streams`).
+        """The stream that the user means (see :mod:`paddle_kv.streams`). The one that was named last may be kept alive.
 
         Raises CaptureError if it is being captured into a graph: nothing that follows would be replayed."""
 
