@@ -204,8 +204,8 @@ class Meeting:
                 self._leave(piece, PieceState.LOST)
 
     def _tell_late(self, piece: Piece, source: str) -> None:
-        num_bytes = piece.size * self._rates.block_bytes
-        self._rates.observe_late(source, num_bytes, time.monotonic() - piece.started_s)
+        num_bytes = piece.num_blocks * self._rates.block_bytes
+        self._rates.observe_late(source, num_bytes, time.monotonic() - piece.begin_s)
 
     def _leave(self, piece: Piece, state: PieceState) -> None:
         """Does not read it any more."""

@@ -38,7 +38,8 @@ class Piece:
         awaited: the model has computed with it, or is about to.
         parts: those that come together as this one.
         is_probe: it is to find out about the tier, also if the model does not need it any more, or about the link.
-        started_s: when its reading, or its load, began: set by :meth:`expect`, as the next two.
+        begin_s: when its reading, or its load, should begin: set by :meth:`expect`, as the next three.
+        num_blocks: that are moved from then on until it is there.
         due_s, late_s: when it should be there; when it is late.
     """
 
@@ -47,7 +48,8 @@ class Piece:
         self.state = PieceState.WAITING
         self.parts: Sequence[Piece] = ()
         self.awaited = self.is_probe = False
-        self.started_s: float
+        self.begin_s: float
+        self.num_blocks: int
         self.due_s: float
         self.late_s: float
 
@@ -57,11 +59,11 @@ class Piece:
         return self.stop - self.start
 
     def expect(self, num_blocks: int, rates: Rates, source: str, free_s: float = 0.0) -> None:
-        """It begins, behind all that is through at ``free_s``. ``num_blocks``: that are moved until it is there."""
-        self.started_s = time.monotonic()
-        begin_s = max(self.started_s, free_s)
-        self.due_s = begin_s + (rates.load_s(num_blocks, source) or 0.0)
-        self.late_s = begin_s + rates.late_s(num_blocks, source)
+        """It is asked for, behind all that should be through at ``free_s`` and may be as late as it may itself."""
+        now_s, self.num_blocks = time.monotonic(), num_blocks
+        self.begin_s = max(now_s, free_s)
+        self.due_s = self.begin_s + (rates.load_s(num_blocks, source) or 0.0)
+        self.late_s = now_s + rates.late_s(num_blocks, source, self.begin_s - now_s)
 
 
 def cut(num_blocks: int, chunk_blocks: int, rates: Rates) -> list[Piece]:

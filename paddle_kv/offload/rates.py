@@ -242,10 +242,11 @@ class Rates:
         num_blocks, pace = checked_count(num_blocks, "num_blocks"), self._pace(name)
         return None if pace is None else num_blocks * self.block_bytes * pace
 
-    def late_s(self, num_blocks: int, name: str = LINK) -> float:
-        """A load is late behind so many seconds of its own; queues before it come on top. Infinite if unknown."""
+    def late_s(self, num_blocks: int, name: str = LINK, wait_s: float = 0.0) -> float:
+        """A load is late behind so many seconds; infinite if unknown. ``wait_s``: expected of the queue before it, which
+        may be as late as the load may."""
         expected = self.load_s(num_blocks, name)
-        return math.inf if expected is None else self._late(name) * expected + LATE_S
+        return math.inf if expected is None else self._late(name) * (wait_s + expected) + LATE_S
 
     def compute_s(self, start_block: int, stop_block: int) -> float | None:
         """Expected seconds to compute these blocks of a prompt; None if unknown."""

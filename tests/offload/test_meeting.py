@@ -15,7 +15,7 @@ from paddle_kv.offload import feeding, pieces
 from paddle_kv.offload.feeding import Feed, Meeting, Step
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece, PieceState
-from paddle_kv.offload.rates import LINK, TIER, Rates
+from paddle_kv.offload.rates import LATE_S, LINK, TIER, Rates
 from paddle_kv.schedule.movement import State
 
 SIZE = 16  # tokens
@@ -654,6 +654,29 @@ def test_the_model_waits_for_a_load_that_is_there_before_it_could_compute_it(
         assert bench.next(meeting) == Step(leaving=bench.copies[0])  # type: ignore[arg-type]
         bench.copies[0].end(State.CANCELLED)
         assert bench.next(meeting) == Step(piece, ())
+
+
+def test_a_load_is_late_by_its_own_time_and_not_by_that_of_those_before(bench: Bench) -> None:
+    bench.know(0.5, 40.0)
+    bench.feed.free_s = 30.0
+    meeting = bench.meeting([HERE] * BLOCKS)
+    assert meeting.load_next(bench)  # type: ignore[arg-type]
+    [piece] = meeting.line.pieces
+    factor = bench.rates.snapshot().link_late
+    assert (piece.due_s, piece.late_s) == (30.0 + 2.0, pytest.approx(factor * 32.0 + LATE_S))
+    bench.now_s = piece.late_s + 1.0
+    assert bench.next(meeting).leaving is bench.copies[0]  # type: ignore[comparison-overlap]
+    assert bench.late == [(LINK, BLOCKS * BLOCK_BYTES, bench.now_s - 30.0)]
+
+
+def test_a_read_is_late_with_all_that_is_read_before_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.others_blocks = 12
+    meeting = reading(bench, 40.0, monkeypatch)
+    [piece] = meeting.line.pieces
+    bench.now_s = piece.late_s + 1.0
+    seconds = bench.now_s - 100.0
+    bench.fill()
+    assert bench.late == [(TIER, (BLOCKS + 12) * BLOCK_BYTES, seconds)]
 
 
 def test_a_load_of_several_pieces_that_ends_when_it_is_given_up_is_computed_one_by_one(bench: Bench) -> None:

@@ -163,11 +163,14 @@ def test_what_somebody_has_dropped_is_computed_and_the_rest_is_loaded() -> None:
 
 def test_a_piece_is_due_and_late_behind_what_is_before_it_on_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces_module.time, "monotonic", lambda: 100.0)
-    rates: Any = SimpleNamespace(load_s=lambda count, source: 0.5 * count, late_s=lambda count, source: 2.0 * count)
+    rates: Any = SimpleNamespace(
+        load_s=lambda count, source: 0.5 * count, late_s=lambda count, source, wait_s: 4.0 * (0.5 * count + wait_s)
+    )
     piece = Piece(0, 4)
-    for free_s, begin_s in ((0.0, 100.0), (130.0, 130.0)):
+    for free_s, begin_s, late_s in ((0.0, 100.0, 106.0), (130.0, 130.0, 226.0)):
         piece.expect(3, rates, "onload", free_s)
-        assert (piece.started_s, piece.due_s, piece.late_s) == (100.0, begin_s + 1.5, begin_s + 6.0)
+        assert (piece.begin_s, piece.num_blocks) == (begin_s, 3)
+        assert (piece.due_s, piece.late_s) == (begin_s + 1.5, late_s)
 
 
 # ---- what is worth reading ----

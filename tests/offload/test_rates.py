@@ -233,6 +233,7 @@ def test_a_deadline_follows_estimate_and_spread(rates: Rates) -> None:
     rates.set_load("tier", 1e6, spread=0.25)
     assert rates.late_s(100, "tier") == pytest.approx(0.1 * math.exp(1) + LATE_S)
     assert rates.snapshot().tier_late == pytest.approx(math.exp(1))
+    assert rates.late_s(100, "tier", 0.3) == pytest.approx(0.4 * math.exp(1) + LATE_S)
 
 
 def test_stalls_make_no_deadline_longer_than_four_times_what_is_expected(rates: Rates) -> None:
