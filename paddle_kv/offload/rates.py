@@ -243,8 +243,8 @@ class Rates:
         return None if pace is None else num_blocks * self.block_bytes * pace
 
     def late_s(self, num_blocks: int, name: str = LINK, wait_s: float = 0.0) -> float:
-        """A load is late behind so many seconds; infinite if unknown. ``wait_s``: expected of the queue before it, which
-        may be as late as the load may."""
+        """A load is late behind so many seconds; infinite if unknown. ``wait_s``: what is expected of the queue before
+        it, which may be as late as the load may."""
         expected = self.load_s(num_blocks, name)
         return math.inf if expected is None else self._late(name) * (wait_s + expected) + LATE_S
 
