@@ -39,11 +39,13 @@ class Prefetch:
         waiting: Sequence[bytes] = (),
         timeout_s: float = 0.0,
         deadline: Deadline | None = None,
+        prefix: Sequence[bytes] = (),
     ) -> None:
         """``waiting``: keys of what is not asked for yet; ``timeout_s``: of each part, from when it is;
-        ``deadline``: of all, instead."""
+        ``deadline``: of all, instead; ``prefix``: all keys, in order: one is of use only behind those before it."""
         self.fetching = list(fetching)
         self.waiting = list(waiting)  # changed in sections only, and never in place
+        self.prefix = list(prefix)
         self.num_blocks = sum(one.num_blocks for one in fetching) + len(waiting)
         self.num_found = 0  # that somebody else had brought when their turn came
         self.blocks_until = 0  # that the tier reads until all is there, with those before

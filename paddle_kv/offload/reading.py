@@ -89,7 +89,7 @@ class ReadingBooks(Books):
         below, due_s = self.ask(keys), time.monotonic() + in_seconds
 
         def start() -> Prefetch:
-            made: Prefetch = change(self, lambda: self._line_up(make(waiting=self._below_of(keys, below)), due_s))
+            made: Prefetch = change(self, lambda: self._line_up(make(**self._below_of(keys, below)), due_s))
             if (error := self.hand_over().get(made)) is not None:
                 raise error
             return made
@@ -244,10 +244,11 @@ class ReadingBooks(Books):
             self._forget_tier(keys)
 
     # ---- reading into host memory ----
-    def _below_of(self, keys: list[bytes], below: Set[bytes]) -> list[bytes]:
-        """Those of a prefix that lie in the tier alone."""
+    def _below_of(self, keys: list[bytes], below: Set[bytes]) -> dict[str, list[bytes]]:
+        """The prefix that can be loaded, and what of it lies in the tier alone."""
         self.settle()
-        return [key for key in keys[: len(self._walk(keys, below, joins=True))] if key not in self.index.slots]
+        prefix = keys[: len(self._walk(keys, below, joins=True))]
+        return {"prefix": prefix, "waiting": [key for key in prefix if key not in self.index.slots]}
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         self.queue.add(prefetch, due_s)

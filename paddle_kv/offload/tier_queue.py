@@ -74,12 +74,19 @@ class TierQueue:
         prefetch = self._turns[0][-1]
         return prefetch, prefetch.waiting[:most]
 
-    def forget(self, keys: Set[bytes]) -> None:
-        """They are deleted in the tier: what waits behind them is of no use any more."""
+    def forget(self, keys: Set[bytes]) -> bool:
+        """They are nowhere any more: what waits behind them is of no use. Returns whether anything did."""
+        cut = False
         for _, _, prefetch in self._turns:
-            stop = next((at for at, key in enumerate(prefetch.waiting) if key in keys), None)
-            if stop is not None:
-                prefetch.waiting = prefetch.waiting[:stop]
+            prefix = prefetch.prefix or prefetch.waiting
+            stop = next((at for at, key in enumerate(prefix) if key in keys), None) if prefetch.waiting else None
+            if stop is None:
+                continue
+            before = set(prefix[:stop])
+            left = [key for key in prefetch.waiting if key in before]
+            cut |= len(left) < len(prefetch.waiting)
+            prefetch.waiting = left
+        return cut
 
     def forget_all(self) -> None:
         """As :meth:`forget` of all."""

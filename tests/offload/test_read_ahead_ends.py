@@ -1,0 +1,86 @@
+"""The end of what waits for a tier: who hears of it, and what is of no use any more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_kv.tiers import Outcome
+from tests.offload.chunk_rig import WAIT_S, until
+from tests.offload.test_urgency import UNDER_WAY, Server, ahead
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.by_hand.open()
+    made.close()
+
+
+def wakes(prefetch: Any, action: Callable[[], object]) -> bool:
+    """Whether who waits for it without a time hears of it at once."""
+    heard, looked = threading.Event(), threading.Event()
+    books = prefetch._books
+
+    def wait() -> None:
+        if prefetch.wait():
+            heard.set()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    until(lambda: books.group.waiters)
+    looked.wait(0.05)  # until it is parked, or it would see that by itself
+    action()
+    return heard.wait(WAIT_S / 6)
+
+
+@pytest.mark.parametrize("how", ["cancel", "drop", "clear", "close"])
+def test_who_waits_without_a_time_hears_of_the_end(server: Server, how: str) -> None:
+    server.manager.expect(server.hashes[0])
+    second = server.manager.expect(server.hashes[1])
+    actions: dict[str, Callable[[], object]] = {
+        "cancel": second.cancel,
+        "drop": lambda: server.manager.drop(server.hashes[1][:1]),
+        "clear": server.manager.clear,
+        "close": server.manager.close,
+    }
+    assert wakes(second, actions[how])
+    server.by_hand.open()
+
+
+def test_what_waits_behind_a_block_that_was_dropped_on_its_way_is_not_read(server: Server) -> None:
+    prefetch = server.manager.expect(server.hashes[0])
+    server.manager.drop(server.hashes[0][2:3])
+    server.by_hand.open()
+    assert prefetch.wait(WAIT_S)
+    assert server.asked == ahead(0, 0, UNDER_WAY)
+    server.check_books()
+
+
+def test_what_waits_behind_a_dropped_block_of_host_memory_is_not_read(server: Server) -> None:
+    first = server.manager.expect(server.hashes[0][:2])
+    server.serve(2)
+    assert first.done
+    server.manager.expect(server.hashes[1])
+    second = server.manager.expect(server.hashes[0])
+    server.manager.drop(server.hashes[0][1:2])
+    server.by_hand.open()
+    assert second.wait(WAIT_S)
+    assert [one for one in server.asked if one[0] == 0] == ahead(0, 0, 2)
+    server.check_books()
+
+
+@pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.DAMAGED])
+def test_what_waits_behind_a_block_that_the_tier_has_lost_is_not_read(server: Server, outcome: Outcome) -> None:
+    prefetch = server.manager.expect(server.hashes[0])
+    server.by_hand.held.popleft().ended(outcome)
+    server.settle()
+    server.by_hand.open()
+    assert prefetch.wait(WAIT_S)
+    assert server.asked == ahead(0, 0, UNDER_WAY)
+    server.check_books()
