@@ -11,7 +11,7 @@ import pytest
 
 from paddle_kv.tiers import Outcome
 from tests.offload.chunk_rig import WAIT_S, until
-from tests.offload.test_urgency import UNDER_WAY, Server, ahead
+from tests.offload.test_urgency import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
 
 
 @pytest.fixture
@@ -83,4 +83,22 @@ def test_what_waits_behind_a_block_that_the_tier_has_lost_is_not_read(server: Se
     server.by_hand.open()
     assert prefetch.wait(WAIT_S)
     assert server.asked == ahead(0, 0, UNDER_WAY)
+    server.check_books()
+
+
+def test_an_error_of_a_policy_leaves_other_prompts_alone(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a prompt would have read from the tier is computed."""
+    plan = server.books._plan_from_tier
+    fails = [False]
+
+    def failing(keys: list[bytes], device_ids: list[int]) -> Any:
+        return 1 // 0 if fails[0] else plan(keys, device_ids)
+
+    monkeypatch.setattr(server.books, "_plan_from_tier", failing)
+    with server.manager.request(PROMPTS[0], TABLE, chunk_tokens=CHUNK) as request:
+        fails[0] = True
+        with server.manager.request(PROMPTS[1], list(range(BLOCKS + 1)), chunk_tokens=CHUNK) as other:
+            other.cancel()
+            server.by_hand.open()
+            server.finish(request, PROMPTS[0])
     server.check_books()
