@@ -22,7 +22,7 @@ class Fetching(Protocol):
     num_arrived: int
     known: bool
 
-    def leave(self) -> None: ...
+    def leave(self, user: Prefetch) -> None: ...
 
 
 class Prefetch:
@@ -80,7 +80,7 @@ class Prefetch:
         part, which comes: behind :meth:`wait` all that did not come is in the tier again."""
         self.cancelled = True
         for one in list(self.fetching):
-            one.leave()
+            one.leave(self)
         self._books.group.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -283,7 +283,6 @@ class ReadingBooks(Books):
             if not wanted:
                 return None
             fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
-            fetching.users.add(prefetch)
             prefetch.fetching.append(fetching)
             return fetching
         except TransferError:
@@ -356,7 +355,11 @@ class ReadingBooks(Books):
         """It is known how it went with what the tier was asked for: others' turn may have come."""
         self.queue.ended(job)
         if self._next_turn() is not None:
-            self.group.host.tell(functools.partial(_hand_over, weakref.ref(self)))
+            self.look_at_turns()
+
+    def look_at_turns(self) -> None:
+        """Soon, and not in this section."""
+        self.group.host.tell(functools.partial(_hand_over, weakref.ref(self)))
 
     def fetched(self, job: Job, outcomes: Sequence[Outcome | None]) -> None:
         """It is known which blocks of a prefetch have come."""

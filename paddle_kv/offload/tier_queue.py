@@ -63,10 +63,11 @@ class TierQueue:
             heapq.heappush(self._turns, (due_s, next(self._numbers), prefetch))
 
     def next(self, block_s: float | None) -> tuple[Prefetch, list[bytes]] | None:
-        """What may be handed to the tier now, of all that waits; nothing while a request waits for the tier."""
+        """What may be handed to the tier now, of all that waits; nothing while a request waits for the tier. What no
+        request waits for any more may be late for long: it holds up nothing."""
         while self._turns and not self._turns[0][-1].waits:
             heapq.heappop(self._turns)
-        if not self._turns or any(one is None or one.urgent for one in self._under_way.values()):
+        if not self._turns or any(one is None or one.awaited for one in self._under_way.values()):
             return None
         most = blocks_of_part(block_s)
         if self.num_blocks > (PARTS - 1) * most + self._room.more_blocks:

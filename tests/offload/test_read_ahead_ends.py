@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paddle_kv.tiers import Outcome
-from tests.offload.chunk_rig import WAIT_S, until
+from tests.offload.chunk_rig import SIZE, WAIT_S, until
 from tests.offload.test_urgency import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
 
 
@@ -101,4 +101,20 @@ def test_an_error_of_a_policy_leaves_other_prompts_alone(server: Server, monkeyp
             other.cancel()
             server.by_hand.open()
             server.finish(request, PROMPTS[0])
+    server.check_books()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_no_request_waits_for_any_more_holds_up_nothing(server: Server, own: bool) -> None:
+    """Though the storage does not answer: neither what the request has asked for, nor what it has joined."""
+    prompt = PROMPTS[0][: 4 * SIZE + 1]
+    if not own:
+        server.manager.expect(server.hashes[0][:4])
+    with server.manager.request(prompt, TABLE, chunk_tokens=CHUNK) as request:
+        assert sorted(server.asked) == ahead(0, 0, 4)
+        server.manager.expect(server.hashes[1])
+        assert len(server.asked) == 4
+        request.cancel()
+        assert server.asked[4:] == ahead(1, 0, UNDER_WAY - 4)
+    server.by_hand.open()
     server.check_books()
