@@ -46,6 +46,7 @@ class Prefetch:
         self.fetching = list(fetching)
         self.waiting = list(waiting)  # changed in sections only, and never in place
         self.prefix = list(prefix)
+        self.beside: list[Fetching] = []  # what others had asked the tier for of it; changed in sections only
         self.num_blocks = sum(one.num_blocks for one in fetching) + len(waiting)
         self.num_found = 0  # that somebody else had brought when their turn came
         self.blocks_until = 0  # that the tier reads until all is there, with those before
@@ -61,8 +62,11 @@ class Prefetch:
 
     @property
     def done(self) -> bool:
-        """Whether it is known of all blocks whether they came."""
-        return not self.waits and all(one.known for one in self.fetching)
+        """Whether it is known of all blocks whether they came: also of those that others had asked the tier for,
+        unless it was cancelled, or its time is over."""
+        over = self.cancelled or self._deadline.over
+        asked = self.fetching if over else [*self.fetching, *self.beside]
+        return not self.waits and all(one.known for one in asked)
 
     @property
     def waits(self) -> bool:

@@ -252,6 +252,7 @@ class ReadingBooks(Books):
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         self.queue.add(prefetch, due_s)
+        prefetch.beside = list(dict.fromkeys(self._reading_of(prefetch.prefix).values()))
         return prefetch
 
     def _next_turn(self) -> tuple[Prefetch, list[bytes]] | None:
@@ -267,6 +268,7 @@ class ReadingBooks(Books):
             self.settle()
             below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
             left = prefetch.waiting[len(keys) :]
+            prefetch.beside += [one for one in self._reading_of(keys).values() if one not in prefetch.beside]
             for key in keys:
                 if key in slots:
                     prefetch.num_found += key not in self.index.arriving

@@ -118,3 +118,21 @@ def test_what_no_request_waits_for_any_more_holds_up_nothing(server: Server, own
         assert server.asked[4:] == ahead(1, 0, UNDER_WAY - 4)
     server.by_hand.open()
     server.check_books()
+
+
+def test_who_expects_what_others_have_asked_for_waits_for_that_too(server: Server) -> None:
+    keys = server.hashes[0][: UNDER_WAY + 2]
+    first = server.manager.expect(keys)
+    same, part = server.manager.expect(keys), server.manager.expect(keys[:4])
+    cancelled = server.manager.prefetch(keys[:4], timeout_s=WAIT_S)
+    cancelled.cancel()
+    assert server.manager.prefetch(keys[:4], timeout_s=0.0).wait(0.0)  # its time is over
+    assert (same.num_blocks, part.num_blocks) == (2, 0)
+    assert [one.done for one in (first, same, part, cancelled)] == [False, False, False, True]
+    server.serve(UNDER_WAY)
+    assert [one.done for one in (first, same, part)] == [False, False, True]  # of the second one, its turn has come
+    server.by_hand.open()
+    assert same.wait(WAIT_S)
+    assert server.manager.peek(keys) == len(keys)
+    assert server.asked == ahead(0, 0, len(keys))
+    server.check_books()
