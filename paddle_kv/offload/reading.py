@@ -284,7 +284,13 @@ class ReadingBooks(Books):
                 wanted, left = [], []  # it would be late
             if not wanted:
                 return None
-            fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
+            try:
+                fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
+            except TransferError:  # its first blocks, which have come, make no room for others of it
+                left, room = [], self._room(prefetch.prefix)
+                if not 0 < room < len(wanted):
+                    raise
+                fetching = self._fetch(wanted[:room], prefetch.left_s, urgent=False)
             prefetch.fetching.append(fetching)
             return fetching
         except TransferError:

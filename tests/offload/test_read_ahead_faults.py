@@ -132,3 +132,17 @@ def test_what_would_be_late_behind_others_is_not_asked_for(server: Server) -> No
     server.by_hand.open()
     assert first.wait(WAIT_S) and second.wait(WAIT_S)
     assert second.num_arrived == 1
+
+
+def test_of_a_part_what_has_room_comes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its turn comes, and nothing behind it."""
+    know(server.manager, 0.1, 10.0, 0.0026)  # two blocks a part
+    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_: None)
+    prefetch = server.manager.expect(server.hashes[0])
+    assert server.asked == ahead(0, 0, 2 * UNDER_WAY)
+    mine = server.pool.allocate(200 - 2 * UNDER_WAY - 3)
+    server.by_hand.open()
+    assert prefetch.wait(WAIT_S)
+    assert prefetch.num_arrived == 2 * UNDER_WAY + 3
+    server.pool.free(mine)
+    server.check_books()
