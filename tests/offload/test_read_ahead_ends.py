@@ -136,3 +136,13 @@ def test_who_expects_what_others_have_asked_for_waits_for_that_too(server: Serve
     assert server.manager.peek(keys) == len(keys)
     assert server.asked == ahead(0, 0, len(keys))
     server.check_books()
+
+
+def test_who_waits_hears_that_the_tier_has_nothing_when_the_turn_comes(server: Server) -> None:
+    assert server.tier is not None
+    server.manager.expect(server.hashes[0][:UNDER_WAY])
+    second = server.manager.expect(server.hashes[1])
+    server.by_hand.gone.add(server.tier.format.name_of(server.hashes[1][0]))
+    assert wakes(second, server.by_hand.open)
+    assert second.num_arrived == 0
+    server.check_books()
