@@ -146,3 +146,26 @@ def test_who_waits_hears_that_the_tier_has_nothing_when_the_turn_comes(server: S
     assert wakes(second, server.by_hand.open)
     assert second.num_arrived == 0
     server.check_books()
+
+
+def test_what_is_being_read_at_the_front_is_joined_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the prompt comes; beside what it reads itself, from the back."""
+    read_soon, calls = server.books.read_soon, []
+
+    def spy(keys: list[bytes]) -> Any:
+        calls.append(keys)
+        return read_soon(keys)
+
+    monkeypatch.setattr(server.books, "read_soon", spy)
+    server.manager.expect(server.hashes[0][:UNDER_WAY])
+    with server.manager.request(PROMPTS[0], TABLE, chunk_tokens=CHUNK) as request:
+        reading = request._meeting._reading  # type: ignore[attr-defined]
+        assert [piece.start for piece in reading] == [22, 20, 18, 16, 0, 2, 4]
+        before = dict(reading)
+        assert len(calls) == len(before)
+        server.serve(1)
+        assert {piece: reading[piece] for piece in reading} == before
+        server.by_hand.open()
+        server.finish(request, PROMPTS[0])
+    assert len(set(server.asked)) == len(server.asked)
+    server.check_books()
