@@ -312,8 +312,14 @@ class Meeting:
                 self._read_piece(piece, books)
 
     def _read_piece(self, piece: Piece, books: Owner) -> None:
+        try:
+            prefetch = books.read_soon(self._keys[piece.start : piece.stop])
+        except Exception as error:  # noqa: BLE001  of a policy; it may be another prompt that has come here
+            log.warning("a part of a prefix is computed and not read from the tier: %r", error)
+            self.line.set(piece, PieceState.LOST)
+            return
         self.line.set(piece, PieceState.READING)
-        self._reading[piece] = prefetch = books.read_soon(self._keys[piece.start : piece.stop])
+        self._reading[piece] = prefetch
         piece.expect(prefetch.blocks_until, self._rates, TIER)
         self._look_at_reading()
 

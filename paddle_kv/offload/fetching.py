@@ -37,13 +37,15 @@ class Owner(Protocol):
 
     def read_ended(self, job: TierJob) -> None: ...
 
+    def look_at_turns(self) -> None: ...
+
 
 class TierFetching:
     """A part. Made in a section, with a lease for writing on the host blocks.
 
     Attributes:
-        urgent: a request that runs needs it.
-        users: those whose part it is.
+        urgent: a request that runs needs it, or did.
+        users: what such requests have of it.
     """
 
     def __init__(self, books: Owner, job: Job, timeout_s: float, *, urgent: bool) -> None:
@@ -60,11 +62,19 @@ class TierFetching:
         self.known = False
         self._left: list[int] = []  # slots that the tier may still write to
 
-    def leave(self) -> None:
+    def leave(self, user: Prefetch) -> None:
         """One of its users does not need it any more. What was read ahead comes all the same: it is soon there, and
-        the request that it is for may be about to begin."""
-        if not self._is_ahead and all(one.cancelled for one in self.users):
+        the request that it is for may be about to begin. In a section, if a request is its user."""
+        if user not in self.users or self.awaited:
+            return
+        if not self._is_ahead:
             self.reading.cancel()
+        self._books.look_at_turns()  # nothing of it may end for long
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a request waits for it. In a section."""
+        return self.urgent and any(not one.cancelled for one in self.users)
 
     def read(self, tier: Tier) -> None:
         """Not in a section. It comes, or is given up."""

@@ -22,7 +22,7 @@ class Fetching(Protocol):
     num_arrived: int
     known: bool
 
-    def leave(self) -> None: ...
+    def leave(self, user: Prefetch) -> None: ...
 
 
 class Prefetch:
@@ -39,11 +39,14 @@ class Prefetch:
         waiting: Sequence[bytes] = (),
         timeout_s: float = 0.0,
         deadline: Deadline | None = None,
+        prefix: Sequence[bytes] = (),
     ) -> None:
         """``waiting``: keys of what is not asked for yet; ``timeout_s``: of each part, from when it is;
-        ``deadline``: of all, instead."""
+        ``deadline``: of all, instead; ``prefix``: all keys, in order: one is of use only behind those before it."""
         self.fetching = list(fetching)
         self.waiting = list(waiting)  # changed in sections only, and never in place
+        self.prefix = list(prefix)
+        self.beside: list[Fetching] = []  # what others had asked the tier for of it; changed in sections only
         self.num_blocks = sum(one.num_blocks for one in fetching) + len(waiting)
         self.num_found = 0  # that somebody else had brought when their turn came
         self.blocks_until = 0  # that the tier reads until all is there, with those before
@@ -59,8 +62,11 @@ class Prefetch:
 
     @property
     def done(self) -> bool:
-        """Whether it is known of all blocks whether they came."""
-        return not self.waits and all(one.known for one in self.fetching)
+        """Whether it is known of all blocks whether they came: also of those that others had asked the tier for,
+        unless it was cancelled, or its time is over."""
+        over = self.cancelled or self._deadline.over
+        asked = self.fetching if over else [*self.fetching, *self.beside]
+        return not self.waits and all(one.known for one in asked)
 
     @property
     def waits(self) -> bool:
@@ -78,7 +84,7 @@ class Prefetch:
         part, which comes: behind :meth:`wait` all that did not come is in the tier again."""
         self.cancelled = True
         for one in list(self.fetching):
-            one.leave()
+            one.leave(self)
         self._books.group.notify()
 
     def wait(self, timeout_s: float | None = None) -> bool:

@@ -89,7 +89,7 @@ class ReadingBooks(Books):
         below, due_s = self.ask(keys), time.monotonic() + in_seconds
 
         def start() -> Prefetch:
-            made: Prefetch = change(self, lambda: self._line_up(make(waiting=self._below_of(keys, below)), due_s))
+            made: Prefetch = change(self, lambda: self._line_up(make(**self._below_of(keys, below)), due_s))
             if (error := self.hand_over().get(made)) is not None:
                 raise error
             return made
@@ -244,13 +244,15 @@ class ReadingBooks(Books):
             self._forget_tier(keys)
 
     # ---- reading into host memory ----
-    def _below_of(self, keys: list[bytes], below: Set[bytes]) -> list[bytes]:
-        """Those of a prefix that lie in the tier alone."""
+    def _below_of(self, keys: list[bytes], below: Set[bytes]) -> dict[str, list[bytes]]:
+        """The prefix that can be loaded, and what of it lies in the tier alone."""
         self.settle()
-        return [key for key in keys[: len(self._walk(keys, below, joins=True))] if key not in self.index.slots]
+        prefix = keys[: len(self._walk(keys, below, joins=True))]
+        return {"prefix": prefix, "waiting": [key for key in prefix if key not in self.index.slots]}
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         self.queue.add(prefetch, due_s)
+        prefetch.beside = list(dict.fromkeys(self._reading_of(prefetch.prefix).values()))
         return prefetch
 
     def _next_turn(self) -> tuple[Prefetch, list[bytes]] | None:
@@ -266,6 +268,7 @@ class ReadingBooks(Books):
             self.settle()
             below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
             left = prefetch.waiting[len(keys) :]
+            prefetch.beside += [one for one in self._reading_of(keys).values() if one not in prefetch.beside]
             for key in keys:
                 if key in slots:
                     prefetch.num_found += key not in self.index.arriving
@@ -281,8 +284,13 @@ class ReadingBooks(Books):
                 wanted, left = [], []  # it would be late
             if not wanted:
                 return None
-            fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
-            fetching.users.add(prefetch)
+            try:
+                fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
+            except TransferError:  # its first blocks, which have come, make no room for others of it
+                left, room = [], self._room(prefetch.prefix)
+                if not 0 < room < len(wanted):
+                    raise
+                fetching = self._fetch(wanted[:room], prefetch.left_s, urgent=False)
             prefetch.fetching.append(fetching)
             return fetching
         except TransferError:
@@ -355,7 +363,11 @@ class ReadingBooks(Books):
         """It is known how it went with what the tier was asked for: others' turn may have come."""
         self.queue.ended(job)
         if self._next_turn() is not None:
-            self.group.host.tell(functools.partial(_hand_over, weakref.ref(self)))
+            self.look_at_turns()
+
+    def look_at_turns(self) -> None:
+        """Soon, and not in this section."""
+        self.group.host.tell(functools.partial(_hand_over, weakref.ref(self)))
 
     def fetched(self, job: Job, outcomes: Sequence[Outcome | None]) -> None:
         """It is known which blocks of a prefetch have come."""

@@ -63,10 +63,11 @@ class TierQueue:
             heapq.heappush(self._turns, (due_s, next(self._numbers), prefetch))
 
     def next(self, block_s: float | None) -> tuple[Prefetch, list[bytes]] | None:
-        """What may be handed to the tier now, of all that waits; nothing while a request waits for the tier."""
+        """What may be handed to the tier now, of all that waits; nothing while a request waits for the tier. What no
+        request waits for any more may be late for long: it holds up nothing."""
         while self._turns and not self._turns[0][-1].waits:
             heapq.heappop(self._turns)
-        if not self._turns or any(one is None or one.urgent for one in self._under_way.values()):
+        if not self._turns or any(one is None or one.awaited for one in self._under_way.values()):
             return None
         most = blocks_of_part(block_s)
         if self.num_blocks > (PARTS - 1) * most + self._room.more_blocks:
@@ -74,12 +75,19 @@ class TierQueue:
         prefetch = self._turns[0][-1]
         return prefetch, prefetch.waiting[:most]
 
-    def forget(self, keys: Set[bytes]) -> None:
-        """They are deleted in the tier: what waits behind them is of no use any more."""
+    def forget(self, keys: Set[bytes]) -> bool:
+        """They are nowhere any more: what waits behind them is of no use. Returns whether anything did."""
+        cut = False
         for _, _, prefetch in self._turns:
-            stop = next((at for at, key in enumerate(prefetch.waiting) if key in keys), None)
-            if stop is not None:
-                prefetch.waiting = prefetch.waiting[:stop]
+            prefix = prefetch.prefix or prefetch.waiting
+            stop = next((at for at, key in enumerate(prefix) if key in keys), None) if prefetch.waiting else None
+            if stop is None:
+                continue
+            before = set(prefix[:stop])
+            left = [key for key in prefetch.waiting if key in before]
+            cut |= len(left) < len(prefetch.waiting)
+            prefetch.waiting = left
+        return cut
 
     def forget_all(self) -> None:
         """As :meth:`forget` of all."""

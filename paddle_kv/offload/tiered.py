@@ -193,11 +193,17 @@ class TieredBooks(ReadingBooks):
         """The tier does not have them."""
         if not self.closed:
             self._forget_tier(keys)
+            self._forget_waiting([key for key in keys if key not in self.index.slots or key in self.index.arriving])
+
+    def _forget_waiting(self, keys: list[bytes]) -> None:
+        """What is read ahead behind them is of no use any more, and who waits for it hears that."""
+        if self.queue.forget(frozenset(keys)):
+            self.group.notify()
 
     def drop(self, keys: list[bytes]) -> int:
         dropped = super().drop(keys)
         self.directory.following.difference_update(keys)
-        self.queue.forget(frozenset(keys))
+        self._forget_waiting(keys)
         self.below.forget(keys)
         self._forget_tier(keys)
         return dropped
@@ -206,6 +212,7 @@ class TieredBooks(ReadingBooks):
         dropped = super().clear()
         self.directory.following.clear()
         self.queue.forget_all()
+        self.group.notify()  # who waits for it
         self.below.forget_all(call)
         if self._has_events:
             self.directory.tier_removed(

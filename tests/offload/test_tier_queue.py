@@ -32,7 +32,7 @@ class Job:
 
 
 def part(num_blocks: int, number: int = 0, *, urgent: bool = False) -> Any:
-    return SimpleNamespace(reading=Job(num_blocks), job=SimpleNamespace(id=number), urgent=urgent)
+    return SimpleNamespace(reading=Job(num_blocks), job=SimpleNamespace(id=number), urgent=urgent, awaited=urgent)
 
 
 def waiting(count: int = 40, **options: Any) -> Prefetch:
@@ -169,12 +169,19 @@ def test_what_is_behind_a_block_that_was_dropped_is_of_no_use() -> None:
 def test_a_part_is_given_up_when_nobody_needs_it_unless_it_was_read_ahead(ahead: bool) -> None:
     made: Any = TierFetching.__new__(TierFetching)
     made._is_ahead, made.reading, made.num_blocks = ahead, Job(3), 3
+    looks: list[None] = []
+    made._books = SimpleNamespace(look_at_turns=lambda: looks.append(None))
+    made.urgent = True
     users = [Prefetch(BOOKS, [made]) for _ in range(2)]
     made.users = weakref.WeakSet(users)
     for user in users:
         assert not made.reading.cancelled
+        assert made.awaited
         user.cancel()
     assert made.reading.cancelled == (not ahead)
+    assert (made.awaited, looks) == (False, [None])  # it may be late for long: others' turn comes
+    made.leave(waiting())  # it was read ahead for
+    assert looks == [None]
 
 
 def test_a_prefetch_ends_with_its_time_and_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
