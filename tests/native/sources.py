@@ -24,10 +24,10 @@ QUEUE = [
     TRANSFER / "host_rows.cc",
     TRANSFER / "thread_cores.cc",
     *(COMMON / f"{name}.cc" for name in ("missing_architecture", "pointer_facts", "cuda_device")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("block_pairs", "c_call", "check_transfer", "completions")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("device_plan", "event_states", "gate_work", "queue_api")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("queued_transfer", "stream_feeder", "thread_signal")),
-    *(TRANSFER / f"cuda/{name}.cc" for name in ("transfer_by_marks", "transfer_queue")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("c_call", "check_transfer", "completions", "device_plan")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("event_states", "gate_work", "queue_api", "queued_transfer")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "thread_signal", "transfer_by_marks")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("transfer_pairs", "transfer_queue")),
 ]
 SOURCES = {
     "host_threads_test": CPU_COPIES,

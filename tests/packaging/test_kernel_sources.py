@@ -1,6 +1,7 @@
 """What must not stand in the sources of the kernels, because no run shows that it is wrong."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,9 @@ def test_one_file_says_how_many_bytes_of_parameters_a_kernel_may_have():
     assert [path.name for path in KERNELS if limit.search(code_of(path))] == ["kernel_parameters.cuh"]
     taken_from_it = {path.name for path in KERNELS if re.search(r"k(Largest|Small)ParameterBytes", code_of(path))}
     assert taken_from_it >= {"pair_launch.cuh", "kernel_table.cu", "permute_chunks.cu", "vectorized_copy.cu"}
+
+
+def test_each_file_has_a_name_of_its_own():
+    """Paddle 2.6 puts all object files into one folder, and would link the last of two of a name twice."""
+    names = Counter(path.name for path in CUSTOM_OPS.rglob("*") if path.suffix in (".cc", ".cu"))
+    assert {name for name, count in names.items() if count > 1} == set()

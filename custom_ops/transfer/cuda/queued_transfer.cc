@@ -23,10 +23,10 @@ bool IsStagedSave(EngineKind engine, Direction direction) {
 }  // namespace
 
 QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered)
-    : QueuedTransfer(given, std::move(registered), std::make_shared<BlockPairs>(given)) {}
+    : QueuedTransfer(given, std::move(registered), std::make_shared<TransferPairs>(given)) {}
 
 QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered,
-                               std::shared_ptr<BlockPairs> pairs)
+                               std::shared_ptr<TransferPairs> pairs)
     : token(given.token),
       plan(std::move(registered)),
       direction(static_cast<Direction>(given.direction)),
@@ -45,7 +45,7 @@ QueuedTransfer::QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<co
   wait_events.assign(given.wait_events, given.wait_events + first_wait.back());
   record_events.assign(given.record_events, given.record_events + groups);
   end_copied_ = groups;
-  if (block_count_ > BlockPairs::kMostMergedLater) Prepare();
+  if (block_count_ > TransferPairs::kMostMergedLater) Prepare();
 }
 
 void QueuedTransfer::Prepare() {

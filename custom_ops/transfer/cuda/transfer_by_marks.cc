@@ -23,7 +23,7 @@ TransferByMarks::TransferByMarks(const PaddleKvTransfer& given, const std::int64
                                  std::shared_ptr<const TransferPlan> plan)
     : given_(given),
       plan_(std::move(plan)),
-      pairs_(std::make_shared<BlockPairs>(given)),
+      pairs_(std::make_shared<TransferPairs>(given)),
       layers_per_event_(std::min(given.layers_per_event, given.end_layer - given.first_layer)),
       marks_(given.wait_events, given.wait_events + (given.end_layer - given.first_layer)),
       layers_(marks_.size(), Layer::kUnmarked) {

@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "paddle_kv/common/status.h"
-#include "paddle_kv/transfer/block_pairs.h"
 #include "paddle_kv/transfer/engine.h"
 #include "paddle_kv/transfer/engine_choice.h"
 #include "paddle_kv/transfer/queue_api.h"
+#include "paddle_kv/transfer/transfer_pairs.h"
 #include "paddle_kv/transfer/transfer_plan.h"
 
 namespace paddle_kv {
@@ -38,7 +38,7 @@ class QueuedTransfer {
   QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered);
   // The same of blocks that are given already.
   QueuedTransfer(const PaddleKvTransfer& given, std::shared_ptr<const TransferPlan> registered,
-                 std::shared_ptr<BlockPairs> pairs);
+                 std::shared_ptr<TransferPairs> pairs);
 
   // Touches nothing that Drop does. Throws std::bad_alloc.
   void Prepare();
@@ -100,7 +100,7 @@ class QueuedTransfer {
   std::int64_t EndOfBand(std::int64_t group, EngineKind by) const;
 
   bool is_prepared_ = false;
-  std::shared_ptr<BlockPairs> pairs_;
+  std::shared_ptr<TransferPairs> pairs_;
   PieceSizes sizes_;
   std::int64_t first_layer_;
   std::int64_t end_layer_;

@@ -6,9 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "paddle_kv/transfer/block_pairs.h"
 #include "paddle_kv/transfer/queue_api.h"
 #include "paddle_kv/transfer/queued_transfer.h"
+#include "paddle_kv/transfer/transfer_pairs.h"
 #include "paddle_kv/transfer/transfer_plan.h"
 
 namespace paddle_kv {
@@ -47,7 +47,7 @@ class TransferByMarks {
 
   PaddleKvTransfer given_;  // but for its arrays
   const std::shared_ptr<const TransferPlan> plan_;
-  const std::shared_ptr<BlockPairs> pairs_;
+  const std::shared_ptr<TransferPairs> pairs_;
   const std::int64_t layers_per_event_;
   const std::vector<std::int64_t> marks_;  // an event for each layer
   std::vector<std::int64_t> start_events_, record_events_;

@@ -10,12 +10,12 @@
 namespace paddle_kv {
 
 // Groups of layers that are enqueued one by one share them: they are copied and merged once.
-class BlockPairs {
+class TransferPairs {
  public:
   // More are merged at once; to leave that to another thread would hold up what others have submitted.
   static constexpr std::int64_t kMostMergedLater = 8192;  // of 0.1 us each
 
-  explicit BlockPairs(const PaddleKvTransfer& given);
+  explicit TransferPairs(const PaddleKvTransfer& given);
 
   // Again: does nothing. Not in two threads at once where it does something; throws std::bad_alloc.
   void Merge();

@@ -1,4 +1,4 @@
-#include "paddle_kv/transfer/block_pairs.h"
+#include "paddle_kv/transfer/transfer_pairs.h"
 
 #include <utility>
 
@@ -6,14 +6,14 @@
 
 namespace paddle_kv {
 
-BlockPairs::BlockPairs(const PaddleKvTransfer& given)
+TransferPairs::TransferPairs(const PaddleKvTransfer& given)
     : host_ids_(given.host_ids, given.host_ids + given.block_count),
       device_ids_(given.device_ids, given.device_ids + given.block_count),
       is_save_(static_cast<Direction>(given.direction) == Direction::kDeviceToHost) {
   if (given.block_count > kMostMergedLater) Merge();
 }
 
-void BlockPairs::Merge() {
+void TransferPairs::Merge() {
   if (is_merged_) return;
   runs_ = MergeRuns(host_ids_.data(), device_ids_.data(), static_cast<std::int64_t>(host_ids_.size()));
   host_ids_ = std::vector<std::int64_t>();  // `= {}` would keep the memory
