@@ -275,7 +275,7 @@ void AMarkThatFailsIsNone() {
 void WithoutMemoryItsMarksEnd() {
   constexpr std::int64_t kLayers = 3 * kEvents;
   Plan plan(kLayers, 8, true);
-  Save save(plan, 11, kEvents);
+  Save save(plan, 11, kEvents, {4, 0});
   const auto mark_group = [&](std::int64_t group) {
     for (std::int64_t layer = group * kEvents; layer < (group + 1) * kEvents - 1; ++layer) {
       CHECK(save.Mark(layer) == kHere);
@@ -283,11 +283,11 @@ void WithoutMemoryItsMarksEnd() {
     return save.Mark((group + 1) * kEvents - 1);
   };
   CHECK(save.Submit() == 0 && mark_group(2) == kHere);
+  save.WaitForGroup(2);  // the queue's thread allocates nothing more
   left_for_events = 0;
   CHECK(mark_group(0) == kNotEnqueued);
   CHECK(save.Mark(kEvents) == kNotKnown);  // as the queue refuses the rest
   CHECK(save.Take(0, true) == Groups{2});
-  save.WaitForGroup(2);
   std::vector<bool> saved(kLayers);
   std::fill(saved.begin() + 2 * kEvents, saved.end(), true);
   save.CheckSaved(saved);
