@@ -5,8 +5,7 @@ longer than the call, ``mark``, ``is_capturing`` and ``wait_stream``, which are 
 ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us. ctypes gives up the GIL for
 the time of a call; those that only look into the queue, under a lock that nobody holds while CUDA works, keep it: to
 get it back costs more than they do. So do the calls for a layer, unless they have to wait. Streams and events are
-handles. The C side is
-``custom_ops/include/paddle_kv/transfer/queue_api.h``.
+handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
 from __future__ import annotations

@@ -11,14 +11,13 @@ import pytest
 
 from paddle_kv.tiers import Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, until
-from tests.offload.test_urgency import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
+from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     made = Server(tmp_path)
     yield made
-    made.by_hand.open()
     made.close()
 
 

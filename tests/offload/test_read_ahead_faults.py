@@ -12,14 +12,13 @@ import pytest
 from paddle_kv import TransferError
 from paddle_kv.tiers import Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, know, until
-from tests.offload.test_urgency import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
+from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     made = Server(tmp_path)
     yield made
-    made.by_hand.open()
     made.close()
 
 
