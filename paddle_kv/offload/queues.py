@@ -5,7 +5,8 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from itertools import takewhile
+from typing import Generic
 
 from .policy import Key
 from .returns import EDGES_S, NUM_PARTS, WIDTHS_S, Returns
@@ -13,12 +14,10 @@ from .run import Run
 
 LOOKS_PER_PART = 4  # while a run is in a part of age
 
-Queue = TypeVar("Queue", bound=dict[Any, None])
-
 
 class Queues(Generic[Key]):
-    """Of each class and part of age two queues, the run that was used first in front: of all that are watched, and of
-    those that may go.
+    """Of each part of age a queue of all runs that are watched, the one that was used first in front; and of each class
+    and part one of those that may go.
 
     Args:
         returns: is told what came through a part, and says what those of a class are worth at an age.
@@ -38,24 +37,21 @@ class Queues(Generic[Key]):
     ) -> None:
         self._returns, self.told_part, self._passed, self._faded = returns, told_part, passed, faded
         classes, parts = range(returns.num_classes), range(NUM_PARTS)
-        self._watched: list[list[dict[Run[Key], None]]] = [[{} for _ in classes] for _ in parts]
+        self._watched: list[OrderedDict[Run[Key], None]] = [OrderedDict() for _ in parts]
         self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in classes] for _ in parts]
-        self._used: list[set[int]] = [set() for _ in parts]  # classes that have had anything in this part
         self._next_looks_s = [0.0] * NUM_PARTS
         self.next_look_s = 0.0
         self._cheapest: list[tuple[float, int, int]] = []  # heap of the queues of leaves; empty ones are dropped late
         self.price()
 
     def watch(self, run: Run[Key]) -> None:
-        klass, part = run.klass, run.part
         run.watched = True
-        self._used[part].add(klass)
-        self._watched[part][klass][run] = None
+        self._watched[run.part][run] = None
 
     def unwatch(self, run: Run[Key]) -> None:
         if run.watched:
             run.watched = False
-            del self._watched[run.part][run.klass][run]
+            del self._watched[run.part][run]
 
     def enter(self, run: Run[Key]) -> None:
         """It may go."""
@@ -78,12 +74,9 @@ class Queues(Generic[Key]):
             self._leaves[run.part][run.klass].move_to_end(run)
 
     def reclass(self, run: Run[Key], klass: int) -> None:
-        watched, leaf = run.watched, run.leaf
-        self.unwatch(run)
+        leaf = run.leaf
         self.leave(run)
         run.klass = klass
-        if watched:
-            self.watch(run)
         if leaf:
             self.enter(run)
 
@@ -95,38 +88,35 @@ class Queues(Generic[Key]):
             self._next_looks_s[part] = now_s + WIDTHS_S[part] / LOOKS_PER_PART
             before_s = now_s - EDGES_S[part + 1]
             watched = self._watched[part]
-            for klass in self._used[part]:
-                queue = watched[klass]
-                if queue and next(iter(queue)).touched_s <= before_s:
-                    self._grow(klass, part, before_s)
+            if watched and next(iter(watched)).touched_s <= before_s:
+                self._grow(part, before_s)
         self.next_look_s = min(self._next_looks_s)
 
-    def _grow(self, klass: int, part: int, before_s: float) -> None:
+    def _grow(self, part: int, before_s: float) -> None:
         """Those that were used until then, into the next part of age."""
-        runs = []
-        for run in self._watched[part][klass]:
-            if run.touched_s > before_s:
-                break
-            runs.append(run)
-        self._returns.survived[klass][part] += len(runs)
-        part += 1
-        if part == NUM_PARTS:
+        runs = list(takewhile(lambda run: run.touched_s <= before_s, self._watched[part]))
+        survived = self._returns.survived
+        for run in runs:
+            survived[run.klass][part] += 1
+        if part + 1 == NUM_PARTS:
             for run in runs:
                 self.unwatch(run)
                 self._faded(run)
             return
-        self._used[part].add(klass)
-        leaves = []
+        younger, older = self._watched[part : part + 2]
+        younger_leaves, older_leaves = self._leaves[part : part + 2]
         for run in runs:
-            run.part = part
+            run.part = part + 1
+            del younger[run]
+            older[run] = None
             if run.leaf:
-                leaves.append(run)
-        _move(runs, self._watched, klass, part)
-        if leaves:
-            if not self._leaves[part][klass]:
-                heapq.heappush(self._cheapest, (self.worth[klass][part], klass, part))
-            _move(leaves, self._leaves, klass, part)
-        if part >= self.told_part:
+                klass = run.klass
+                del younger_leaves[klass][run]
+                queue = older_leaves[klass]
+                if not queue:
+                    heapq.heappush(self._cheapest, (self.worth[klass][part + 1], klass, part + 1))
+                queue[run] = None
+        if part + 1 >= self.told_part:
             for run in runs:
                 self._passed(run)
 
@@ -152,13 +142,3 @@ class Queues(Generic[Key]):
         """Those that may go, worth least first."""
         return [run for _, klass, part in sorted(set(self._cheapest)) for run in self._leaves[part][klass]]
 
-
-def _move(runs: list[Run[Key]], queues: list[list[Queue]], klass: int, part: int) -> None:
-    """Some of the queue of the part before, to the end of that of this part."""
-    younger, older = queues[part - 1][klass], queues[part][klass]
-    if not older and runs == [*younger]:  # all of them, and in this order
-        queues[part - 1][klass], queues[part][klass] = older, younger
-        return
-    for run in runs:
-        del younger[run]
-        older[run] = None

@@ -151,7 +151,7 @@ def test_a_load_runs_while_compute_runs(rig):
     rig = GpuRig(spec, device_blocks=40, host_blocks=40)
     backend = Watched()
     with rig.scheduler(backend, record_layer_times=True) as scheduler:
-        rig.busy(backend.streams[ONLOAD], 10)  # all is enqueued before any of it runs
+        rig.busy(backend.streams[ONLOAD], 200)  # all is enqueued before any of it runs, on a busy host too
         blocks = np.random.default_rng(0).permutation(40)
         load = scheduler.onload(blocks, blocks[::-1])
         events = []

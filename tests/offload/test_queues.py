@@ -216,7 +216,7 @@ def test_who_is_not_watched_does_not_grow_older(rig: Rig) -> None:
 def test_who_may_go_does_so_at_the_worth_of_its_age(rig: Rig) -> None:
     rig.returns.table[0] = [5.0, *[0.5] * (NUM_PARTS - 1)]
     rig.queues.price()
-    old, young, other = rig.leaf("old", 0, -2.0), rig.leaf("young", 0, -1.0), rig.leaf("other", 1)
+    old, young, other = rig.leaf("old", 0, -2.0), rig.leaf("young", 0, -1.0), rig.leaf("other", 1, -1.0)
     assert rig.queues.next() is other
     rig.queues.advance(0.0)
     assert rig.queues.next() is old and rig.queues.all() == [old, other, young]

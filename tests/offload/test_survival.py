@@ -164,7 +164,7 @@ def test_what_it_remembers_is_bounded() -> None:
     assert len(policy._ghosts) <= MIN_GHOSTS
     assert len(policy._coming) <= 4 * 8 + 5
     assert len(policy._signs) <= MIN_GHOSTS + 8 + 5
-    watched = sum(len(queue) for row in policy._queues._watched for queue in row)
+    watched = sum(map(len, policy._queues._watched))
     assert watched <= MIN_GHOSTS + 8 + 5
     for number in range(50):  # and nothing stays for ever
         served.use(1e5 + number, [-1])

@@ -27,13 +27,13 @@ def said(run: Run[int] | None) -> tuple[Any, ...] | None:
 
 
 def in_queues(queues: Any) -> list[Any]:
-    return [
-        (name, klass, part, [said(run) for run in queue])
-        for name in ("_leaves", "_watched")
-        for klass, row in enumerate(getattr(queues, name))
-        for part, queue in enumerate(row)
+    leaves = [
+        (part, klass, [said(run) for run in queue])
+        for part, row in enumerate(queues._leaves)
+        for klass, queue in enumerate(row)
         if queue
     ]
+    return [leaves, [(part, [said(run) for run in queue]) for part, queue in enumerate(queues._watched) if queue]]
 
 
 class Beside:
