@@ -14,6 +14,10 @@ average, twice a thousandth, or one of these, ends it.
 A few long prompts can end a trial all the same. What it has lost then does not come back while the order of use
 decides; so there is another one if the duels since are won far more clearly, and what was lost counts no more. It is
 given half as much for chance, so that all of them together are not given more than two.
+When a trial has failed, the cache lacks blocks that LRU would have kept, and has others instead. If the order of use
+took those first, as it would, all that the policy has kept would go at once, and what it has thrown away would be
+missed for as long as LRU keeps a block. So a policy that had won its duels still chooses among what LRU would not
+have, until the cache lacks nothing.
 Nor does the policy decide before it has watched for a few times as long as LRU keeps a block: what it knows of returns
 ends there.
 """
@@ -21,21 +25,22 @@ ends there.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from math import sqrt
 from typing import Any
 
 from .duels import Duels
 from .returns import EDGES_S
 
-SHADOW_BLOCKS = 4096  # at most
+SHADOW_BLOCKS = 16384  # at most
 BEHIND = 0.001  # of the blocks asked for
 CHANCE = 1.0  # standard deviation: a policy that has won its duels is given up only behind what may be chance
 LONG = 4.0  # times as long as prompts are on average; what one has beyond that, says nothing of those to come
 MOST_FAILURES = 32  # are counted: no duels are won as clearly as one more would ask for
 TRIAL_TURNOVERS = 8  # a policy that has neither won nor lost is tried once the capacity was asked for so often
 WATCHED_STAYS = 4.0  # as long as LRU keeps a block
-AHEAD = 0.002  # no more of a lead than this, and the share of the capacity, is kept for worse days
+AHEAD = 0.005  # no more of a lead than this, and the share of the capacity, is kept for worse days
 SHARE = 32  # one block in so many of the capacity
 MEMORY_TURNOVERS = 64  # what is longer ago counts less
 MIX = 0x9E3779B97F4A7C15
@@ -70,7 +75,17 @@ class Guard:
         self._has_won = False  # before it was trusted
         self._tried = False
         self._failures = 0
+        self._lacking: set[Any] = set()  # of the shadow's blocks: those that the cache has let go
         self.trusts = False
+
+    @property
+    def kept_from_s(self) -> float | None:
+        """LRU would hold nothing that was used last before; None: the cache holds what LRU would hold."""
+        return next(iter(self._order.values())) if self._lacking else None
+
+    def let_go(self, keys: Iterable[Any]) -> None:
+        """These are there no more, or were not let in, while the policy is trusted."""
+        self._lacking.update(filter(self._order.__contains__, keys))
 
     def _sampled(self, keys: Sequence[Any]) -> list[Any]:
         """The same ones in each run."""
@@ -91,11 +106,7 @@ class Guard:
             found = len(self._sampled(there)) if prompt else 0
         if not prompt:
             return  # what it knows stays what it is
-        count = 0
-        for key in prompt:
-            if key not in order:
-                break
-            count += 1
+        count = len(list(takewhile(order.__contains__, prompt)))
         self._asked += len(prompt)
         self._squares += (found - count) ** 2
         self._prompts += 1
@@ -110,11 +121,15 @@ class Guard:
             self._squares /= 4
         if self.warm:
             self._decide()
+        use_again, lacking = order.move_to_end, self._lacking
         for key in reversed(prompt):
             order[key] = now_s
-            order.move_to_end(key)
+            use_again(key)
+        if lacking:
+            lacking.difference_update(prompt)
         while len(order) > self._size:
-            _, used_s = order.popitem(last=False)
+            oldest, used_s = order.popitem(last=False)
+            lacking.discard(oldest)
             self.stay_s = now_s - used_s
             if not self.warm and EDGES_S[1] <= self.stay_s <= (now_s - self._started_s) / WATCHED_STAYS:
                 self.warm = True
@@ -129,6 +144,8 @@ class Guard:
         if self.trusts:
             if self._lead < -allowed - self._chance(allowed) or (self._has_won and self._is_steadily_behind(allowed)):
                 self.trusts = False
+                if not self._has_won:
+                    self._lacking.clear()
                 self._failures = min(self._failures + 1, MOST_FAILURES)
             return
         if not self._tried:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
-from itertools import takewhile
+from collections.abc import Callable, Iterator
 from typing import Generic
 
 from .policy import Key
@@ -57,10 +56,7 @@ class Queues(Generic[Key]):
         """It may go."""
         if not run.leaf and run.live:
             run.leaf = True
-            queue = self._leaves[run.part][run.klass]
-            if not queue:
-                heapq.heappush(self._cheapest, (self.worth[run.klass][run.part], run.klass, run.part))
-            queue[run] = None
+            self._queue(run, run.part)
 
     def leave(self, run: Run[Key]) -> None:
         """It may not."""
@@ -94,31 +90,37 @@ class Queues(Generic[Key]):
 
     def _grow(self, part: int, before_s: float) -> None:
         """Those that were used until then, into the next part of age."""
-        runs = list(takewhile(lambda run: run.touched_s <= before_s, self._watched[part]))
-        survived = self._returns.survived
+        runs = []
+        for run in self._watched[part]:
+            if run.touched_s > before_s:
+                break
+            runs.append(run)
+        survived, next_part = self._returns.survived, part + 1
         for run in runs:
             survived[run.klass][part] += 1
-        if part + 1 == NUM_PARTS:
+        if next_part == NUM_PARTS:
             for run in runs:
                 self.unwatch(run)
                 self._faded(run)
             return
-        younger, older = self._watched[part : part + 2]
-        younger_leaves, older_leaves = self._leaves[part : part + 2]
+        younger, older = self._watched[part], self._watched[next_part]
         for run in runs:
-            run.part = part + 1
-            del younger[run]
+            younger.popitem(last=False)  # this one
             older[run] = None
             if run.leaf:
-                klass = run.klass
-                del younger_leaves[klass][run]
-                queue = older_leaves[klass]
-                if not queue:
-                    heapq.heappush(self._cheapest, (self.worth[klass][part + 1], klass, part + 1))
-                queue[run] = None
-        if part + 1 >= self.told_part:
+                del self._leaves[part][run.klass][run]
+                self._queue(run, next_part)
+            run.part = next_part
+        if next_part >= self.told_part:
             for run in runs:
                 self._passed(run)
+
+    def _queue(self, run: Run[Key], part: int) -> None:
+        """Behind those that may go."""
+        queue = self._leaves[part][run.klass]
+        if not queue:
+            heapq.heappush(self._cheapest, (self.worth[run.klass][part], run.klass, part))
+        queue[run] = None
 
     def price(self) -> None:
         """By what was learnt since."""
@@ -137,6 +139,18 @@ class Queues(Generic[Key]):
                 return next(iter(queue))
             heapq.heappop(heap)
         return None
+
+    def before(self, used_s: float) -> Iterator[Run[Key]]:
+        """Those that may go and were used last before then: the first of each queue, worth least first."""
+        found = []
+        for worth, klass, part in self._cheapest:
+            queue = self._leaves[part][klass]
+            if queue:
+                run = next(iter(queue))
+                if run.touched_s < used_s:
+                    found.append((worth, klass, part, run))
+        found.sort(key=lambda one: one[:3])
+        return (one[-1] for one in found)
 
     def all(self) -> list[Run[Key]]:
         """Those that may go, worth least first."""

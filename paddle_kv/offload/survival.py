@@ -21,6 +21,7 @@ from typing import Generic
 
 from .guard import Guard
 from .last_blocks import LastBlocks
+from .order_of_use import OrderOfUse
 from .owners import NOBODY, Owners
 from .policy import Key
 from .queues import Queues
@@ -52,8 +53,7 @@ class Survival(Generic[Key]):
         self._coming: dict[Key, Run[Key]] = {}  # of blocks that were looked up
         self._signs: dict[Key, Run[Key]] = {}
         self._hanging: dict[Key, int] = {}  # on a block: runs that have blocks which are there
-        self._order: OrderedDict[Run[Key], None] = OrderedDict()  # with blocks; the one used longest ago first
-        self._over: OrderedDict[Run[Key], None] = OrderedDict()  # of sessions that are over
+        self._by_use: OrderOfUse[Key] = OrderOfUse(self._owner, self._hanging)
         self._ghosts: OrderedDict[Run[Key], None] = OrderedDict()  # without; watched
         self._returns = Returns(PRIORS, CLASSES, LEVELS)
         self._queues: Queues[Key] = Queues(self._returns, HORIZON_PART, self._passed, self._faded)
@@ -107,12 +107,12 @@ class Survival(Generic[Key]):
                 self._leave_behind(run)
         for run in heads[::-1]:  # as of one prompt: the first blocks are the ones used last
             queues.leave(run)
-            self._over.pop(run, None)
+            self._by_use.over.pop(run, None)
             run.touched_s, run.part = now_s, 0
             run.klass = HEAD * CLASSES + (min(run.turn, TURNS) - 1) * LEVELS
             self._watch(run)
             queues.enter(run)
-            self._order.move_to_end(run)
+            self._by_use.runs.move_to_end(run)
         return True  # each run is the last of its queue: to use its blocks again would change nothing
 
     def _came_back(self, run: Run[Key], now_s: float) -> None:
@@ -177,8 +177,7 @@ class Survival(Generic[Key]):
             for other, shared in groupby(fresh, coming.get):
                 if other is not None:
                     self._hang_on(other, list(shared)[-1])
-        for key in fresh:
-            coming[key] = run
+        coming.update(dict.fromkeys(fresh, run))
 
     def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
         """Blocks that are there, along a path, become its own. What is left of those who had them, so many each, hangs
@@ -212,7 +211,7 @@ class Survival(Generic[Key]):
     def _leave_behind(self, run: Run[Key]) -> None:
         """Its prompt went on from the middle: what lies behind that is likely of no use."""
         self._queues.leave(run)
-        self._over.pop(run, None)
+        self._by_use.over.pop(run, None)
         run.klass, run.sign = LEFT * CLASSES, run.keys[-1]
         self._watch(run)
         self._queues.enter(run)
@@ -241,7 +240,7 @@ class Survival(Generic[Key]):
         for run in {id(run): run for run in map(self._owner.get, prompt) if run is not None}.values():
             if run.klass < CLASSES and run.keys[-1] in prompt:
                 self._queues.reclass(run, OVER * CLASSES + run.klass)
-                self._over[run] = None
+                self._by_use.over[run] = None
         self._going = None
 
     # ---- blocks ----
@@ -292,19 +291,21 @@ class Survival(Generic[Key]):
 
     def victim(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """``incoming`` itself: it shall not be let in."""
+        key = self._choose(incoming, pinned)
+        if self._guard.trusts and key is not None:
+            self._guard.let_go((key,))
+        return key
+
+    def _choose(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
+        """:meth:`victim`."""
         self._giving = None
         if not self._guard.trusts:
-            chosen = self._oldest(pinned, incoming)
-            if chosen is not None:
-                if self._guard.duels.asked_blocks >= self._guard.duels.every_blocks:
-                    self._duel(chosen[0], incoming)
-                self._giving = chosen[0]
-            return self._let_go(chosen)
+            return self._choose_by_use(incoming, pinned)
         run = self._going
         if run is None or (key := self._owner.last(run)) in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
-                return self._let_go(self._oldest(pinned, incoming))
+                return self._choose_by_use(incoming, pinned)
             run, key = chosen
             self._going = run
         if incoming is not None and incoming not in pinned:
@@ -314,6 +315,25 @@ class Survival(Generic[Key]):
         self._giving = run
         return self._lose(run, key)
 
+    def _choose_by_use(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
+        """Of what LRU would not have, as it was kept while the policy was trusted, what is worth least. If there is
+        none, the block used longest ago; before all others those of sessions that are over, unless it is known
+        better."""
+        guard = self._guard
+        own = None if incoming is None else self._coming.get(incoming)
+        chosen = self._cheapest_of_old(guard.kept_from_s, pinned, own)
+        if chosen is None and not guard.warm:
+            chosen = self._by_use.oldest_over(pinned)
+        if chosen is None:
+            chosen = self._by_use.oldest(pinned, own)
+        if chosen is None:
+            return None
+        if not guard.trusts:
+            if guard.duels.asked_blocks >= guard.duels.every_blocks:
+                self._duel(chosen[0], own)
+            self._giving = chosen[0]
+        return self._lose(*chosen)
+
     def _worth(self, run: Run[Key]) -> float:
         return self._queues.worth[run.klass][run.part]
 
@@ -321,16 +341,12 @@ class Survival(Generic[Key]):
         """Of this block of it, which may be of less use than the others."""
         return self._worth(run) * (self._last_blocks.share if key == run.keys[-1] != run.sign else 1.0)
 
-    def _let_go(self, chosen: tuple[Run[Key], Key] | None) -> Key | None:
-        return None if chosen is None else self._lose(*chosen)
-
-    def _duel(self, oldest: Run[Key], incoming: Key | None) -> None:
-        """Between this one and the one that would go if what was learnt decided."""
+    def _duel(self, oldest: Run[Key], own: Run[Key] | None) -> None:
+        """Between this one and the one that would go, or the one that comes, if what was learnt decided."""
         chosen = self._worth_least()
         if chosen is None:
             return
         run = chosen[0]
-        own = None if incoming is None else self._coming.get(incoming)
         if own is not None and self._worth(own) < self._worth(run):
             run = own
         self._guard.duels.begin(oldest, run)
@@ -350,6 +366,8 @@ class Survival(Generic[Key]):
             deque(map(self._coming.pop, incoming[: len(found)]), 0)
             self._owner.give(found.values(), own)
             own.live += len(found)
+            if self._guard.trusts:
+                self._guard.let_go(found)
         return list(found)
 
     def also_refused(self, incoming: Sequence[Key], pinned: Container[Key]) -> int:
@@ -358,7 +376,9 @@ class Survival(Generic[Key]):
         if own is None or self._going is None or self._worth(own) >= self._worth(self._going):
             return 0
         same = len(list(takewhile(partial(operator.is_, own), map(self._coming.get, incoming))))
-        return len(list(takewhile(operator.not_, map(pinned.__contains__, incoming[:same]))))
+        refused = len(list(takewhile(operator.not_, map(pinned.__contains__, incoming[:same]))))
+        self._guard.let_go(incoming[:refused])
+        return refused
 
     def _ending(self, run: Run[Key], count: int, pinned: Container[Key]) -> dict[Key, int]:
         """Up to so many of its last blocks that are there, the last one first, with their slots; none behind one that
@@ -387,6 +407,16 @@ class Survival(Generic[Key]):
                 return run, key
         return None
 
+    def _cheapest_of_old(
+        self, used_s: float | None, pinned: Container[Key], but_for: Run[Key] | None
+    ) -> tuple[Run[Key], Key] | None:
+        """:meth:`_cheapest`, of what was used last before then; but for one run."""
+        for run in () if used_s is None else self._queues.before(used_s):
+            key = self._owner.last(run)
+            if key not in pinned and key not in self._hanging and run is not but_for:
+                return run, key
+        return None
+
     def _worth_least(self) -> tuple[Run[Key], Key] | None:
         """Of the runs on which nothing hangs, and its last block."""
         while (run := self._queues.next()) is not None:
@@ -396,53 +426,20 @@ class Survival(Generic[Key]):
             self._queues.leave(run)  # until what hangs on it has gone
         return None
 
-    def _oldest(self, pinned: Container[Key], incoming: Key | None) -> tuple[Run[Key], Key] | None:
-        """The block used longest ago, and its run; before all others those of sessions that are over, unless it is
-        known better."""
-        if not self._guard.warm:
-            chosen = self._over_first(pinned)
-            if chosen is not None:
-                return chosen
-        own = None if incoming is None else self._coming.get(incoming)
-        for run in self._order:
-            key = self._owner.last(run)
-            if key not in pinned and key not in self._hanging and run is not own:
-                return run, key
-        owner = self._owner
-        for run in self._order:  # what hangs on them is held
-            for key in reversed(run.keys[: run.end]):
-                if owner.get(key) is run and key not in pinned:
-                    return run, key
-        return None
-
-    def _over_first(self, pinned: Container[Key]) -> tuple[Run[Key], Key] | None:
-        """The run of a session that is over, and its last block."""
-        blocked, found = [], None
-        for run in self._over:
-            key = self._owner.last(run)
-            if key in self._hanging:
-                blocked.append(run)  # until what hangs on it has gone
-            elif key not in pinned:
-                found = run, key
-                break
-        for run in blocked:
-            del self._over[run]
-        return found
-
     # ---- runs ----
     def _appear(self, run: Run[Key]) -> None:
         """The first of its blocks is there; whether it may go is for the caller to say."""
         if run.parent is not None:
             self._hanging[run.parent] = self._hanging.get(run.parent, 0) + 1
         self._ghosts.pop(run, None)
-        self._order[run] = None
+        self._by_use.runs[run] = None
 
     def _disappear(self, run: Run[Key]) -> None:
         """The last of its blocks has gone."""
         self._queues.leave(run)
-        del self._order[run]
+        del self._by_use.runs[run]
         self._owner.release(run)
-        self._over.pop(run, None)
+        self._by_use.over.pop(run, None)
         if run is self._going:
             self._going = None
         if run is self._giving:
@@ -471,7 +468,7 @@ class Survival(Generic[Key]):
         if above is not None:
             self._queues.enter(above)
             if above.klass // CLASSES == OVER:
-                self._over[above] = None
+                self._by_use.over[above] = None
 
     def _watch(self, run: Run[Key]) -> None:
         other = self._signs.get(run.sign)

@@ -226,29 +226,35 @@ class PlainSurvival:
 
     def victim(self, incoming: int | None, pinned: Container[int]) -> int | None:
         own = None if incoming is None else self.coming.get(incoming)
-        if not self.guard.trusts:
-            chosen = self.oldest(pinned, own)
-            if chosen is not None and self.guard.duels.asked_blocks >= self.guard.duels.every_blocks:
-                other = self.worth_least()
-                if other is not None:
-                    loser = own if own is not None and self.worth(own) < self.worth(other) else other
-                    self.guard.duels.begin(self.owner[chosen], loser)
-        else:
-            chosen = None if self.going is None else self.own_keys(self.going)[-1]
-            if chosen is None or chosen in pinned or self.hangs_on(chosen):
-                chosen = self.cheapest(pinned)
-                if chosen is not None:
-                    self.going = self.owner[chosen]
-            if chosen is None:
-                chosen = self.oldest(pinned, own)
-            elif (
-                own is not None
-                and incoming not in pinned
-                and self.worth_of(own, incoming) < self.worth(self.owner[chosen])
-            ):
-                return incoming
-        if chosen is not None:
+        trusts = self.guard.trusts
+        chosen = self.choose(incoming, own, pinned) if trusts else self.choose_by_use(own, pinned)
+        if chosen is not None and trusts:
+            self.guard.let_go([chosen])
+        if chosen is not None and chosen in self.owner:
             self.on_remove(chosen)
+        return chosen
+
+    def choose(self, incoming: int | None, own: Run[int] | None, pinned: Container[int]) -> int | None:
+        chosen = None if self.going is None else self.own_keys(self.going)[-1]
+        if chosen is None or chosen in pinned or self.hangs_on(chosen):
+            chosen = self.cheapest(pinned)
+            if chosen is None:
+                return self.choose_by_use(own, pinned)
+            self.going = self.owner[chosen]
+        if own is not None and incoming not in pinned and self.worth_of(own, incoming) < self.worth(self.owner[chosen]):
+            return incoming
+        return chosen
+
+    def choose_by_use(self, own: Run[int] | None, pinned: Container[int]) -> int | None:
+        chosen = self.cheapest_of_old(own, pinned)
+        if chosen is None:
+            chosen = self.oldest(pinned, own)
+        duels = self.guard.duels
+        if chosen is not None and not self.guard.trusts and duels.asked_blocks >= duels.every_blocks:
+            other = self.worth_least()
+            if other is not None:
+                loser = own if own is not None and self.worth(own) < self.worth(other) else other
+                duels.begin(self.owner[chosen], loser)
         return chosen
 
     def worth(self, run: Run[int]) -> float:
@@ -266,6 +272,18 @@ class PlainSurvival:
             key = self.own_keys(run)[-1]
             if key not in pinned and not self.hangs_on(key):
                 return key
+        return None
+
+    def cheapest_of_old(self, own: Run[int] | None, pinned: Container[int]) -> int | None:
+        """Of the runs that are the first of their queue, as long as the cache lacks what LRU would have."""
+        kept_from_s, seen = self.guard.kept_from_s, set()
+        for run in self.queues.all() if kept_from_s is not None else []:
+            key = self.own_keys(run)[-1]
+            is_first = (run.klass, run.part) not in seen
+            seen.add((run.klass, run.part))
+            if is_first and run.touched_s < kept_from_s and key not in pinned and not self.hangs_on(key):
+                if run is not own:
+                    return key
         return None
 
     def worth_least(self) -> Run[int] | None:

@@ -64,7 +64,7 @@ class Case:
             policy = found.index._policy
             if isinstance(policy, Survival):
                 assert None not in map(policy._owner.get, found.index.slots)
-                assert sum(run.live for run in policy._order) == len(found.index.slots)
+                assert sum(run.live for run in policy._by_use.runs) == len(found.index.slots)
             else:
                 assert set(policy._order) == set(found.index.slots)
 

@@ -44,6 +44,7 @@ class Plain:
         self.squares = 0.0
         self.trial_from = trial_turnovers * self.size
         self.used: list[tuple[Any, float]] = []  # the one used longest ago first
+        self.lacking: set[Any] = set()
         self.lead = self.steady = self.asked = self.prompts = 0.0
         self.started_s: float | None = None
         self.warm = self.trusts = False
@@ -80,6 +81,8 @@ class Plain:
             else:
                 self.trusts = self.lead >= -allowed
             self.failures += not self.trusts
+            if not (self.trusts or self.has_won):
+                self.lacking = set()
         elif self.warm and (not is_behind or not self.tried or self.duels.won_after(self.failures)):
             if is_behind or not self.tried:
                 self.lead = self.steady = 0.0
@@ -92,13 +95,14 @@ class Plain:
         self.used = [one for one in self.used if one[0] not in new]
         self.used += [(key, now_s) for key in reversed(prompt)]
         gone, self.used = self.used[: -self.size], self.used[-self.size :]
+        self.lacking -= {*prompt, *(key for key, _ in gone)}
         for _, used_s in gone:
             self.stay_s = now_s - used_s
             if not self.warm and 2.0 <= now_s - used_s <= (now_s - self.started_s) / self.stays:
                 self.warm = True
 
 
-AS_IT_IS = (4096, 0.001, 1.0, 0.002, 32, 8, 4.0, 64, 4.0)
+AS_IT_IS = (16384, 0.001, 1.0, 0.005, 32, 8, 4.0, 64, 4.0)
 ROUND = (8, 2**-3, 1.0, 2**-2, 8, 2, 4.0, 8, 0.5)  # where bounds are met exactly
 NAMES = (
     "SHADOW_BLOCKS",
@@ -147,6 +151,11 @@ def test_it_trusts_when_plain_counting_does(
         assert (made._lead, made._asked, made._squares) == (plain.lead, plain.asked, plain.squares)
         assert (made._steady, made._prompts) == (plain.steady, plain.prompts)
         assert list(made._order.items()) == plain.used
+        let_go = rng.sample(keys, rng.randrange(3))
+        made.let_go(let_go)
+        plain.lacking |= {key for key, _ in plain.used if key in let_go}
+        assert made._lacking == plain.lacking
+        assert made.kept_from_s == (plain.used[0][1] if plain.lacking else None)
 
 
 @pytest.mark.parametrize("trusts", [True, False])
@@ -223,12 +232,12 @@ def test_a_trial_that_failed_is_followed_by_one_with_more_evidence() -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "shadow", "size"),
-    [(4096, 4096, 4096), (4097, 4096, 2048), (8192, 4096, 4096), (8195, 4096, 2048), (6000, 2, 2)],
+    [(16384, 16384, 16384), (16385, 16384, 8192), (32768, 16384, 16384), (32771, 16384, 8192), (6000, 2, 2)],
 )
 def test_of_large_caches_a_part_is_watched(
     capacity: int, shadow: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if shadow != 4096:
+    if shadow != AS_IT_IS[0]:
         monkeypatch.setattr(guard, "SHADOW_BLOCKS", shadow)
     made, plain = Guard(capacity), Plain(capacity, (shadow, *AS_IT_IS[1:]), Verdict())
     rng = random.Random(1)

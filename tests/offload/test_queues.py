@@ -113,6 +113,20 @@ def test_another_class_takes_along_whether_it_is_watched_and_may_go(rig: Rig) ->
     assert rig.survived() == [(2, 0, 2.0)]  # of those that are watched, in the class where they are now
 
 
+def test_of_what_was_used_before_the_first_of_each_queue_is_told_the_least_worth_first(rig: Rig) -> None:
+    dear, low, behind = rig.leaf("dear", 2, -4.0), rig.leaf("low", 0, -3.0), rig.leaf("behind", 0, -3.0)
+    young, middle = rig.leaf("young", 1, -1.0), rig.leaf("middle", 1, -6.0)
+    assert list(rig.queues.before(0.0)) == [low, young, dear]
+    assert list(rig.queues.before(-1.0)) == [low, dear]  # the first of a queue alone is asked
+    rig.queues.leave(young)
+    assert list(rig.queues.before(-1.0)) == [low, middle, dear]
+    rig.queues.leave(low)
+    rig.returns.table = [[3.0] * NUM_PARTS, [2.0] * NUM_PARTS, [1.0] * NUM_PARTS]
+    rig.queues.price()
+    assert list(rig.queues.before(-1.0)) == [dear, middle, behind]
+    assert list(rig.queues.before(-6.0)) == []
+
+
 def test_worths_count_as_they_were_at_the_last_pricing(rig: Rig) -> None:
     low, middle, high = rig.leaf("low", 0), rig.leaf("middle", 1), rig.leaf("high", 2)
     rig.returns.table = [[3.0] * NUM_PARTS, [2.0] * NUM_PARTS, [1.0] * NUM_PARTS]

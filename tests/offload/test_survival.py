@@ -30,7 +30,7 @@ def check(served: Served) -> None:
     live: dict[Any, int] = {}
     for run in owner.values():
         live[run] = live.get(run, 0) + 1
-    assert {run: run.live for run in policy._order} == live
+    assert {run: run.live for run in policy._by_use.runs} == live
     hanging: dict[int, int] = {}
     for run in live:
         if run.parent is not None:
@@ -41,7 +41,7 @@ def check(served: Served) -> None:
     for run in live:  # who may go is queued, or something hangs on its end
         assert run.leaf or policy._owner.last(run) in hanging
     assert all(not run.live and run.watched for run in policy._ghosts)
-    assert all(run.live and not run.head for run in policy._over)
+    assert all(run.live and not run.head for run in policy._by_use.over)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -180,6 +180,40 @@ def test_blocks_of_an_answer_belong_to_its_prompt() -> None:
     (run,) = set(served.policy._owner.of_slots(served.index.slots.values()))
     assert run.turn == 2
     check(served)
+
+
+def failed_trial() -> tuple[Served, Any]:
+    """Three sessions of three blocks each: a cheap one used last at 2 s, two dear ones at 0 and 9 s. LRU would hold what
+    was used since 5 s alone, and one block more than the cache."""
+    served = Served("survival", 9)
+    for arrival_s, first in ((0.0, 1), (2.0, 11), (9.0, 21)):
+        served.use(arrival_s, [first, first + 1, first + 2])
+    policy = served.policy
+    (cheap,) = set(policy._owner.of_slots(policy._owner.slots_of([11])))
+    policy._queues.reclass(cheap, CLASSES)
+    policy._queues._returns.worth = lambda: [[float(klass < CLASSES)] * NUM_PARTS for klass in range(4 * CLASSES)]
+    policy._queues.price()
+    policy._guard._order.clear()
+    policy._guard._order[99] = 5.0
+    return served, policy
+
+
+@pytest.mark.parametrize("lacking", [False, True])
+def test_behind_a_trial_that_failed_what_it_kept_goes_by_its_worth(lacking: bool) -> None:
+    served, policy = failed_trial()
+    assert not policy._guard.trusts
+    policy._guard.let_go([99] if lacking else [98])
+    assert policy.victim(None, ()) == (13 if lacking else 3)
+
+
+def test_what_comes_does_not_push_out_its_own() -> None:
+    served, policy = failed_trial()
+    policy._guard.let_go([99])
+    served.now_s = 3.0
+    policy._coming[14] = policy._owner.get(11)  # to be saved behind what is there of it
+    assert policy.victim(14, ()) == 3
+    served.free.append(served.index.slots.pop(3))
+    assert policy.victim(14, [2]) == 23  # of what LRU would have, as all else is held or its own
 
 
 def test_hints_are_believed_as_far_as_they_are_true() -> None:

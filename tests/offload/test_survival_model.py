@@ -96,8 +96,8 @@ class Beside:
         assert {key: said(policy._owner.get(key)) for key in one.slots} == {
             key: said(run) for key, run in model.owner.items()
         }
-        assert [said(run) for run in policy._order] == [said(run) for run in model.order]
-        assert [said(run) for run in policy._over] == [said(run) for run in model.over]
+        assert [said(run) for run in policy._by_use.runs] == [said(run) for run in model.order]
+        assert [said(run) for run in policy._by_use.over] == [said(run) for run in model.over]
         assert [said(run) for run in policy._ghosts] == [said(run) for run in model.ghosts]
         assert {key: said(run) for key, run in policy._coming.items()} == {
             key: said(run) for key, run in model.coming.items()
@@ -106,7 +106,8 @@ class Beside:
             key: said(run) for key, run in model.signs.items()
         }
         assert policy._hanging == model.hanging()
-        assert set(policy._owner._runs) == {None, *policy._order}  # numbers of others are given out again
+        assert policy._guard._lacking == model.guard._lacking
+        assert set(policy._owner._runs) == {None, *policy._by_use.runs}  # numbers of others are given out again
         horizons = (policy._queues.told_part, policy._score.horizon_part)
         assert horizons == (model.queues.told_part, model.score.horizon_part)
         assert said(policy._going) == said(model.going)
