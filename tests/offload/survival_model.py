@@ -281,9 +281,9 @@ class PlainSurvival:
             key = self.own_keys(run)[-1]
             is_first = (run.klass, run.part) not in seen
             seen.add((run.klass, run.part))
-            if is_first and run.touched_s < kept_from_s and key not in pinned and not self.hangs_on(key):
-                if run is not own:
-                    return key
+            may_go = run is not own and key not in pinned and not self.hangs_on(key)
+            if is_first and may_go and run.touched_s < kept_from_s:
+                return key
         return None
 
     def worth_least(self) -> Run[int] | None:

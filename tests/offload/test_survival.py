@@ -183,8 +183,8 @@ def test_blocks_of_an_answer_belong_to_its_prompt() -> None:
 
 
 def failed_trial() -> tuple[Served, Any]:
-    """Three sessions of three blocks each: a cheap one used last at 2 s, two dear ones at 0 and 9 s. LRU would hold what
-    was used since 5 s alone, and one block more than the cache."""
+    """Three sessions of three blocks: a cheap one used last at 2 s, two dear ones at 0 and 9 s. LRU would hold what
+    was used since 5 s, and one block more than the cache."""
     served = Served("survival", 9)
     for arrival_s, first in ((0.0, 1), (2.0, 11), (9.0, 21)):
         served.use(arrival_s, [first, first + 1, first + 2])
@@ -200,7 +200,7 @@ def failed_trial() -> tuple[Served, Any]:
 
 @pytest.mark.parametrize("lacking", [False, True])
 def test_behind_a_trial_that_failed_what_it_kept_goes_by_its_worth(lacking: bool) -> None:
-    served, policy = failed_trial()
+    _, policy = failed_trial()
     assert not policy._guard.trusts
     policy._guard.let_go([99] if lacking else [98])
     assert policy.victim(None, ()) == (13 if lacking else 3)
