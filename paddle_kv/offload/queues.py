@@ -155,4 +155,3 @@ class Queues(Generic[Key]):
     def all(self) -> list[Run[Key]]:
         """Those that may go, worth least first."""
         return [run for _, klass, part in sorted(set(self._cheapest)) for run in self._leaves[part][klass]]
-
