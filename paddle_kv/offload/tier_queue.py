@@ -19,6 +19,7 @@ AHEAD_S = 0.03  # that the tier needs for them together: so long an urgent read 
 FIRST_BLOCKS, MOST_BLOCKS = 2, 256  # of a part: while nothing is known of the tier; of one that is quick
 QUEUED = 1.5  # times the shortest time of a part: it has stood behind others
 MOST_MORE_BLOCKS = 256
+SLOWER = 1.05  # with each part that took longer: a storage that has become slower for good is believed in the end
 
 
 def blocks_of_part(block_s: float | None) -> int:
@@ -43,6 +44,7 @@ class Room:
             self.more_blocks = min(MOST_MORE_BLOCKS, self.more_blocks + num_blocks)
         else:
             self.more_blocks //= 2
+            self._least_s *= SLOWER
 
 
 class TierQueue:
