@@ -565,6 +565,19 @@ def test_what_is_being_read_for_others_is_awaited_as_what_is_read_for_it(
     assert bench.reads[1].cancelled == 1
 
 
+def test_a_piece_is_awaited_if_all_of_it_is_being_read_whatever_is_around_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads itself is not asked for again."""
+    bench.know(0.125, 10.0, 1.0)
+    worth(monkeypatch, choice="meet", load_s=9.0, tier_first=3 * BLOCKS)
+    bench.others = {b"%d" % number for number in range(4 * BLOCKS) if number not in (BLOCKS - 1, 2 * BLOCKS)}
+    meeting = bench.meeting([BELOW] * 4 * BLOCKS)
+    bench.fill()
+    assert states_of(meeting) == ["below", "reading", "below", "reading"]
+    assert [int(one.keys[0]) // BLOCKS for one in bench.reads] == [3, 1]
+
+
 def test_what_others_have_brought_is_not_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.know(1e-6, 1.0, 1.0)
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=99)

@@ -147,12 +147,18 @@ def test_what_a_request_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_end_drops_what_waits_and_lets_loads_go_on() -> None:
-    queue, one, made, load = TierQueue(), waiting(), part(3), Job(2)
-    queue.add(one, 0.0)
-    queue.began(made.reading, made)
+    """What a request waits for is no exception: it is computed."""
+    queue, load = TierQueue(), Job(2)
+    made, parts = [waiting() for _ in range(3)], [part(3, 0), part(3, 1), part(3, 2, urgent=True), part(3, 3)]
+    for one in made:
+        queue.add(one, 0.0)
     queue.began(load)  # type: ignore[arg-type]
+    for some in parts:
+        queue.began(some.reading, some)
     queue.end()
-    assert (one.done, made.reading.cancelled, load.cancelled) == (True, True, False)
+    assert [one.cancelled for one in made] == [True] * 3
+    assert [some.reading.cancelled for some in parts] == [True] * 4
+    assert (queue.next(None), load.cancelled) == (None, False)
 
 
 def test_what_is_behind_a_block_that_was_dropped_is_of_no_use() -> None:
@@ -164,6 +170,43 @@ def test_what_is_behind_a_block_that_was_dropped_is_of_no_use() -> None:
     assert [len(one.waiting) for one in made] == [5, 4]
     queue.forget_all()
     assert [one.done for one in made] == [True, True]
+
+
+def test_what_waits_is_cut_wherever_in_its_prompt_the_block_stood() -> None:
+    queue = TierQueue()
+    made = [waiting(4), Prefetch(BOOKS, waiting=KEYS[4:8], prefix=KEYS[:8])]
+    for one in made:
+        queue.add(one, 0.0)
+    queue.forget({KEYS[6]})  # the first one lacks it
+    assert [one.waiting for one in made] == [KEYS[:4], KEYS[4:6]]
+    queue.forget({KEYS[0]})  # the second one does not wait for it
+    assert [one.waiting for one in made] == [[], []]
+
+
+def test_who_forgets_blocks_hears_whether_anything_has_waited_behind_them() -> None:
+    queue = TierQueue()
+    first, second = waiting(4, prefix=KEYS[:4]), waiting(4, prefix=KEYS[:8])
+    queue.add(first, 0.0)
+    queue.add(second, 0.0)
+    assert not queue.forget({KEYS[30]})
+    assert not queue.forget({KEYS[6]})  # nothing of the second one waits behind it any more
+    assert [one.waiting for one in (first, second)] == [KEYS[:4]] * 2
+    second.waiting, left = KEYS[:2], first.waiting
+    assert queue.forget({KEYS[2]})  # of the first one alone, though the second one has it too
+    assert [one.waiting for one in (first, second)] == [KEYS[:2]] * 2
+    assert left == KEYS[:4]  # who reads it meanwhile sees it as it was
+
+
+def test_who_waits_for_what_was_forgotten_still_waits_for_what_is_on_its_way() -> None:
+    """Other than who has cancelled it."""
+    queue, one, other = TierQueue(), waiting(), part(3)
+    other.known = False
+    one.beside = [other]
+    queue.add(one, 0.0)
+    queue.forget_all()
+    assert (one.waits, one.done) == (False, False)
+    other.known = True
+    assert one.done
 
 
 @pytest.mark.parametrize("ahead", [False, True])
