@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container
 from typing import Generic
 
 from .policy import Key
@@ -44,6 +44,7 @@ class Queues(Generic[Key]):
         self.price()
 
     def watch(self, run: Run[Key]) -> None:
+        """From now on. One that was used before the last ones grows older with these: late by one part at most."""
         run.watched = True
         self._watched[run.part][run] = None
 
@@ -140,17 +141,17 @@ class Queues(Generic[Key]):
             heapq.heappop(heap)
         return None
 
-    def before(self, used_s: float) -> Iterator[Run[Key]]:
-        """Those that may go and were used last before then: the first of each queue, worth least first."""
-        found = []
-        for worth, klass, part in self._cheapest:
-            queue = self._leaves[part][klass]
-            if queue:
-                run = next(iter(queue))
-                if run.touched_s < used_s:
-                    found.append((worth, klass, part, run))
-        found.sort(key=lambda one: one[:3])
-        return (one[-1] for one in found)
+    def least_before(self, used_s: float, but_for: Container[tuple[int, int]]) -> Run[Key] | None:
+        """Of the first of each queue, if it was used last before then, the one that is worth least; but for some
+        queues, each a class and a part."""
+        least, found = None, None
+        for one in self._cheapest:
+            if least is None or one < least:
+                _, klass, part = one
+                queue = self._leaves[part][klass]
+                if queue and one[1:] not in but_for and (run := next(iter(queue))).touched_s < used_s:
+                    least, found = one, run
+        return found
 
     def all(self) -> list[Run[Key]]:
         """Those that may go, worth least first."""

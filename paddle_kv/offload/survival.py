@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
 from functools import partial
-from itertools import groupby, takewhile
+from itertools import groupby, islice, takewhile
 from typing import Generic
 
 from .guard import Guard
@@ -62,13 +62,14 @@ class Survival(Generic[Key]):
         self._guard = Guard(capacity_blocks)
         self._num_prompts = 0
         self._going: Run[Key] | None = None  # the one that makes room now
+        self._leaving: Run[Key] | None = None  # likewise, of those that LRU would not have
         self._giving: Run[Key] | None = None  # whose last block went last, for this very save
 
     # ---- prompts ----
     def on_prompt(self, prompt: Sequence[Key]) -> bool:
         """It is looked up: its blocks that are there are used, the others may come."""
         now_s, queues = self.clock(), self._queues
-        self._going = None
+        self._going = self._leaving = None
         if now_s >= queues.next_look_s:
             queues.advance(now_s)
         self._num_prompts += 1
@@ -93,7 +94,11 @@ class Survival(Generic[Key]):
         while num_heads and parts[num_heads - 1][0] in back and not parts[num_heads - 1][0].head:
             num_heads -= 1
             own -= parts[num_heads][1]
-        heads = self._heads_of(prompt, slots, parts[:num_heads], back, now_s) if num_heads else []
+        heads, start = [], 0
+        for run, count in parts[:num_heads]:
+            end = start + count
+            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
+            start = end
         if own < len(prompt):
             run = self._begin(prompt, own, found, [run for run in back if not run.head] if back else back, now_s)
             if own < found:
@@ -123,22 +128,6 @@ class Survival(Generic[Key]):
                 self._score.learn(run.facts, run.turn, True, run.touched_s)
                 run.facts = None
         self._unwatch(run)
-
-    def _heads_of(
-        self,
-        prompt: Sequence[Key],
-        slots: list[int],
-        parts: list[tuple[Run[Key], int]],
-        back: list[Run[Key]],
-        now_s: float,
-    ) -> list[Run[Key]]:
-        """What it begins with, of other prompts: of so many blocks each."""
-        heads, start = [], 0
-        for run, count in parts:
-            end = start + count
-            heads.append(self._head_of(run, prompt[start:end], slots[start:end], back, now_s))
-            start = end
-        return heads
 
     def _head_of(
         self, run: Run[Key], keys: Sequence[Key], slots: list[int], back: list[Run[Key]], now_s: float
@@ -171,8 +160,7 @@ class Survival(Generic[Key]):
     def _expect(self, run: Run[Key], fresh: Sequence[Key]) -> None:
         """These blocks of it may come."""
         coming = self._coming
-        if len(coming) > self._max_coming:
-            coming.clear()
+        self._forget_many()
         if fresh and fresh[0] in coming:  # another one, not saved yet, begins like this one
             for other, shared in groupby(fresh, coming.get):
                 if other is not None:
@@ -180,8 +168,7 @@ class Survival(Generic[Key]):
         coming.update(dict.fromkeys(fresh, run))
 
     def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
-        """Blocks that are there, along a path, become its own. What is left of those who had them, so many each, hangs
-        behind them."""
+        """Blocks that are there, along a path, become its own; what is left of who had them, so many each, hangs behind."""
         end = 0
         for before, count in parts:
             end += count
@@ -232,7 +219,13 @@ class Survival(Generic[Key]):
         else:
             run = Run(fresh, above, fresh[-1], self.clock(), 1, LEVELS // 2)
             self._watch(run)
+        self._forget_many()
         self._coming.update(dict.fromkeys(fresh, run))
+
+    def _forget_many(self) -> None:
+        """Of what may come: it was looked up, or told, and is not saved."""
+        if len(self._coming) > self._max_coming:
+            self._coming.clear()
 
     def on_end(self, prompt: Sequence[Key]) -> None:
         """The session of this prompt is over, it is said."""
@@ -241,7 +234,7 @@ class Survival(Generic[Key]):
             if run.klass < CLASSES and run.keys[-1] in prompt:
                 self._queues.reclass(run, OVER * CLASSES + run.klass)
                 self._by_use.over[run] = None
-        self._going = None
+        self._going = self._leaving = None
 
     # ---- blocks ----
     def on_insert(self, key: Key) -> None:
@@ -258,13 +251,11 @@ class Survival(Generic[Key]):
         run.end = len(run.keys)
         if run.live == 1:
             self._appear(run)
+        if not run.leaf and (run.live == 1 or owner.last(run) not in self._hanging):
             self._queues.enter(run)
 
     def on_access(self, key: Key) -> None:
-        run = self._owner.get(key)
-        if run is None:
-            raise KeyError(key)
-        self._queues.use_again(run)
+        self._queues.use_again(self._run_of(key))
 
     def on_use(self, keys: Sequence[Key]) -> None:
         """:meth:`on_access` of each, the last one first."""
@@ -274,10 +265,13 @@ class Survival(Generic[Key]):
                 self._queues.use_again(run)
 
     def on_remove(self, key: Key) -> None:
+        self._lose(self._run_of(key), key)
+
+    def _run_of(self, key: Key) -> Run[Key]:
         run = self._owner.get(key)
         if run is None:
             raise KeyError(key)
-        self._lose(run, key)
+        return run
 
     def _lose(self, run: Run[Key], key: Key) -> Key:
         """This block of it goes, and is returned."""
@@ -321,16 +315,15 @@ class Survival(Generic[Key]):
         better."""
         guard = self._guard
         own = None if incoming is None else self._coming.get(incoming)
-        chosen = self._cheapest_of_old(guard.kept_from_s, pinned, own)
-        if chosen is None and not guard.warm:
-            chosen = self._by_use.oldest_over(pinned)
+        chosen = self._cheapest_of_old(pinned, own)
         if chosen is None:
-            chosen = self._by_use.oldest(pinned, own)
-        if chosen is None:
-            return None
-        if not guard.trusts:
-            if guard.duels.asked_blocks >= guard.duels.every_blocks:
+            chosen = None if guard.warm else self._by_use.oldest_over(pinned)
+            chosen = chosen or self._by_use.oldest(pinned, own)
+            if chosen is None:
+                return None
+            if not guard.trusts and guard.duels.asked_blocks >= guard.duels.every_blocks:
                 self._duel(chosen[0], own)
+        if not guard.trusts:
             self._giving = chosen[0]
         return self._lose(*chosen)
 
@@ -359,13 +352,15 @@ class Survival(Generic[Key]):
             return []
         if run is self._going and self._worth(own) < self._worth(run):
             return []
-        same = len(list(takewhile(partial(operator.is_, own), map(self._coming.get, incoming))))
-        found = self._ending(run, min(same, run.live - 1), pinned)
+        expected = map(self._coming.get, islice(incoming, run.live - 1))
+        found = self._ending(run, len(list(takewhile(partial(operator.is_, own), expected))), pinned)
         if found:
             run.live -= len(found)
             deque(map(self._coming.pop, incoming[: len(found)]), 0)
             self._owner.give(found.values(), own)
             own.live += len(found)
+            if not own.leaf and self._owner.last(own) not in self._hanging:
+                self._queues.enter(own)
             if self._guard.trusts:
                 self._guard.let_go(found)
         return list(found)
@@ -407,14 +402,22 @@ class Survival(Generic[Key]):
                 return run, key
         return None
 
-    def _cheapest_of_old(
-        self, used_s: float | None, pinned: Container[Key], but_for: Run[Key] | None
-    ) -> tuple[Run[Key], Key] | None:
-        """:meth:`_cheapest`, of what was used last before then; but for one run."""
-        for run in () if used_s is None else self._queues.before(used_s):
+    def _cheapest_of_old(self, pinned: Container[Key], but_for: Run[Key] | None) -> tuple[Run[Key], Key] | None:
+        """:meth:`_cheapest`, of what LRU would not have, if there is such; but for one run."""
+        kept_from_s, run = self._guard.kept_from_s, self._leaving
+        if kept_from_s is None:
+            return None
+        held: set[tuple[int, int]] = set()  # queues
+        while run is not None or (run := self._queues.least_before(kept_from_s, held)) is not None:
             key = self._owner.last(run)
-            if key not in pinned and key not in self._hanging and run is not but_for:
+            if key in self._hanging:
+                self._queues.leave(run)  # until what hangs on it has gone
+            elif key in pinned or run is but_for:
+                held.add((run.klass, run.part))
+            else:
+                self._leaving = run
                 return run, key
+            run = None
         return None
 
     def _worth_least(self) -> tuple[Run[Key], Key] | None:
@@ -442,6 +445,8 @@ class Survival(Generic[Key]):
         self._by_use.over.pop(run, None)
         if run is self._going:
             self._going = None
+        if run is self._leaving:
+            self._leaving = None
         if run is self._giving:
             self._giving = None
         if self._coming.keys().isdisjoint(run.keys):  # from now on it is known by its sign alone

@@ -19,7 +19,7 @@ AHEAD_S = 0.03  # that the tier needs for them together: so long an urgent read 
 FIRST_BLOCKS, MOST_BLOCKS = 2, 256  # of a part: while nothing is known of the tier; of one that is quick
 QUEUED = 1.5  # times the shortest time of a part: it has stood behind others
 MOST_MORE_BLOCKS = 256
-SLOWER = 1.05  # with each part that took longer: a storage that has become slower for good is believed in the end
+SLOWER = 1.05  # with each part that took longer though there was no more: storage that is slower for good is believed
 
 
 def blocks_of_part(block_s: float | None) -> int:
@@ -36,14 +36,18 @@ class Room:
     def __init__(self) -> None:
         self.more_blocks = 0
         self._least_s = math.inf
+        self._no_more_since_s = -math.inf
 
-    def came(self, num_blocks: int, seconds: float) -> None:
-        """A part of what is read ahead."""
+    def came(self, num_blocks: int, begun_s: float, ended_s: float) -> None:
+        """A part of what is read ahead, by the same clock as all others."""
+        seconds = ended_s - begun_s
         self._least_s = min(self._least_s, seconds)
         if seconds <= QUEUED * self._least_s:
             self.more_blocks = min(MOST_MORE_BLOCKS, self.more_blocks + num_blocks)
-        else:
+        elif self.more_blocks:
             self.more_blocks //= 2
+            self._no_more_since_s = ended_s
+        elif begun_s >= self._no_more_since_s:  # nothing of what is more stood before it
             self._least_s *= SLOWER
 
 
@@ -121,7 +125,7 @@ class TierQueue:
             return
         del self._by_job[fetching.job.id]
         if not fetching.urgent and job.done and job.started_s:
-            self._room.came(len(job.keys), time.monotonic() - job.started_s)
+            self._room.came(len(job.keys), job.started_s, time.monotonic())
 
     def bringing(self, job_id: int) -> TierFetching | None:
         """What a request may wait for, of the job that a block arrives by."""

@@ -40,6 +40,7 @@ class PlainSurvival:
         self.guard = Guard(capacity_blocks)
         self.num_prompts = 0
         self.going: Run[int] | None = None
+        self.leaving: Run[int] | None = None
 
     # ---- what follows from the owners ----
     def own_keys(self, run: Run[int]) -> list[int]:
@@ -59,7 +60,7 @@ class PlainSurvival:
     # ---- prompts ----
     def on_prompt(self, prompt: Sequence[int]) -> bool:
         now_s = self.clock()
-        self.going = None
+        self.going = self.leaving = None
         if now_s >= self.queues.next_look_s:
             self.queues.advance(now_s)
         self.num_prompts += 1
@@ -192,11 +193,13 @@ class PlainSurvival:
         else:
             run = Run(fresh, above, fresh[-1], self.clock(), 1, UNKNOWN)
             self.watch(run)
+        if len(self.coming) > self.max_coming:
+            self.coming.clear()
         self.coming.update(dict.fromkeys(fresh, run))
 
     def on_end(self, prompt: Sequence[int]) -> None:
         self.guard.told = True
-        self.going = None
+        self.going = self.leaving = None
         for run in dict.fromkeys(self.owner[key] for key in prompt if key in self.owner):
             if not run.head and run.klass < OVER and run.keys[-1] in prompt:
                 self.queues.reclass(run, OVER + run.klass)
@@ -212,6 +215,7 @@ class PlainSurvival:
         run.live += 1
         if run.live == 1:
             self.appear(run)
+        if run.live == 1 or not self.hangs_on(self.own_keys(run)[-1]):
             self.queues.enter(run)
 
     def on_access(self, key: int) -> None:
@@ -247,8 +251,9 @@ class PlainSurvival:
 
     def choose_by_use(self, own: Run[int] | None, pinned: Container[int]) -> int | None:
         chosen = self.cheapest_of_old(own, pinned)
-        if chosen is None:
-            chosen = self.oldest(pinned, own)
+        if chosen is not None:
+            return chosen
+        chosen = self.oldest(pinned, own)
         duels = self.guard.duels
         if chosen is not None and not self.guard.trusts and duels.asked_blocks >= duels.every_blocks:
             other = self.worth_least()
@@ -276,14 +281,25 @@ class PlainSurvival:
 
     def cheapest_of_old(self, own: Run[int] | None, pinned: Container[int]) -> int | None:
         """Of the runs that are the first of their queue, as long as the cache lacks what LRU would have."""
-        kept_from_s, seen = self.guard.kept_from_s, set()
-        for run in self.queues.all() if kept_from_s is not None else []:
+        kept_from_s, held, run = self.guard.kept_from_s, set(), self.leaving
+        while kept_from_s is not None:
+            if run is None:
+                first: dict[tuple[int, int], Run[int]] = {}
+                for one in self.queues.all():
+                    first.setdefault((one.klass, one.part), one)
+                old = [one for queue, one in first.items() if queue not in held and one.touched_s < kept_from_s]
+                if not old:
+                    return None
+                run = old[0]
             key = self.own_keys(run)[-1]
-            is_first = (run.klass, run.part) not in seen
-            seen.add((run.klass, run.part))
-            may_go = run is not own and key not in pinned and not self.hangs_on(key)
-            if is_first and may_go and run.touched_s < kept_from_s:
+            if self.hangs_on(key):
+                self.queues.leave(run)
+            elif key in pinned or run is own:
+                held.add((run.klass, run.part))
+            else:
+                self.leaving = run
                 return key
+            run = None
         return None
 
     def worth_least(self) -> Run[int] | None:
@@ -321,6 +337,8 @@ class PlainSurvival:
         self.forget_that_it_is_over(run)
         if run is self.going:
             self.going = None
+        if run is self.leaving:
+            self.leaving = None
         if not set(run.keys) & set(self.coming):
             run.keys = []
         if run.watched:

@@ -213,6 +213,18 @@ def test_a_trial_needs_evidence_or_time(evidence: str) -> None:
     assert made.trusts == (evidence in ("told", "won"))
 
 
+@pytest.mark.parametrize("has_won", [True, False])
+def test_what_a_failed_trial_has_let_go_is_lacking_if_it_had_won(has_won: bool) -> None:
+    made = Guard(64)
+    made.saw([1, 2, 3], 0, 0.0)
+    made.warm = made.trusts = made._tried = True
+    made._has_won, made._lead = has_won, -1e6
+    made.let_go([1, 99])
+    made.saw([5], 0, 1.0)
+    assert not made.trusts
+    assert made.kept_from_s == (0.0 if has_won else None)
+
+
 def test_a_trial_that_failed_is_followed_by_one_with_more_evidence() -> None:
     made, duels = Guard(64), Verdict()
     made.duels = duels  # type: ignore[assignment]

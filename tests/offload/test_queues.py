@@ -113,18 +113,26 @@ def test_another_class_takes_along_whether_it_is_watched_and_may_go(rig: Rig) ->
     assert rig.survived() == [(2, 0, 2.0)]  # of those that are watched, in the class where they are now
 
 
-def test_of_what_was_used_before_the_first_of_each_queue_is_told_the_least_worth_first(rig: Rig) -> None:
+def test_of_what_was_used_before_the_first_of_each_queue_is_asked_for_the_least_worth(rig: Rig) -> None:
     dear, low, behind = rig.leaf("dear", 2, -4.0), rig.leaf("low", 0, -3.0), rig.leaf("behind", 0, -3.0)
     young, middle = rig.leaf("young", 1, -1.0), rig.leaf("middle", 1, -6.0)
-    assert list(rig.queues.before(0.0)) == [low, young, dear]
-    assert list(rig.queues.before(-1.0)) == [low, dear]  # the first of a queue alone is asked
+    least = rig.queues.least_before
+    assert [least(0.0, held) for held in ((), {(0, 0)}, {(0, 0), (1, 0)})] == [low, young, dear]
+    assert least(-1.0, {(0, 0)}) is dear  # the one that is young hides those behind it
     rig.queues.leave(young)
-    assert list(rig.queues.before(-1.0)) == [low, middle, dear]
+    assert least(-1.0, {(0, 0)}) is middle
     rig.queues.leave(low)
     rig.returns.table = [[3.0] * NUM_PARTS, [2.0] * NUM_PARTS, [1.0] * NUM_PARTS]
     rig.queues.price()
-    assert list(rig.queues.before(-1.0)) == [dear, middle, behind]
-    assert list(rig.queues.before(-6.0)) == []
+    assert [least(-1.0, held) for held in ((), {(2, 0)}, {(2, 0), (1, 0)})] == [dear, middle, behind]
+    assert least(-6.0, ()) is None
+
+
+def test_who_has_gone_is_counted_while_it_is_watched(rig: Rig) -> None:
+    gone = rig.run("gone", 1, -2.0, live=0)
+    rig.queues.watch(gone)
+    rig.queues.advance(0.0)
+    assert gone.part == 1 and rig.survived() == [(1, 0, 1.0)]
 
 
 def test_worths_count_as_they_were_at_the_last_pricing(rig: Rig) -> None:

@@ -206,6 +206,46 @@ def test_behind_a_trial_that_failed_what_it_kept_goes_by_its_worth(lacking: bool
     assert policy.victim(None, ()) == (13 if lacking else 3)
 
 
+@pytest.mark.parametrize("hung_on", [False, True])
+def test_what_is_held_is_passed_over_and_what_has_others_hanging_waits_for_them(hung_on: bool) -> None:
+    _, policy = failed_trial()
+    policy._guard.let_go([99])
+    if hung_on:
+        policy._hanging[13] = 1
+    assert policy.victim(None, [] if hung_on else [13]) == 3
+    assert policy._owner.get(13).leaf == (not hung_on)
+    assert policy.victim(None, [2, 13]) == 23  # by the order of use: nothing else may go of what is old
+
+
+def test_a_duel_is_between_the_policy_and_the_order_of_use_alone() -> None:
+    _, policy = failed_trial()
+    duels = policy._guard.duels
+    duels.asked_blocks = 10**6
+    policy._guard.let_go([99])
+    assert policy.victim(None, ()) == 13
+    assert duels.asked_blocks == 10**6  # it is still to come
+
+
+def test_who_could_not_go_may_when_more_of_it_has_come_behind_what_hangs_on_it() -> None:
+    served = Served("survival", 10)
+    policy = served.policy
+    policy._guard.trusts, policy._guard.saw = True, lambda *_: None
+    served.index.lookup([1, 2, 3, 4])
+    for keys in ([1], [1, 9]):
+        served.index.admit(keys, served.free)
+    served.index.pin([9])
+    policy._worth_least()
+    served.index.admit([2, 3, 4], served.free)
+    check(served)
+
+
+def test_what_is_saved_and_never_looked_up_is_forgotten_too() -> None:
+    served = Served("survival", 4)
+    for number in range(200):
+        served.index.admit(list(range(6 * number, 6 * number + 6)), served.free)
+    assert len(served.policy._coming) <= 4 * 4 + 6
+
+
 def test_what_comes_does_not_push_out_its_own() -> None:
     served, policy = failed_trial()
     policy._guard.let_go([99])
