@@ -168,7 +168,7 @@ class Survival(Generic[Key]):
         coming.update(dict.fromkeys(fresh, run))
 
     def _take(self, run: Run[Key], keys: Sequence[Key], slots: list[int], parts: list[tuple[Run[Key], int]]) -> None:
-        """Blocks that are there, along a path, become its own; what is left of who had them, so many each, hangs behind."""
+        """Blocks that are there, along a path, become its own; what is left of those who had them hangs behind."""
         end = 0
         for before, count in parts:
             end += count
