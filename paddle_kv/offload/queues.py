@@ -121,6 +121,7 @@ class Queues(Generic[Key]):
         queue = self._leaves[part][run.klass]
         if not queue:
             heapq.heappush(self._cheapest, (self.worth[run.klass][part], run.klass, part))
+            self._in_order = None
         queue[run] = None
 
     def price(self) -> None:
@@ -129,6 +130,7 @@ class Queues(Generic[Key]):
         queues = {(klass, part) for _, klass, part in self._cheapest if self._leaves[part][klass]}
         self._cheapest = [(self.worth[klass][part], klass, part) for klass, part in queues]
         heapq.heapify(self._cheapest)
+        self._in_order: list[tuple[float, int, int]] | None = None  # without empty ones; None: unknown
 
     def next(self) -> Run[Key] | None:
         """The one that is worth least; None: there is none that may go."""
@@ -144,14 +146,13 @@ class Queues(Generic[Key]):
     def least_before(self, used_s: float, but_for: Container[tuple[int, int]]) -> Run[Key] | None:
         """Of the first of each queue, if it was used last before then, the one that is worth least; but for some
         queues, each a class and a part."""
-        least, found = None, None
-        for one in self._cheapest:
-            if least is None or one < least:
-                _, klass, part = one
-                queue = self._leaves[part][klass]
-                if queue and one[1:] not in but_for and (run := next(iter(queue))).touched_s < used_s:
-                    least, found = one, run
-        return found
+        if self._in_order is None:
+            self._in_order = sorted({one for one in self._cheapest if self._leaves[one[2]][one[1]]})
+        for _, klass, part in self._in_order:
+            queue = self._leaves[part][klass]
+            if queue and (klass, part) not in but_for and (run := next(iter(queue))).touched_s < used_s:
+                return run
+        return None
 
     def all(self) -> list[Run[Key]]:
         """Those that may go, worth least first."""
