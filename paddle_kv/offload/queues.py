@@ -41,6 +41,7 @@ class Queues(Generic[Key]):
         self._next_looks_s = [0.0] * NUM_PARTS
         self.next_look_s = 0.0
         self._cheapest: list[tuple[float, int, int]] = []  # heap of the queues of leaves; empty ones are dropped late
+        self._in_order: list[tuple[float, int, int]] | None = None  # the heap, but for empty ones; None: unknown
         self.price()
 
     def watch(self, run: Run[Key]) -> None:
@@ -130,7 +131,7 @@ class Queues(Generic[Key]):
         queues = {(klass, part) for _, klass, part in self._cheapest if self._leaves[part][klass]}
         self._cheapest = [(self.worth[klass][part], klass, part) for klass, part in queues]
         heapq.heapify(self._cheapest)
-        self._in_order: list[tuple[float, int, int]] | None = None  # without empty ones; None: unknown
+        self._in_order = None
 
     def next(self) -> Run[Key] | None:
         """The one that is worth least; None: there is none that may go."""
