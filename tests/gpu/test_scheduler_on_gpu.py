@@ -148,12 +148,13 @@ def test_waits_on_the_device_do_not_block_the_host(rig):
 def test_a_load_runs_while_compute_runs(rig):
     """Times of both from CUDA events: layer by layer, compute starts behind its layer and hides the next ones."""
     spec = KVCacheSpec(num_layers=6, num_kv_heads=8, head_dim=128, block_size=64, dtype="float16")
-    rig = GpuRig(spec, device_blocks=40, host_blocks=40)
+    blocks = 320  # 10 ms over the link: longer than the time that another process may have the GPU for itself
+    rig = GpuRig(spec, device_blocks=blocks, host_blocks=blocks)
     backend = Watched()
     with rig.scheduler(backend, record_layer_times=True) as scheduler:
         rig.busy(backend.streams[ONLOAD], 200)  # all is enqueued before any of it runs, on a busy host too
-        blocks = np.random.default_rng(0).permutation(40)
-        load = scheduler.onload(blocks, blocks[::-1])
+        ids = np.random.default_rng(0).permutation(blocks)
+        load = scheduler.onload(ids, ids[::-1])
         events = []
         for layer in range(6):
             load.wait_layer(layer)
