@@ -147,9 +147,7 @@ class Queues(Generic[Key]):
     def least_before(self, used_s: float, but_for: Container[tuple[int, int]]) -> Run[Key] | None:
         """Of the first of each queue, if it was used last before then, the one that is worth least; but for some
         queues, each a class and a part."""
-        if self._in_order is None:
-            self._in_order = sorted({one for one in self._cheapest if self._leaves[one[2]][one[1]]})
-        for _, klass, part in self._in_order:
+        for _, klass, part in self._by_worth():
             queue = self._leaves[part][klass]
             if queue and (klass, part) not in but_for and (run := next(iter(queue))).touched_s < used_s:
                 return run
@@ -157,4 +155,10 @@ class Queues(Generic[Key]):
 
     def all(self) -> list[Run[Key]]:
         """Those that may go, worth least first."""
-        return [run for _, klass, part in sorted(set(self._cheapest)) for run in self._leaves[part][klass]]
+        return [run for _, klass, part in self._by_worth() for run in self._leaves[part][klass]]
+
+    def _by_worth(self) -> list[tuple[float, int, int]]:
+        """The queues of leaves, once each; some may be empty by now."""
+        if self._in_order is None:
+            self._in_order = sorted({one for one in self._cheapest if self._leaves[one[2]][one[1]]})
+        return self._in_order

@@ -252,7 +252,7 @@ class ReadingBooks(Books):
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         self.queue.add(prefetch, due_s)
-        prefetch.beside = list(dict.fromkeys(self._reading_of(prefetch.prefix).values()))
+        prefetch.beside = [*self._parts_of(prefetch.prefix)]
         return prefetch
 
     def _next_turn(self) -> tuple[Prefetch, list[bytes]] | None:
@@ -268,7 +268,7 @@ class ReadingBooks(Books):
             self.settle()
             below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
             left = prefetch.waiting[len(keys) :]
-            prefetch.beside += [one for one in self._reading_of(keys).values() if one not in prefetch.beside]
+            prefetch.beside += [one for one in self._parts_of(keys) if one not in prefetch.beside]
             for key in keys:
                 if key in slots:
                     prefetch.num_found += key not in self.index.arriving
@@ -326,6 +326,10 @@ class ReadingBooks(Books):
                 found[key] = fetching
         return found
 
+    def _parts_of(self, keys: Iterable[bytes]) -> list[TierFetching]:
+        """What brings those of the blocks that are being read, once each."""
+        return list(dict.fromkeys(self._reading_of(keys).values()))
+
     def is_read(self, keys: list[bytes]) -> bool:
         slots, arriving = self.index.slots, self.index.arriving
         if not all(key in slots for key in keys):
@@ -337,7 +341,7 @@ class ReadingBooks(Books):
         self.settle()
         states = self._walk(keys, frozenset(keys), joins=True)
         hashes, slots = keys[: len(states)], self.index.slots
-        fetching = list(dict.fromkeys(self._reading_of(hashes).values()))
+        fetching = self._parts_of(hashes)
         for one in fetching:
             one.urgent = True
         self.index.pin(hashes)

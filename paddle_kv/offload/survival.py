@@ -62,14 +62,13 @@ class Survival(Generic[Key]):
         self._guard = Guard(capacity_blocks)
         self._num_prompts = 0
         self._going: Run[Key] | None = None  # the one that makes room now
-        self._leaving: Run[Key] | None = None  # likewise, of those that LRU would not have
         self._giving: Run[Key] | None = None  # whose last block went last, for this very save
 
     # ---- prompts ----
     def on_prompt(self, prompt: Sequence[Key]) -> bool:
         """It is looked up: its blocks that are there are used, the others may come."""
         now_s, queues = self.clock(), self._queues
-        self._going = self._leaving = None
+        self._going = None
         if now_s >= queues.next_look_s:
             queues.advance(now_s)
         self._num_prompts += 1
@@ -234,7 +233,7 @@ class Survival(Generic[Key]):
             if run.klass < CLASSES and run.keys[-1] in prompt:
                 self._queues.reclass(run, OVER * CLASSES + run.klass)
                 self._by_use.over[run] = None
-        self._going = self._leaving = None
+        self._going = None
 
     # ---- blocks ----
     def on_insert(self, key: Key) -> None:
@@ -251,8 +250,9 @@ class Survival(Generic[Key]):
         run.end = len(run.keys)
         if run.live == 1:
             self._appear(run)
-        if not run.leaf and (run.live == 1 or owner.last(run) not in self._hanging):
             self._queues.enter(run)
+        else:
+            self._grew(run)
 
     def on_access(self, key: Key) -> None:
         self._queues.use_again(self._run_of(key))
@@ -293,44 +293,42 @@ class Survival(Generic[Key]):
     def _choose(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
         """:meth:`victim`."""
         self._giving = None
-        if not self._guard.trusts:
-            return self._choose_by_use(incoming, pinned)
+        guard = self._guard
+        own = None if incoming is None else self._coming.get(incoming)
+        if not guard.trusts:
+            chosen = self._cheapest_of_old(pinned, own)
+            if chosen is None:
+                chosen = self._oldest(pinned, own)
+                if chosen is not None and guard.duels.asked_blocks >= guard.duels.every_blocks:
+                    self._duel(chosen[0], own)
+            if chosen is not None:
+                self._giving = chosen[0]
+            return self._let_go(chosen)
         run = self._going
         if run is None or (key := self._owner.last(run)) in self._hanging or key in pinned:
             chosen = self._cheapest(pinned)
             if chosen is None:
-                return self._choose_by_use(incoming, pinned)
+                return self._let_go(self._oldest(pinned, own))
             run, key = chosen
             self._going = run
-        if incoming is not None and incoming not in pinned:
-            own = self._coming.get(incoming)
-            if own is not None and self._worth_of(own, incoming) < self._worth(run):
-                return incoming
+        if own is not None and incoming not in pinned and self._worth_of(own, incoming) < self._worth(run):
+            return incoming
         self._giving = run
         return self._lose(run, key)
 
-    def _choose_by_use(self, incoming: Key | None, pinned: Container[Key]) -> Key | None:
-        """Of what LRU would not have, as it was kept while the policy was trusted, what is worth least. If there is
-        none, the block used longest ago; before all others those of sessions that are over, unless it is known
-        better."""
-        guard = self._guard
-        own = None if incoming is None else self._coming.get(incoming)
-        chosen = self._cheapest_of_old(pinned, own)
-        if chosen is None:
-            chosen = None if guard.warm else self._by_use.oldest_over(pinned)
-            chosen = chosen or self._by_use.oldest(pinned, own)
-            if chosen is None:
-                return None
-            if not guard.trusts and guard.duels.asked_blocks >= guard.duels.every_blocks:
-                self._duel(chosen[0], own)
-        if not guard.trusts:
-            self._giving = chosen[0]
-        return self._lose(*chosen)
+    def _oldest(self, pinned: Container[Key], but_for: Run[Key] | None) -> tuple[Run[Key], Key] | None:
+        """The run used longest ago, and its last block; before all others those of sessions that are over, unless it is
+        known better."""
+        chosen = None if self._guard.warm else self._by_use.oldest_over(pinned)
+        return chosen or self._by_use.oldest(pinned, but_for)
+
+    def _let_go(self, chosen: tuple[Run[Key], Key] | None) -> Key | None:
+        return None if chosen is None else self._lose(*chosen)
 
     def _worth(self, run: Run[Key]) -> float:
         return self._queues.worth[run.klass][run.part]
 
-    def _worth_of(self, run: Run[Key], key: Key) -> float:
+    def _worth_of(self, run: Run[Key], key: Key | None) -> float:
         """Of this block of it, which may be of less use than the others."""
         return self._worth(run) * (self._last_blocks.share if key == run.keys[-1] != run.sign else 1.0)
 
@@ -350,7 +348,7 @@ class Survival(Generic[Key]):
         run, own = self._giving, self._coming.get(incoming[0])
         if run is None or own is None or own is run or not own.live:
             return []
-        if run is self._going and self._worth(own) < self._worth(run):
+        if self._guard.trusts and run is self._going and self._worth(own) < self._worth(run):
             return []
         expected = map(self._coming.get, islice(incoming, run.live - 1))
         found = self._ending(run, len(list(takewhile(partial(operator.is_, own), expected))), pinned)
@@ -359,8 +357,7 @@ class Survival(Generic[Key]):
             deque(map(self._coming.pop, incoming[: len(found)]), 0)
             self._owner.give(found.values(), own)
             own.live += len(found)
-            if not own.leaf and self._owner.last(own) not in self._hanging:
-                self._queues.enter(own)
+            self._grew(own)
             if self._guard.trusts:
                 self._guard.let_go(found)
         return list(found)
@@ -404,7 +401,7 @@ class Survival(Generic[Key]):
 
     def _cheapest_of_old(self, pinned: Container[Key], but_for: Run[Key] | None) -> tuple[Run[Key], Key] | None:
         """:meth:`_cheapest`, of what LRU would not have, if there is such; but for one run."""
-        kept_from_s, run = self._guard.kept_from_s, self._leaving
+        kept_from_s, run = self._guard.kept_from_s, self._going
         if kept_from_s is None:
             return None
         held: set[tuple[int, int]] = set()  # queues
@@ -415,7 +412,7 @@ class Survival(Generic[Key]):
             elif key in pinned or run is but_for:
                 held.add((run.klass, run.part))
             else:
-                self._leaving = run
+                self._going = run
                 return run, key
             run = None
         return None
@@ -437,6 +434,11 @@ class Survival(Generic[Key]):
         self._ghosts.pop(run, None)
         self._by_use.runs[run] = None
 
+    def _grew(self, run: Run[Key]) -> None:
+        """More of its blocks are there: what hung on its last one hangs in its midst now."""
+        if not run.leaf and self._owner.last(run) not in self._hanging:
+            self._queues.enter(run)
+
     def _disappear(self, run: Run[Key]) -> None:
         """The last of its blocks has gone."""
         self._queues.leave(run)
@@ -445,8 +447,6 @@ class Survival(Generic[Key]):
         self._by_use.over.pop(run, None)
         if run is self._going:
             self._going = None
-        if run is self._leaving:
-            self._leaving = None
         if run is self._giving:
             self._giving = None
         if self._coming.keys().isdisjoint(run.keys):  # from now on it is known by its sign alone

@@ -40,7 +40,6 @@ class PlainSurvival:
         self.guard = Guard(capacity_blocks)
         self.num_prompts = 0
         self.going: Run[int] | None = None
-        self.leaving: Run[int] | None = None
 
     # ---- what follows from the owners ----
     def own_keys(self, run: Run[int]) -> list[int]:
@@ -60,7 +59,7 @@ class PlainSurvival:
     # ---- prompts ----
     def on_prompt(self, prompt: Sequence[int]) -> bool:
         now_s = self.clock()
-        self.going = self.leaving = None
+        self.going = None
         if now_s >= self.queues.next_look_s:
             self.queues.advance(now_s)
         self.num_prompts += 1
@@ -199,7 +198,7 @@ class PlainSurvival:
 
     def on_end(self, prompt: Sequence[int]) -> None:
         self.guard.told = True
-        self.going = self.leaving = None
+        self.going = None
         for run in dict.fromkeys(self.owner[key] for key in prompt if key in self.owner):
             if not run.head and run.klass < OVER and run.keys[-1] in prompt:
                 self.queues.reclass(run, OVER + run.klass)
@@ -243,7 +242,7 @@ class PlainSurvival:
         if chosen is None or chosen in pinned or self.hangs_on(chosen):
             chosen = self.cheapest(pinned)
             if chosen is None:
-                return self.choose_by_use(own, pinned)
+                return self.oldest(pinned, own)
             self.going = self.owner[chosen]
         if own is not None and incoming not in pinned and self.worth_of(own, incoming) < self.worth(self.owner[chosen]):
             return incoming
@@ -255,7 +254,7 @@ class PlainSurvival:
             return chosen
         chosen = self.oldest(pinned, own)
         duels = self.guard.duels
-        if chosen is not None and not self.guard.trusts and duels.asked_blocks >= duels.every_blocks:
+        if chosen is not None and duels.asked_blocks >= duels.every_blocks:
             other = self.worth_least()
             if other is not None:
                 loser = own if own is not None and self.worth(own) < self.worth(other) else other
@@ -281,7 +280,7 @@ class PlainSurvival:
 
     def cheapest_of_old(self, own: Run[int] | None, pinned: Container[int]) -> int | None:
         """Of the runs that are the first of their queue, as long as the cache lacks what LRU would have."""
-        kept_from_s, held, run = self.guard.kept_from_s, set(), self.leaving
+        kept_from_s, held, run = self.guard.kept_from_s, set(), self.going
         while kept_from_s is not None:
             if run is None:
                 first: dict[tuple[int, int], Run[int]] = {}
@@ -297,7 +296,7 @@ class PlainSurvival:
             elif key in pinned or run is own:
                 held.add((run.klass, run.part))
             else:
-                self.leaving = run
+                self.going = run
                 return key
             run = None
         return None
@@ -337,8 +336,6 @@ class PlainSurvival:
         self.forget_that_it_is_over(run)
         if run is self.going:
             self.going = None
-        if run is self.leaving:
-            self.leaving = None
         if not set(run.keys) & set(self.coming):
             run.keys = []
         if run.watched:
