@@ -19,7 +19,7 @@ def check_timeout(timeout_s: float | None, *, positive: bool = False, name: str 
     that makes sense."""
     if timeout_s is None:
         return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real):
+    if type(timeout_s) not in (float, int) and (isinstance(timeout_s, bool) or not isinstance(timeout_s, Real)):
         raise TypeError(f"{name} is {timeout_s!r}; a number of seconds or None is expected")
     if not timeout_s <= TIMEOUT_MAX:
         raise ValueError(f"{name} = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")

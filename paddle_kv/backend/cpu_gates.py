@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ class CpuGates:
         self._marked = [0] * num_layers
         self._load_turn = self._save_turn = 0
         self._given_up: dict[int, int] = {}
-        self._waiters: deque[Waiter] = deque()
+        self._waiters: list[Waiter] = []
         self._opener, self._marker = create_stream(), create_stream()
 
     def wait(self, layer: int, stream: Any) -> None:

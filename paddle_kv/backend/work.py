@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,28 +16,30 @@ Direction = Literal["onload", "offload"]
 ENGINES = ("auto", "copy_engine", "kernel", "staging")  # in the order of the library's codes
 
 
-@dataclass(eq=False)
 class TransferPlan:
     """Blocks ``device_ids[i]`` and ``host_ids[i]`` of each layer, in groups of layers that share an event. Does not
-    change once it is made."""
+    change once it is made. Of ``left_out`` groups nothing is moved."""
 
-    direction: Direction
-    device_ids: Ids
-    host_ids: Ids
-    num_layers: int
-    layers_per_event: int
-    left_out: frozenset[int] = frozenset()  # groups of which nothing is moved
-    num_groups: int = field(init=False)
-    groups: Sequence[int] = field(init=False)  # those that are moved
-    num_moved_layers: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.device_ids = np.ascontiguousarray(self.device_ids, np.int64)
-        self.host_ids = np.ascontiguousarray(self.host_ids, np.int64)
-        self.num_groups = -(-self.num_layers // self.layers_per_event) if len(self.device_ids) else 0
-        self.groups = range(self.num_groups)
-        self.num_moved_layers = self.num_layers
-        if self.left_out:
+    def __init__(
+        self,
+        direction: Direction,
+        device_ids: Sequence[int] | Ids,
+        host_ids: Sequence[int] | Ids,
+        num_layers: int,
+        layers_per_event: int,
+        left_out: frozenset[int] = frozenset(),
+    ) -> None:
+        device: Ids = np.ascontiguousarray(device_ids, np.int64)
+        host: Ids = np.ascontiguousarray(host_ids, np.int64)
+        self.direction = direction
+        self.device_ids, self.host_ids = device, host
+        self.source_ids, self.target_ids = (device, host) if direction == "offload" else (host, device)
+        self.num_layers, self.layers_per_event = num_layers, layers_per_event
+        self.left_out = left_out
+        self.num_groups = -(-num_layers // layers_per_event) if len(device) else 0
+        self.groups: Sequence[int] = range(self.num_groups)  # those that are moved
+        self.num_moved_layers = num_layers
+        if left_out:
             self.groups = [group for group in self.groups if group not in self.left_out]
             self.num_moved_layers -= sum(len(self.layers_of(group)) for group in self.left_out)
 
@@ -49,14 +51,6 @@ class TransferPlan:
         if found is None:
             found = self.__dict__["_id_lists"] = self.device_ids.tolist(), self.host_ids.tolist()
         return found
-
-    @property
-    def source_ids(self) -> Ids:
-        return self.device_ids if self.direction == "offload" else self.host_ids
-
-    @property
-    def target_ids(self) -> Ids:
-        return self.host_ids if self.direction == "offload" else self.device_ids
 
     def group_of(self, layer: int) -> int:
         return layer // self.layers_per_event

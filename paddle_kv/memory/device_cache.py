@@ -51,6 +51,7 @@ class DeviceCache:
         num_blocks: blocks per tensor.
         device_id: CUDA ordinal, None on the CPU.
         layer_buffers: tensors of each name; ``spec.num_layers`` unless it is a ring.
+        is_ring: whether layers share their tensors in turn.
 
     Example:
         >>> from paddle_kv import DeviceCache, KVCacheSpec
@@ -273,12 +274,8 @@ class DeviceCache:
         self.device_id = device_id
         self._pointers = {name: list(pointers[name]) for name in spec.tensor_names}
         self.layer_buffers = len(self._pointers[spec.tensor_names[0]])
+        self.is_ring = self.layer_buffers < spec.num_layers
         self.domain, _ = attach(self, self.extents())
-
-    @property
-    def is_ring(self) -> bool:
-        """Whether layers share their tensors in turn."""
-        return self.layer_buffers < self.spec.num_layers
 
     def extents(self) -> list[Extent]:
         """Where the blocks of each tensor lie."""

@@ -73,7 +73,7 @@ class _CacheHeads(DeviceCache):
         self._whole = whole
         self.num_blocks = whole.num_blocks
         self.device_id = whole.device_id
-        self.layer_buffers = whole.layer_buffers
+        self.layer_buffers, self.is_ring = whole.layer_buffers, False
         self.domain = whole.domain
         self._pointers = {name: _moved(whole, name, first) for name in whole.spec.tensor_names}
 

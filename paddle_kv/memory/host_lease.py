@@ -26,7 +26,7 @@ class Lease:
 
     def guard(self) -> None:
         end = functools.partial(_end, self._domain, self._ids, self._write)
-        self._guard = Guard(self, self._domain, end)
+        self._guard = Guard.over(self, self._domain, end)
 
     def end(self) -> None:
         """In a section."""

@@ -48,6 +48,7 @@ class HostPool:
 
     Attributes:
         pinned_bytes: bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`.
+        closed: whether :meth:`close` was called.
 
     Raises:
         MemoryError: names the bytes asked for and available.
@@ -199,7 +200,7 @@ class HostPool:
         self._allocated: set[int] = set()
         self._releasing: set[int] = set()  # freed by the user, still held by a transfer or a lease
         self._attached = False
-        self._closed = False
+        self.closed = False
 
     def _tensor_extents(self) -> list[Extent]:
         return [
@@ -234,11 +235,6 @@ class HostPool:
     def pinned_bytes(self) -> int:
         """Bytes that the pool holds; 0 for adopted and attached memory and after :meth:`close`."""
         return 0 if self._attached else sum(memory.size_bytes for memory in self._memory)
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
 
     def pointer(self, name: str, layer: int) -> int:
         """Address of block 0 of a tensor of a layer; block i is ``i * stride_bytes(name)`` behind it.
@@ -309,14 +305,14 @@ class HostPool:
         change(self.domain, self._close_here)
 
     def _close_here(self) -> None:
-        if self._closed:
+        if self.closed:
             return
         busy = self._still_busy(range(self.num_blocks))
         if busy:
             raise LeasedError(
                 f"{len(busy)} blocks (first: {busy[0]}) are held by transfers or leases; wait for them", busy
             )
-        self._closed = True
+        self.closed = True
         self._detach()
         self._memory = []
 
@@ -372,7 +368,7 @@ class HostPool:
         return OnItsWay(taken, self.domain, self._take_back)
 
     def _take_back(self, ids: list[int]) -> None:
-        if not self._closed:
+        if not self.closed:
             self.free_here(ids)
 
     def free(self, block_ids: Any) -> None:
@@ -490,5 +486,5 @@ class HostPool:
         stamps.forget(self.domain, ids)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ClosedError("the host pool is closed")

@@ -48,7 +48,7 @@ class Lease:
         self.num_arriving = num_arriving
         self._books = books
         self._held = True
-        self._guard = Guard(self, books, functools.partial(books.unpin, hashes))
+        self._guard = Guard.over(self, books, functools.partial(books.unpin, hashes))
 
     @property
     def num_blocks(self) -> int:
@@ -84,7 +84,7 @@ class Lease:
         if self._held:
             self._books.unpin(dropped)
             self._guard.cancel()
-            self._guard = Guard(self, self._books, functools.partial(self._books.unpin, self.hashes))
+            self._guard = Guard.over(self, self._books, functools.partial(self._books.unpin, self.hashes))
 
     def release(self) -> None:
         """The blocks may be evicted again. Again: does nothing."""

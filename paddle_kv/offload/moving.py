@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from ..backend.work import Direction, Stream
 from ..schedule.movement import Movement
@@ -64,7 +64,7 @@ class Moves:
         compute: Stream,
         *,
         layerwise: bool = False,
-        behind: Iterable[Movement] = (),
+        behind: Collection[Movement] = (),
     ) -> Transfer:
         plan = self.scheduler.plan(direction, list(device_ids), list(host_ids))
         urgent = None if direction == "onload" else False

@@ -74,7 +74,8 @@ def lose(movement: Movement, host_ids: Iterable[int], message: str) -> None:
 def _lose(movement: Movement, lost: np.ndarray, loss: Failure) -> list[Movement]:
     """With the loads that read what is lost; whatever else reads it fails. Returns what has to be advanced."""
     plan = movement.plan
-    movement.loss, movement.lost = movement.loss or loss, movement.lost | lost
+    movement.loss = movement.loss or loss
+    movement.lost = lost if movement.lost is None else movement.lost | lost
     movement.target.poison(plan.target_ids[lost], movement, loss.message)
     movement.source.poison(plan.source_ids[lost], movement, loss.message)  # those that were read into
     movement.notify()

@@ -35,7 +35,7 @@ class Lifetime:
         self._in_flight: dict[Movement, None] = {}
         self._finished = Finished()
         self._closed = self._released = self._ending = False
-        self._closers: weakref.WeakSet[Use] = weakref.WeakSet()
+        self._closers: weakref.WeakSet[Use] | None = None  # None: nobody has tried to
         self._users: weakref.WeakSet[Use] = weakref.WeakSet()
         self.on_close: list[Callable[[], object]] = []  # in sections, when its transfers were cancelled
 
@@ -62,7 +62,8 @@ class Lifetime:
 
     def check_open(self) -> None:
         """Raises ForkedError or ClosedError unless calls are taken."""
-        check_process(self._process_id, "scheduler")
+        if self._process_id != os.getpid():
+            check_process(self._process_id, "scheduler")
         if self._closed or self._closers or self._ending:
             raise ClosedError("the scheduler is closed")
         if self.host_pool.closed:
@@ -132,9 +133,12 @@ class Lifetime:
                 self.group.host.call(self._finish_close)
             wait_until(self, lambda: self._released, None)  # another thread may be at it
         finally:
-            self._closers.discard(closer)
+            if self._closers is not None:
+                self._closers.discard(closer)
 
     def _begin_close(self, closer: Use, at_exit: bool) -> None:
+        if self._closers is None:
+            self._closers = weakref.WeakSet()
         self._closers.add(closer)
         self._ending |= at_exit
         for movement in list(self._in_flight):

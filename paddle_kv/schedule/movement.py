@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -171,12 +170,14 @@ class Movement:
     state = State.PENDING
     failure: Failure | None = None
     loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
+    lost: np.ndarray | None = None  # of each block whether it is one of those
     submission_failed = False  # already in the call that started it
     report: Callable[[], Any] | None = None  # what the backend calls at its end
     watched: Any = None  # by the backend, as long as its end is all that is to come
     through = False  # nothing of it runs any more
     told = False  # somebody knows of the failure
     elapsed_ms = float("nan")
+    layer_times_ms: Sequence[tuple[float, float]] = ()
     sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
     guard: Guard | None = None  # of the handle
     by_marks: Any = None  # of :mod:`.by_marks`, as long as the backend submits its layers as they are marked
@@ -217,11 +218,9 @@ class Movement:
         self.spare: list[Event] = []  # held, and not in use yet
         self.followers: list[Follower] = []
         # The end
-        self.lost = np.zeros(len(plan.device_ids), bool)  # which blocks do not come
-        self.layer_times_ms: list[tuple[float, float]] = []
         # Those who wait
-        self.waiters: deque[Waiter] = deque()  # for the end
-        self.layer_waiters: deque[Waiter] = deque()
+        self.waiters: list[Waiter] = []  # for the end
+        self.layer_waiters: list[Waiter] = []
         self.callbacks: list[Callable[[], object]] = []
         self.ordered: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
         self.handle: Callable[[], Any] = _no_handle  # the user's, as long as there is one
@@ -253,8 +252,8 @@ class Movement:
     def lost_positions(self) -> list[int]:
         """Of the blocks that do not arrive, as far as it is known."""
         if self.failure is None or self.failure is self.loss:
-            return np.flatnonzero(self.lost).tolist()
-        return list(range(len(self.lost)))
+            return [] if self.lost is None else np.flatnonzero(self.lost).tolist()
+        return list(range(len(self.plan.target_ids)))
 
     @property
     def dropped(self) -> bool:
@@ -340,9 +339,9 @@ class Movement:
 
     def notify(self) -> None:
         """Something has changed that somebody may wait for."""
-        wake(self.waiters)
-        wake(self.layer_waiters)
-        self.group.notify()
+        for waiters in (self.waiters, self.layer_waiters, self.target.group.waiters):
+            if waiters:
+                wake(waiters)
 
     # ---- what the tracker asks ----
     def look(self) -> None:

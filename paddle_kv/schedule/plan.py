@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from ..backend.work import Direction, TransferPlan
 from ..checks import Ids, check_distinct, check_ids
@@ -49,11 +46,14 @@ def make_plan(
         IndexError: a layer that there is not.
         ValueError: of layers that share an event only some.
     """
-    plan = TransferPlan(direction, np.asarray(device_ids), np.asarray(host_ids), num_layers, layers_per_event)
+    plan = TransferPlan(direction, device_ids, host_ids, num_layers, layers_per_event)
     if layers is None:
         return plan
     check_ids(layers, "layers", num_layers)
-    return replace(plan, left_out=_left_out(plan, layers)) if plan.num_groups else plan
+    if not plan.num_groups:
+        return plan
+    left_out = _left_out(plan, layers)
+    return TransferPlan(direction, plan.device_ids, plan.host_ids, num_layers, layers_per_event, left_out)
 
 
 def _left_out(plan: TransferPlan, layers: Sequence[int]) -> frozenset[int]:

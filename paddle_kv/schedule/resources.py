@@ -28,7 +28,9 @@ class Events:
 
     def __init__(self, events: list[Event], ties: set[_Tie], given_back: deque[Any]) -> None:
         self._events = events
-        ties.add(_Tie(self, events, given_back))
+        tie = _Tie(self, given_back.append)
+        tie.events = events
+        ties.add(tie)
 
     def __iter__(self) -> Iterator[Event]:
         return iter(self._events)
@@ -37,12 +39,7 @@ class Events:
 class _Tie(weakref.ref):  # type: ignore[type-arg]
     """When the owner goes, it lies in ``given_back``: by C code alone, which no signal handler interrupts."""
 
-    def __new__(cls, owner: Events, events: list[Event], given_back: deque[Any]) -> _Tie:
-        return super().__new__(cls, owner, given_back.append)
-
-    def __init__(self, owner: Events, events: list[Event], given_back: deque[Any]) -> None:
-        super().__init__(owner, given_back.append)  # type: ignore[call-arg]
-        self.events = events
+    events: list[Event]
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -109,7 +106,7 @@ class DeviceResources:
         """Whoever waits for those in use hears of each that is given back."""
         for events in [tie() for tie in list(self._ties)]:
             if events is not None and events is not self._own_events:
-                Guard(events, member, self._notify)
+                Guard.over(events, member, self._notify)
 
     def _collect_events(self) -> None:
         while self._given_back:

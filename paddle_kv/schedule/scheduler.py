@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, Literal
 
 from .. import backend as backends
@@ -194,12 +194,14 @@ class LayerwiseScheduler(Lifetime):
             ...     load.bytes == 2 * spec.num_layers * spec.block_bytes
             True
         """
-        check_choice(urgent, "urgent")
+        if urgent is not None:
+            check_choice(urgent, "urgent")
         return self._start(self.plan("onload", device_block_ids, host_block_ids, layers), urgent=urgent)
 
     def _start(self, plan: TransferPlan, *, layerwise: bool = False, urgent: bool | None = False) -> Transfer:
         section = functools.partial(self.start_here, plan, self.compute_stream(None), layerwise, urgent)
-        return self.check_started(change(self, section))
+        started: Transfer = change(self.host_pool.domain, section)
+        return self.check_started(started) if started._movement.submission_failed else started
 
     def check_started(self, started: Transfer) -> Transfer:
         """Outside of sections: raises if already the submission has failed."""
@@ -240,7 +242,7 @@ class LayerwiseScheduler(Lifetime):
         compute: Stream,
         layerwise: bool,
         urgent: bool | None,
-        behind: Iterable[Movement] = (),
+        behind: Collection[Movement] = (),
         reading: Reading | None = None,
     ) -> Transfer:
         """In a section: starts it behind what its blocks, and ``behind``, ask for."""

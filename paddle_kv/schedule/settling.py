@@ -11,13 +11,21 @@ from ..tracking.group import change
 from ..tracking.keeper import log
 from .movement import Failure, Movement, State, movements
 from .resources import Events
-from .submission import InOrder, advance, fail
+from .submission import InOrder, advance, fail, submit_ready
 
 
 def progress(given: Iterable[Movement]) -> None:
     """Something has changed that these transfers waited for: submits what is ready now, watches what is on its way,
     ends what has nothing left to run."""
     _look_at_all(_progress(given))
+
+
+def begin(movement: Movement) -> None:
+    """:func:`progress` of one that nothing waits for yet."""
+    ended: list[Movement] = []
+    others = submit_ready(movement, ended)
+    if others or (ended and movement.watched is None):
+        _look_at_all([*(one for given in ended for one in _watch(given)), *_progress(others)])
 
 
 def _progress(given: Iterable[Movement]) -> list[Movement]:
@@ -64,6 +72,11 @@ def look(movement: Movement) -> None:
     """Asks the device, behind the transfers whose result it reads, and moves on to "over" and "retired"."""
     if movement.by_marks is not None:
         progress([movement])
+    if movement.state is not State.ARRIVING or not movement.over_after:  # nearly all
+        others = _look(movement)
+        if others:
+            _look_at_all(others)
+        return
     seen = {movement}
     left = [movement]
     at_an_end: list[Movement] = []
@@ -85,7 +98,9 @@ def _ask_device(movement: Movement) -> list[Movement] | None:
     what has nothing left to run by a failure that it told."""
     if movement.through:
         return []
-    if movement.reading is not None or any(follower.holds(movement) for follower in movement.followers):
+    if movement.reading is not None:
+        return None
+    if movement.followers and any(follower.holds(movement) for follower in movement.followers):
         return None
     failed = []
     try:
@@ -132,18 +147,20 @@ def _look_at_device(movement: Movement) -> list[Movement]:
     found = _ask_device(movement)
     if found is None:
         return []
-    if not movement.failed and not all(source.over for source in movement.over_after):
+    if movement.failure is None and movement.over_after and not all(source.over for source in movement.over_after):
         return found  # a failure of theirs would be one of this transfer
     if scheduler.observer is not None:
         mismatch = scheduler.observer.over(movement, movement.failure or movement.loss)
         if mismatch is not None:
             found += _progress(fail(movement, mismatch))
-    losses = [] if movement.failed else [follower.loss_of(movement) for follower in movement.followers]
-    for loss in filter(None, losses):
-        found += _progress(fail(movement, loss))
+    if movement.followers and movement.failure is None:
+        for loss in filter(None, [follower.loss_of(movement) for follower in movement.followers]):
+            found += _progress(fail(movement, loss))
     if movement.failure is None:
-        with contextlib.suppress(Exception):  # times are not worth a failure; they stay unknown
+        try:
             _measure(movement)
+        except Exception:  # noqa: BLE001  times are not worth a failure
+            movement.sample = None
     _end(movement)
     return found
 
@@ -152,9 +169,11 @@ def _asked(movement: Movement) -> list[Event]:
     """The events that say whether it is over."""
     # A failure is reported by all events behind it of its submission. Those of earlier layers may lie on another stream
     # than the last one and pass a moment later; until then a GPU tells no times.
-    ends = [movement.events[groups[-1]] for _, groups in movement.starts]
+    last, starts = movement.last_event, movement.starts
+    if len(starts) == 1 and movement.fence_event is None and not movement.scheduler.record_layer_times:
+        return [last]
+    ends = [movement.events[groups[-1]] for _, groups in starts]
     asked = movement.events if movement.scheduler.record_layer_times else ends
-    last = movement.last_event
     return [last, *(event for event in asked if event is not None and event is not last)]
 
 
@@ -179,6 +198,7 @@ def _end(movement: Movement) -> None:
         log_untold(movement)
     elif movement.guard is not None and movement.state is not State.FAILED:
         movement.guard.cancel()
+        movement.guard = None  # or it would tell of the handle's end all the same
 
 
 def log_untold(movement: Movement) -> None:
@@ -192,7 +212,7 @@ def _retire(movement: Movement) -> None:
     """Gives back its blocks: nothing is left to wait for."""
     movements.pop(movement.number, None)
     written, plan, lost = movement.failure is movement.loss, movement.plan, movement.lost
-    lost_ids = (plan.source_ids[lost], plan.target_ids[lost]) if movement.loss is not None else ((), ())
+    lost_ids = ((), ()) if lost is None else (plan.source_ids[lost], plan.target_ids[lost])
     movement.source.release(movement, written=written, lost=lost_ids[0])  # written if they were being read
     movement.target.release(movement, written=written, lost=lost_ids[1])
     movement.group.transfers.pop(movement.number, None)
@@ -245,10 +265,13 @@ def _measure(movement: Movement) -> None:
     scheduler = movement.scheduler
     elapsed = scheduler.backend.elapsed_ms
     movement.elapsed_ms = elapsed(movement.starts[0][0], movement.last_event)
-    start, last = movement.starts[-1]
-    layers = movement.plan.layers_of(last[-1]).stop - movement.plan.layers_of(last[0]).start
-    last_ms = elapsed(start, movement.last_event) if len(movement.starts) > 1 else movement.elapsed_ms
-    movement.sample = (movement.bytes * layers // movement.plan.num_moved_layers, last_ms)
+    if len(movement.starts) == 1:
+        movement.sample = (movement.bytes, movement.elapsed_ms)
+    else:
+        start, last = movement.starts[-1]
+        layers = movement.plan.layers_of(last[-1]).stop - movement.plan.layers_of(last[0]).start
+        last_ms = elapsed(start, movement.last_event)
+        movement.sample = (movement.bytes * layers // movement.plan.num_moved_layers, last_ms)
     if not scheduler.record_layer_times:
         return
     origin = scheduler.resources.origin_event

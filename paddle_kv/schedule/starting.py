@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ def start(
     *,
     layerwise: bool,
     urgent: bool | None,
-    behind: Iterable[Movement],
+    behind: Collection[Movement],
     reading: Reading | None = None,
 ) -> Transfer:
     """Behind what its blocks, and ``behind``, ask for. ``compute``: or events that were recorded on it before, for a
@@ -45,13 +45,14 @@ def start(
     names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
     # Nobody uses those that are being written: see :mod:`.arriving`.
     read_ids = plan.source_ids if reading is None else _but_for(reading.block_ids, plan.source_ids)
-    holders = [*source.domain.holders(read_ids, writing=False), *target.domain.holders(plan.target_ids)]
-    for holder in dict.fromkeys(holders):  # in an order that repeats
-        holder.look()  # one that has failed must be known of
-    source.domain.check(read_ids, names[0], writing=False)
-    target.domain.check(plan.target_ids, names[1], writing=True)
-    if plan.left_out:  # the block is usable afterwards if it was before
-        target.domain.check(plan.target_ids, names[1], writing=False)
+    if not (source.domain.is_quiet() and target.domain.is_quiet()):
+        holders = [*source.domain.holders(read_ids, writing=False), *target.domain.holders(plan.target_ids)]
+        for holder in dict.fromkeys(holders):  # in an order that repeats
+            holder.look()  # one that has failed must be known of
+        source.domain.check(read_ids, names[0], writing=False)
+        target.domain.check(plan.target_ids, names[1], writing=True)
+        if plan.left_out:  # the block is usable afterwards if it was before
+            target.domain.check(plan.target_ids, names[1], writing=False)
     if scheduler.observer is not None and not to_host:
         scheduler.observer.check(read_ids)
     if urgent is None:
@@ -66,10 +67,11 @@ def start(
         has_noted = True
         _note_hazards(movement, behind)
         movements[movement.number] = movement
-        movement.group.transfers[movement.number] = movement
+        movement.target.group.transfers[movement.number] = movement
         scheduler.note_start(movement)
-        by_marks.offer(movement)
-        settling.progress([movement])
+        if layerwise:
+            by_marks.offer(movement)
+        settling.begin(movement)
     except BaseException as error:
         movement.told = True
         if has_noted:
@@ -79,7 +81,7 @@ def start(
             if movement.guard is not None:
                 movement.guard.cancel()
         raise
-    movement.submission_failed = movement.failed
+    movement.submission_failed = movement.failure is not None
     return transfer
 
 
@@ -99,7 +101,7 @@ def _prepare(movement: Movement, compute: Stream | Events) -> Transfer:
         movement.report = settling.reporter(movement, movement.held)
     transfer = Transfer(movement)
     movement.handle = weakref.ref(transfer)
-    movement.guard = Guard(transfer, movement, functools.partial(let_go, movement))
+    movement.guard = Guard.over(transfer, movement, functools.partial(let_go, movement))
     return transfer
 
 
@@ -129,14 +131,18 @@ def _give_up(movement: Movement, error: BaseException) -> None:
     settling.progress_again(movement)
 
 
-def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
-    read_into = [] if movement.reading is None else movement.reading.block_ids
-    reads_from: set[Any] = movement.source.read(_but_for(read_into, movement.plan.source_ids), movement)
+def _note_hazards(movement: Movement, behind: Collection[Movement]) -> None:
+    plan, reading = movement.plan, movement.reading
+    read_into = [] if reading is None else reading.block_ids
+    read_ids = _but_for(read_into, plan.source_ids) if read_into else plan.source_ids
+    reads_from: set[Any] = movement.source.read(read_ids, movement)
     if read_into:
         movement.source.write(read_into, movement)
-    if movement.plan.left_out:
-        reads_from = {*reads_from, *movement.target.holders(movement.plan.target_ids, writing=False)}
-    others: set[Any] = movement.target.write(movement.plan.target_ids, movement)
+    if plan.left_out:
+        reads_from = {*reads_from, *movement.target.holders(plan.target_ids, writing=False)}
+    others: set[Any] = movement.target.write(plan.target_ids, movement)
+    if not (reads_from or others or behind):
+        return
     # Of one that failed before, only blocks that were rewritten since are read: it gives the order, not the data.
     movement.reads_from = {before for before in reads_from if not before.failed}
     movement.depends_on = {*reads_from, *others, *behind}
@@ -147,7 +153,7 @@ def _note_hazards(movement: Movement, behind: Iterable[Movement]) -> None:
 
 
 def _but_for(read_into: list[int], ids: Ids) -> Ids:
-    return ids[~np.isin(ids, read_into)] if read_into else ids
+    return ids[~np.isin(ids, read_into)]
 
 
 @holding(lambda names: names["movement"].scheduler)

@@ -22,8 +22,9 @@ class Statistics:
         self._copying_ms = {"onload": 0.0, "offload": 0.0}
 
     def started(self, movement: Movement) -> None:
-        self._counts[f"{movement.direction}_transfers"] += 1
-        self._counts[f"{movement.direction}_bytes"] += movement.bytes
+        direction = movement.direction
+        self._counts[f"{direction}_transfers"] += 1
+        self._counts[f"{direction}_bytes"] += movement.bytes
         if movement.queued:
             self.queued_bytes += movement.bytes
 

@@ -38,24 +38,28 @@ class InOrder:
 def advance(movements: Iterable[Movement]) -> list[Movement]:
     """Submits what is ready, here and in the transfers that wait for it. Returns those that have come to an end of
     their submission."""
-    ended = []
+    ended: list[Movement] = []
     queue = InOrder(movements)
     while queue:
-        movement = queue.pop()
-        submitted, failed = _submit_ready(movement)
-        if movement.state in (State.PENDING, State.SUBMITTED):
-            if movement.failed or not movement.num_unsubmitted:
-                movement.enter(State.ARRIVING)
-                ended.append(movement)
-            elif submitted:
-                if movement.state is State.PENDING:
-                    movement.enter(State.SUBMITTED)
-                else:
-                    movement.notify()
-        queue.extend(failed)
-        if submitted:
-            queue.extend(movement.dependents)
+        queue.extend(submit_ready(queue.pop(), ended))
     return ended
+
+
+def submit_ready(movement: Movement, ended: list[Movement]) -> Iterable[Movement]:
+    """Submits what is ready of it. Returns what has to be advanced by that; it is added to ``ended`` if it has come to
+    the end of its submission."""
+    submitted, failed = _submit_ready(movement)
+    state = movement.state
+    if state is State.PENDING or state is State.SUBMITTED:
+        if movement.failure is not None or not movement.num_unsubmitted:
+            movement.enter(State.ARRIVING)
+            ended.append(movement)
+        elif submitted:
+            if state is State.PENDING:
+                movement.enter(State.SUBMITTED)
+            else:
+                movement.notify()
+    return [*failed, *movement.dependents] if submitted else failed
 
 
 def fail(movement: Movement, failure: Failure) -> list[Movement]:
@@ -161,8 +165,8 @@ def fence(movement: Movement) -> None:
 def _submit_ready(movement: Movement) -> tuple[bool, list[Movement]]:
     """Submits its groups that are ready, consecutive ones by one call. Whether there were any, also some that marks
     have submitted, and what failed."""
-    submitted = by_marks.take(movement)
-    for first, waits in [] if movement.failed else _ready_runs(movement):
+    submitted = movement.by_marks is not None and by_marks.take(movement)
+    for first, waits in _ready_runs(movement) if movement.failure is None else []:
         failed = _submit(movement, first, waits)
         if failed:
             return submitted, failed

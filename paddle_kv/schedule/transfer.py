@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from numbers import Integral
 from typing import Any
@@ -217,9 +216,10 @@ class Transfer:
         check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
         movement = self._movement
-        movement.group.check_outside()
-        self._look()
-        hearing.hear(movement, deadline)
+        movement.target.group.check_outside()
+        if not movement.over:
+            change(movement.target, functools.partial(settling.look, movement))
+            hearing.hear(movement, deadline)
         if not self._wait_for(lambda: movement.over, deadline, movement.waiters):
             self._look()
             if not movement.over:
@@ -352,7 +352,7 @@ class Transfer:
         if not movement.over and not movement.group.inside:
             change(movement, functools.partial(settling.look, movement))
 
-    def _wait_for(self, condition: Callable[[], bool], deadline: Deadline, waiters: deque[Waiter]) -> bool:
+    def _wait_for(self, condition: Callable[[], bool], deadline: Deadline, waiters: list[Waiter]) -> bool:
         """Sleeps until the condition, which a change of this transfer brings about; False if the time is over."""
         movement = self._movement
         while not condition():

@@ -116,7 +116,7 @@ class Tier:
             for way in (False, True)
         }
         self._lock = threading.Lock()
-        self._drains: deque[Waiter] = deque()  # of threads that wait until no job is left
+        self._drains: list[Waiter] = []  # of threads that wait until no job is left
         self._jobs: dict[Job, None] = {}  # not over
         self._store_bytes = 0
         self._finished: list[Job] = []

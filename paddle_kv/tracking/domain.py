@@ -65,6 +65,10 @@ class BlockDomain:
         self._poisoned = np.append(self._poisoned, np.zeros(missing, bool))
 
     # ---- what is asked ----
+    def is_quiet(self) -> bool:
+        """Whether any access to any block may begin at once: nobody uses one, and none is poisoned."""
+        return not (self._transfers or self._num_leases or self._why_poisoned)
+
     def busy(self, block_ids: Iterable[int]) -> list[int]:
         """Those of the blocks that a transfer or a lease holds."""
         ids = np.fromiter(block_ids, np.int64)
@@ -131,11 +135,12 @@ class BlockDomain:
     # ---- transfers ----
     def read(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the reads; returns the transfers whose result is read."""
-        ids = _array(block_ids)  # one may occur several times: one source may have many targets
+        ids: Ids = np.asarray(block_ids, np.int64)  # one may occur several times: one source may have many targets
         if not ids.size:
             return set()
         is_alone = not self._transfers
-        number = self._hold(transfer)
+        number = transfer.number
+        self._transfers[number] = transfer
         if is_alone:  # nobody reads or writes any block
             self._num_readers[ids] = 1
             self._reader[ids] = number
@@ -152,11 +157,12 @@ class BlockDomain:
 
     def write(self, block_ids: Sequence[int] | Ids, transfer: Tracked) -> set[Tracked]:
         """Notes the writes; returns the transfers that must be over first."""
-        ids = _array(block_ids)
+        ids: Ids = np.asarray(block_ids, np.int64)
         if not ids.size:
             return set()
         is_alone = not self._transfers
-        number = self._hold(transfer)
+        number = transfer.number
+        self._transfers[number] = transfer
         readers = [] if is_alone else self._readers_of(ids)
         before = set() if is_alone else {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
         asked = self._mask(ids) if readers else None
@@ -242,10 +248,6 @@ class BlockDomain:
         self._num_leases -= ids.size
 
     # ---- helpers ----
-    def _hold(self, transfer: Tracked) -> int:
-        self._transfers[transfer.number] = transfer
-        return transfer.number
-
     def _readers_of(self, ids: Ids) -> list[int]:
         """Numbers of all that read one of the blocks."""
         reader = self._reader[ids]

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 from ..errors import ReentryError
 from .keeper import Deadline, Host, Living, Waiter, keeper
@@ -63,7 +63,7 @@ class MemoryGroup:
         self.lock = threading.RLock()
         self.host: Host = keeper
         self.transfers: dict[int, Tracked] = {}
-        self.waiters: deque[Waiter] = deque()
+        self.waiters: list[Waiter] = []
         self._members: weakref.WeakSet[Any] = weakref.WeakSet([member])
         self._inside: int | None = None  # the thread that runs a section
         self._noted: deque[Callable[[], object]] = deque()  # what is to be done soon
@@ -167,17 +167,22 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
     """Runs a section when the last reference to its owner goes: in the host's thread, or with the next section of the
     group. By C code alone up to there: a handler may raise already before the first instruction of a ``__del__``."""
 
-    def __new__(cls, owner: object, member: Grouped, function: Callable[[], object]) -> Guard:
-        return super().__new__(cls, owner, member.group.host.dropped.append)
+    _member: Grouped | None
+    _call: _Call | None
+    _functions: list[Callable[[], object]]
+    run: Callable[[], object]  # in a section; no reference to this
 
-    def __init__(self, owner: object, member: Grouped, function: Callable[[], object]) -> None:
+    @classmethod
+    def over(cls, owner: object, member: Grouped, function: Callable[[], object]) -> Self:
         host = member.group.host
-        super().__init__(owner, host.dropped.append)  # type: ignore[call-arg]
-        self._member: Grouped | None = member
-        self._functions = [function]
-        self.run = functools.partial(_run_once, self._functions)  # in a section; no reference to this
-        self._call: _Call | None = _Call(owner, host, functools.partial(change, member, self.run))
-        _guards.add(self)
+        guard = cls(owner, host.dropped.append)
+        guard._member = member
+        guard._functions = functions = [function]
+        guard.run = run = functools.partial(_run_once, functions)
+        guard._call = call = _Call(owner, host.put)
+        call.function = functools.partial(change, member, run)
+        _guards.add(guard)
+        return guard
 
     def leave(self) -> Grouped | None:
         """Keeps nothing any more. Returns whose section it runs."""
@@ -202,15 +207,10 @@ def _run_once(functions: list[Callable[[], object]]) -> None:
 class _Call(weakref.ref):  # type: ignore[type-arg]
     """Has the host call a function when the last reference to the owner goes."""
 
-    def __new__(cls, owner: object, host: Host, function: Callable[[], object]) -> _Call:
-        return super().__new__(cls, owner, host.put)
-
-    def __init__(self, owner: object, host: Host, function: Callable[[], object]) -> None:
-        super().__init__(owner, host.put)  # type: ignore[call-arg]
-        self._function = function
+    function: Callable[[], object]
 
     def __call__(self) -> None:
-        self._function()
+        self.function()
 
 
 _guards: set[Guard] = set()  # or garbage collection could take one together with its owner
@@ -221,7 +221,7 @@ class OnItsWay:
 
     def __init__(self, value: Any, member: Grouped, take_back: Callable[[Any], object]) -> None:
         self._value = value
-        self._guard: Guard | None = Guard(self, member, functools.partial(take_back, value))
+        self._guard: Guard | None = Guard.over(self, member, functools.partial(take_back, value))
 
     def take(self) -> Any:
         value = self._value
@@ -248,11 +248,11 @@ def wait_until(member: Grouped, condition: Callable[[], Any], timeout_s: float |
                 group.waiters.remove(waiter)
 
 
-def wake(waiters: deque[Waiter]) -> None:
+def wake(waiters: list[Waiter]) -> None:
     """Releases all of them. Whoever is added meanwhile looks after that at what has changed."""
     while waiters:
         with contextlib.suppress(IndexError):  # another one was quicker
-            waiters.popleft().release()
+            waiters.pop().release()
 
 
 def unite(first: Grouped, second: Grouped) -> None:

@@ -204,7 +204,7 @@ class Keeper:
         return job.take()
 
     def call_here(self, function: Callable[[], Any]) -> Any:
-        if not _in_main_thread():
+        if threading.get_ident() != _main_thread:
             return function()
         if self._behind:
             self.call(nothing)

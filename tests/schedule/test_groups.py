@@ -203,7 +203,7 @@ def test_a_guard_that_was_cancelled_does_nothing(caplog):
         pass
 
     member, owner, done = Member(), Owner(), []
-    guard = groups.Guard(owner, member, lambda: done.append(1))
+    guard = groups.Guard.over(owner, member, lambda: done.append(1))
     guard.cancel()
     del owner
     change(member, list)  # behind the guard
@@ -215,7 +215,7 @@ def test_a_guard_whose_owner_is_gone_is_gone_too():
         pass
 
     member, owner, done = Member(), Owner(), []
-    guard = groups.Guard(owner, member, lambda: done.append(1))
+    guard = groups.Guard.over(owner, member, lambda: done.append(1))
     assert guard in groups._guards
     del owner
     change(member, list)  # behind the guard

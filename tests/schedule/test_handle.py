@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 
 import pytest
 
@@ -48,7 +47,7 @@ def test_what_comes_true_at_the_last_moment_was_waited_for(rig: Rig) -> None:
     """Between the first look and the sleep."""
     with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
         load = scheduler.onload([2], [3])
-        waiters: deque[Waiter] = deque()
+        waiters: list[Waiter] = []
         for answers in ([True], [False, True], [False, False, True]):
             found = iter(answers)
             assert load._wait_for(lambda found=found: next(found), Deadline(0.0), waiters) is True  # type: ignore[misc]
