@@ -121,18 +121,23 @@ class Guard:
             self._squares /= 4
         if self.warm:
             self._decide()
-        use_again, lacking = order.move_to_end, self._lacking
-        for key in reversed(prompt):
+        use_again, lacking, absent = order.move_to_end, self._lacking, prompt[count:]
+        is_new = order.keys().isdisjoint(absent)
+        for key in reversed(absent):
+            order[key] = now_s
+        for key in reversed(prompt[:count] if is_new else prompt):
             order[key] = now_s
             use_again(key)
         if lacking:
             lacking.difference_update(prompt)
-        while len(order) > self._size:
-            oldest, used_s = order.popitem(last=False)
-            lacking.discard(oldest)
-            self.stay_s = now_s - used_s
-            if not self.warm and EDGES_S[1] <= self.stay_s <= (now_s - self._started_s) / WATCHED_STAYS:
-                self.warm = True
+        if len(order) > self._size:
+            gone = [order.popitem(last=False) for _ in range(len(order) - self._size)]
+            self.stay_s = now_s - gone[-1][1]
+            if lacking:
+                lacking.difference_update(key for key, _ in gone)
+            if not self.warm:
+                longest_s = (now_s - self._started_s) / WATCHED_STAYS
+                self.warm = any(EDGES_S[1] <= now_s - used_s <= longest_s for _, used_s in gone)
 
     @property
     def _long(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Any, Generic
 
 from .hints import Ended, Expected
@@ -135,7 +135,8 @@ class BlockIndex(Generic[Key]):
         if first == len(keys):
             return admitted
         path, at, others = self.ended.hanging.path(keys, first)
-        behind = list(filter(slots.__contains__, keys[first + 1 :])) if len(keys) > first + 1 else []
+        rest = keys[first + 1 :]
+        behind = [] if slots.keys().isdisjoint(rest) else list(filter(slots.__contains__, rest))
         there, head = [*keys[:first], *behind], () if path is keys else path[:at]
         if there or head:
             held = self._hold_present(there, head)
@@ -266,13 +267,15 @@ class BlockIndex(Generic[Key]):
     ) -> int:
         """How many of the first of these, which are absent, were let in."""
         slots, pins = self.slots, self.pins
-        end = [key for key in islice(admitted, 1) if key not in pins]  # to be taken back by itself
-        pins.update(dict.fromkeys(end, 1))
-        try:
+        end = next(iter(admitted)) if admitted else None
+        if end is None or end in pins:
             victims = replace_all(wanted, pins)
-        finally:
-            for key in end:
-                del pins[key]
+        else:  # it is to be taken back by itself
+            pins[end] = 1
+            try:
+                victims = replace_all(wanted, pins)
+            finally:
+                del pins[end]
         if not victims:
             return 0
         let_in = dict(zip(wanted, map(slots.pop, victims), strict=False))

@@ -7,6 +7,7 @@ result IEEE 754 prescribes.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from math import sqrt
 from typing import Any
 
@@ -18,6 +19,7 @@ SAME = 1e-9  # of a value: what rounding makes of the spread of equal ones
 MOST = 30.0  # of a logarithm of odds, either way
 HALVINGS = 10  # of an exponent, before it is small enough for a few terms of the series
 TERMS = 6
+FEW = 256  # columns
 
 Array = Any  # of float64
 
@@ -38,9 +40,9 @@ def fitted(facts: Array, back: Array, shares: Array) -> list[float]:
     weights = [0.0] * len(facts)
     for _ in range(NEWTON_STEPS):
         chance = logistic(weighted(scaled, weights))
-        slope = total(scaled * (shares * (back - chance))).tolist()
         bends = scaled * (shares * chance * (1 - chance))
-        curve = [total(bends[: row + 1] * scaled[row]).tolist() for row in range(len(scaled))]  # its lower half
+        curve = [bends[: row + 1] * scaled[row] for row in range(len(scaled))]  # its lower half
+        *curve, slope = totals([*curve, scaled * (shares * (back - chance))])
         for row, weight in enumerate(weights):
             slope[row] -= RIDGE * weight
             curve[row][row] += RIDGE
@@ -50,13 +52,26 @@ def fitted(facts: Array, back: Array, shares: Array) -> list[float]:
 
 def total(values: Array) -> Array:
     """The sum of each row, halves on each other: NumPy's own ``sum`` may take them in any order."""
-    while (count := values.shape[-1]) > 1:
+    return folded_to(1, values)[..., 0]
+
+
+def totals(tables: list[Array]) -> list[list[float]]:
+    """:func:`total` of each of several tables with as many columns: their last halves together, which costs fewer
+    calls."""
+    sums = total(np.concatenate([folded_to(FEW, table) for table in tables])).tolist()
+    ends = list(accumulate(map(len, tables)))
+    return [sums[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def folded_to(few: int, values: Array) -> Array:
+    """At most so many columns, whose sum is that of all."""
+    while (count := values.shape[-1]) > few:
         half = count // 2
         folded = values[..., :half] + values[..., half : 2 * half]
         if count % 2:
             folded[..., 0] += values[..., -1]
         values = folded
-    return values[..., 0]
+    return values
 
 
 def weighted(facts: Array, weights: list[float]) -> Array:

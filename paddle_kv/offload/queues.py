@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container
 from typing import Generic
 
@@ -12,6 +12,7 @@ from .returns import EDGES_S, NUM_PARTS, WIDTHS_S, Returns
 from .run import Run
 
 LOOKS_PER_PART = 4  # while a run is in a part of age
+MOST_STALE = 64  # entries of runs that are watched no more, beside as many as there are others
 
 
 class Queues(Generic[Key]):
@@ -20,7 +21,7 @@ class Queues(Generic[Key]):
 
     Args:
         returns: is told what came through a part, and says what those of a class are worth at an age.
-        passed: called with each run that grows into :attr:`told_part` or a later one.
+        passed: called with each run that grows into :attr:`told_part` or a later one while it has facts.
         faded: called with each that is too old to be watched.
 
     Attributes:
@@ -36,7 +37,10 @@ class Queues(Generic[Key]):
     ) -> None:
         self._returns, self.told_part, self._passed, self._faded = returns, told_part, passed, faded
         classes, parts = range(returns.num_classes), range(NUM_PARTS)
-        self._watched: list[OrderedDict[Run[Key], None]] = [OrderedDict() for _ in parts]
+        # Each with the number of the entry that counts: others of it are from before it was watched anew.
+        self._watched: list[deque[tuple[Run[Key], int]]] = [deque() for _ in parts]
+        self._num_watched = [0] * NUM_PARTS
+        self._num_entries = 0
         self._leaves: list[list[OrderedDict[Run[Key], None]]] = [[OrderedDict() for _ in classes] for _ in parts]
         self._next_looks_s = [0.0] * NUM_PARTS
         self.next_look_s = 0.0
@@ -46,13 +50,21 @@ class Queues(Generic[Key]):
 
     def watch(self, run: Run[Key]) -> None:
         """From now on. One that was used before the last ones grows older with these: late by one part at most."""
-        run.watched = True
-        self._watched[run.part][run] = None
+        if run.watched:
+            return
+        self._num_entries += 1
+        run.watched = self._num_entries
+        self._watched[run.part].append((run, run.watched))
+        self._num_watched[run.part] += 1
 
     def unwatch(self, run: Run[Key]) -> None:
-        if run.watched:
-            run.watched = False
-            del self._watched[run.part][run]
+        if not run.watched:
+            return
+        run.watched = 0
+        entries = self._watched[run.part]
+        self._num_watched[run.part] -= 1
+        if len(entries) > 2 * self._num_watched[run.part] + MOST_STALE:
+            self._watched[run.part] = deque(one for one in entries if one[0].watched == one[1])
 
     def enter(self, run: Run[Key]) -> None:
         """It may go."""
@@ -85,37 +97,39 @@ class Queues(Generic[Key]):
                 continue
             self._next_looks_s[part] = now_s + WIDTHS_S[part] / LOOKS_PER_PART
             before_s = now_s - EDGES_S[part + 1]
-            watched = self._watched[part]
-            if watched and next(iter(watched)).touched_s <= before_s:
+            if self._watched[part]:
                 self._grow(part, before_s)
         self.next_look_s = min(self._next_looks_s)
 
     def _grow(self, part: int, before_s: float) -> None:
         """Those that were used until then, into the next part of age."""
-        runs = []
-        for run in self._watched[part]:
-            if run.touched_s > before_s:
-                break
-            runs.append(run)
-        survived, next_part = self._returns.survived, part + 1
-        for run in runs:
-            survived[run.klass][part] += 1
-        if next_part == NUM_PARTS:
-            for run in runs:
-                self.unwatch(run)
-                self._faded(run)
-            return
-        younger, older = self._watched[part], self._watched[next_part]
-        for run in runs:
-            younger.popitem(last=False)  # this one
-            older[run] = None
-            if run.leaf:
-                del self._leaves[part][run.klass][run]
-                self._queue(run, next_part)
-            run.part = next_part
-        if next_part >= self.told_part:
-            for run in runs:
-                self._passed(run)
+        entries, survived, next_part = self._watched[part], self._returns.survived, part + 1
+        is_last, has_passed = next_part == NUM_PARTS, next_part >= self.told_part
+        older = deque() if is_last else self._watched[next_part]
+        leaves, num_older = self._leaves[part], len(older)
+        while entries:
+            run, number = entry = entries[0]
+            if run.watched == number:
+                if run.touched_s > before_s:
+                    break
+                klass = run.klass
+                survived[klass][part] += 1
+                older.append(entry)
+                if is_last:
+                    run.watched = 0
+                    self._faded(run)
+                else:
+                    run.part = next_part
+                    if run.leaf:
+                        del leaves[klass][run]
+                        self._queue(run, next_part)
+                    if has_passed and run.facts is not None:
+                        self._passed(run)
+            entries.popleft()
+        num_grown = len(older) - num_older
+        self._num_watched[part] -= num_grown
+        if not is_last:
+            self._num_watched[next_part] += num_grown
 
     def _queue(self, run: Run[Key], part: int) -> None:
         """Behind those that may go."""

@@ -21,7 +21,7 @@ class Run(Generic[Key]):
         number: in :class:`~paddle_kv.offload.owners.Owners`.
         end: none of its own lies behind this position.
         klass, part: where it is counted and queued.
-        watched: its age is followed.
+        watched: its age is followed: the number of its entry there, 0 if it is not.
         leaf: it is in the queue of those that may go.
         head: several prompts go on from it.
         facts: for the score, until its outcome is known.
@@ -50,5 +50,6 @@ class Run(Generic[Key]):
         self.touched_s, self.turn, self.klass = touched_s, turn, klass
         self.length = self.end = len(keys)
         self.live = self.part = self.number = 0
-        self.watched = self.leaf = self.head = False
+        self.watched = 0
+        self.leaf = self.head = False
         self.facts: tuple[float, ...] | None = None

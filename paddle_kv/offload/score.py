@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
 from operator import mul
 from typing import Any
 
+from .outcomes import Outcomes
 from .returns import EDGES_S, part_of
 
 TURNS = 5  # the last one stands for all that follow
@@ -49,7 +49,7 @@ class Score:
         self.horizon_part = HORIZON_PART
         self._weights: list[float] = []
         self._limits: list[list[float]] = [[] for _ in range(TURNS)]  # between the levels of a turn
-        self._outcomes: deque[tuple[Facts, int, bool, float]] = deque(maxlen=NUM_OUTCOMES)
+        self._outcomes = Outcomes(NUM_OUTCOMES)
         self._fresh = 0
 
     @staticmethod
@@ -84,27 +84,24 @@ class Score:
 
     def learn(self, facts: Facts, turn: int, back: bool, touched_s: float) -> None:
         """What became of a prompt of that time."""
-        self._outcomes.append((facts, turn, back, touched_s))
+        self._outcomes.add(facts, turn, back, touched_s)
         self._fresh += 1
 
     def fit(self, now_s: float) -> None:
         """Of prompts whose outcome is known in any case: those that came back early are not all."""
         if self._fresh < FIT_EVERY:
             return
-        until_s = now_s - EDGES_S[self.horizon_part]
-        known = [one for one in self._outcomes if one[3] <= until_s]
+        facts, turns, back = self._outcomes.until(now_s - EDGES_S[self.horizon_part])
         self._fresh = 0
-        if len(known) < MIN_OUTCOMES:
+        if len(back) < MIN_OUTCOMES:
             return
         import numpy as np
 
         from .logistic import fitted, total, weighted
 
-        facts = np.array([one[0] for one in known]).T.copy()
-        back = np.array([1.0 if one[2] else 0.0 for one in known])
         blocks = np.rint(np.exp2(facts[SIZE]))
-        self._weights = fitted(facts, back, blocks / (total(blocks) / len(known)))
-        scores, turns = weighted(facts, self._weights), np.array([min(one[1], TURNS) for one in known])
+        self._weights = fitted(facts, back, blocks / (total(blocks) / len(back)))
+        scores, turns = weighted(facts, self._weights), np.minimum(turns, TURNS)
         for turn in range(TURNS):
             own = scores[turns == turn + 1]
             self._limits[turn] = self._thirds(np.sort(own)) if len(own) >= MIN_OUTCOMES else []

@@ -491,9 +491,9 @@ class Survival(Generic[Key]):
             del self._signs[run.sign]
 
     def _passed(self, run: Run[Key]) -> None:
-        if run.facts is not None:
-            self._score.learn(run.facts, run.turn, False, run.touched_s)
-            run.facts = None
+        assert run.facts is not None
+        self._score.learn(run.facts, run.turn, False, run.touched_s)
+        run.facts = None
 
     def _faded(self, run: Run[Key]) -> None:
         if not run.live:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from itertools import groupby, takewhile
+from typing import Any
 
 from paddle_kv.offload.guard import Guard
 from paddle_kv.offload.last_blocks import LastBlocks
@@ -18,6 +19,11 @@ LEVELS, TURNS = 3, 5  # of a score; of a session
 CLASSES = LEVELS * TURNS
 OPEN, OVER, LEFT, HEAD = 0, CLASSES, 2 * CLASSES, 3 * CLASSES  # the first class of each kind
 UNKNOWN = 1  # turn 1, the level in the middle: a run that no prompt was seen of
+
+
+def watched_in(queues: Any, part: int) -> list[Run[Any]]:
+    """Of this part of age, the one that grows out of it first in front."""
+    return [run for run, number in queues._watched[part] if run.watched == number]
 
 
 class PlainSurvival:

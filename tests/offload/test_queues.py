@@ -33,7 +33,7 @@ class Rig:
 
     def run(self, name: str, klass: int = 0, touched_s: float = 0.0, live: int = 1) -> Run[str]:
         run = Run([name], None, name, touched_s, 1, klass)
-        run.live = live
+        run.live, run.facts = live, (1.0,)
         return run
 
     def watched(self, name: str, klass: int = 0, touched_s: float = 0.0) -> Run[str]:
@@ -106,7 +106,7 @@ def test_another_class_takes_along_whether_it_is_watched_and_may_go(rig: Rig) ->
     for run in (both, only_watched, only_leaf, neither):
         rig.queues.reclass(run, 2)
         assert run.klass == 2
-    assert [run.watched for run in (both, only_watched, only_leaf, neither)] == [True, True, False, False]
+    assert [run.watched > 0 for run in (both, only_watched, only_leaf, neither)] == [True, True, False, False]
     assert [run.leaf for run in (both, only_watched, only_leaf, neither)] == [True, False, True, False]
     assert rig.queues.all() == [both, only_leaf]
     rig.queues.advance(2.0)

@@ -12,11 +12,13 @@ import pytest
 from paddle_kv.offload.guard import Guard
 from paddle_kv.offload.index import FEW
 from paddle_kv.offload.owners import NOBODY
+from paddle_kv.offload.queues import MOST_STALE
 from paddle_kv.offload.returns import NUM_PARTS, part_of
 from paddle_kv.offload.score import CLASSES, FIT_EVERY, Score
 from paddle_kv.offload.survival import HEAD, MIN_GHOSTS, Survival
 from tests.offload.served import Served, hit_rate
 from tests.offload.streams import STREAMS, sessions
+from tests.offload.survival_model import watched_in
 
 POINTS = 0.3
 
@@ -164,8 +166,10 @@ def test_what_it_remembers_is_bounded() -> None:
     assert len(policy._ghosts) <= MIN_GHOSTS
     assert len(policy._coming) <= 4 * 8 + 5
     assert len(policy._signs) <= MIN_GHOSTS + 8 + 5
-    watched = sum(map(len, policy._queues._watched))
-    assert watched <= MIN_GHOSTS + 8 + 5
+    queues = policy._queues
+    assert sum(queues._num_watched) == sum(len(watched_in(queues, part)) for part in range(NUM_PARTS))
+    assert sum(queues._num_watched) <= MIN_GHOSTS + 8 + 5
+    assert sum(map(len, queues._watched)) <= 2 * MIN_GHOSTS + NUM_PARTS * MOST_STALE
     for number in range(50):  # and nothing stays for ever
         served.use(1e5 + number, [-1])
     assert len(policy._ghosts) < 50

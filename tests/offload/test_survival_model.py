@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from paddle_kv.offload import BlockIndex, slot_numbers
+from paddle_kv.offload.returns import NUM_PARTS
 from paddle_kv.offload.run import Run
 from paddle_kv.offload.score import LEVELS, TURNS
 from paddle_kv.offload.survival import Survival
 from tests.offload.index_traffic import hold_and_drop
-from tests.offload.survival_model import PlainSurvival
+from tests.offload.survival_model import PlainSurvival, watched_in
 
 
 def said(run: Run[int] | None) -> tuple[Any, ...] | None:
@@ -22,7 +23,7 @@ def said(run: Run[int] | None) -> tuple[Any, ...] | None:
         return None
     return (
         tuple(run.keys), run.parent, run.sign, run.touched_s, run.turn, run.klass, run.part, run.length, run.live,
-        run.watched, run.leaf, run.head, run.facts,
+        run.watched > 0, run.leaf, run.head, run.facts,
     )  # fmt: skip
 
 
@@ -33,7 +34,9 @@ def in_queues(queues: Any) -> list[Any]:
         for klass, queue in enumerate(row)
         if queue
     ]
-    return [leaves, [(part, [said(run) for run in queue]) for part, queue in enumerate(queues._watched) if queue]]
+    watched = [watched_in(queues, part) for part in range(NUM_PARTS)]
+    assert list(map(len, watched)) == queues._num_watched
+    return [leaves, [[said(run) for run in runs] for runs in watched]]
 
 
 class Beside:
