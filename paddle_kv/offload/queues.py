@@ -12,7 +12,7 @@ from .returns import EDGES_S, NUM_PARTS, WIDTHS_S, Returns
 from .run import Run
 
 LOOKS_PER_PART = 4  # while a run is in a part of age
-MOST_STALE = 64  # entries of runs that are watched no more, beside as many as there are others
+MOST_STALE = 64  # entries of runs that are watched no more, behind an end of watching, beside as many as of others
 
 
 class Queues(Generic[Key]):

@@ -12,7 +12,7 @@ import functools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ..backend.protocol import Backend
@@ -39,7 +39,7 @@ class Events:
 class _Tie(weakref.ref):  # type: ignore[type-arg]
     """When the owner goes, it lies in ``given_back``: by C code alone, which no signal handler interrupts."""
 
-    events: list[Event]
+    events: Sequence[Event] = ()  # as long as nobody says which: where there is no memory to say it, the owner goes
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__

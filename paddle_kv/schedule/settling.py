@@ -157,10 +157,8 @@ def _look_at_device(movement: Movement) -> list[Movement]:
         for loss in filter(None, [follower.loss_of(movement) for follower in movement.followers]):
             found += _progress(fail(movement, loss))
     if movement.failure is None:
-        try:
+        with contextlib.suppress(Exception):  # times are not worth a failure; what is not known yet stays unknown
             _measure(movement)
-        except Exception:  # noqa: BLE001  times are not worth a failure
-            movement.sample = None
     _end(movement)
     return found
 

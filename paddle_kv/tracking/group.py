@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, Self
 
 from ..errors import ReentryError
-from .keeper import Deadline, Host, Living, Waiter, keeper
+from .keeper import Deadline, Host, Living, Waiter, keeper, nothing
 
 
 class Grouped(Protocol):
@@ -167,8 +167,9 @@ class Guard(weakref.ref):  # type: ignore[type-arg]
     """Runs a section when the last reference to its owner goes: in the host's thread, or with the next section of the
     group. By C code alone up to there: a handler may raise already before the first instruction of a ``__del__``."""
 
-    _member: Grouped | None
-    _call: _Call | None
+    # As they are where there was no memory to set them: then the owner goes before anybody knows of it.
+    _member: Grouped | None = None
+    _call: _Call | None = None
     _functions: list[Callable[[], object]]
     run: Callable[[], object]  # in a section; no reference to this
 
@@ -207,7 +208,7 @@ def _run_once(functions: list[Callable[[], object]]) -> None:
 class _Call(weakref.ref):  # type: ignore[type-arg]
     """Has the host call a function when the last reference to the owner goes."""
 
-    function: Callable[[], object]
+    function: Callable[[], object] = staticmethod(nothing)  # as above
 
     def __call__(self) -> None:
         self.function()
@@ -252,7 +253,7 @@ def wake(waiters: list[Waiter]) -> None:
     """Releases all of them. Whoever is added meanwhile looks after that at what has changed."""
     while waiters:
         with contextlib.suppress(IndexError):  # another one was quicker
-            waiters.pop().release()
+            waiters.pop(0).release()
 
 
 def unite(first: Grouped, second: Grouped) -> None:

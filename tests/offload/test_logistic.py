@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from paddle_kv.offload.logistic import dot, fitted, logistic, solved, total, weighted
+from paddle_kv.offload.logistic import FEW, dot, fitted, logistic, solved, total, totals, weighted
 
 # What an older processor would have of the linear algebra and of NumPy, and what a newer one.
 MACHINES = (
@@ -43,6 +43,18 @@ def test_the_sum_of_each_row(count: int) -> None:
     before = values.copy()
     assert total(values) == pytest.approx(np.array([[math.fsum(row) for row in rows] for rows in values]))
     assert (values == before).all()
+
+
+def test_sums_are_taken_in_one_order() -> None:
+    """Of an odd number the last one is added to the first; the halves of what is left are added to each other."""
+    assert total(np.array([1e16, 0.25, 0.0, 0.75, -1e16])) == 1.0
+    assert total(np.array([0.25, 1e16, 0.75, 0.0, -1e16])) == 0.0
+
+
+@pytest.mark.parametrize("count", [1, 5, FEW - 1, FEW, FEW + 1, 3 * FEW + 1])
+def test_tables_together_have_the_sums_that_each_has(count: int) -> None:
+    tables = [np.random.default_rng(rows).normal(size=(rows, count)) for rows in (1, 4, 2)]
+    assert totals(tables) == [total(table).tolist() for table in tables]
 
 
 def test_the_chance_is_that_of_the_odds_as_far_as_they_go() -> None:

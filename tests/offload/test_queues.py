@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from paddle_kv.offload.queues import Queues
+from paddle_kv.offload.queues import MOST_STALE, Queues
 from paddle_kv.offload.returns import EDGES_S, NUM_PARTS, Returns
 from paddle_kv.offload.run import Run
+from tests.offload.survival_model import watched_in
 
 CLASSES, TOLD_PART = 3, 2
 
@@ -224,6 +225,21 @@ def test_who_was_away_for_long_goes_through_all_parts_at_once(rig: Rig) -> None:
     assert rig.faded == [run] and rig.passed == [run] * (NUM_PARTS - TOLD_PART)
     assert rig.survived() == [(1, part, 1.0) for part in range(NUM_PARTS)]
     assert rig.queues.next() is run and rig.queues.all() == [run]  # nobody watches it: it may go still
+
+
+def test_who_is_watched_anew_and_anew_leaves_few_entries_behind(rig: Rig) -> None:
+    others = [rig.watched(f"other {number}") for number in range(10)]
+    run = rig.run("again")
+    for number in range(1000):
+        rig.queues.watch(run)
+        rig.queues.watch(run)  # it is
+        rig.queues.unwatch(run)
+        rig.queues.unwatch(rig.watched(f"once {number}"))
+        assert len(rig.queues._watched[0]) <= 2 * rig.queues._num_watched[0] + MOST_STALE
+    rig.queues.watch(run)
+    assert watched_in(rig.queues, 0) == [*others, run]
+    rig.queues.advance(EDGES_S[1])
+    assert watched_in(rig.queues, 1) == [*others, run] and rig.survived() == [(0, 0, 11.0)]
 
 
 def test_who_is_not_watched_does_not_grow_older(rig: Rig) -> None:

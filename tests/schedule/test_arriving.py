@@ -132,6 +132,20 @@ def test_what_is_lost_is_known_before_the_load_is_over(arrivals: Arrivals) -> No
             load.wait_over(WAIT_S)
 
 
+def test_a_load_loses_blocks_one_after_the_other(arrivals: Arrivals) -> None:
+    load = arrivals.load([2, 7, 8], [3, 1, 5])
+    arrivals.tell(arriving.lose, load, [7], "7 was not there")
+    arrivals.tell(arriving.lose, load, [2], "nor was 2")
+    arrivals.tell(arriving.end, load)
+    with pytest.raises(TransferError, match="7 was not there") as raised:
+        load.wait(WAIT_S)
+    assert sorted(raised.value.block_ids) == [1, 3]
+    for device, host in ((3, 9), (1, 9)):
+        with pytest.raises(TransferError, match=f"block {device} .* holds no usable data"):
+            arrivals.scheduler.offload([device], [host])
+    arrivals.scheduler.offload([5], [9]).wait(WAIT_S)
+
+
 def test_a_save_into_a_block_that_is_still_being_written_waits_though_the_load_has_failed(
     rig: Rig, arrivals: Arrivals
 ) -> None:

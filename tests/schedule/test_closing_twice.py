@@ -11,7 +11,7 @@ import pytest
 
 from paddle_kv import ClosedError, LayerwiseScheduler
 from paddle_kv.backend.cpu_backend import CpuBackend
-from paddle_kv.schedule.resources import abandoned
+from paddle_kv.schedule.resources import Events, abandoned
 from paddle_kv.tracking.group import change
 from tests.schedule.rig import SHORT_S, WAIT_S
 
@@ -131,6 +131,46 @@ def test_close_waits_for_whoever_holds_an_event(rig):
         scheduler.close(SHORT_S)
     del held
     scheduler.close(WAIT_S)
+
+
+def test_nothing_is_taken_while_one_closes_also_if_another_has_given_up(rig):
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    held = change(scheduler, lambda: scheduler.resources.take_events(1))
+    closing = threading.Thread(target=scheduler.close, args=(WAIT_S,))
+    closing.start()
+    deadline_s = time.monotonic() + WAIT_S
+    while not scheduler._closers and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    with pytest.raises(TimeoutError):
+        scheduler.close(SHORT_S)
+    for call in (lambda: scheduler.onload([1], [2]), lambda: scheduler.offload([1], [2]), scheduler.fileno):
+        with pytest.raises(RuntimeError, match=r"the scheduler is closed"):
+            call()
+    assert closing.is_alive()
+    del held
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+
+
+def test_a_scheduler_whose_close_has_given_up_takes_calls_again(rig):
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool)
+    held = change(scheduler, lambda: scheduler.resources.take_events(1))
+    with pytest.raises(TimeoutError):
+        scheduler.close(SHORT_S)
+    scheduler.onload([1], [2]).wait(WAIT_S)
+    del held
+    scheduler.close(WAIT_S)
+
+
+def test_events_that_no_memory_was_left_for_are_given_back_without_an_error(rig):
+    """Whoever took them is gone before it is said which they are."""
+    with LayerwiseScheduler(rig.cache, rig.pool) as scheduler:
+        resources = scheduler.resources
+        owner = Events([], set(), resources._given_back)
+        tie = type(next(iter(resources._ties)))(owner, resources._given_back.append)
+        resources._ties.add(tie)
+        del owner
+        assert change(scheduler, lambda: resources.num_events) == 1
 
 
 def test_what_a_closed_scheduler_held_is_not_given_back_again(rig):

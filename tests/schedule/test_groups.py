@@ -210,6 +210,20 @@ def test_a_guard_that_was_cancelled_does_nothing(caplog):
     assert not done and not caplog.records and guard not in groups._guards
 
 
+def test_a_guard_and_a_call_that_nobody_could_tell_what_to_do_do_nothing():
+    """Where there was no memory for it, the owner is gone before."""
+
+    class Owner:
+        pass
+
+    owner, dropped, called = Owner(), [], []
+    guard = groups.Guard(owner, dropped.append)
+    call = groups._Call(owner, lambda one: called.append(one()))
+    del owner
+    assert dropped == [guard] and guard.leave() is None
+    assert called == [None] and call() is None
+
+
 def test_a_guard_whose_owner_is_gone_is_gone_too():
     class Owner:
         pass

@@ -24,11 +24,11 @@ from tests.schedule.rig import WAIT_S, Rig
 SHARED = {
     movement.Movement: {"state", "failure", "ready", "events", "num_unsubmitted", "held", "depends_on", "reads_from"},
     LayerwiseScheduler: {"_closed", "_queued_bytes", "_finished"},
-    HostPool: {"_closed"},
+    HostPool: {"closed"},
 }
 IN_SECTIONS: list[tuple[Any, list[str]]] = [
     (movement.Movement, ["enter", "hold_events"]),
-    (settling, ["progress", "look", "look_for_failure", "_retire"]),
+    (settling, ["begin", "progress", "look", "look_for_failure", "_retire"]),
     (submission, ["advance", "fail", "cancel", "fence"]),
     (domain.BlockDomain, ["check", "read", "write", "poison", "release", "try_lease", "end_lease", "mark_rewritten"]),
     (HostPool, ["_reclaim", "allocate_here", "free_here"]),

@@ -64,3 +64,16 @@ def test_of_two_submissions_it_is_the_second(rig: Rig, backend: Timed) -> None:
             save.mark_layer_written(layer)
         save.wait(WAIT_S)
         assert (save.elapsed_ms, save._movement.sample) == (10.0, (save.bytes * 2 // 5, 20.0))
+
+
+def test_what_was_measured_before_an_error_stays(rig: Rig) -> None:
+    class Once(Timed):
+        def elapsed_ms(self, start: Any, end: Any) -> float:
+            if self.asked:
+                raise RuntimeError("there are no times any more")
+            return super().elapsed_ms(start, end)
+
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=Once(), record_layer_times=True) as scheduler:
+        load = scheduler.onload([2, 7], [3, 1])
+        load.wait(WAIT_S)
+        assert (load._movement.sample, load.layer_times_ms) == ((load.bytes, 10.0), [])
