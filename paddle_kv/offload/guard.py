@@ -122,10 +122,10 @@ class Guard:
         if self.warm:
             self._decide()
         use_again, lacking, absent = order.move_to_end, self._lacking, prompt[count:]
-        is_new = order.keys().isdisjoint(absent)
+        are_new = order.keys().isdisjoint(absent)  # what is new comes last by itself
         for key in reversed(absent):
             order[key] = now_s
-        for key in reversed(prompt[:count] if is_new else prompt):
+        for key in reversed(prompt[:count] if are_new else prompt):
             order[key] = now_s
             use_again(key)
         if lacking:

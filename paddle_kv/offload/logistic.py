@@ -19,7 +19,7 @@ SAME = 1e-9  # of a value: what rounding makes of the spread of equal ones
 MOST = 30.0  # of a logarithm of odds, either way
 HALVINGS = 10  # of an exponent, before it is small enough for a few terms of the series
 TERMS = 6
-FEW = 256  # columns
+FEW = 256  # columns: so many of several tables are folded together
 
 Array = Any  # of float64
 

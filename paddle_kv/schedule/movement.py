@@ -217,7 +217,6 @@ class Movement:
         self.starts: list[tuple[Event, range]] = []  # one a submission
         self.spare: list[Event] = []  # held, and not in use yet
         self.followers: list[Follower] = []
-        # The end
         # Those who wait
         self.waiters: list[Waiter] = []  # for the end
         self.layer_waiters: list[Waiter] = []
