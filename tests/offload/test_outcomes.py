@@ -23,7 +23,7 @@ def test_the_last_ones_are_remembered_with_all_that_was_known(most: int) -> None
         assert facts.shape == (3, len(known)) and facts.flags.c_contiguous
         assert facts.T.tolist() == [list(last[0]) for last in known]
         assert turns.tolist() == [last[1] for last in known]
-        assert back.tolist() == [float(last[2]) for last in known]
+        assert back.tolist() == [float(last[2]) for last in known] and back.dtype == float
         assert len(made._turns) <= 2 * most
 
 
