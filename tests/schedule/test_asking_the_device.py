@@ -144,6 +144,18 @@ def test_it_is_over_when_a_follower_has_done_with_its_blocks(rig, scheduler):
     assert known() is None  # whoever keeps the handle keeps nobody who followed
 
 
+def test_it_is_over_when_the_last_of_several_followers_has_done_with_its_blocks(scheduler):
+    save, holders = scheduler.offload([3], [2], layerwise=True), [Holder(), Holder()]
+    change(save._movement, functools.partial(save._movement.followers.extend, holders))
+    for layer in range(5):
+        save.mark_layer_written(layer)
+    save.wait_on(timeout_s=WAIT_S)
+    for holder in holders:
+        assert save._movement.last_event.wait(WAIT_S) and not save.done()
+        holder.busy = False
+    assert save.done()
+
+
 def test_a_cancel_ends_what_a_follower_still_does_with_its_blocks(scheduler):
     save, holder = scheduler.offload([3], [2], layerwise=True), Holder()
     change(save._movement, functools.partial(save._movement.followers.append, holder))
