@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
 from paddle_kv.offload import BlockState
 from paddle_kv.offload.prefetch import Prefetch
 from paddle_kv.tracking.group import change
@@ -14,13 +9,6 @@ from tests.offload.chunk_rig import WAIT_S
 from tests.offload.urgency_rig import TABLE, Server, ahead
 
 PRESENT, ARRIVING, TIER = BlockState.PRESENT, BlockState.ARRIVING, BlockState.TIER
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.close()
 
 
 def is_read(server: Server, keys: list[bytes]) -> bool:

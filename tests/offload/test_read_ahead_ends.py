@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,6 @@ import pytest
 from paddle_kv.tiers import Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, until
 from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.close()
 
 
 def wakes(prefetch: Any, action: Callable[[], object]) -> bool:
