@@ -284,13 +284,9 @@ class ReadingBooks(Books):
                 wanted, left = [], []  # it would be late
             if not wanted:
                 return None
-            try:
-                fetching = self._fetch(wanted, prefetch.left_s, urgent=False)
-            except TransferError:  # its first blocks, which have come, make no room for others of it
-                left, room = [], self._room(prefetch.prefix)
-                if not 0 < room < len(wanted):
-                    raise
-                fetching = self._fetch(wanted[:room], prefetch.left_s, urgent=False)
+            fetching = self._fetch_first(wanted, prefetch)
+            if fetching.num_blocks < len(wanted):
+                left = []
             prefetch.fetching.append(fetching)
             return fetching
         except TransferError:
@@ -304,6 +300,16 @@ class ReadingBooks(Books):
             if not prefetch.waits:
                 self.group.notify()
         return None
+
+    def _fetch_first(self, keys: list[bytes], prefetch: Prefetch) -> TierFetching:
+        """As many of the first ones as there is room for: those of it that have come make no room for others of it."""
+        try:
+            return self._fetch(keys, prefetch.left_s, urgent=False)
+        except TransferError:
+            room = self._room(prefetch.prefix)
+            if not 0 < room < len(keys):
+                raise
+        return self._fetch(keys[:room], prefetch.left_s, urgent=False)
 
     def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool) -> TierFetching:
         job = self._plan_from_tier(keys, list(range(len(keys))))  # no device block is meant
