@@ -82,7 +82,7 @@ def has_given_back_its_events(scheduler: LayerwiseScheduler) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["save", "layerwise", "by marks", "load", "behind"])
-def test_an_error_at_each_line_of_a_start_leaves_nothing_held(kind: str) -> None:
+def test_an_error_at_each_line_of_a_start_leaves_nothing_held(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig()
     backend = RecordingBackend(CpuBackend(), Log()) if kind == "by marks" else CpuBackend()
     scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
@@ -112,6 +112,7 @@ def test_an_error_at_each_line_of_a_start_leaves_nothing_held(kind: str) -> None
         scheduler._statistics.queued_bytes = 0
     assert number > 50
     scheduler.close(WAIT_S)
+    assert not caplog.records  # the caller has heard of each
 
 
 def test_what_is_moved_behind_a_start_that_failed_keeps_the_order(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
