@@ -65,3 +65,28 @@ def test_the_times_of_a_layer_begin_where_those_of_the_one_before_end(rig):
         times = load.layer_times_ms
     assert [start for start, _ in times[1:]] == [end for _, end in times[:-1]]
     assert times[0][0] < times[0][1]
+
+
+def test_a_layerwise_save_stands_behind_its_marks_and_nothing_else(rig):
+    """Not behind what the compute stream was given before: the layers may be written on another one."""
+
+    class Recording(CpuBackend):
+        def __init__(self):
+            super().__init__()
+            self.recorded = []
+
+        def record(self, event, stream):
+            self.recorded.append(event)
+            super().record(event, stream)
+
+    backend = Recording()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        backend.recorded.clear()
+        save = scheduler.offload([3], [2], layerwise=True)
+        assert backend.recorded == []
+        for layer in range(save.num_layers):
+            save.mark_layer_written(layer)
+        save.wait(WAIT_S)
+        assert len(backend.recorded) == save.num_layers
+        scheduler.offload([3], [2]).wait(WAIT_S)
+        assert len(backend.recorded) == save.num_layers + 1
