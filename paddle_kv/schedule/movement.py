@@ -299,10 +299,7 @@ class Movement:
         """Takes what all of it is likely to need, at once: to take an event costs more than to make one."""
         submissions = self.plan.num_groups if self.to_mark or self.unread else 1
         of_compute = 0 if self.layerwise else 1
-        count = of_compute + len(self.to_mark) + submissions + self.plan.num_groups
-        events = self.scheduler.resources.take_events(count)
-        self.held = (events,)
-        self.spare = list(events)
+        self.spare = self.hold_events(of_compute + len(self.to_mark) + submissions + self.plan.num_groups)
 
     def hold_events(self, count: int) -> list[Event]:
         """Events that live until it is over."""

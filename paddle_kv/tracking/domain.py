@@ -89,20 +89,20 @@ class BlockDomain:
         and where it writes, those that read them."""
         if not self._transfers:
             return []
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         numbers = {*_numbers(self._writer[ids]), *(self._readers_of(ids) if writing else ())}
         return [self._transfers[number] for number in sorted(numbers)]
 
     def lone_holders(self, block_ids: Sequence[int] | Ids) -> list[Tracked]:
         """Those that write one of the blocks, or read it alone. The blocks may be free when these have been looked at;
         of one that several read, and there may be thousands, the last one will be heard of."""
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         return [self._transfers[one] for one in sorted({*_numbers(self._writer[ids]), *_numbers(self._reader[ids])})]
 
     def check(self, block_ids: Sequence[int] | Ids, pool: str, *, writing: bool) -> None:
         """Raises where a lease forbids the access, or a poisoned block would be read."""
         if self._num_leases:
-            ids = _array(block_ids)
+            ids = np.asarray(block_ids, np.int64)
             leased = ids[(self._leases if writing else self._write_leases)[ids] > 0]
             if leased.size:
                 raise LeasedError(
@@ -111,7 +111,7 @@ class BlockDomain:
                 )
         if writing or not self._why_poisoned:
             return
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         found = ids[self._poisoned[ids]]
         # A transfer that writes the block anew gives it its content back, if it does not fail.
         rewritten = [number for number in _numbers(self._writer[found]) if not self._transfers[number].spoiled]
@@ -178,7 +178,7 @@ class BlockDomain:
 
     def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, why: str) -> None:
         """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         own = ids[self._writer[ids] == transfer.number]
         self._poisoned[own] = True
         self._why_poisoned.update(dict.fromkeys(own.tolist(), why))
@@ -201,7 +201,7 @@ class BlockDomain:
             own = writes[self._writer[writes] == number]
             self._writer[own] = NOBODY
             if written:
-                self.mark_rewritten(own[~np.isin(own, _array(lost))] if len(lost) else own)
+                self.mark_rewritten(own[~np.isin(own, np.asarray(lost, np.int64))] if len(lost) else own)
         self._transfers.pop(number, None)
 
     def rebuild(self) -> None:
@@ -221,7 +221,7 @@ class BlockDomain:
         """The blocks hold usable data again."""
         if not self._why_poisoned:
             return
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         for block_id in ids[self._poisoned[ids]].tolist():
             self._why_poisoned.pop(block_id, None)
         self._poisoned[ids] = False
@@ -229,7 +229,7 @@ class BlockDomain:
     # ---- leases ----
     def try_lease(self, block_ids: Sequence[int], *, write: bool) -> bool:
         """Takes the lease, unless a transfer or another lease conflicts with it."""
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         conflicts = self._writer[ids] != NOBODY
         conflicts |= (self._leases if write else self._write_leases)[ids] > 0
         if write:
@@ -242,7 +242,7 @@ class BlockDomain:
         return True
 
     def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
-        ids = _array(block_ids)
+        ids = np.asarray(block_ids, np.int64)
         self._leases[ids] -= 1
         self._write_leases[ids] -= write
         self._num_leases -= ids.size
@@ -262,10 +262,6 @@ class BlockDomain:
         mask = np.zeros(self._writer.size, bool)
         mask[ids] = True
         return mask
-
-
-def _array(block_ids: Sequence[int] | Ids) -> Ids:
-    return np.asarray(block_ids, np.int64)
 
 
 def _numbers(of_blocks: Ids) -> list[int]:
