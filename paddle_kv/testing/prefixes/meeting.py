@@ -156,11 +156,21 @@ class Meeting:
         for part in self._parts:
             part.first = min(max(host_first if part.place == LINK else tier_first, part.front), part.back)
 
+    def needed_s(self, place: str, begin_s: float, pass_s: float) -> float:
+        """When the model should come to what is loaded from there: at ``begin_s``, when it begins, if nothing before
+        that is computed; else at ``pass_s``, with the end of the prompt."""
+        for part in self._parts:
+            if self._lost or part.first > part.front:
+                return pass_s
+            if part.place == place:
+                break
+        return begin_s
+
     def next_load(self, place: str, now_s: float, pass_s: float, rates: RateSnapshot) -> Load | None:
         """The next load from there, or None; it is under way from now on.
 
-        ``pass_s``: when the model should come to what is behind the part. If what is left takes until then, it comes as
-        one load, layer by layer.
+        ``pass_s``: when the model should come to what is behind the part, see :meth:`needed_s`. If what is left takes
+        until then, it comes as one load, layer by layer.
         """
         part = self._of.get(place)
         if part is None or part.first >= part.back:
@@ -201,7 +211,7 @@ class Meeting:
             state = self._state[position]
             if state == LOADING:
                 load = next(one for one in self.loading if one.start <= position < one.stop)
-                if not self._is_worth_waiting(load, now_s, rates):
+                if not self._is_worth_waiting(load, now_s, rates, max((one.due_s for one in awaits), default=now_s)):
                     self.load_lost(load)
                     continue
                 awaits.append(load)
@@ -238,12 +248,13 @@ class Meeting:
             last_token, last = self._end, self._end == self._prompt.num_tokens
         return Chunk(first_token, last_token, position, stop, tuple(awaits), last)
 
-    def _is_worth_waiting(self, load: Load, now_s: float, rates: RateSnapshot) -> bool:
-        """Whether it is there before the model could have computed it, as far as anybody knows."""
+    def _is_worth_waiting(self, load: Load, now_s: float, rates: RateSnapshot, others_s: float) -> bool:
+        """Whether it is there before the model could have computed it, as far as anybody knows, or before the others
+        that the same pass awaits."""
         if not (rates.link_waits if load.place == LINK else rates.tier_waits) or now_s >= load.late_s:
             return False
         compute_s = rates.prefill_s(load.start * self._block_tokens, load.stop * self._block_tokens)
-        return load.due_s - now_s <= compute_s + LATE_S
+        return load.due_s <= max(others_s, now_s + compute_s) + LATE_S
 
     # ---- what has happened ----
     def load_done(self, load: Load) -> None:

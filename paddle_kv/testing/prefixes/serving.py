@@ -116,6 +116,7 @@ class _Turn:
     meeting: Meeting
     pace: float  # of the model for this prompt: the same however it is cut into passes
     loads: random.Random
+    begin_s: float = 0.0  # when the model should be free for its next pass
     pass_s: float = 0.0  # when the model should come to the end of the prompt
     expected_s: float = 0.0  # that the model needs for it
     queued: dict[str, int] = field(default_factory=lambda: {LINK: 0, TIER: 0})
@@ -136,6 +137,8 @@ class _Job:
     probe: bool = False
     begun_s: float = 0.0
     first_layer_s: float = 0.0
+    read_s: float = 0.0  # when its tier has begun
+    link_s: float = 0.0  # for how long the link had moved something when this one began
 
 
 class _Channel:
@@ -144,6 +147,19 @@ class _Channel:
     def __init__(self) -> None:
         self.queue: LinkQueue[_Job] = LinkQueue(NO_LIMIT)
         self.moving: _Job | None = None
+        self._moved_s = 0.0  # what has ended
+
+    def begin(self, job: _Job, now_s: float) -> None:
+        self.moving, job.begun_s = job, now_s
+
+    def end(self, now_s: float) -> None:
+        assert self.moving is not None
+        self._moved_s += now_s - self.moving.begun_s
+        self.moving = None
+
+    def busy_s(self, now_s: float) -> float:
+        """For how long it has moved something so far."""
+        return self._moved_s + (0.0 if self.moving is None else now_s - self.moving.begun_s)
 
 
 def serve(requests: Sequence[Request], found: Sequence[tuple[int, int]], machine: Machine, way: str) -> list[Served]:
@@ -235,8 +251,10 @@ class _Server:
             return
         if self._way == DECIDE:
             expected_s = rates.prefill_s(chunk.start_token, chunk.stop_token)
-            if chunk.stop < turn.served.found_blocks and expected_s < math.inf:
-                turn.pass_s = max(turn.pass_s, self._now_s + expected_s)
+            if expected_s < math.inf:
+                turn.begin_s = self._now_s + expected_s
+                if chunk.stop < turn.served.found_blocks:
+                    turn.pass_s = max(turn.pass_s, turn.begin_s)
         self._fill()
         compute_s = self._exact.prefill_s(chunk.start_token, chunk.stop_token) * turn.pace
         turn.chunk, turn.missing, turn.pass_end_s = chunk, set(chunk.awaits), self._now_s + compute_s
@@ -296,11 +314,11 @@ class _Server:
     def _decide(self, turn: _Turn, rates: RateSnapshot, wait_s: float) -> None:
         if self._way != DECIDE:
             turn.meeting.load_from(0, 0)
-            turn.pass_s = self._now_s
+            turn.begin_s = turn.pass_s = self._now_s
             return
         waits = [self._wait_s(place, turn.number) for place in (LINK, TIER)]
         found = turn.meeting.plan(rates, wait_s=wait_s, link_wait_s=waits[0], tier_wait_s=waits[1])
-        turn.pass_s = self._now_s + min(found.pass_s, 1e9)
+        turn.begin_s, turn.pass_s = self._now_s + wait_s, self._now_s + min(found.pass_s, 1e9)
         turn.expected_s = max(0.0, min(found.expected_s - wait_s, 1e9))
         if turn is self._serving:
             self._model_free_s = self._now_s + turn.expected_s
@@ -333,9 +351,10 @@ class _Server:
                 wait_s += turn.expected_s
             for place in (LINK, TIER):
                 trusted = rates.link_waits if place == LINK else rates.tier_waits
-                now = trusted and turn is self._serving and turn.pass_s <= self._now_s  # all of it: the model is there
+                needed_s = turn.meeting.needed_s(place, turn.begin_s, turn.pass_s)
+                now = trusted and turn is self._serving and needed_s <= self._now_s  # all of it: the model is there
                 while now or turn.queued[place] < MOST_LOADING:
-                    load = turn.meeting.next_load(place, self._now_s, turn.pass_s, rates)
+                    load = turn.meeting.next_load(place, self._now_s, needed_s, rates)
                     if load is None:
                         break
                     self._begin(_Job(turn, load, load.stop - load.start, place))
@@ -413,7 +432,9 @@ class _Server:
             if job.load.cancelled and not job.probe:
                 self._gone(job)
                 continue
-            channel.moving, job.begun_s = job, self._now_s
+            if job.place == job.load.place:
+                job.read_s, job.link_s = self._now_s, self._channels[LINK].busy_s(self._now_s)
+            channel.begin(job, self._now_s)
             seconds, fails = self._taken_s(place, job)
             self._at(self._now_s + seconds, lambda job=job, fails=fails: self._moved(place, job, fails))  # type: ignore[misc]
 
@@ -423,8 +444,9 @@ class _Server:
         if place == LINK and job.load.place == LINK:
             job.first_layer_s = self._now_s + link_s * noise / layers
             return link_s * noise, False
-        if place == LINK:  # it follows the tier, layer by layer or block by block
-            return (max(link_s / layers, link_s - tier_s) if job.load.layerwise else link_s) * noise, False
+        if place == LINK:  # layer by layer it has followed the tier, while nothing else was moved
+            idle_s = self._now_s - job.read_s - (self._channels[LINK].busy_s(self._now_s) - job.link_s)
+            return (max(link_s / layers, link_s - idle_s) if job.load.layerwise else link_s) * noise, False
         self._reads += 1
         fault = self._machine.faults(self._reads, self._now_s, job.num_blocks)
         if fault.fails:
@@ -435,7 +457,7 @@ class _Server:
 
     def _moved(self, place: str, job: _Job, fails: bool) -> None:
         load = job.load
-        self._channels[place].moving = None
+        self._channels[place].end(self._now_s)
         size, taken_s = self._bytes(job), self._now_s - job.begun_s
         if fails:
             self._probing.discard(job)
