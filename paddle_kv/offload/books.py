@@ -192,11 +192,13 @@ class Books:
             for key, state in zip(keys, self.directory.states(keys), strict=True)
         ]
 
-    def onload(self, keys: list[bytes], device_ids: list[int], compute: Stream) -> Transfer:
+    def onload(
+        self, keys: list[bytes], device_ids: list[int], compute: Stream, *, urgent: bool | None = None
+    ) -> Transfer:
         self.settle()
         job = self.directory.plan_load(keys, device_ids)
         try:
-            transfer = self.moves.start("onload", device_ids, job.host_slots, compute)
+            transfer = self.moves.start("onload", device_ids, job.host_slots, compute, urgent=urgent)
         except BaseException as error:
             damaged = error.damaged_host_blocks if isinstance(error, TransferError) else ()
             self.directory.undo(job, [i for i, slot in enumerate(job.host_slots) if slot in damaged])

@@ -15,12 +15,13 @@ from ..schedule.transfer import Transfer
 from ..timeouts import check_timeout
 from ..tracking.group import change
 from ..tracking.keeper import Deadline
-from .feeding import Meeting, Step
+from .feeding import Meeting
 from .found import BlockState
 from .hashing import PrefixHasher
 from .lease import Lease
 from .pieces import Piece, cut
 from .request import Request, full_table
+from .waits import Step
 
 How = Literal["load", "compute", "sooner"]
 

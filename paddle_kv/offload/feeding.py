@@ -15,7 +15,6 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..backend.work import Stream
@@ -29,7 +28,8 @@ from .found import BlockState
 from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
 from .rates import LINK, TIER, Rates
-from .weighing import weigh, weigh_ranges
+from .waits import Step, Waits
+from .weighing import weigh
 
 MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
@@ -49,30 +49,11 @@ class Owner(Protocol):
     @property
     def num_reading_blocks(self) -> int: ...
 
-    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Any: ...
+    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any, *, urgent: bool | None) -> Any: ...
 
     def is_read(self, keys: list[bytes]) -> bool: ...
 
     def read_soon(self, keys: list[bytes]) -> Prefetch: ...
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the model does next.
-
-    Attributes:
-        piece: to compute; None: what comes behind the prefix.
-        loads: what it needs of what is before that, layer by layer.
-        leaving: this one first has to be over: the piece was taken from it.
-        reading: this first comes from the tier, or :attr:`left_s` is over: sooner than the piece could be computed.
-        left_s: for that.
-    """
-
-    piece: Piece | None = None
-    loads: tuple[Movement, ...] = ()
-    leaving: Movement | None = None
-    reading: Prefetch | None = None
-    left_s: float = 0.0
 
 
 class Feed:
@@ -147,15 +128,16 @@ class Meeting:
         self.line = Line(pieces)
         self.moving: dict[Piece, Movement] = {}
         self.begun = self.ended = False
+        self._is_beside = False  # the model waits for what is loaded next together with what is under way
         self.num_computed_blocks = 0
         self._keys, self._device_ids = list(keys), list(device_ids)
         self.keys = frozenset(keys)
         self._rates = rates
         self._front = 0  # pieces before it are done
         self.lost_blocks: set[int] = set()
-        self._num_tokens = num_tokens
-        self._costs = {"chunk_tokens": chunk_tokens, "num_layers": books.scheduler.device_cache.spec.num_layers}
-        worth = weigh(rates, states, num_tokens=num_tokens, **self._costs)
+        num_layers = books.scheduler.device_cache.spec.num_layers
+        self._waits = Waits(rates, len(keys), num_tokens, chunk_tokens, num_layers)
+        worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers)
         for piece in pieces:
             if BlockState.TIER in states[piece.start : piece.stop]:
                 self.line.set(piece, PieceState.BELOW)
@@ -194,14 +176,16 @@ class Meeting:
             self.line.set(piece, PieceState.LOST)
 
     def _look_at_reading(self) -> None:
-        for piece, prefetch in [*self._reading.items()]:
-            if prefetch.done:
-                del self._reading[piece]
-                self.line.set(piece, PieceState.WAITING)
-                self._read.append(piece)
-            elif time.monotonic() > piece.late_s:
-                self._tell_late(piece, TIER)
-                self._leave(piece, PieceState.LOST)
+        for piece in [piece for piece, prefetch in self._reading.items() if prefetch.done]:
+            del self._reading[piece]
+            self.line.set(piece, PieceState.WAITING)
+            self._read.append(piece)
+            for one in self._reading:
+                if one.begin_s <= piece.begin_s:  # the tier has done this one first
+                    one.late_s += self._rates.late_s(piece.size, TIER)
+        for piece in [piece for piece in self._reading if time.monotonic() > piece.late_s]:
+            self._tell_late(piece, TIER)
+            self._leave(piece, PieceState.LOST)
 
     def _tell_late(self, piece: Piece, source: str) -> None:
         num_bytes = piece.num_blocks * self._rates.block_bytes
@@ -258,7 +242,7 @@ class Meeting:
             self._lose(piece)  # the tier has not brought it, or another one is about to
             return False
         try:
-            transfer = books.onload(keys, ids, self._events(books))
+            transfer = books.onload(keys, ids, self._events(books), urgent=self._is_beside or None)
         except Exception as error:  # noqa: BLE001  whatever it is: it is computed
             log.debug("a part of a prefix is computed and not loaded: %s", error)
             self._lose(piece)
@@ -266,6 +250,8 @@ class Meeting:
         movement: Movement = transfer._movement
         self.line.set(piece, PieceState.LOADING)
         piece.expect(len(keys), self._rates, LINK, books.feed.free_s)
+        if self._is_beside:
+            piece.begin_s = time.monotonic()
         books.feed.free_s = piece.due_s
         self.moving[piece] = movement
         tell = functools.partial(_look, weakref.ref(books))
@@ -331,24 +317,29 @@ class Meeting:
     # ---- the front ----
     def next(self, books: Owner) -> Step:
         """What is computed now; nothing of it is, or comes to be, under way to the device behind ``leaving``."""
-        self.begun = True
+        self.begun, self._is_beside = True, False
         self.look()
         loads: list[Movement] = []
+        others_s = 0.0  # when these should be there
         number = self._front
         while number < len(self.line.pieces):
             piece = self.line.pieces[number]
-            if stop := self._quicker_rest(piece, books):
+            if stop := self._quicker_rest(piece, books, others_s):
+                self._is_beside = bool(loads)
                 self._load(books, self.line.join(number, self.line.at(stop)))
+                self._is_beside = False
                 piece = self.line.pieces[number]
-            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece):
+            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece, others_s):
                 self._give_up(piece)
                 continue
             if piece.state is PieceState.CANCELLED:
                 return Step(leaving=self.moving[piece])
-            if (read := self._worth_reading(piece, books)) is not None:
+            if (read := self._worth_reading(piece, books, others_s)) is not None:
+                self._is_beside = bool(loads)
                 return Step(reading=self._reading[read], left_s=max(0.0, read.late_s - time.monotonic()))
             if piece.state is PieceState.LOADING:
                 loads.append(self.moving[piece])
+                others_s = max(others_s, piece.due_s)
             elif not self._is_done(piece):
                 self._take(piece)
                 return self._with(Step(piece, tuple(loads)))
@@ -368,7 +359,7 @@ class Meeting:
         settling.look(movement)
         self.look()
 
-    def _quicker_rest(self, piece: Piece, books: Owner) -> int:
+    def _quicker_rest(self, piece: Piece, books: Owner, others_s: float) -> int:
         """Where it ends, if the model should wait for all that is in host memory from this piece on, layer by layer,
         rather than compute the piece first; else 0. It is asked for each chunk, so it does not go through the rest
         before all of that is about to be loaded."""
@@ -377,7 +368,7 @@ class Meeting:
             if piece.state is not PieceState.WAITING:
                 break
             stop = self.line.waiting_stop(piece.start)
-            if not self._is_quicker(piece, stop, books):
+            if not self._is_quicker(piece, stop, books, others_s):
                 break
             run = self.line.pieces[self.line.at(piece.start) : self.line.at(stop)]
             gone = [one for one in run if not self._is_here(one, books)]
@@ -395,23 +386,23 @@ class Meeting:
                 break
             self.line.set(piece, PieceState.WAITING)
 
-    def _is_quicker(self, first: Piece, stop: int, books: Owner) -> bool:
+    def _is_quicker(self, first: Piece, stop: int, books: Owner, others_s: float) -> bool:
+        now_s, rates, reading = time.monotonic(), self._rates.snapshot(), self.line.num_reading
         behind = self.line.num_to_compute - (stop - first.start)  # before it nothing is to be computed
-        weighed = functools.partial(
-            weigh_ranges,
-            self._rates,
-            tier=(stop, stop),
-            num_tokens=self._num_tokens - (len(self._keys) - stop - behind) * self._rates.block_tokens,
-            link_wait_s=max(0.0, books.feed.free_s - time.monotonic()),
-            **self._costs,
+        from_tier = 0
+        if rates.tier_waits:
+            below = max(0, self._below[-1].stop - max(stop, self._below[0].start)) if self._below else 0
+            from_tier = min(reading + below, behind)
+        return self._waits.for_rest(
+            first.start,
+            first.stop,
+            stop,
+            tier_blocks=from_tier,
+            behind_blocks=behind - from_tier,
+            link_wait_s=max(0.0, books.feed.free_s - now_s),
+            tier_wait_s=max(0, books.num_reading_blocks - reading) * rates.tier_s if from_tier else 0.0,
+            others_s=max(0.0, others_s - now_s),
         )
-        worth = weighed(host=(first.start, stop))
-        if worth.choice != "meet" or worth.host_first >= first.stop:
-            return worth.choice == "load"
-        # The best would be to compute a part of the piece; it is computed as a whole, or all is loaded.
-        piece_s = self._rates.compute_s(first.start, first.stop)
-        assert piece_s is not None  # or there would be nothing to weigh
-        return worth.load_s <= weighed(host=(first.stop, stop), wait_s=piece_s).expected_s
 
     def _with(self, step: Step) -> Step:
         for piece, movement in self.moving.items():
@@ -424,25 +415,30 @@ class Meeting:
         self.num_computed_blocks += piece.size
         self._leave(piece, PieceState.COMPUTED)
 
-    def _is_worth_waiting(self, piece: Piece) -> bool:
-        """Whether it is there before the model could have computed it, as far as anybody knows."""
+    def _is_worth_waiting(self, piece: Piece, others_s: float) -> bool:
+        """Whether its load is there in time, as far as anybody knows. ``others_s``: when the loads are that a pass over
+        it has to wait for."""
         if piece.awaited:
             return True
-        now_s, compute_s = time.monotonic(), self._rates.compute_s(piece.start, piece.stop)
+        now_s = time.monotonic()
         if now_s > piece.late_s:
             self._tell_late(piece, LINK)
             return False
-        if not self._rates.snapshot().link_waits or compute_s is None or self.moving[piece].num_unsubmitted:
+        if not self._rates.snapshot().link_waits or self.moving[piece].num_unsubmitted:
             return False
-        return piece.due_s - now_s <= compute_s
+        return self._comes_sooner(piece, piece.begin_s, piece.due_s, others_s)
 
-    def _worth_reading(self, piece: Piece, books: Owner) -> Piece | None:
-        """What is to come from the tier next, if this piece comes from there, and over the link, before the model could
-        have computed it."""
+    def _comes_sooner(self, piece: Piece, begin_s: float, there_s: float, others_s: float) -> bool:
+        """Than the model would compute it; ``begin_s``: its load."""
+        from_now = (max(0.0, begin_s - (now_s := time.monotonic())), there_s - now_s, max(0.0, others_s - now_s))
+        return self._waits.for_one(piece.start, piece.stop, *from_now)
+
+    def _worth_reading(self, piece: Piece, books: Owner, others_s: float) -> Piece | None:
+        """What is to come from the tier next, if this piece comes from there, and over the link, in time."""
         rates = self._rates.snapshot()
         if not self._reading or not (rates.tier_waits and rates.link_waits):
             return None
-        now_s, compute_s = time.monotonic(), self._rates.compute_s(piece.start, piece.stop)
+        now_s = time.monotonic()
         if piece.state is PieceState.READING:
             read, due_s = piece, piece.due_s
         elif piece.state is PieceState.BELOW and self._below and self._below[0].start <= piece.start:
@@ -451,13 +447,17 @@ class Meeting:
             due_s = now_s + before * rates.tier_s
         else:
             return None
-        there_s = max(due_s, books.feed.free_s) + piece.size * rates.link_s
-        return read if compute_s is not None and now_s <= read.late_s and there_s - now_s <= compute_s else None
+        begin_s = max(due_s, books.feed.free_s)
+        there_s = begin_s + piece.size * rates.link_s
+        if others_s:
+            begin_s = due_s  # beside these
+        return read if now_s <= read.late_s and self._comes_sooner(piece, begin_s, there_s, others_s) else None
 
     def read_late(self, reading: Prefetch) -> None:
         """The model has waited for it until its time was over."""
+        self._look_at_reading()
         for piece, prefetch in [*self._reading.items()]:
-            if prefetch is reading and not prefetch.done:
+            if prefetch is reading and time.monotonic() >= piece.late_s:
                 self._tell_late(piece, TIER)
                 self._leave(piece, PieceState.LOST)
 

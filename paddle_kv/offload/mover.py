@@ -244,7 +244,8 @@ class Mover:
         slots = [slot for job in jobs for slot in job.host_slots]
         ids = [one for job in jobs for one in job.device_ids]
         blocks = [self._blocks[slot] for slot in slots]
-        transfer = self._moves.start("offload" if saves else "onload", ids, blocks, compute, layerwise=layerwise)
+        direction, urgent = ("offload", False) if saves else ("onload", None)
+        transfer = self._moves.start(direction, ids, blocks, compute, layerwise=layerwise, urgent=urgent)
         transfer._movement.computed_from = ()  # the directory knows from what, and which ranks have failed
         transfer._movement.told = True  # by the result: an engine waits for no save
         moving = Moving(transfer._movement, jobs)

@@ -64,10 +64,10 @@ class Moves:
         compute: Stream,
         *,
         layerwise: bool = False,
+        urgent: bool | None = False,
         behind: Collection[Movement] = (),
     ) -> Transfer:
         plan = self.scheduler.plan(direction, list(device_ids), list(host_ids))
-        urgent = None if direction == "onload" else False
         return self.scheduler.start_here(plan, compute, layerwise, urgent, behind)
 
     def add(self, transfer: Transfer, jobs: Sequence[Job]) -> None:

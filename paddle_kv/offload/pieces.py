@@ -88,25 +88,30 @@ class Line:
     Attributes:
         pieces: in order; changed by :meth:`join` and :meth:`part` alone.
         num_to_compute: blocks that are neither computed, nor loaded, nor on their way to the device.
+        num_reading: those of them that are on their way from the tier.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = list(pieces)
-        self.num_to_compute = 0
+        self.num_to_compute = self.num_reading = 0
         self._stop = pieces[-1].stop if pieces else 0
         self._ends: list[int] = []  # where pieces begin that do not wait in host memory, in order
         for piece in pieces:
             self._enter(piece)
 
     def _enter(self, piece: Piece) -> None:
-        self.num_to_compute += piece.size * (piece.state in _TO_COMPUTE)
+        self._count(piece, piece.size)
         if piece.state is not PieceState.WAITING:
             insort(self._ends, piece.start)
 
     def _leave(self, piece: Piece) -> None:
-        self.num_to_compute -= piece.size * (piece.state in _TO_COMPUTE)
+        self._count(piece, -piece.size)
         if piece.state is not PieceState.WAITING:
             del self._ends[bisect_left(self._ends, piece.start)]
+
+    def _count(self, piece: Piece, blocks: int) -> None:
+        self.num_to_compute += blocks * (piece.state in _TO_COMPUTE)
+        self.num_reading += blocks * (piece.state is PieceState.READING)
 
     def set(self, piece: Piece, state: PieceState) -> None:
         """One of ``pieces``."""

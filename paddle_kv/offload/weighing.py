@@ -40,6 +40,7 @@ def weigh_ranges(
     num_layers: int,
     wait_s: float = 0.0,
     link_wait_s: float = 0.0,
+    tier_wait_s: float = 0.0,
 ) -> Decision:
     """Of blocks ``[start, stop)`` of a prompt in host memory and in the tier, one of the two behind the other."""
     return decide(
@@ -49,6 +50,7 @@ def weigh_ranges(
         num_layers=num_layers,
         wait_s=wait_s,
         link_wait_s=link_wait_s,
+        tier_wait_s=tier_wait_s,
     )
 
 

@@ -69,6 +69,8 @@ def start(
         movements[movement.number] = movement
         movement.target.group.transfers[movement.number] = movement
         scheduler.note_start(movement)
+        if not to_host and "urgent" in resources.streams:
+            _note_shared_link(movement)
         if layerwise:
             by_marks.offer(movement)
         settling.begin(movement)
@@ -83,6 +85,12 @@ def start(
         raise
     movement.submission_failed = movement.failure is not None
     return transfer
+
+
+def _note_shared_link(movement: Movement) -> None:
+    for one in movement.group.transfers.values():
+        if one.direction == "onload" and one.stream is not movement.stream and not one.over:
+            one.shares_link = movement.shares_link = True
 
 
 def _prepare(movement: Movement, compute: Stream | Events) -> Transfer:

@@ -12,10 +12,11 @@ import pytest
 
 from paddle_kv.errors import ClosedError, ForkedError
 from paddle_kv.offload import feeding, pieces
-from paddle_kv.offload.feeding import Feed, Meeting, Step
+from paddle_kv.offload.feeding import Feed, Meeting
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece, PieceState
 from paddle_kv.offload.rates import LATE_S, LINK, TIER, Rates
+from paddle_kv.offload.waits import Step
 from paddle_kv.schedule.movement import State
 
 SIZE = 16  # tokens
@@ -27,8 +28,8 @@ HERE, BELOW = BlockState.PRESENT, BlockState.TIER
 class Copy:
     """A load to the device."""
 
-    def __init__(self, positions: list[int], behind: Any) -> None:
-        self.positions, self.behind = positions, behind
+    def __init__(self, positions: list[int], behind: Any, urgent: bool | None) -> None:
+        self.positions, self.behind, self.urgent = positions, behind, urgent
         self.over, self.state, self.num_unsubmitted = False, State.ARRIVING, 0
         self.callbacks: list[Callable[[], object]] = []
         self.ends_when_cancelled = False
@@ -112,11 +113,11 @@ class Bench:
         if compute_s is not None:
             self.rates.set_prefill(compute_s / SIZE)
 
-    def onload(self, keys: list[bytes], device_ids: list[int], behind: Any) -> Any:
+    def onload(self, keys: list[bytes], device_ids: list[int], behind: Any, *, urgent: bool | None) -> Any:
         if self.fails:
             raise OSError("no link")
         assert [1000 + int(key) for key in keys] == device_ids
-        copy = Copy([int(key) for key in keys], behind)
+        copy = Copy([int(key) for key in keys], behind, urgent)
         if self.over_at_once:
             copy.end()
         self.copies.append(copy)
@@ -174,6 +175,16 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def states_of(meeting: Meeting) -> list[str]:
     return [piece.state.value for piece in meeting.line.pieces]
+
+
+def wait_as_long_as_computing(bench: Bench, meeting: Meeting) -> None:
+    """Whatever the pass behind that takes."""
+
+    def for_one(start: int, stop: int, begin_s: float, there_s: float, others_s: float) -> bool:
+        compute_s = bench.rates.compute_s(start, stop)
+        return compute_s is not None and there_s <= compute_s
+
+    meeting._waits.for_one = for_one  # type: ignore[method-assign]
 
 
 def worth(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
@@ -465,6 +476,7 @@ def reading(bench: Bench, compute_s: float, monkeypatch: pytest.MonkeyPatch) -> 
     bench.know(0.125, compute_s, 1.0)
     worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
     meeting = bench.meeting([BELOW] * BLOCKS)
+    wait_as_long_as_computing(bench, meeting)
     bench.fill()
     return meeting
 
@@ -507,6 +519,7 @@ def test_the_model_waits_for_a_piece_whose_turn_comes_soon(
     bench.know(0.125, compute_s + (0.001 if waits else -0.001), 1.0)
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=BLOCKS)
     meeting = bench.meeting([BELOW] * 6 * BLOCKS)
+    wait_as_long_as_computing(bench, meeting)
     bench.fill()
     assert len(bench.reads) == 4
     if others:
@@ -533,6 +546,39 @@ def test_the_model_waits_for_a_read_until_that_is_late(bench: Bench, monkeypatch
     assert bench.next(meeting) == Step(piece, ())
     meeting.read_late(me)  # it is not read any more
     assert len(bench.late) == 1
+
+
+def test_what_the_tier_does_first_may_make_another_one_as_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(0.125, 10.0, 1.0)
+    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * 2 * BLOCKS)
+    bench.fill()
+    second, first = meeting._reading  # from the back
+    late_s, more_s = second.late_s, bench.rates.late_s(BLOCKS, TIER)
+    bench.now_s = first.begin_s = second.begin_s + 1.0
+    bench.arrive(bench.reads[1])
+    bench.now_s = late_s + 0.5
+    me: Any = bench.reads[0]
+    meeting.read_late(me)
+    assert (bench.late, second.late_s, states_of(meeting)) == ([], late_s + more_s, ["waiting", "reading"])
+    bench.now_s = late_s + more_s + 0.5
+    meeting.look()
+    assert (len(bench.late), states_of(meeting)) == (1, ["waiting", "lost"])
+
+
+def test_what_the_tier_does_in_order_gives_the_others_no_more_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.know(0.125, 10.0, 1.0)
+    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * 2 * BLOCKS)
+    bench.fill()
+    second, first = meeting._reading
+    first.begin_s = second.begin_s + 1.0
+    late_s = first.late_s
+    bench.arrive(bench.reads[0])
+    meeting.look()
+    assert (first.late_s, states_of(meeting)) == (late_s, ["reading", "waiting"])
 
 
 def test_a_read_that_has_come_at_its_last_moment_is_not_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -638,6 +684,7 @@ def test_the_model_waits_for_a_load_that_is_there_before_it_could_compute_it(
 ) -> None:
     bench.know(0.5, None if change == "nothing known of computing" else 1.0)
     meeting = ready(bench, "loading")
+    wait_as_long_as_computing(bench, meeting)
     [piece] = meeting.line.pieces
     piece.due_s, piece.late_s = 3.0, 10.0
     if change == "nothing known of computing":
@@ -705,47 +752,71 @@ def test_a_load_of_several_pieces_that_ends_when_it_is_given_up_is_computed_one_
     assert states_of(meeting) == ["computed", "lost", "lost"]
 
 
-@pytest.mark.parametrize(
-    ("choice", "host_first", "load_s", "quicker"),
-    [
-        ("load", 8, 1.0, True),
-        ("compute", 8, 1.0, False),
-        ("meet", 11, 6.0, True),  # it takes 6 seconds if the piece is computed first
-        ("meet", 9, 6.001, False),
-        ("meet", 12, 1.0, False),
-        ("compute", 0, 1.0, False),
-    ],
-)
-def test_all_that_is_here_is_loaded_where_that_is_no_slower_than_to_compute_a_piece_first(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, choice: str, host_first: int, load_s: float, quicker: bool
+@pytest.mark.parametrize("quicker", [True, False])
+@pytest.mark.parametrize("trusted", [True, False])
+def test_whether_all_that_is_here_is_loaded_is_asked_with_what_is_beside_and_behind_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, quicker: bool, trusted: bool
 ) -> None:
-    bench.know(1.0, 1.0, 1.0)
-    meeting = bench.meeting([HERE] * 4 * BLOCKS + [BELOW] * BLOCKS + [HERE] * BLOCKS, end_blocks=3)
-    for piece, state in zip(meeting.line.pieces[:2], (PieceState.COMPUTED, PieceState.LOADED), strict=True):
-        meeting.line.set(piece, state)
-    meeting.line.set(meeting.line.pieces[5], PieceState.LOADED)
-    bench.feed.free_s, bench.now_s = 7.0, 5.0
+    bench.know(1.0, 1.0, 0.25)
+    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
+    bench.now_s = 5.0
+    if not trusted:
+        bench.rates.observe_failed(TIER)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS + [BELOW] * 2 * BLOCKS + [HERE] * BLOCKS, end_blocks=3)
+    before, here, *_, last = meeting.line.pieces
+    meeting.line.set(before, PieceState.COMPUTED)
+    meeting.line.set(last, PieceState.LOST)
+    bench.others_blocks = 5
+    meeting._read_piece(meeting._below.pop(), bench)  # type: ignore[arg-type]
+    bench.feed.free_s = 7.0
     asked: list[Any] = []
-
-    def weigh(*given: Any, **options: Any) -> Any:
-        asked.append((*given, options))
-        return SimpleNamespace(choice=choice, host_first=host_first, load_s=load_s, expected_s=6.0)
-
-    monkeypatch.setattr(feeding, "weigh_ranges", weigh)
+    meeting._waits.for_rest = lambda *given, **options: asked.append((given, options)) or quicker  # type: ignore
     step = bench.next(meeting)
-    num_tokens = (16 + 4 + 3) * SIZE  # to its stop, what is to be computed behind it, the end
-    expected = {"tier": (16, 16), "num_tokens": num_tokens, "link_wait_s": 2.0}
-    expected |= {"chunk_tokens": BLOCKS * SIZE, "num_layers": 4}
-    assert asked[0] == (bench.rates, {**expected, "host": (8, 16)})
-    if choice == "meet" and host_first < 12:
-        assert asked[1] == (bench.rates, {**expected, "host": (12, 16), "wait_s": 4.0})
-    assert bench.loaded == ([[8, 15]] if quicker else [])
+    tier = {"tier_blocks": 2 * BLOCKS, "behind_blocks": BLOCKS, "tier_wait_s": 1.25}
+    none = {"tier_blocks": 0, "behind_blocks": 3 * BLOCKS, "tier_wait_s": 0.0}
+    waits = {"link_wait_s": 2.0, "others_s": 0.0}
+    [(blocks, figures), *_] = asked
+    assert blocks == (BLOCKS, 2 * BLOCKS, 3 * BLOCKS)
+    assert figures == pytest.approx({**(tier if trusted else none), **waits})
+    assert [(copy.positions[0], copy.positions[-1], copy.urgent) for copy in bench.copies] == (
+        [(4, 11, None)] if quicker else []
+    )
     if not quicker:
-        assert step == Step(meeting.line.pieces[2], ())
-        assert len(asked) == (2 if host_first == 9 else 1)
-    bench.now_s = 8.0
-    meeting._is_quicker(meeting.line.pieces[2], 16, bench)  # type: ignore[arg-type]
-    assert asked[-1][-1]["link_wait_s"] == (bench.feed.free_s - 8.0 if quicker else 0.0)
+        assert step.piece is here
+
+
+def test_what_the_model_awaits_together_is_loaded_side_by_side(bench: Bench) -> None:
+    """Or a small load would not begin before a long one has ended, and no pass over both could."""
+    bench.know(0.5, 2.0, 0.25)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    step = bench.next(meeting)
+    assert (step.reading, step.loads) == (bench.reads[0], ())
+    bench.arrive(bench.reads[0])
+    bench.now_s = 1.0
+    bench.fill()
+    assert [(copy.positions, copy.urgent) for copy in bench.copies] == [([0, 1, 2, 3], None), ([4, 5, 6, 7], True)]
+    [long, small] = meeting.moving
+    assert (long.begin_s, long.due_s) == (0.0, pytest.approx(2.0))
+    assert (small.begin_s, small.due_s) == (1.0, pytest.approx(4.0))  # it ends behind the other one all the same
+    assert bench.next(meeting).loads == tuple(bench.copies)  # type: ignore[comparison-overlap]
+
+
+def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None:
+    bench.know(0.5, 2.0)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    for piece in meeting.moving:
+        meeting.line.set(piece, PieceState.WAITING)
+    first, second = meeting.line.pieces[:2]
+    meeting.moving = dict(zip((first, second), bench.copies, strict=True))  # type: ignore[arg-type]
+    for piece in (first, second):
+        meeting.line.set(piece, PieceState.LOADING)
+        piece.expect(BLOCKS, bench.rates, LINK)
+    step = bench.next(meeting)
+    assert (bench.copies[-1].positions, bench.copies[-1].urgent) == (list(range(8, 16)), True)
+    assert step == Step(None, tuple(bench.copies))  # type: ignore[arg-type]
+    assert not meeting._is_beside
 
 
 # ---- again ----

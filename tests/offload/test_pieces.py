@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paddle_kv.offload import feeding
 from paddle_kv.offload import pieces as pieces_module
 from paddle_kv.offload.feeding import Feed, Meeting
 from paddle_kv.offload.found import BlockState
@@ -28,6 +29,7 @@ def agree(line: Line) -> None:
         assert piece.start == stop
         stop = piece.stop
     assert line.num_to_compute == sum(one.size for one in pieces if one.state in TO_COMPUTE)
+    assert line.num_reading == sum(one.size for one in pieces if one.state is PieceState.READING)
     for number, piece in enumerate(pieces):
         run = list(itertools.takewhile(lambda one: one.state is PieceState.WAITING, pieces[number:]))
         assert line.waiting_stop(piece.start) == (run[-1].stop if run else piece.start)
@@ -75,7 +77,7 @@ class Owner:
             backend=None,
         )
 
-    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Any:
+    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any, *, urgent: bool | None) -> Any:
         self.loads.append(len(keys))
         raise OSError("no link")
 
@@ -182,6 +184,16 @@ class Part:
         self.due_s, self.late_s = due_s, late_s
 
 
+NOW_S = 100.0
+asked: list[tuple[float, float, float]] = []  # when the load begins, is there, and others are
+
+
+@pytest.fixture(autouse=True)
+def at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked.clear()
+    monkeypatch.setattr(feeding, "time", SimpleNamespace(monotonic=lambda: NOW_S))
+
+
 def worth_reading(
     piece: Part,
     reading: list[Part],
@@ -190,22 +202,39 @@ def worth_reading(
     tier: bool = True,
     link: bool = True,
     compute_s: float = 10.0,
+    others_s: float = 0.0,
+    free_s: float = 0.0,
 ) -> Any:
-    """Each block takes a second from the tier, and none over the link."""
-    snapshot = SimpleNamespace(tier_waits=tier, link_waits=link, tier_s=1.0, link_s=0.0)
-    rates = SimpleNamespace(snapshot=lambda: snapshot, compute_s=lambda start, stop: compute_s)
-    meeting: Any = SimpleNamespace(_rates=rates, _reading=dict.fromkeys(reading), _below=below)
-    books: Any = SimpleNamespace(feed=SimpleNamespace(free_s=0.0), num_reading_blocks=0)
-    return Meeting._worth_reading(meeting, piece, books)  # type: ignore[arg-type]
+    """Each block takes a second from the tier, and a 64th of one over the link, which is free then."""
+    snapshot = SimpleNamespace(tier_waits=tier, link_waits=link, tier_s=1.0, link_s=1 / 64)
+
+    def comes_sooner(piece: Part, begin_s: float, there_s: float, others_s: float) -> bool:
+        asked.append((begin_s, there_s, others_s))
+        return there_s - NOW_S <= compute_s
+
+    meeting: Any = SimpleNamespace(
+        _rates=SimpleNamespace(snapshot=lambda: snapshot),
+        _reading=dict.fromkeys(reading),
+        _below=below,
+        _comes_sooner=comes_sooner,
+    )
+    books: Any = SimpleNamespace(feed=SimpleNamespace(free_s=free_s), num_reading_blocks=0)
+    return Meeting._worth_reading(meeting, piece, books, others_s)  # type: ignore[arg-type]
 
 
 def test_what_comes_from_the_tier_is_waited_for_where_both_ways_are_trusted() -> None:
-    read = Part(PieceState.READING, 8, due_s=0.0)
+    read = Part(PieceState.READING, 8, due_s=103.0)
     assert worth_reading(read, [read], []) is read
+    assert asked.pop() == (103.0, 103.0625, 0.0)
+    assert worth_reading(read, [read], [], free_s=105.0) is read  # the link has something to do until then
+    assert asked.pop() == (105.0, 105.0625, 0.0)
+    assert worth_reading(read, [read], [], free_s=105.0, others_s=105.0) is read  # beside what is awaited all the same
+    assert asked.pop() == (103.0, 105.0625, 105.0)
+    assert worth_reading(read, [read], [], compute_s=3.0) is None
     for trusted in ({"tier": False}, {"link": False}):
         assert worth_reading(read, [read], [], **trusted) is None
     assert worth_reading(read, [], []) is None  # nothing is on its way
-    late = Part(PieceState.READING, 8, late_s=0.0)
+    late = Part(PieceState.READING, 8, late_s=99.0)
     assert worth_reading(late, [late], []) is None
 
 
@@ -214,27 +243,24 @@ def test_of_what_lies_below_what_comes_before_it_counts() -> None:
     first, last = Part(PieceState.BELOW, 4), Part(PieceState.BELOW, 8)
     assert worth_reading(last, [read], [first, last]) is read  # behind four blocks
     assert worth_reading(first, [read], [first, last]) is read  # behind eight
-    assert worth_reading(first, [read], [first, last], compute_s=7.0) is None
-    assert worth_reading(last, [read], [first, last], compute_s=7.0) is read
+    assert worth_reading(first, [read], [first, last], compute_s=7.9) is None
+    assert worth_reading(last, [read], [first, last], compute_s=7.9) is read
     assert worth_reading(first, [read], [last]) is None  # it is no longer to be read
     assert worth_reading(Part(PieceState.LOST, 8), [read], [first, last]) is None
 
 
-def test_only_what_was_waited_for_is_late() -> None:
+def test_only_what_was_waited_for_is_late_if_its_time_is_over_still() -> None:
     log: list[Any] = []
-    parts = [Part(PieceState.READING, 0), Part(PieceState.READING, 4), Part(PieceState.READING, 8)]
-    waited, other = SimpleNamespace(done=False), SimpleNamespace(done=False)
+    parts = [Part(PieceState.READING, start, late_s=late_s) for start, late_s in ((0, 100.0), (4, 1.0), (8, 100.5))]
+    waited, other = SimpleNamespace(), SimpleNamespace()
     meeting: Any = SimpleNamespace(
         _reading=dict(zip(parts, (waited, other, waited), strict=True)),
+        _look_at_reading=lambda: log.append("look"),  # books what has come, which may give others more time
         _tell_late=lambda piece, source: log.append((piece, source)),
         _leave=lambda piece, state: log.append((piece, state)),
     )
     Meeting.read_late(meeting, waited)  # type: ignore[arg-type]
-    late = [entry for part in (parts[0], parts[2]) for entry in ((part, TIER), (part, PieceState.LOST))]
-    assert log == late
-    waited.done = True
-    Meeting.read_late(meeting, waited)  # type: ignore[arg-type]
-    assert log == late
+    assert log == ["look", (parts[0], TIER), (parts[0], PieceState.LOST)]
 
 
 @pytest.mark.parametrize(

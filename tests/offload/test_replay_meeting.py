@@ -183,3 +183,43 @@ def test_whatever_happens_each_token_is_there_once(seed: int) -> None:
         there[chunk.start_token : chunk.stop_token] = [True] * (chunk.stop_token - chunk.start_token)
         assert chunk.last == (chunk.stop_token == len(there))
     assert meeting.next_chunk(now_s, RATES) is None and math.isfinite(now_s)
+
+
+def test_what_comes_before_all_that_is_computed_is_needed_when_the_model_begins() -> None:
+    """And layer by layer, if it takes until then: the rest at the end of the prompt."""
+    meeting = meeting_of(8, 8)
+    meeting.load_from(0, 12)
+    assert (meeting.needed_s(LINK, 1.0, 5.0), meeting.needed_s(TIER, 1.0, 5.0)) == (1.0, 5.0)
+    load = meeting.next_load(LINK, 1.0, meeting.needed_s(LINK, 1.0, 5.0), RATES)
+    assert load is not None and (load.start, load.stop, load.layerwise) == (0, 8, True)
+    load.due_s, load.late_s = 1.0, 2.0
+    chunk = chunk_of(meeting, now_s=1.0)
+    assert (chunk.start, chunk.stop, chunk.awaits) == (8, 12, (load,))
+    all_of_it = meeting_of(8, 8)
+    all_of_it.load_from(0, 8)
+    assert (all_of_it.needed_s(LINK, 1.0, 5.0), all_of_it.needed_s(TIER, 1.0, 5.0)) == (1.0, 1.0)
+    piece = load_of(all_of_it, due_s=math.inf)
+    all_of_it.load_lost(piece)  # it is computed now
+    assert all_of_it.needed_s(TIER, 1.0, 5.0) == 5.0
+    partly = meeting_of(8, 8)
+    partly.load_from(2, 8)
+    assert (partly.needed_s(LINK, 1.0, 5.0), partly.needed_s(TIER, 1.0, 5.0)) == (5.0, 5.0)
+
+
+def test_a_load_is_awaited_that_is_there_before_others_of_the_same_pass() -> None:
+    meeting = meeting_of(8, 2, end=40)
+    meeting.load_from(0, 8)
+    long = load_of(meeting, pass_s=0.0, due_s=9.0)
+    small = load_of(meeting, TIER, pass_s=0.0, due_s=9.0)
+    long.late_s = small.late_s = 99.0
+    assert not chunk_of(meeting_of(0)).awaits
+    meeting._is_worth_waiting = lambda load, now_s, rates, others_s: load is long or others_s == 9.0  # type: ignore
+    assert chunk_of(meeting).awaits == (long, small)
+    rates = RateSnapshot(0.008, 0.016, 0.001, 0.0, BLOCK)
+    of_its_own = meeting_of(0, 2)
+    of_its_own.load_from(0, 0)
+    alone = of_its_own.next_load(TIER, 0.0, 0.0, rates)
+    assert alone is not None
+    alone.due_s, alone.late_s = 1.0, 99.0
+    assert Meeting._is_worth_waiting(of_its_own, alone, 0.0, rates, 1.0)
+    assert not Meeting._is_worth_waiting(of_its_own, alone, 0.0, rates, 0.5)

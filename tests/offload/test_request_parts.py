@@ -13,11 +13,11 @@ from paddle_kv import CancelledError, ClosedError, TransferError
 from paddle_kv.offload import chunks
 from paddle_kv.offload import request as module
 from paddle_kv.offload.chunks import ChunkedRequest, checked_targets, make_request
-from paddle_kv.offload.feeding import Step
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece
 from paddle_kv.offload.rates import LINK, TIER, Rates
 from paddle_kv.offload.request import Request, full_table
+from paddle_kv.offload.waits import Step
 
 SIZE = 16
 HERE, BELOW = BlockState.PRESENT, BlockState.TIER

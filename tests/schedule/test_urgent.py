@@ -166,3 +166,39 @@ def test_nothing_is_left(rig):
     rig.scheduler.close(WAIT_S)
     stats = rig.scheduler.stats()
     assert [stats[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
+
+
+def test_what_loads_take_that_share_the_link_says_nothing_of_it(rig):
+    """Nor does a save on its own stream change that."""
+    before = rig.scheduler.onload([20], [15])
+    rig.backend.gate.set()
+    before.wait(WAIT_S)
+    rig.backend.gate.clear()
+    bulk = rig.scheduler.onload(range(5), range(5))
+    urgent = rig.scheduler.onload([12], [12], urgent=True)
+    save = rig.scheduler.offload([18], [28])
+    urgent.wait(WAIT_S)
+    behind = rig.scheduler.onload([13], [13])  # nothing else is on its way but what it queues behind
+    rig.backend.gate.set()
+    for transfer in (bulk, save, behind):
+        transfer.wait(WAIT_S)
+    shared = [one._movement.shares_link for one in (before, bulk, urgent, save, behind)]
+    assert shared == [False, True, True, False, False]
+    samples = [one._movement.sample for one in (before, bulk, urgent, save, behind)]
+    assert [sample is None for sample in samples] == shared
+    assert samples[0] == (SPEC.block_bytes * SPEC.num_layers, before.elapsed_ms)
+    assert bulk.elapsed_ms > 0
+
+
+def test_a_load_beside_an_urgent_one_that_is_not_over_shares_the_link(rig):
+    rig.scheduler.onload([1], [1], urgent=True).wait(WAIT_S)
+    stream = rig.backend.urgent_streams[0]
+    stream.submit(rig.backend.gate.wait)
+    urgent = rig.scheduler.onload([2], [2], urgent=True)
+    beside = rig.scheduler.onload([3], [3])
+    assert urgent._movement.shares_link
+    assert beside._movement.shares_link
+    rig.backend.gate.set()
+    for transfer in (urgent, beside):
+        transfer.wait(WAIT_S)
+        assert transfer._movement.sample is None

@@ -1,0 +1,114 @@
+"""What the model does next with a prompt: whether it should wait for what is loaded, or compute it first."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..schedule.movement import Movement
+from .pieces import Piece
+from .prefetch import Prefetch
+from .rates import Rates
+from .weighing import weigh_ranges
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the model does next.
+
+    Attributes:
+        piece: to compute; None: what comes behind the prefix.
+        loads: what it needs of what is before that, layer by layer.
+        leaving: this one first has to be over: the piece was taken from it.
+        reading: this first comes from the tier, or :attr:`left_s` is over: sooner than the piece could be computed.
+        left_s: for that.
+    """
+
+    piece: Piece | None = None
+    loads: tuple[Movement, ...] = ()
+    leaving: Movement | None = None
+    reading: Prefetch | None = None
+    left_s: float = 0.0
+
+
+class Waits:
+    """Of one prompt, by the rates as they are when it is asked. A pass of the model follows loads layer by layer, so it
+    begins with the first layer of them and ends behind the last one.
+
+    Args:
+        num_blocks: of the prefix that was found.
+        num_tokens: of the whole prompt.
+        chunk_tokens: that the model computes in one pass.
+    """
+
+    def __init__(self, rates: Rates, num_blocks: int, num_tokens: int, chunk_tokens: int, num_layers: int) -> None:
+        self._rates, self._num_blocks, self._num_tokens = rates, num_blocks, num_tokens
+        self._chunk_tokens, self._num_layers = chunk_tokens, num_layers
+
+    def for_one(self, start: int, stop: int, begin_s: float, there_s: float, others_s: float) -> bool:
+        """Whether to wait for a load of these blocks.
+
+        Args:
+            begin_s, there_s: until it begins, and until it is there.
+            others_s: until all loads are there that a pass over these blocks has to wait for; 0: there are none.
+        """
+        compute_s = self._rates.compute_s(start, stop)
+        if compute_s is None:
+            return False
+        end = self._num_blocks * self._rates.block_tokens
+        end_of_pass = min((end // self._chunk_tokens + 1) * self._chunk_tokens, self._num_tokens)
+        pass_s = self._rates.snapshot().prefill_s(end, end_of_pass)  # over what comes behind the prefix
+        first_layer_s = begin_s + (there_s - begin_s) / self._num_layers
+        waited_s = max(first_layer_s + pass_s, there_s + pass_s / self._num_layers)
+        if stop == self._num_blocks:  # that pass would compute them too
+            return waited_s <= self._behind_s(others_s, compute_s + pass_s)
+        return waited_s <= self._behind_s(others_s, compute_s) + pass_s
+
+    def for_rest(
+        self,
+        start: int,
+        first_stop: int,
+        stop: int,
+        *,
+        tier_blocks: int,
+        behind_blocks: int,
+        link_wait_s: float,
+        tier_wait_s: float,
+        others_s: float,
+    ) -> bool:
+        """Whether to wait for all blocks ``[start, stop)``, which wait in host memory, rather than compute those before
+        ``first_stop`` and go on from there.
+
+        Args:
+            tier_blocks: that come from the tier, behind these.
+            behind_blocks: of the prefix that are computed, behind all of those.
+            link_wait_s, tier_wait_s: until link and tier have done what stands before.
+            others_s: see :meth:`for_one`.
+        """
+        compute_s, run_s = self._rates.compute_s(start, first_stop), self._rates.load_s(stop - start)
+        if compute_s is None or run_s is None:
+            return False
+        tier_stop, block_tokens = stop + tier_blocks, self._rates.block_tokens
+        num_tokens = self._num_tokens - (self._num_blocks - tier_stop - behind_blocks) * block_tokens
+        weighed = functools.partial(
+            weigh_ranges,
+            self._rates,
+            tier=(stop, tier_stop),
+            num_tokens=num_tokens,
+            chunk_tokens=self._chunk_tokens,
+            num_layers=self._num_layers,
+            link_wait_s=link_wait_s,
+            tier_wait_s=tier_wait_s,
+        )
+        loaded = weighed(host=(start, stop))
+        loaded_s = loaded.expected_s if loaded.host_first == start else loaded.load_s
+        if loaded.host_first != start and tier_blocks:  # all of them, and not all that the tier has
+            there_s = link_wait_s + run_s  # a pass over what the tier has follows them
+            end_s = self._rates.snapshot().prefill_s(tier_stop * block_tokens, num_tokens)
+            rest = weighed(host=(stop, stop), link_wait_s=there_s)
+            loaded_s = min(loaded_s, max(rest.expected_s, there_s + end_s))
+        return loaded_s <= weighed(host=(first_stop, stop), wait_s=self._behind_s(others_s, compute_s)).expected_s
+
+    def _behind_s(self, loads_s: float, compute_s: float) -> float:
+        """Until a pass is over that follows loads which end then."""
+        return max(loads_s / self._num_layers + compute_s, loads_s + compute_s / self._num_layers)

@@ -1,0 +1,131 @@
+"""Whether the model waits for a load or computes first, against what each takes, layer by layer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from paddle_kv.offload.rates import LINK, TIER, Rates
+from paddle_kv.offload.waits import Waits
+
+BLOCK_BYTES, SIZE = 1000, 16
+LAYERS, CHUNK_BLOCKS = 64, 8
+
+
+def waits_of(num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0) -> Waits:
+    """A block takes a second to be computed."""
+    rates = Rates(BLOCK_BYTES, SIZE, lambda: 0.0)
+    rates.set_load(LINK, BLOCK_BYTES / load_s)
+    rates.set_load(TIER, BLOCK_BYTES / tier_s)
+    rates.set_prefill(1.0 / SIZE)
+    return Waits(rates, num_blocks, (num_blocks + end_blocks) * SIZE, CHUNK_BLOCKS * SIZE, LAYERS)
+
+
+def passed_s(compute_s: float, loads: list[tuple[float, float]]) -> float:
+    """When a pass ends of which each layer begins when that layer of all loads is there; each has a beginning and an
+    end."""
+    now_s = 0.0
+    for layer in range(1, LAYERS + 1):
+        there_s = max((begin + (end - begin) * layer / LAYERS for begin, end in loads), default=0.0)
+        now_s = max(now_s, there_s) + compute_s / LAYERS
+    return now_s
+
+
+@pytest.mark.parametrize("num_blocks", [12, 16])
+def test_it_waits_for_a_load_where_that_is_sooner(num_blocks: int) -> None:
+    """Within two layers of what going through all layers says."""
+    rng = random.Random(num_blocks)
+    answers = set()
+    for _ in range(2000):
+        end_blocks, size = rng.randint(1, 20), rng.randint(1, 6)
+        stop = rng.choice([num_blocks, num_blocks - 2])
+        begin_s = rng.choice([0.0, rng.uniform(0, 10)])
+        there_s = begin_s + rng.uniform(0, 12)
+        others_s = rng.choice([0.0, rng.uniform(0, 12)])
+        others = [(0.0, others_s)] if others_s else []
+        end_s = min(CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS, end_blocks)
+        waited_s = passed_s(end_s, [(begin_s, there_s), *others])
+        computed_s = passed_s(size + end_s, others) if stop == num_blocks else passed_s(size, others) + end_s
+        found = waits_of(num_blocks, end_blocks).for_one(stop - size, stop, begin_s, there_s, others_s)
+        answers.add(found)
+        if abs(waited_s - computed_s) > 2 * 20 / LAYERS:
+            assert found == (waited_s < computed_s), (begin_s, there_s, others_s, size, stop, end_s)
+    assert answers == {True, False}
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is left of a prompt, of which each way to load a part of it can be tried."""
+
+    load_s: float
+    tier_s: float
+    link_wait_s: float
+    tier_wait_s: float
+    tier_blocks: int
+    end_blocks: int
+
+    def took_s(self, here: int, tier: int, computed_s: float) -> float:
+        """``here`` and ``tier``: blocks that are loaded; the pass behind them begins at ``computed_s``."""
+        tail_s = self.end_blocks - min(self.end_blocks, CHUNK_BLOCKS) * (1 - 1 / LAYERS)
+        ends, begins = [0.0], [0.0]
+        if here or tier:
+            ends.append(self.link_wait_s + (here + tier) * self.load_s)
+            begins.append(self.link_wait_s + (here + tier) * self.load_s / LAYERS)
+        if tier:
+            read_s = tier * max(self.tier_s, self.load_s) + self.load_s
+            ends.append(self.tier_wait_s + read_s)
+            begins.append(self.tier_wait_s + read_s / LAYERS)
+        return max(computed_s + self.end_blocks, max(ends) + tail_s, max(begins) + self.end_blocks)
+
+    def best_s(self, most_here: int, least_here: int, begin_s: float) -> float:
+        """The model is there at ``begin_s``; what it computes of the tier's blocks follows what is loaded here."""
+        found = []
+        for here, tier in itertools.product(range(least_here, most_here + 1), range(self.tier_blocks + 1)):
+            computed_s, left = begin_s + most_here - here, self.tier_blocks - tier
+            if left and here:
+                here_s = self.link_wait_s + here * self.load_s
+                computed_s = max(computed_s, here_s / LAYERS, here_s - left * (1 - 1 / LAYERS))
+            found.append(self.took_s(here, tier, computed_s + left))
+        return min(found)
+
+
+@pytest.mark.parametrize("behind_blocks", [0, 5])
+@pytest.mark.parametrize("tier_blocks", [0, 4, 12])
+def test_all_that_is_here_is_loaded_where_that_is_sooner(tier_blocks: int, behind_blocks: int) -> None:
+    """Than to compute the first blocks and to load what is best then."""
+    rng = random.Random(tier_blocks + behind_blocks)
+    answers = set()
+    for _ in range(300):
+        load_s, tier_s = rng.uniform(0.1, 2), rng.uniform(0.1, 2)
+        end_blocks, size, first = rng.randint(1, 8), rng.randint(4, 24), rng.randint(1, 4)
+        link_wait_s, tier_wait_s = rng.choice([0.0, rng.uniform(0, 5)]), rng.choice([0.0, rng.uniform(0, 5)])
+        others_s = rng.choice([0.0, rng.uniform(0, 8)])
+        rest = Rest(load_s, tier_s, link_wait_s, tier_wait_s, tier_blocks, end_blocks + behind_blocks)
+        first_s = max(others_s / LAYERS + first, others_s + first / LAYERS)
+        loaded_s, computed_s = rest.best_s(size, size, 0.0), rest.best_s(size - first, 0, first_s)
+        found = waits_of(100, end_blocks, load_s=load_s, tier_s=tier_s).for_rest(
+            40,
+            40 + first,
+            40 + size,
+            tier_blocks=tier_blocks,
+            behind_blocks=behind_blocks,
+            link_wait_s=link_wait_s,
+            tier_wait_s=tier_wait_s,
+            others_s=others_s,
+        )
+        answers.add(found)
+        if abs(loaded_s - computed_s) > 0.15 * max(loaded_s, computed_s):
+            assert found == (loaded_s < computed_s), (loaded_s, computed_s)
+    assert answers == {True, False}
+
+
+def test_of_a_model_of_which_nothing_is_known_nothing_is_awaited() -> None:
+    rates = Rates(BLOCK_BYTES, SIZE, lambda: 0.0)
+    rates.set_load(LINK, 1e9)
+    waits = Waits(rates, 8, 200, CHUNK_BLOCKS * SIZE, LAYERS)
+    assert not waits.for_one(0, 4, 0.0, 0.0, 0.0)
+    none = {"tier_blocks": 0, "behind_blocks": 0, "link_wait_s": 0.0, "tier_wait_s": 0.0, "others_s": 0.0}
+    assert not waits.for_rest(0, 4, 8, **none)  # type: ignore[arg-type]
