@@ -165,6 +165,8 @@ def _all_s(
     done_s, begun_s = link_wait_s + size * link_s, link_wait_s + size * link_s / num_layers
     for start, stop, source_s, source_wait_s, more_s in (first, second):
         if start < stop:
-            done_s = max(done_s, source_wait_s + (stop - start) * source_s + more_s)
-            begun_s = max(begun_s, source_wait_s + ((stop - start) * source_s + more_s) / num_layers)
+            blocks = stop - start  # a layer of them goes on while their source brings the next one
+            taken_s = blocks * source_s + min(more_s, blocks * more_s / num_layers)
+            done_s = max(done_s, source_wait_s + taken_s)
+            begun_s = max(begun_s, source_wait_s + taken_s / num_layers)
     return max(ready_s, done_s + tail_s, begun_s + end_s)

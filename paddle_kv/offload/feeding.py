@@ -136,7 +136,7 @@ class Meeting:
         self._front = 0  # pieces before it are done
         self.lost_blocks: set[int] = set()
         num_layers = books.scheduler.device_cache.spec.num_layers
-        self._waits = Waits(rates, len(keys), num_tokens, chunk_tokens, num_layers)
+        self._waits = Waits(len(keys), num_tokens, chunk_tokens, num_layers)
         worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers)
         for piece in pieces:
             if BlockState.TIER in states[piece.start : piece.stop]:
@@ -394,6 +394,7 @@ class Meeting:
             below = max(0, self._below[-1].stop - max(stop, self._below[0].start)) if self._below else 0
             from_tier = min(reading + below, behind)
         return self._waits.for_rest(
+            rates,
             first.start,
             first.stop,
             stop,
@@ -431,7 +432,7 @@ class Meeting:
     def _comes_sooner(self, piece: Piece, begin_s: float, there_s: float, others_s: float) -> bool:
         """Than the model would compute it; ``begin_s``: its load."""
         from_now = (max(0.0, begin_s - (now_s := time.monotonic())), there_s - now_s, max(0.0, others_s - now_s))
-        return self._waits.for_one(piece.start, piece.stop, *from_now)
+        return self._waits.for_one(self._rates.snapshot(), piece.start, piece.stop, *from_now)
 
     def _worth_reading(self, piece: Piece, books: Owner, others_s: float) -> Piece | None:
         """What is to come from the tier next, if this piece comes from there, and over the link, in time."""

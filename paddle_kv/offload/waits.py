@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from ..schedule.movement import Movement
+from .decision import Decision, Prompt, decide
 from .pieces import Piece
 from .prefetch import Prefetch
-from .rates import Rates
-from .weighing import weigh_ranges
+from .rates import RateSnapshot
 
 
 @dataclass(frozen=True)
@@ -41,23 +40,24 @@ class Waits:
         chunk_tokens: that the model computes in one pass.
     """
 
-    def __init__(self, rates: Rates, num_blocks: int, num_tokens: int, chunk_tokens: int, num_layers: int) -> None:
-        self._rates, self._num_blocks, self._num_tokens = rates, num_blocks, num_tokens
+    def __init__(self, num_blocks: int, num_tokens: int, chunk_tokens: int, num_layers: int) -> None:
+        self._num_blocks, self._num_tokens = num_blocks, num_tokens
         self._chunk_tokens, self._num_layers = chunk_tokens, num_layers
 
-    def for_one(self, start: int, stop: int, begin_s: float, there_s: float, others_s: float) -> bool:
+    def for_one(
+        self, rates: RateSnapshot, start: int, stop: int, begin_s: float, there_s: float, others_s: float
+    ) -> bool:
         """Whether to wait for a load of these blocks.
 
         Args:
             begin_s, there_s: until it begins, and until it is there.
             others_s: until all loads are there that a pass over these blocks has to wait for; 0: there are none.
         """
-        compute_s = self._rates.compute_s(start, stop)
-        if compute_s is None:
+        if rates.base_s is None:
             return False
-        end = self._num_blocks * self._rates.block_tokens
+        end, compute_s = self._num_blocks * rates.block_tokens, _compute_s(rates, start, stop)
         end_of_pass = min((end // self._chunk_tokens + 1) * self._chunk_tokens, self._num_tokens)
-        pass_s = self._rates.snapshot().prefill_s(end, end_of_pass)  # over what comes behind the prefix
+        pass_s = rates.prefill_s(end, end_of_pass)  # over what comes behind the prefix
         first_layer_s = begin_s + (there_s - begin_s) / self._num_layers
         waited_s = max(first_layer_s + pass_s, there_s + pass_s / self._num_layers)
         if stop == self._num_blocks:  # that pass would compute them too
@@ -66,6 +66,7 @@ class Waits:
 
     def for_rest(
         self,
+        rates: RateSnapshot,
         start: int,
         first_stop: int,
         stop: int,
@@ -85,30 +86,36 @@ class Waits:
             link_wait_s, tier_wait_s: until link and tier have done what stands before.
             others_s: see :meth:`for_one`.
         """
-        compute_s, run_s = self._rates.compute_s(start, first_stop), self._rates.load_s(stop - start)
-        if compute_s is None or run_s is None:
+        if rates.base_s is None:
             return False
-        tier_stop, block_tokens = stop + tier_blocks, self._rates.block_tokens
+        tier_stop, block_tokens = stop + tier_blocks, rates.block_tokens
         num_tokens = self._num_tokens - (self._num_blocks - tier_stop - behind_blocks) * block_tokens
-        weighed = functools.partial(
-            weigh_ranges,
-            self._rates,
-            tier=(stop, tier_stop),
-            num_tokens=num_tokens,
-            chunk_tokens=self._chunk_tokens,
-            num_layers=self._num_layers,
-            link_wait_s=link_wait_s,
-            tier_wait_s=tier_wait_s,
-        )
-        loaded = weighed(host=(start, stop))
+
+        def weighed(first: int, wait_s: float, link_wait_s: float) -> Decision:
+            """Of the blocks from ``first`` on."""
+            return decide(
+                rates,
+                Prompt((first, stop), (stop, tier_stop), tier_stop * block_tokens, num_tokens),
+                chunk_tokens=self._chunk_tokens,
+                num_layers=self._num_layers,
+                wait_s=wait_s,
+                link_wait_s=link_wait_s,
+                tier_wait_s=tier_wait_s,
+            )
+
+        loaded = weighed(start, 0.0, link_wait_s)
         loaded_s = loaded.expected_s if loaded.host_first == start else loaded.load_s
         if loaded.host_first != start and tier_blocks:  # all of them, and not all that the tier has
-            there_s = link_wait_s + run_s  # a pass over what the tier has follows them
-            end_s = self._rates.snapshot().prefill_s(tier_stop * block_tokens, num_tokens)
-            rest = weighed(host=(stop, stop), link_wait_s=there_s)
-            loaded_s = min(loaded_s, max(rest.expected_s, there_s + end_s))
-        return loaded_s <= weighed(host=(first_stop, stop), wait_s=self._behind_s(others_s, compute_s)).expected_s
+            there_s = link_wait_s + (stop - start) * rates.link_s  # a pass over what the tier has follows them
+            end_s = rates.prefill_s(tier_stop * block_tokens, num_tokens)
+            loaded_s = min(loaded_s, max(weighed(stop, 0.0, there_s).expected_s, there_s + end_s))
+        computed_s = self._behind_s(others_s, _compute_s(rates, start, first_stop))
+        return loaded_s <= weighed(first_stop, computed_s, link_wait_s).expected_s
 
     def _behind_s(self, loads_s: float, compute_s: float) -> float:
         """Until a pass is over that follows loads which end then."""
         return max(loads_s / self._num_layers + compute_s, loads_s + compute_s / self._num_layers)
+
+
+def _compute_s(rates: RateSnapshot, start: int, stop: int) -> float:
+    return rates.prefill_s(start * rates.block_tokens, stop * rates.block_tokens)

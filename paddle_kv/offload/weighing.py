@@ -27,30 +27,11 @@ def weigh(
         host, tier = (in_tier, stop), (0, in_tier)
     else:
         host, tier = (0, stop - in_tier), (stop - in_tier, stop)
-    return weigh_ranges(rates, host, tier, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers)
-
-
-def weigh_ranges(
-    rates: Rates,
-    host: tuple[int, int],
-    tier: tuple[int, int],
-    *,
-    num_tokens: int,
-    chunk_tokens: int,
-    num_layers: int,
-    wait_s: float = 0.0,
-    link_wait_s: float = 0.0,
-    tier_wait_s: float = 0.0,
-) -> Decision:
-    """Of blocks ``[start, stop)`` of a prompt in host memory and in the tier, one of the two behind the other."""
     return decide(
         rates.snapshot(),
         Prompt(host, tier, max(host[1], tier[1]) * rates.block_tokens, num_tokens),
         chunk_tokens=chunk_tokens,
         num_layers=num_layers,
-        wait_s=wait_s,
-        link_wait_s=link_wait_s,
-        tier_wait_s=tier_wait_s,
     )
 
 

@@ -88,7 +88,8 @@ def start(
 
 
 def _note_shared_link(movement: Movement) -> None:
-    for one in movement.group.transfers.values():
+    others: Any = movement.group.transfers.values()
+    for one in others:
         if one.direction == "onload" and one.stream is not movement.stream and not one.over:
             one.shares_link = movement.shares_link = True
 

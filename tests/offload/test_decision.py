@@ -32,7 +32,9 @@ def first_token_s(
         taken_s = max(taken_s, link_wait_s + of_host * rates.link_s + (between_s + end_s if between_s else tail_s))
     if of_tier:
         block_s = max(rates.tier_s, rates.link_s)
-        taken_s = max(taken_s, tier_wait_s + of_tier * block_s + rates.link_s + tail_s)
+        loads_all = (host_first, tier_first) == (prompt.host[0], prompt.tier[0])  # layer by layer; else block by block
+        last_s = rates.link_s * (min(1, of_tier / LAYERS) if loads_all else 1)
+        taken_s = max(taken_s, tier_wait_s + of_tier * block_s + last_s + tail_s)
         taken_s = max(taken_s, link_wait_s + (of_host + of_tier) * rates.link_s + tail_s)
     return taken_s
 

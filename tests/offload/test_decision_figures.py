@@ -49,6 +49,7 @@ def decided(
         (80, 0.01, 0.0, 0.0, 7 * 0.01 / 4 + 0.8),  # the link's part of the first layer, for both
         (80, 0.01, 0.0, 0.5, 0.5 + 7 * 0.01 / 4 + 0.8),  # and what stands before at the link
         (4, 0.01, 0.0, 0.5, 0.5 + 7 * 0.01 + 0.01),  # all over the link
+        (8, 0.03, 0.2, 0.0, 0.2 + 4 * 0.03 + 0.01 + 0.02),
     ],
 )
 def test_what_it_takes_to_load_all(
@@ -147,3 +148,10 @@ def test_the_time_is_found_up_to_a_part_of_what_can_be_gained(link_s: float) -> 
     found = decided((0, 64), (64, 64), link_s=link_s, end_blocks=1000)
     best_s = 1000 + min(max(64 - loaded, loaded * link_s) for loaded in range(65))
     assert best_s <= found.meet_s <= best_s + 64 / 2**HALVINGS * (1 + 1e-9)
+
+
+def test_of_few_blocks_no_more_than_a_layer_is_left_for_the_link_behind_the_tier() -> None:
+    found = decided((0, 0), (0, 2), link_s=0.5, tier_s=1.0, num_layers=4)
+    assert found.load_s == pytest.approx(2 * 1.0 + 2 * 0.5 / 4 + 1.0 / 4, rel=1e-12)
+    many = decided((0, 0), (0, 6), link_s=0.5, tier_s=1.0, num_layers=4)
+    assert many.load_s == pytest.approx(6 * 1.0 + 0.5 + 1.0 / 4, rel=1e-12)  # they can go on block by block, too

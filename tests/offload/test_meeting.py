@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from paddle_kv.offload import feeding, pieces
 from paddle_kv.offload.feeding import Feed, Meeting
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece, PieceState
-from paddle_kv.offload.rates import LATE_S, LINK, TIER, Rates
+from paddle_kv.offload.rates import LATE_S, LINK, TIER, Rates, RateSnapshot
 from paddle_kv.offload.waits import Step
 from paddle_kv.schedule.movement import State
 
@@ -180,9 +181,8 @@ def states_of(meeting: Meeting) -> list[str]:
 def wait_as_long_as_computing(bench: Bench, meeting: Meeting) -> None:
     """Whatever the pass behind that takes."""
 
-    def for_one(start: int, stop: int, begin_s: float, there_s: float, others_s: float) -> bool:
-        compute_s = bench.rates.compute_s(start, stop)
-        return compute_s is not None and there_s <= compute_s
+    def for_one(rates: RateSnapshot, start: int, stop: int, begin_s: float, there_s: float, others_s: float) -> bool:
+        return rates.base_s is not None and there_s <= rates.prefill_s(start * SIZE, stop * SIZE)
 
     meeting._waits.for_one = for_one  # type: ignore[method-assign]
 
@@ -501,7 +501,8 @@ def test_the_model_does_not_wait_for_a_read(bench: Bench, why: str, monkeypatch:
     if why == "busy link":
         bench.feed.free_s = 100.0 + BLOCKS * 1.0 + 0.001
     elif why == "unknown model":
-        monkeypatch.setattr(bench.rates, "compute_s", lambda start, stop: None)
+        unknown = dataclasses.replace(bench.rates.snapshot(), base_s=None)
+        monkeypatch.setattr(bench.rates, "snapshot", lambda: unknown)
     elif not quick:
         for _ in range(2):
             bench.rates.observe_failed(LINK if "link" in why else TIER)
@@ -775,8 +776,8 @@ def test_whether_all_that_is_here_is_loaded_is_asked_with_what_is_beside_and_beh
     tier = {"tier_blocks": 2 * BLOCKS, "behind_blocks": BLOCKS, "tier_wait_s": 1.25}
     none = {"tier_blocks": 0, "behind_blocks": 3 * BLOCKS, "tier_wait_s": 0.0}
     waits = {"link_wait_s": 2.0, "others_s": 0.0}
-    [(blocks, figures), *_] = asked
-    assert blocks == (BLOCKS, 2 * BLOCKS, 3 * BLOCKS)
+    [((_, *blocks), figures), *_] = asked
+    assert blocks == [BLOCKS, 2 * BLOCKS, 3 * BLOCKS]
     assert figures == pytest.approx({**(tier if trusted else none), **waits})
     assert [(copy.positions[0], copy.positions[-1], copy.urgent) for copy in bench.copies] == (
         [(4, 11, None)] if quicker else []

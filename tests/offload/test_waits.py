@@ -8,20 +8,24 @@ from dataclasses import dataclass
 
 import pytest
 
-from paddle_kv.offload.rates import LINK, TIER, Rates
+from paddle_kv.offload.rates import LINK, TIER, Rates, RateSnapshot
 from paddle_kv.offload.waits import Waits
 
 BLOCK_BYTES, SIZE = 1000, 16
 LAYERS, CHUNK_BLOCKS = 64, 8
 
 
-def waits_of(num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0) -> Waits:
+Known = tuple[Waits, RateSnapshot]
+
+
+def waits_of(num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0) -> Known:
     """A block takes a second to be computed."""
     rates = Rates(BLOCK_BYTES, SIZE, lambda: 0.0)
     rates.set_load(LINK, BLOCK_BYTES / load_s)
     rates.set_load(TIER, BLOCK_BYTES / tier_s)
     rates.set_prefill(1.0 / SIZE)
-    return Waits(rates, num_blocks, (num_blocks + end_blocks) * SIZE, CHUNK_BLOCKS * SIZE, LAYERS)
+    waits = Waits(num_blocks, (num_blocks + end_blocks) * SIZE, CHUNK_BLOCKS * SIZE, LAYERS)
+    return waits, rates.snapshot()
 
 
 def passed_s(compute_s: float, loads: list[tuple[float, float]]) -> float:
@@ -49,7 +53,8 @@ def test_it_waits_for_a_load_where_that_is_sooner(num_blocks: int) -> None:
         end_s = min(CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS, end_blocks)
         waited_s = passed_s(end_s, [(begin_s, there_s), *others])
         computed_s = passed_s(size + end_s, others) if stop == num_blocks else passed_s(size, others) + end_s
-        found = waits_of(num_blocks, end_blocks).for_one(stop - size, stop, begin_s, there_s, others_s)
+        waits, rates = waits_of(num_blocks, end_blocks)
+        found = waits.for_one(rates, stop - size, stop, begin_s, there_s, others_s)
         answers.add(found)
         if abs(waited_s - computed_s) > 2 * 20 / LAYERS:
             assert found == (waited_s < computed_s), (begin_s, there_s, others_s, size, stop, end_s)
@@ -106,7 +111,9 @@ def test_all_that_is_here_is_loaded_where_that_is_sooner(tier_blocks: int, behin
         rest = Rest(load_s, tier_s, link_wait_s, tier_wait_s, tier_blocks, end_blocks + behind_blocks)
         first_s = max(others_s / LAYERS + first, others_s + first / LAYERS)
         loaded_s, computed_s = rest.best_s(size, size, 0.0), rest.best_s(size - first, 0, first_s)
-        found = waits_of(100, end_blocks, load_s=load_s, tier_s=tier_s).for_rest(
+        waits, rates = waits_of(100, end_blocks, load_s=load_s, tier_s=tier_s)
+        found = waits.for_rest(
+            rates,
             40,
             40 + first,
             40 + size,
@@ -125,7 +132,7 @@ def test_all_that_is_here_is_loaded_where_that_is_sooner(tier_blocks: int, behin
 def test_of_a_model_of_which_nothing_is_known_nothing_is_awaited() -> None:
     rates = Rates(BLOCK_BYTES, SIZE, lambda: 0.0)
     rates.set_load(LINK, 1e9)
-    waits = Waits(rates, 8, 200, CHUNK_BLOCKS * SIZE, LAYERS)
-    assert not waits.for_one(0, 4, 0.0, 0.0, 0.0)
+    waits, known = Waits(8, 200, CHUNK_BLOCKS * SIZE, LAYERS), rates.snapshot()
+    assert not waits.for_one(known, 0, 4, 0.0, 0.0, 0.0)
     none = {"tier_blocks": 0, "behind_blocks": 0, "link_wait_s": 0.0, "tier_wait_s": 0.0, "others_s": 0.0}
-    assert not waits.for_rest(0, 4, 8, **none)  # type: ignore[arg-type]
+    assert not waits.for_rest(known, 0, 4, 8, **none)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 from paddle_kv.offload.decision import Decision, Prompt, decide
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.rates import LINK, TIER, Rates
-from paddle_kv.offload.weighing import LEAST_GAIN, TRY_BLOCKS, TRY_S, is_load_sooner, to_bring, weigh, weigh_ranges
+from paddle_kv.offload.weighing import LEAST_GAIN, TRY_BLOCKS, TRY_S, is_load_sooner, to_bring, weigh
 
 BLOCK_BYTES, BLOCK_TOKENS, LINK_S, TIER_S = 1000, 16, 0.01, 0.02
 HOST, BELOW = BlockState.PRESENT, BlockState.TIER
@@ -69,15 +69,6 @@ def test_the_end_of_the_prompt_begins_behind_all_that_was_found() -> None:
     assert (found.host_first, found.tier_first) == (0, 2)
     assert found.load_s == pytest.approx(1.0 + TIER_S + LINK_S)  # of the tier, and over the link
     assert weighed([BELOW, HOST, HOST]).load_s == pytest.approx(1.0 + max(TIER_S + LINK_S, 3 * LINK_S))
-
-
-def test_what_stands_before_at_the_link_counts() -> None:
-    def load_s(**waits: float) -> float:
-        found = weigh_ranges(rates(), (0, 3), (3, 3), num_tokens=64, chunk_tokens=16, num_layers=1, **waits)
-        return found.load_s
-
-    assert load_s() == pytest.approx(1.0 + 3 * LINK_S)
-    assert load_s(link_wait_s=0.5) == pytest.approx(1.5 + 3 * LINK_S)
 
 
 # ---- is_load_sooner ----

@@ -15,7 +15,8 @@ import math
 from dataclasses import dataclass, field
 
 from ...offload.decision import Decision, Prompt, decide
-from ...offload.rates import LATE_S, LINK, TIER, RateSnapshot
+from ...offload.rates import LINK, TIER, RateSnapshot
+from ...offload.waits import Waits
 
 WAITING, LOADING, LOADED, COMPUTED, LOST = range(5)  # of a block; a lost one is computed
 
@@ -102,6 +103,7 @@ class Meeting:
     ) -> None:
         self._prompt = prompt
         self._block_tokens, self._chunk_tokens, self._num_layers = block_tokens, chunk_tokens, num_layers
+        self._waits = Waits(max(prompt.host[1], prompt.tier[1]), prompt.num_tokens, chunk_tokens, num_layers)
         self._chunk_blocks = max(1, chunk_tokens // block_tokens)
         self._piece_blocks = piece_blocks
         parts = [_Part(LINK, *prompt.host), _Part(TIER, *prompt.tier)]
@@ -249,12 +251,16 @@ class Meeting:
         return Chunk(first_token, last_token, position, stop, tuple(awaits), last)
 
     def _is_worth_waiting(self, load: Load, now_s: float, rates: RateSnapshot, others_s: float) -> bool:
-        """Whether it is there before the model could have computed it, as far as anybody knows, or before the others
+        """Whether its blocks would be computed later, as far as anybody knows. ``others_s``: when all others are there
         that the same pass awaits."""
         if not (rates.link_waits if load.place == LINK else rates.tier_waits) or now_s >= load.late_s:
             return False
-        compute_s = rates.prefill_s(load.start * self._block_tokens, load.stop * self._block_tokens)
-        return load.due_s <= max(others_s, now_s + compute_s) + LATE_S
+        begin_s = load.due_s  # the pass waits for all of it
+        if load.layerwise:
+            block_s = rates.link_s if load.place == LINK else max(rates.tier_s, rates.link_s)
+            begin_s = now_s if others_s > now_s else load.due_s - (load.stop - load.start) * block_s
+        waits = max(0.0, begin_s - now_s), load.due_s - now_s, max(0.0, others_s - now_s)
+        return self._waits.for_one(rates, load.start, load.stop, *waits)
 
     # ---- what has happened ----
     def load_done(self, load: Load) -> None:

@@ -27,6 +27,7 @@ from .replay import Costs
 from .trace import Request
 
 COMPUTE, LOAD, DECIDE = "compute", "load", "decide"
+PARTS = 16  # of a load that comes layer by layer: what else is asked of the link comes between
 MOST_LOADING = 2  # pieces of a prompt at a source: when one ends, the next one is there
 PROBE_LATE_S = 1.0
 NO_LIMIT = 1 << 60
@@ -135,7 +136,11 @@ class _Job:
     num_blocks: int
     place: str
     probe: bool = False
-    begun_s: float = 0.0
+    parts: int = 1  # where it is, as the next four
+    parts_left: int = 0  # 0: it has not begun
+    part_s: float = 0.0
+    begun_s: float = 0.0  # the part that moves
+    moved_s: float = 0.0  # the parts before
     first_layer_s: float = 0.0
     read_s: float = 0.0  # when its tier has begun
     link_s: float = 0.0  # for how long the link had moved something when this one began
@@ -295,7 +300,7 @@ class _Server:
             return
         moving = self._channels[job.place].moving
         assert moving is not None
-        self.rates.observe_late(job.place, self._bytes(moving), max(1e-6, self._now_s - moving.begun_s))
+        self.rates.observe_late(job.place, self._bytes(moving), max(1e-6, moving.moved_s + self._now_s - moving.begun_s))
         self._lost(turn, job.load)
 
     def _lost(self, turn: _Turn, load: Load) -> None:
@@ -390,7 +395,9 @@ class _Server:
     def _late_s(self, job: _Job) -> float:
         """When nobody waits for it any more: what waits for others is as late as the one of them that moves."""
         moving = self._channels[job.place].moving
-        return math.inf if moving is None else moving.begun_s + self.rates.late_s(moving.num_blocks, job.place)
+        if moving is None:
+            return math.inf
+        return moving.begun_s - moving.moved_s + self.rates.late_s(moving.num_blocks, job.place)
 
     def _wait_s(self, place: str, number: int, own: _Job | None = None) -> float:
         """Until it has done what goes before this one, or before whatever else comes for the prompt of this number."""
@@ -410,7 +417,9 @@ class _Server:
     def _expected_s(self, place: str, job: _Job) -> float:
         """Of one that moves there."""
         expected_s = self.rates.load_s(job.num_blocks, place)
-        return 0.0 if expected_s is None else expected_s
+        if expected_s is None:
+            return 0.0
+        return expected_s * job.parts_left / job.parts if job.parts_left and place == job.place else expected_s
 
     # ---- link and tier ----
     def _urgency(self, job: _Job) -> Urgency:
@@ -432,11 +441,18 @@ class _Server:
             if job.load.cancelled and not job.probe:
                 self._gone(job)
                 continue
-            if job.place == job.load.place:
-                job.read_s, job.link_s = self._now_s, self._channels[LINK].busy_s(self._now_s)
+            fails = job.parts_left == 0 and self._start(place, job)
             channel.begin(job, self._now_s)
-            seconds, fails = self._taken_s(place, job)
-            self._at(self._now_s + seconds, lambda job=job, fails=fails: self._moved(place, job, fails))  # type: ignore[misc]
+            self._at(self._now_s + job.part_s, lambda job=job, fails=fails: self._moved(place, job, fails))  # type: ignore[misc]
+
+    def _start(self, place: str, job: _Job) -> bool:
+        """Whether it will fail."""
+        if place == job.load.place:
+            job.read_s, job.link_s = self._now_s, self._channels[LINK].busy_s(self._now_s)
+        seconds, fails = self._taken_s(place, job)
+        job.parts = job.parts_left = PARTS if place == job.load.place == LINK and job.load.layerwise else 1
+        job.part_s, job.moved_s = seconds / job.parts, 0.0
+        return fails
 
     def _taken_s(self, place: str, job: _Job) -> tuple[float, bool]:
         noise, layers = self._noise(job.turn.loads), self._costs.num_layers
@@ -458,7 +474,12 @@ class _Server:
     def _moved(self, place: str, job: _Job, fails: bool) -> None:
         load = job.load
         self._channels[place].end(self._now_s)
-        size, taken_s = self._bytes(job), self._now_s - job.begun_s
+        job.moved_s += self._now_s - job.begun_s
+        job.parts_left -= 1
+        if job.parts_left:
+            self._put(job)
+            return
+        size, taken_s = self._bytes(job), job.moved_s
         if fails:
             self._probing.discard(job)
             self.rates.observe_failed(load.place)
