@@ -37,12 +37,15 @@ class Waits:
     Args:
         num_blocks: of the prefix that was found.
         num_tokens: of the whole prompt.
-        chunk_tokens: that the model computes in one pass.
+        chunk_tokens: that the model computes in one pass, at most.
+        aligned: a pass ends at a multiple of them.
     """
 
-    def __init__(self, num_blocks: int, num_tokens: int, chunk_tokens: int, num_layers: int) -> None:
+    def __init__(
+        self, num_blocks: int, num_tokens: int, chunk_tokens: int, num_layers: int, *, aligned: bool = True
+    ) -> None:
         self._num_blocks, self._num_tokens = num_blocks, num_tokens
-        self._chunk_tokens, self._num_layers = chunk_tokens, num_layers
+        self._chunk_tokens, self._num_layers, self._aligned = chunk_tokens, num_layers, aligned
 
     def for_one(
         self, rates: RateSnapshot, start: int, stop: int, begin_s: float, there_s: float, others_s: float
@@ -55,14 +58,16 @@ class Waits:
         """
         if rates.base_s is None:
             return False
-        end, compute_s = self._num_blocks * rates.block_tokens, _compute_s(rates, start, stop)
-        end_of_pass = min((end // self._chunk_tokens + 1) * self._chunk_tokens, self._num_tokens)
-        pass_s = rates.prefill_s(end, end_of_pass)  # over what comes behind the prefix
-        first_layer_s = begin_s + (there_s - begin_s) / self._num_layers
-        waited_s = max(first_layer_s + pass_s, there_s + pass_s / self._num_layers)
-        if stop == self._num_blocks:  # that pass would compute them too
-            return waited_s <= self._behind_s(others_s, compute_s + pass_s)
-        return waited_s <= self._behind_s(others_s, compute_s) + pass_s
+        prefill_s, num_tokens, layers = rates.prefill_s, self._num_tokens, self._num_layers
+        start_token, stop_token, end = (blocks * rates.block_tokens for blocks in (start, stop, self._num_blocks))
+        stop_of_pass = self._stop_of_pass(end)
+        pass_s = prefill_s(end, stop_of_pass)  # over what comes behind the prefix
+        first_layer_s = begin_s + (there_s - begin_s) / layers
+        waited_s = max(first_layer_s + pass_s, there_s + pass_s / layers) + prefill_s(stop_of_pass, num_tokens)
+        if stop == self._num_blocks:  # the pass over them has room for more
+            stop_token = max(end, self._stop_of_pass(start_token))
+        computed_s = self._behind_s(others_s, prefill_s(start_token, stop_token))
+        return waited_s <= computed_s + prefill_s(max(end, stop_token), num_tokens)
 
     def for_rest(
         self,
@@ -111,6 +116,11 @@ class Waits:
             loaded_s = min(loaded_s, max(weighed(stop, 0.0, there_s).expected_s, there_s + end_s))
         computed_s = self._behind_s(others_s, _compute_s(rates, start, first_stop))
         return loaded_s <= weighed(first_stop, computed_s, link_wait_s).expected_s
+
+    def _stop_of_pass(self, token: int) -> int:
+        """That begins there."""
+        start = token // self._chunk_tokens * self._chunk_tokens if self._aligned else token
+        return min(start + self._chunk_tokens, self._num_tokens)
 
     def _behind_s(self, loads_s: float, compute_s: float) -> float:
         """Until a pass is over that follows loads which end then."""

@@ -2,8 +2,8 @@
 
 ``python -m tests.offload.real_times``: link and tier are throttled, and the model is a sleep for each layer, so that a
 block takes as many times as long to be loaded as to be computed as on a server (Llama-3.1-70B on 8 ranks, 60,000 tokens
-a second). One request at a time, of which the first half of the blocks lies in host memory and the second in the tier;
-all bytes are compared. Loading all is not run where it takes more than three times as long by its rates.
+a second). One request at a time, of which the first blocks lie in host memory, the next ones in the tier, and the last
+ones nowhere; all bytes are compared. Loading all is not run where it takes more than three times as long by its rates.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,21 @@ from paddle_kv.tiers import FilesEngine
 from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, SPEC, WAIT_S, ChunkRig, contents
 
 GB_S_AS_COMPUTED = 512 * 40_960 / (512 / 60_000) / 1e9  # a link of so many is as quick as the model
-CHUNK_BLOCKS, BLOCKS = 4, 40
 NOT_RUN = 3.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Blocks of a prompt, by where they are, and of a pass of the model. One token comes behind all of them."""
+
+    host: int = 20
+    tier: int = 20
+    end: int = 0
+    chunk: int = 4
+
+    @property
+    def total(self) -> int:
+        return self.host + self.tier + self.end
 
 
 class Channel:
@@ -65,8 +79,8 @@ class _SlowRead:
 
 
 class Server:
-    def __init__(self, folder: Path, block_s: float, num_prompts: int) -> None:
-        self.link, self.tier, self.block_s = Channel(), Channel(), block_s
+    def __init__(self, folder: Path, block_s: float, num_prompts: int, shape: Shape = Shape()) -> None:
+        self.link, self.tier, self.block_s, self.shape = Channel(), Channel(), block_s, shape
         self.asleep = True
         copy = binding.copy
 
@@ -77,11 +91,11 @@ class Server:
 
         self._copy, binding.copy = copy, slow_copy
         self.rig = ChunkRig(Slow(folder, self.tier), host_blocks=64 * num_prompts, pause=self._compute)
-        self.prompts = [[number] * (BLOCKS * SIZE + 1) for number in range(num_prompts)]
+        self.prompts = [[number] * (shape.total * SIZE + 1) for number in range(num_prompts)]
         self.expected = [contents(prompt) for prompt in self.prompts]
-        self.table = list(range(BLOCKS + 1))
+        self.table = list(range(shape.total + 1))
         for prompt in self.prompts:
-            self.rig.prefill(prompt, self.table, chunk_tokens=CHUNK_BLOCKS * SIZE)
+            self.rig.prefill(prompt, self.table, chunk_tokens=shape.chunk * SIZE)
             self.rig.check_books()
         books: Any = self.rig.manager._books
         books.rates = Rates(BLOCK_BYTES, SIZE)
@@ -99,7 +113,9 @@ class Server:
         self.link.block_s = self.tier.block_s = 0.0
         rig.check_books()
         rig.manager.evict(1 << 20)
-        rig.manager.prefetch(rig.manager.block_hashes(prompt)[: BLOCKS // 2], timeout_s=WAIT_S).wait(WAIT_S)
+        hashes, shape = rig.manager.block_hashes(prompt), self.shape
+        rig.manager.drop(hashes[shape.host + shape.tier :])  # what the last request has computed of it
+        rig.manager.prefetch(hashes[: shape.host], timeout_s=WAIT_S).wait(WAIT_S)
         rig.check_books()
         self.link.block_s, self.tier.block_s = speeds
         books.rates = known
@@ -110,7 +126,7 @@ class Server:
         rig, prompt = self.rig, self.prompts[number]
         rig.poison(self.table)
         begun = time.monotonic()
-        with rig.manager.request(prompt, self.table, chunk_tokens=CHUNK_BLOCKS * SIZE, how=how) as request:
+        with rig.manager.request(prompt, self.table, chunk_tokens=self.shape.chunk * SIZE, how=how) as request:
             while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
                 rig.run_or_fail(request, chunk, self.table, self.expected[number])
         taken_s = time.monotonic() - begun
@@ -130,15 +146,21 @@ def main() -> None:
     parser.add_argument("--before", type=int, default=6, help="in which the library measures")
     parser.add_argument("--link-gbps", type=float, nargs="+", default=[0.1, 1.0, 2.5, 10.0, 50.0])
     parser.add_argument("--tier-gbps", type=float, nargs="+", default=[0.05, 0.5, 5.0])
+    parser.add_argument("--host-blocks", type=int, default=20)
+    parser.add_argument("--tier-blocks", type=int, default=20)
+    parser.add_argument("--end-blocks", type=int, default=0, help="that are found nowhere")
+    parser.add_argument("--chunk-blocks", type=int, default=4, help="of a pass")
     chosen = parser.parse_args()
+    shape = Shape(chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks)
     print("link and tier in GB/s; s to the first token, mean and most: computed, loaded, decided; decided / better")
     for link, tier in itertools.product(chosen.link_gbps, chosen.tier_gbps):
         with tempfile.TemporaryDirectory() as folder:
-            server = Server(Path(folder), chosen.block_ms / 1e3, 4)
+            server = Server(Path(folder), chosen.block_ms / 1e3, 4, shape)
             server.link.block_s, server.tier.block_s = (
                 server.block_s * GB_S_AS_COMPUTED / rate for rate in (link, tier)
             )
-            slow = max(server.link.block_s, server.tier.block_s / 2) > NOT_RUN * server.block_s
+            whole_s = max(server.link.block_s * (shape.host + shape.tier), server.tier.block_s * shape.tier)
+            slow = whole_s > NOT_RUN * server.block_s * (shape.host + shape.tier)
             ways = ("compute", "sooner") if slow else ("compute", "load", "sooner")
             found: dict[str, list[float]] = {way: [] for way in ways}
             for number in range(chosen.before + chosen.requests):

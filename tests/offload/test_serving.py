@@ -81,6 +81,38 @@ def test_prompts_that_come_at_once_load_as_quickly_as_if_all_is_loaded(num_promp
     assert own_s <= 1.02 * load_s
 
 
+def mixed(seed: int, blocks: int, in_host: float, load: float) -> tuple[list[Request], Found]:
+    """Prompts of so many blocks, of which that part lies in host memory and the others, behind them, in the tier; a
+    third more is found nowhere. ``load``: the part of the time in which a server that computes all would be busy."""
+    rng = random.Random(seed)
+    now_s, requests, found = 0.0, [], []
+    for _ in range(300):
+        now_s += rng.expovariate(load / (4 / 3 * blocks * 512 / 60_000))
+        size = rng.randint(1, 2 * blocks)
+        of_host = round(size * in_host)
+        total = size + rng.randint(0, max(1, 2 * size // 3))
+        requests.append(Request(now_s, 512 * total + rng.randint(1, 512), list(range(total))))
+        found.append((of_host, size - of_host))
+    return requests, found
+
+
+@pytest.mark.parametrize(("link_gbps", "tier_gbps"), [(5, 3), (5, 5), (20, 3), (50, 5)])
+@pytest.mark.parametrize(
+    ("blocks", "in_host", "queue"), [(8, 0.8, 0), (8, 0.5, 0), (30, 0.7, 0), (30, 0.7, 4), (30, 0.2, 4)]
+)
+def test_prompts_half_in_host_memory_and_half_in_a_tier_are_never_slower(
+    blocks: int, in_host: float, link_gbps: float, tier_gbps: float, queue: int
+) -> None:
+    requests, found = mixed(1, blocks, in_host, 0.5)
+    machine = machine_of(link_gbps, tier_gbps, queue=queue)
+    compute, load, own = (
+        np.array([one.first_token_s for one in serve(requests, found, machine, way)][20:])
+        for way in (COMPUTE, LOAD, DECIDE)
+    )
+    assert own.mean() <= 1.02 * min(compute.mean(), load.mean())
+    assert np.percentile(own, 99) <= 1.02 * min(np.percentile(compute, 99), np.percentile(load, 99))
+
+
 def test_at_the_crossing_it_is_much_quicker_than_both() -> None:
     """Where loading all and computing all take as long as each other."""
     found = found_of(10_000)
@@ -154,5 +186,7 @@ def test_ways_of_one_request_by_hand() -> None:
     assert taken_s((100, 0), COMPUTE) == pytest.approx(1.01)
     assert taken_s((100, 0), LOAD) == pytest.approx(1.0 + 0.001)
     assert taken_s((0, 100), LOAD) == pytest.approx(1.0 + 0.1 + 0.001)  # out of the tier, and its last layer on
+    assert taken_s((60, 40), LOAD) == pytest.approx(1.0 + 0.001)  # the link moves all of them, and only it is busy
+    assert taken_s((20, 80), LOAD) == pytest.approx(1.0 + 0.001)  # 0.8 s in the tier, of which the link is idle for 0.6
     with pytest.raises(ValueError, match="way = 'whole'"):
         taken_s((1, 0), "whole")

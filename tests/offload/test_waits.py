@@ -18,13 +18,13 @@ LAYERS, CHUNK_BLOCKS = 64, 8
 Known = tuple[Waits, RateSnapshot]
 
 
-def waits_of(num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0) -> Known:
+def waits_of(num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0, aligned: bool = True) -> Known:
     """A block takes a second to be computed."""
     rates = Rates(BLOCK_BYTES, SIZE, lambda: 0.0)
     rates.set_load(LINK, BLOCK_BYTES / load_s)
     rates.set_load(TIER, BLOCK_BYTES / tier_s)
     rates.set_prefill(1.0 / SIZE)
-    waits = Waits(num_blocks, (num_blocks + end_blocks) * SIZE, CHUNK_BLOCKS * SIZE, LAYERS)
+    waits = Waits(num_blocks, (num_blocks + end_blocks) * SIZE, CHUNK_BLOCKS * SIZE, LAYERS, aligned=aligned)
     return waits, rates.snapshot()
 
 
@@ -38,9 +38,14 @@ def passed_s(compute_s: float, loads: list[tuple[float, float]]) -> float:
     return now_s
 
 
+@pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("num_blocks", [12, 16])
-def test_it_waits_for_a_load_where_that_is_sooner(num_blocks: int) -> None:
+def test_it_waits_for_a_load_where_that_is_sooner(num_blocks: int, aligned: bool) -> None:
     """Within two layers of what going through all layers says."""
+
+    def stop_of(block: int) -> int:
+        return (block // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS if aligned else block + CHUNK_BLOCKS
+
     rng = random.Random(num_blocks)
     answers = set()
     for _ in range(2000):
@@ -50,14 +55,19 @@ def test_it_waits_for_a_load_where_that_is_sooner(num_blocks: int) -> None:
         there_s = begin_s + rng.uniform(0, 12)
         others_s = rng.choice([0.0, rng.uniform(0, 12)])
         others = [(0.0, others_s)] if others_s else []
-        end_s = min(CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS, end_blocks)
-        waited_s = passed_s(end_s, [(begin_s, there_s), *others])
-        computed_s = passed_s(size + end_s, others) if stop == num_blocks else passed_s(size, others) + end_s
-        waits, rates = waits_of(num_blocks, end_blocks)
+        total = num_blocks + end_blocks
+        end_s = min(stop_of(num_blocks), total) - num_blocks
+        waited_s = passed_s(end_s, [(begin_s, there_s), *others]) + end_blocks - end_s
+        if stop == num_blocks:  # with as much of the end as there is room for
+            pass_s = max(num_blocks, min(stop_of(stop - size), total)) - (stop - size)
+            computed_s = passed_s(pass_s, others) + total - (stop - size) - pass_s
+        else:
+            computed_s = passed_s(size, others) + end_blocks
+        waits, rates = waits_of(num_blocks, end_blocks, aligned=aligned)
         found = waits.for_one(rates, stop - size, stop, begin_s, there_s, others_s)
         answers.add(found)
         if abs(waited_s - computed_s) > 2 * 20 / LAYERS:
-            assert found == (waited_s < computed_s), (begin_s, there_s, others_s, size, stop, end_s)
+            assert found == (waited_s < computed_s), (begin_s, there_s, others_s, size, stop, end_blocks)
     assert answers == {True, False}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from paddle_kv.offload.rates import Rates
 from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, WAIT_S
-from tests.offload.real_times import BLOCKS, CHUNK_BLOCKS, Server
+from tests.offload.real_times import Server, Shape
 
 EXPECTED = 10  # prompts
 LINK = 50  # times as quick as the model
@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("--tier", type=float, nargs="+", default=[2.0, 4.0], help="times as quick as the model")
     parser.add_argument("--times", type=int, default=3)
     chosen = parser.parse_args()
-    computed_s = BLOCKS * chosen.block_ms / 1e3
-    print(f"prompts of {BLOCKS} blocks in chunks of {CHUNK_BLOCKS}, computed in {computed_s:.2f} s")
+    shape, computed_s = Shape(), Shape().total * chosen.block_ms / 1e3
+    print(f"prompts of {shape.total} blocks in chunks of {shape.chunk}, computed in {computed_s:.2f} s")
     print(
         "tier: s to the first token of an urgent prompt, alone and beside what is expected; s for all, not expected and"
     )

@@ -103,7 +103,8 @@ class Meeting:
     ) -> None:
         self._prompt = prompt
         self._block_tokens, self._chunk_tokens, self._num_layers = block_tokens, chunk_tokens, num_layers
-        self._waits = Waits(max(prompt.host[1], prompt.tier[1]), prompt.num_tokens, chunk_tokens, num_layers)
+        found = max(prompt.host[1], prompt.tier[1])
+        self._waits = Waits(found, prompt.num_tokens, chunk_tokens, num_layers, aligned=False)
         self._chunk_blocks = max(1, chunk_tokens // block_tokens)
         self._piece_blocks = piece_blocks
         parts = [_Part(LINK, *prompt.host), _Part(TIER, *prompt.tier)]

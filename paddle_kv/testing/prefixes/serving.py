@@ -300,7 +300,8 @@ class _Server:
             return
         moving = self._channels[job.place].moving
         assert moving is not None
-        self.rates.observe_late(job.place, self._bytes(moving), max(1e-6, moving.moved_s + self._now_s - moving.begun_s))
+        taken_s = moving.moved_s + self._now_s - moving.begun_s
+        self.rates.observe_late(job.place, self._bytes(moving), max(1e-6, taken_s))
         self._lost(turn, job.load)
 
     def _lost(self, turn: _Turn, load: Load) -> None:
@@ -401,18 +402,23 @@ class _Server:
 
     def _wait_s(self, place: str, number: int, own: _Job | None = None) -> float:
         """Until it has done what goes before this one, or before whatever else comes for the prompt of this number."""
-        seconds = self._left_s(place)
+        is_between = own is not None and not own.load.layerwise  # the parts of others
+        seconds = self._left_s(place, is_between)
         for job in self._channels[place].queue.loads():
             if job is own or job.turn.number > number:
                 break
             if not job.load.cancelled:
-                seconds += self._expected_s(place, job)
+                in_parts = is_between and place == job.load.place == LINK and job.load.layerwise
+                seconds += self._expected_s(place, job) / ((job.parts_left or PARTS) if in_parts else 1)
         return seconds
 
-    def _left_s(self, place: str) -> float:
-        """Of what moves there now."""
+    def _left_s(self, place: str, is_between: bool = False) -> float:
+        """Of what moves there now; or of its part, for what comes between these."""
         moving = self._channels[place].moving
-        return 0.0 if moving is None else max(0.0, moving.begun_s + self._expected_s(place, moving) - self._now_s)
+        if moving is None:
+            return 0.0
+        expected_s = self._expected_s(place, moving) / (moving.parts_left if is_between else 1)
+        return max(0.0, moving.begun_s + expected_s - self._now_s)
 
     def _expected_s(self, place: str, job: _Job) -> float:
         """Of one that moves there."""
