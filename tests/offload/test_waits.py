@@ -18,7 +18,9 @@ LAYERS, CHUNK_BLOCKS = 64, 8
 Known = tuple[Waits, RateSnapshot]
 
 
-def waits_of(num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0, aligned: bool = True) -> Known:
+def waits_of(
+    num_blocks: int, end_blocks: int, *, load_s: float = 0.5, tier_s: float = 1.0, aligned: bool = True
+) -> Known:
     """A block takes a second to be computed."""
     rates = Rates(BLOCK_BYTES, SIZE, lambda: 0.0)
     rates.set_load(LINK, BLOCK_BYTES / load_s)
