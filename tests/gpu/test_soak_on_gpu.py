@@ -26,6 +26,12 @@ SETUP = Setup(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm():
+    """A process opens a file more some time after it has begun to use a GPU, in the middle of a run, once."""
+    run(SETUP, minutes=1, max_moves=60_000)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, {"block_bytes": 37, "layers_per_event": 3}, {"pool_layout": "block_first"}, {"block_bytes": 60_000}],
