@@ -359,13 +359,13 @@ class Books:
     def _measure(self, moving: Moving) -> None:
         movement = moving.movement
         if movement.sample is not None and min(movement.sample) > 0:
-            observe = self.rates.observe_save if moving.jobs[0].kind == "save" else self._observe_load
-            observe(movement.sample[0], movement.sample[1] / 1e3)
+            num_bytes, seconds = movement.sample[0], movement.sample[1] / 1e3
+            if moving.jobs[0].kind == "save":
+                self.rates.observe_save(num_bytes, seconds)
+            else:
+                self.rates.observe_load(LINK, num_bytes, seconds, shared=movement.shares_link)
         elif movement.state is State.FAILED and all(job.kind == "load" and job.tier is None for job in moving.jobs):
             self.rates.observe_failed(LINK)
-
-    def _observe_load(self, num_bytes: int, seconds: float) -> None:
-        self.rates.observe_load(LINK, num_bytes, seconds)
 
     def ended(self, job: Job, result: Result) -> None:
         """It is booked."""

@@ -452,7 +452,9 @@ class Meeting:
         there_s = begin_s + piece.size * rates.link_s
         if others_s:
             begin_s = due_s  # beside these
-        return read if now_s <= read.late_s and self._comes_sooner(piece, begin_s, there_s, others_s) else None
+        if not now_s <= read.late_s < math.inf:  # or it was asked for when nothing was known of the tier
+            return None
+        return read if self._comes_sooner(piece, begin_s, there_s, others_s) else None
 
     def read_late(self, reading: Prefetch) -> None:
         """The model has waited for it until its time was over."""

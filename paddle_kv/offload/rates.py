@@ -94,6 +94,10 @@ class Source:
         self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
         self._probation = min(2 * self._probation, LONGEST_PROBATION)
 
+    def lacks_news(self, now_s: float) -> bool:
+        """Whether a load that says little says more than nothing."""
+        return self.standing is not Standing.TRUSTED or self._probing or now_s - self._seen_s >= UNSEEN_S
+
     def probe_due(self, now_s: float) -> bool:
         if now_s < self._until_s:
             return False
@@ -171,8 +175,9 @@ class Rates:
         self._snapshot: RateSnapshot | None = None
 
     # ---- what was seen ----
-    def observe_load(self, name: str, num_bytes: int, seconds: float) -> None:
-        """A load from ``name`` ("onload": the link, "tier") arrived in time; also a probe.
+    def observe_load(self, name: str, num_bytes: int, seconds: float, *, shared: bool = False) -> None:
+        """A load from ``name`` ("onload": the link, "tier") arrived in time; also a probe. ``shared``: others came
+        beside it, so that it took longer than it would: it counts where nothing better is known.
 
         Raises:
             TypeError: not numbers.
@@ -181,8 +186,10 @@ class Rates:
         _check_positive(num_bytes=num_bytes, seconds=seconds)
         source = self._source(name)
         with self._lock:
-            source.arrived(seconds / num_bytes, self._clock())
-            self._snapshot = None
+            now_s = self._clock()
+            if not shared or source.lacks_news(now_s):
+                source.arrived(seconds / num_bytes, now_s)
+                self._snapshot = None
 
     def observe_save(self, num_bytes: int, seconds: float) -> None:
         """A save went over the link. Until a load has, it is what is expected of one."""

@@ -179,7 +179,7 @@ class Movement:
     elapsed_ms = float("nan")
     layer_times_ms: Sequence[tuple[float, float]] = ()
     sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
-    shares_link = False  # with a load on another stream: the time that it takes says nothing of the link
+    shares_link = False  # with a load on another stream: the time that it takes says little of the link
     guard: Guard | None = None  # of the handle
     by_marks: Any = None  # of :mod:`.by_marks`, as long as the backend submits its layers as they are marked
     is_noted = False  # a section will look which it has

@@ -263,9 +263,7 @@ def _measure(movement: Movement) -> None:
     scheduler = movement.scheduler
     elapsed = scheduler.backend.elapsed_ms
     movement.elapsed_ms = elapsed(movement.starts[0][0], movement.last_event)
-    if movement.shares_link:
-        movement.sample = None
-    elif len(movement.starts) == 1:
+    if len(movement.starts) == 1:
         movement.sample = (movement.bytes, movement.elapsed_ms)
     else:
         start, last = movement.starts[-1]

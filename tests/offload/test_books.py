@@ -172,25 +172,27 @@ def test_what_a_transfer_took_is_learned_once_it_is_known(
     said: list[Any] = []
     rates = SimpleNamespace(
         observe_save=lambda *what: said.append(("save", *what)),
-        observe_load=lambda *what: said.append(("load", *what)),
+        observe_load=lambda *what, shared: said.append(("load", *what, shared)),
         observe_failed=lambda *what: said.append(("failed", *what)),
     )
     monkeypatch.setattr(manager._books, "rates", rates)
     for kind, sample, state in (
         ("save", (1000, 0.5), State.DONE),
         ("load", (1000, 0.25), State.DONE),
+        ("load", (2000, 0.75), State.DONE),
         ("load", (1000, 0.0), State.DONE),  # by a coarse clock
         ("load", None, State.DONE),
         ("load", None, State.FAILED),
     ):
-        manager._books._measure(moving_of(kind, sample=sample, state=state))
+        manager._books._measure(moving_of(kind, sample=sample, state=state, shares_link=sample == (2000, 0.75)))
     assert said.pop() == ("failed", "onload")
     manager._books._measure(moving_of("save", sample=None, state=State.FAILED))
     of_both = moving_of("load", sample=None, state=State.FAILED, tier="disk")
     manager._books._measure(of_both)
     of_both.jobs.append(SimpleNamespace(kind="load", tier=None))
     manager._books._measure(of_both)
-    assert said == [("save", 1000, 0.0005), ("load", "onload", 1000, 0.00025)]
+    loads = [("load", "onload", 1000, 0.00025, False), ("load", "onload", 2000, 0.00075, True)]
+    assert said == [("save", 1000, 0.0005), *loads]
 
 
 def test_each_call_sees_what_has_ended_by_then(manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -803,6 +803,54 @@ def test_what_the_model_awaits_together_is_loaded_side_by_side(bench: Bench) -> 
     assert bench.next(meeting).loads == tuple(bench.copies)  # type: ignore[comparison-overlap]
 
 
+def test_what_is_asked_of_each_piece_knows_of_the_longest_load_before_it(bench: Bench) -> None:
+    """The first one is there last."""
+    bench.know(0.5, 2.0)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    first, second, third, _ = meeting.line.pieces
+    loads = dict(zip((first, second), bench.copies, strict=True))
+    for piece in meeting.moving:
+        meeting.line.set(piece, PieceState.WAITING)
+    meeting.moving = loads  # type: ignore[assignment]
+    for piece, due_s in ((first, 7.0), (second, 3.0)):
+        meeting.line.set(piece, PieceState.LOADING)
+        piece.begin_s, piece.due_s, piece.late_s = 0.0, due_s, 99.0
+    bench.now_s = 1.0
+    asked: list[Any] = []
+    meeting._waits.for_one = lambda rates, *given: asked.append(given) or True  # type: ignore
+    meeting._waits.for_rest = lambda rates, *given, **figures: asked.append(figures["others_s"])  # type: ignore
+    step = bench.next(meeting)
+    assert asked == [(0, 4, 0.0, 6.0, 0.0), (4, 8, 0.0, 2.0, 6.0), 6.0]
+    assert (step.piece, step.loads) == (third, tuple(bench.copies))
+
+
+def test_what_is_loaded_once_the_model_goes_on_stands_behind_others_again(bench: Bench) -> None:
+    """It was awaited beside them, and came; what comes next from the back is not awaited."""
+    bench.know(0.5, 2.0, 0.25)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert bench.next(meeting).reading is bench.reads[0]
+    assert meeting._is_beside
+    meeting.read_late(bench.reads[0])  # type: ignore[arg-type]
+    meeting._leave(meeting.line.pieces[1], PieceState.LOST)
+    bench.next(meeting)
+    assert not meeting._is_beside
+
+
+def test_of_what_lies_below_only_what_is_behind_the_rest_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(1.0, 1.0, 0.25)
+    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 3 * BLOCKS, end_blocks=3)
+    here, brought, *_ = meeting.line.pieces
+    bench.slots.update({b"%d" % number: 0 for number in range(BLOCKS, 2 * BLOCKS)})  # by somebody else
+    asked: list[Any] = []
+    meeting._waits.for_rest = lambda rates, *given, **figures: asked.append((given, figures["tier_blocks"]))  # type: ignore
+    bench.next(meeting)
+    assert asked == [((0, BLOCKS, 2 * BLOCKS), 2 * BLOCKS)]
+    assert (here.state, brought.state) == (PieceState.COMPUTED, PieceState.WAITING)
+
+
 def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None:
     bench.know(0.5, 2.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import sys
 from types import FrameType, SimpleNamespace
@@ -236,6 +237,9 @@ def test_what_comes_from_the_tier_is_waited_for_where_both_ways_are_trusted() ->
     assert worth_reading(read, [], []) is None  # nothing is on its way
     late = Part(PieceState.READING, 8, late_s=99.0)
     assert worth_reading(late, [late], []) is None
+    unknown = Part(PieceState.READING, 8, late_s=math.inf)  # it would be waited for without end
+    assert worth_reading(unknown, [unknown], []) is None
+    assert worth_reading(Part(PieceState.BELOW, 4), [unknown], [Part(PieceState.BELOW, 4)]) is None
 
 
 def test_of_what_lies_below_what_comes_before_it_counts() -> None:

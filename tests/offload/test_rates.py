@@ -227,6 +227,35 @@ def test_what_nobody_uses_is_probed_now_and_then(rates: Rates, clock: Clock) -> 
     assert rates.take_probe("tier")
 
 
+@pytest.mark.parametrize("why", ["new", "on probation", "resting", "probe", "unseen"])
+def test_a_load_beside_others_counts_where_nothing_better_is_known(rates: Rates, clock: Clock, why: str) -> None:
+    if why != "new":
+        load(rates, 1 if why == "on probation" else 10)
+    if why == "resting":
+        rates.observe_failed("tier")
+        clock.now_s += FIRST_REST_S * 1.1
+        assert rates.take_probe("tier")
+    if why in ("probe", "unseen"):
+        clock.now_s += UNSEEN_S * 1.1
+        assert why == "unseen" or rates.take_probe("tier")
+    before = rates.stats()["tier_bytes_per_s"]
+    rates.observe_load("tier", 1_000_000, 1.3, shared=True)
+    assert rates.stats()["tier_bytes_per_s"] != before
+    assert not rates.take_probe("tier")  # it has told
+    if why == "resting":
+        assert rates.standing("tier") is Standing.PROBATION
+
+
+def test_else_it_says_nothing(rates: Rates, clock: Clock) -> None:
+    load(rates, 10)
+    known = rates.stats()
+    rates.observe_load("tier", 1_000_000, 1.3, shared=True)
+    rates.observe_load("tier", 1_000_000, 50.0, shared=True)
+    assert rates.stats() == known
+    rates.observe_load("tier", 1_000_000, 1.3)
+    assert rates.stats() != known
+
+
 def test_a_deadline_follows_estimate_and_spread(rates: Rates) -> None:
     rates.set_load("tier", 1e6, spread=0.01)
     assert rates.late_s(100, "tier") == pytest.approx(0.1 * 1.5 + LATE_S)

@@ -168,7 +168,7 @@ def test_nothing_is_left(rig):
     assert [stats[name] for name in ("in_flight", "events", "streams")] == [0, 0, 0]
 
 
-def test_what_loads_take_that_share_the_link_says_nothing_of_it(rig):
+def test_loads_that_share_the_link_are_known(rig):
     """Nor does a save on its own stream change that."""
     before = rig.scheduler.onload([20], [15])
     rig.backend.gate.set()
@@ -184,10 +184,6 @@ def test_what_loads_take_that_share_the_link_says_nothing_of_it(rig):
         transfer.wait(WAIT_S)
     shared = [one._movement.shares_link for one in (before, bulk, urgent, save, behind)]
     assert shared == [False, True, True, False, False]
-    samples = [one._movement.sample for one in (before, bulk, urgent, save, behind)]
-    assert [sample is None for sample in samples] == shared
-    assert samples[0] == (SPEC.block_bytes * SPEC.num_layers, before.elapsed_ms)
-    assert bulk.elapsed_ms > 0
 
 
 def test_a_load_beside_an_urgent_one_that_is_not_over_shares_the_link(rig):
@@ -201,4 +197,3 @@ def test_a_load_beside_an_urgent_one_that_is_not_over_shares_the_link(rig):
     rig.backend.gate.set()
     for transfer in (urgent, beside):
         transfer.wait(WAIT_S)
-        assert transfer._movement.sample is None
