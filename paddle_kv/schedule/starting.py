@@ -88,9 +88,11 @@ def start(
 
 
 def _note_shared_link(movement: Movement) -> None:
+    """Of this scheduler alone: each GPU has a link of its own."""
     others: Any = movement.group.transfers.values()
     for one in others:
-        if one.direction == "onload" and one.stream is not movement.stream and not one.over:
+        is_beside = one.scheduler is movement.scheduler and one.stream is not movement.stream
+        if is_beside and one.direction == "onload" and not one.over:
             one.shares_link = movement.shares_link = True
 
 

@@ -841,8 +841,9 @@ def test_what_is_loaded_once_the_model_goes_on_stands_behind_others_again(bench:
 def test_of_what_lies_below_only_what_is_behind_the_rest_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.know(1.0, 1.0, 0.25)
     worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
-    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 3 * BLOCKS, end_blocks=3)
-    here, brought, *_ = meeting.line.pieces
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 3 * BLOCKS + [HERE] * BLOCKS, end_blocks=3)
+    here, brought, *_, last = meeting.line.pieces
+    meeting.line.set(last, PieceState.LOST)
     bench.slots.update({b"%d" % number: 0 for number in range(BLOCKS, 2 * BLOCKS)})  # by somebody else
     asked: list[Any] = []
     meeting._waits.for_rest = lambda rates, *given, **figures: asked.append((given, figures["tier_blocks"]))  # type: ignore

@@ -197,3 +197,14 @@ def test_a_load_beside_an_urgent_one_that_is_not_over_shares_the_link(rig):
     rig.backend.gate.set()
     for transfer in (urgent, beside):
         transfer.wait(WAIT_S)
+
+
+def test_loads_of_another_device_have_a_link_of_their_own(rig):
+    with LayerwiseScheduler(DeviceCache(SPEC, 20, "cpu"), rig.pool, backend="cpu") as other:
+        bulk = rig.scheduler.onload(range(5), range(5))
+        urgent = other.onload([12], [12], urgent=True)
+        small = other.onload([13], [13])
+        rig.backend.gate.set()
+        for transfer in (bulk, urgent, small):
+            transfer.wait(WAIT_S)
+        assert not bulk._movement.shares_link
