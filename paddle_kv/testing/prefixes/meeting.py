@@ -27,8 +27,9 @@ class Load:
 
     Attributes:
         place: where they are: "onload" (host memory, over the link) or "tier".
-        layerwise: layer by layer: the pass of the model that awaits it may begin when its first layer is there. Others
-            come in whatever order.
+        layerwise: all that is left of its place, which the pass awaits: its layers come beside those of others, and
+            out of a tier one by one. Others come one behind the other, and out of a tier as a whole. Of all of them a
+            pass needs the first layer when it begins.
         due_s, late_s: when it should be there; when it is not awaited any more. By the clock of whoever drives.
         cancelled: nobody wants it any more.
     """
@@ -256,10 +257,10 @@ class Meeting:
         that the same pass awaits."""
         if not (rates.link_waits if load.place == LINK else rates.tier_waits) or now_s >= load.late_s:
             return False
-        begin_s = load.due_s  # the pass waits for all of it
-        if load.layerwise:
-            block_s = rates.link_s if load.place == LINK else max(rates.tier_s, rates.link_s)
-            begin_s = now_s if others_s > now_s else load.due_s - (load.stop - load.start) * block_s
+        block_s = max(rates.tier_s, rates.link_s) if load.layerwise and load.place == TIER else rates.link_s
+        begin_s = load.due_s - (load.stop - load.start) * block_s
+        if load.layerwise and others_s > now_s:
+            begin_s = now_s  # beside these
         waits = max(0.0, begin_s - now_s), load.due_s - now_s, max(0.0, others_s - now_s)
         return self._waits.for_one(rates, load.start, load.stop, *waits)
 

@@ -284,10 +284,7 @@ class _Server:
         compute_s = self._exact.prefill_s(chunk.start_token, chunk.stop_token) * turn.pace
         last_s = compute_s / self._costs.num_layers
         turn.pass_end_s = max(turn.pass_end_s, self._now_s + last_s)
-        if job.load.layerwise:
-            turn.pass_end_s = max(turn.pass_end_s, job.first_layer_s + compute_s)
-        else:
-            turn.pass_end_s = max(turn.pass_end_s, self._now_s + compute_s)
+        turn.pass_end_s = max(turn.pass_end_s, job.first_layer_s + compute_s)
         if not turn.missing:
             self._at(turn.pass_end_s, lambda: self._pass_done(turn, chunk, 0.0))
 
@@ -467,8 +464,11 @@ class _Server:
             job.first_layer_s = self._now_s + link_s * noise / layers
             return link_s * noise, False
         if place == LINK:  # layer by layer it has followed the tier, while nothing else was moved
+            if not job.load.layerwise:
+                job.first_layer_s = self._now_s + link_s * noise / layers
+                return link_s * noise, False
             idle_s = self._now_s - job.read_s - (self._channels[LINK].busy_s(self._now_s) - job.link_s)
-            return (max(link_s / layers, link_s - idle_s) if job.load.layerwise else link_s) * noise, False
+            return max(link_s / layers, link_s - idle_s) * noise, False
         self._reads += 1
         fault = self._machine.faults(self._reads, self._now_s, job.num_blocks)
         if fault.fails:
