@@ -148,6 +148,7 @@ class Meeting:
         if worth.choice == "compute" and not math.isinf(worth.load_s):
             self._here = self._here[-1:]  # now and then, so that it is heard of when the link is quicker again
         self._reading: dict[Piece, Prefetch] = {}
+        self._asked_until_s = 0.0  # when the tier should have done with all that it was asked for
         self._read: list[Piece] = []
         self._has_joined = False
         self._behind: Events | None = books.scheduler.resources.take_events(1)
@@ -307,6 +308,7 @@ class Meeting:
         self.line.set(piece, PieceState.READING)
         self._reading[piece] = prefetch
         piece.expect(prefetch.blocks_until, self._rates, TIER)
+        self._asked_until_s = max(self._asked_until_s, piece.due_s)
         self._look_at_reading()
 
     @property
@@ -442,6 +444,8 @@ class Meeting:
         now_s = time.monotonic()
         if piece.state is PieceState.READING:
             read, due_s = piece, piece.due_s
+            if due_s < now_s:  # the tier does others first, perhaps some that nobody wants any more
+                due_s = max(now_s, self._asked_until_s)
         elif piece.state is PieceState.BELOW and self._below and self._below[0].start <= piece.start:
             read = next(iter(self._reading))
             before = books.num_reading_blocks + self._below[-1].stop - piece.start  # they are read from the back

@@ -567,6 +567,20 @@ def test_what_the_tier_does_first_may_make_another_one_as_late(bench: Bench, mon
     assert (len(bench.late), states_of(meeting)) == (1, ["waiting", "lost"])
 
 
+def test_until_when_the_tier_is_busy_counts_what_is_not_wanted_any_more(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.know(0.125, 10.0, 1.0)
+    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([BELOW] * 2 * BLOCKS)
+    assert meeting._asked_until_s == 0.0
+    bench.fill()
+    second, first = meeting._reading
+    assert (second.due_s, first.due_s) == (pytest.approx(4.0), pytest.approx(8.0))
+    meeting._leave(first, PieceState.COMPUTED)
+    assert meeting._asked_until_s == first.due_s
+
+
 def test_what_the_tier_does_in_order_gives_the_others_no_more_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

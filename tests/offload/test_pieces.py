@@ -205,6 +205,7 @@ def worth_reading(
     compute_s: float = 10.0,
     others_s: float = 0.0,
     free_s: float = 0.0,
+    asked_until_s: float = 0.0,
 ) -> Any:
     """Each block takes a second from the tier, and a 64th of one over the link, which is free then."""
     snapshot = SimpleNamespace(tier_waits=tier, link_waits=link, tier_s=1.0, link_s=1 / 64)
@@ -218,6 +219,7 @@ def worth_reading(
         _reading=dict.fromkeys(reading),
         _below=below,
         _comes_sooner=comes_sooner,
+        _asked_until_s=asked_until_s,
     )
     books: Any = SimpleNamespace(feed=SimpleNamespace(free_s=free_s), num_reading_blocks=0)
     return Meeting._worth_reading(meeting, piece, books, others_s)  # type: ignore[arg-type]
@@ -232,6 +234,13 @@ def test_what_comes_from_the_tier_is_waited_for_where_both_ways_are_trusted() ->
     assert worth_reading(read, [read], [], free_s=105.0, others_s=105.0) is read  # beside what is awaited all the same
     assert asked.pop() == (103.0, 105.0625, 105.0)
     assert worth_reading(read, [read], [], compute_s=3.0) is None
+    assert worth_reading(read, [read], [], asked_until_s=109.0) is read  # they come in order, as far as is known
+    overdue = Part(PieceState.READING, 8, due_s=99.0)
+    assert worth_reading(overdue, [overdue], []) is overdue
+    assert asked.pop() == (100.0, 100.0625, 0.0)
+    assert worth_reading(overdue, [overdue], [], asked_until_s=105.0) is overdue  # others came first
+    assert asked.pop() == (105.0, 105.0625, 0.0)
+    assert worth_reading(overdue, [overdue], [], asked_until_s=110.0) is None
     for trusted in ({"tier": False}, {"link": False}):
         assert worth_reading(read, [read], [], **trusted) is None
     assert worth_reading(read, [], []) is None  # nothing is on its way
