@@ -137,7 +137,7 @@ def clause_27(case: Case) -> None:
     rig = case.rig()
     know(rig.manager, None, HERE_S)
     rig.manager.rates.observe_save(BLOCK_BYTES, QUICK_S)  # the link is known, and the model does not wait for it
-    rig.manager.rates.observe_load = lambda *_: None  # type: ignore[method-assign]  # of copies that are held
+    rig.manager.rates.observe_load = lambda *_, **__: None  # type: ignore[method-assign]  # of copies that are held
     case.copies.hold("onload", 0)
     third = [49, 50, 51, 52, 53, 54, 55, 56, 57]
     first = rig.manager.request(TOKENS, OTHER, chunk_tokens=CHUNK)

@@ -43,7 +43,7 @@ def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies, monkeypatc
     rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
     rig.scheduler.drain(WAIT_S)
     know(rig.manager, 1e-3, 1e-3)
-    monkeypatch.setattr(rig.manager.rates, "observe_load", lambda *_: None)  # of a busy machine
+    monkeypatch.setattr(rig.manager.rates, "observe_load", lambda *_, **__: None)  # of a busy machine
     copies.hold("onload", 0)  # until the model computes, or all might have come before
 
     def pause(tokens: range) -> None:
@@ -69,7 +69,7 @@ def test_a_prefix_of_one_pass_is_loaded_as_soon_as_the_link_is_known(
     know(rig.manager, None, 1.0)
     rates = rig.manager.rates
     observe, num_bytes = rates.observe_load, rates.block_bytes
-    monkeypatch.setattr(rates, "observe_load", lambda name, *_: observe(name, num_bytes, 0.1))  # of a busy machine
+    monkeypatch.setattr(rates, "observe_load", lambda name, *_, **__: observe(name, num_bytes, 0.1))  # of any machine
     monkeypatch.setattr(rates, "observe_prefill", lambda *_: None)
     rig.pause = lambda _: until(lambda: not any(one.plan.direction == "onload" for one in rig.scheduler.in_flight()))
     for _ in range(30):

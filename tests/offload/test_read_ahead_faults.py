@@ -127,7 +127,7 @@ def test_what_would_be_late_behind_others_is_not_asked_for(server: Server) -> No
 def test_of_a_part_what_has_room_comes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """When its turn comes, and nothing behind it."""
     know(server.manager, 0.1, 10.0, 0.0026)  # two blocks a part
-    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_: None)
+    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_, **__: None)
     prefetch = server.manager.expect(server.hashes[0])
     assert server.asked == ahead(0, 0, 2 * UNDER_WAY)
     mine = server.pool.allocate(200 - 2 * UNDER_WAY - 3)

@@ -9,9 +9,10 @@ from functools import cache
 import numpy as np
 import pytest
 
+from paddle_kv.testing.prefixes.channel import Fault, Faults
 from paddle_kv.testing.prefixes.conversations import conversations
 from paddle_kv.testing.prefixes.replay import Costs, replay
-from paddle_kv.testing.prefixes.serving import COMPUTE, DECIDE, LOAD, Fault, Faults, Machine, serve
+from paddle_kv.testing.prefixes.serving import COMPUTE, DECIDE, LOAD, Machine, serve
 from paddle_kv.testing.prefixes.trace import Request
 
 # Llama-3.1-70B, 8 ranks, 512 tokens a block.

@@ -358,7 +358,7 @@ def test_the_time_of_what_is_expected_counts_from_when_the_tier_is_asked(
 ) -> None:
     server = Server(tmp_path, tier_timeout_s=1.0)
     know(server.manager, 1e-4, 10.0, 0.02)
-    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_: None)  # what is held is not slow
+    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_, **__: None)  # what is held is not slow
     first = server.manager.prefetch(server.hashes[0], timeout_s=WAIT_S * 20)
     second = server.manager.expect(server.hashes[1])
     threading.Event().wait(1.2)

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 from ...offload.decision import Decision, Prompt
 from ...offload.rates import LINK, TIER, Rates, RateSnapshot
-from .link_queue import LinkQueue, Urgency
+from .channel import Channel, Faults, no_faults
+from .link_queue import Urgency
 from .meeting import Chunk, Load, Meeting
 from .replay import Costs
 from .trace import Request
@@ -30,29 +31,6 @@ COMPUTE, LOAD, DECIDE = "compute", "load", "decide"
 PARTS = 16  # of a load that comes layer by layer: what else is asked of the link comes between
 MOST_LOADING = 2  # pieces of a prompt at a source: when one ends, the next one is there
 PROBE_LATE_S = 1.0
-NO_LIMIT = 1 << 60
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What a tier does to a read.
-
-    Attributes:
-        stall_s: it takes so much longer.
-        factor: it takes so many times as long.
-        fails: it ends with an error.
-    """
-
-    stall_s: float = 0.0
-    factor: float = 1.0
-    fails: bool = False
-
-
-Faults = Callable[[int, float, int], Fault]  # number of the read, its time, its blocks
-
-
-def no_faults(read: int, now_s: float, num_blocks: int) -> Fault:
-    return Fault()
 
 
 @dataclass(frozen=True)
@@ -146,27 +124,6 @@ class _Job:
     link_s: float = 0.0  # for how long the link had moved something when this one began
 
 
-class _Channel:
-    """The link, or the tier: one job at a time."""
-
-    def __init__(self) -> None:
-        self.queue: LinkQueue[_Job] = LinkQueue(NO_LIMIT)
-        self.moving: _Job | None = None
-        self._moved_s = 0.0  # what has ended
-
-    def begin(self, job: _Job, now_s: float) -> None:
-        self.moving, job.begun_s = job, now_s
-
-    def end(self, now_s: float) -> None:
-        assert self.moving is not None
-        self._moved_s += now_s - self.moving.begun_s
-        self.moving = None
-
-    def busy_s(self, now_s: float) -> float:
-        """For how long it has moved something so far."""
-        return self._moved_s + (0.0 if self.moving is None else now_s - self.moving.begun_s)
-
-
 def serve(requests: Sequence[Request], found: Sequence[tuple[int, int]], machine: Machine, way: str) -> list[Served]:
     """All requests, in order of arrival. ``found``: of each, its first blocks in host memory, and those behind them in
     the tier.
@@ -189,7 +146,7 @@ class _Server:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.rates = Rates(int(machine.costs.block_bytes), machine.costs.tokens_per_block, lambda: self._now_s)
-        self._channels = {LINK: _Channel(), TIER: _Channel()}
+        self._channels: dict[str, Channel[_Job]] = {LINK: Channel(), TIER: Channel()}
         self._reads = 0
         self._probing: set[_Job] = set()
         self._waiting: list[_Turn] = []  # first come, first served
@@ -446,6 +403,7 @@ class _Server:
                 continue
             fails = job.parts_left == 0 and self._start(place, job)
             channel.begin(job, self._now_s)
+            job.begun_s = self._now_s
             self._at(self._now_s + job.part_s, lambda job=job, fails=fails: self._moved(place, job, fails))  # type: ignore[misc]
 
     def _start(self, place: str, job: _Job) -> bool:
