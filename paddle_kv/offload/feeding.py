@@ -433,7 +433,8 @@ class Meeting:
 
     def _comes_sooner(self, piece: Piece, begin_s: float, there_s: float, others_s: float) -> bool:
         """Than the model would compute it; ``begin_s``: its load."""
-        from_now = (max(0.0, begin_s - (now_s := time.monotonic())), there_s - now_s, max(0.0, others_s - now_s))
+        now_s = time.monotonic()
+        from_now = max(0.0, begin_s - now_s), there_s - now_s, max(0.0, others_s - now_s)
         return self._waits.for_one(self._rates.snapshot(), piece.start, piece.stop, *from_now)
 
     def _worth_reading(self, piece: Piece, books: Owner, others_s: float) -> Piece | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from ..backend.work import Direction, Stream
+from ..backend.work import Stream
 from ..checks import check_ids
 from ..errors import ClosedError, TransferError
 from ..ops import _arguments as arguments
@@ -244,9 +244,7 @@ class Mover:
         slots = [slot for job in jobs for slot in job.host_slots]
         ids = [one for job in jobs for one in job.device_ids]
         blocks = [self._blocks[slot] for slot in slots]
-        direction: Direction = "offload" if saves else "onload"
-        urgent = False if saves else None
-        transfer = self._moves.start(direction, ids, blocks, compute, layerwise=layerwise, urgent=urgent)
+        transfer = self._moves.start("offload" if saves else "onload", ids, blocks, compute, layerwise=layerwise)
         transfer._movement.computed_from = ()  # the directory knows from what, and which ranks have failed
         transfer._movement.told = True  # by the result: an engine waits for no save
         moving = Moving(transfer._movement, jobs)

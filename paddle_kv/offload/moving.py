@@ -64,10 +64,11 @@ class Moves:
         compute: Stream,
         *,
         layerwise: bool = False,
-        urgent: bool | None = False,
+        urgent: bool | None = None,
         behind: Collection[Movement] = (),
     ) -> Transfer:
         plan = self.scheduler.plan(direction, list(device_ids), list(host_ids))
+        urgent = urgent if direction == "onload" else False
         return self.scheduler.start_here(plan, compute, layerwise, urgent, behind)
 
     def add(self, transfer: Transfer, jobs: Sequence[Job]) -> None:

@@ -13,16 +13,15 @@ import csv
 import math
 import random
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
-from paddle_kv.testing.prefixes.replay import Costs
-from paddle_kv.testing.prefixes.serving import COMPUTE, DECIDE, LOAD, Machine, serve
+from paddle_kv.testing.prefixes.serving import COMPUTE, DECIDE, LOAD, serve
 from paddle_kv.testing.prefixes.trace import Request
+from tests.offload.test_serving import machine_of
 
-COSTS = Costs(512 * 40_960, 80, 50e9, 60_000.0, 512, 5e9)  # Llama-3.1-70B on 8 ranks
 REQUESTS, SKIPPED = 400, 50
 COMPUTED_BLOCKS_PER_S = 117
 LINKS = (0.1, 0.2, 0.5, 1, 2, 3, 5, 10, 20, 50)  # GB/s
@@ -76,9 +75,9 @@ def points(seed: int, num_streams: int) -> list[Point]:
         requests, places = stream(kind, blocks, in_host, busy / (blocks * 1.4 / COMPUTED_BLOCKS_PER_S), rng)
         for _ in range(6):
             link, tier, queue = rng.choice(LINKS), rng.choice(TIERS), rng.choice((0, 1, 4, 8))
-            costs = replace(COSTS, link_bytes_per_s=link * 1e9, tier_bytes_per_s=tier * 1e9)
+            machine = machine_of(link, tier, queue=queue)
             times = [
-                np.array([one.first_token_s for one in serve(requests, places, Machine(costs, queue=queue), way)])
+                np.array([one.first_token_s for one in serve(requests, places, machine, way)])
                 for way in (COMPUTE, LOAD, DECIDE)
             ]
             means = [one[SKIPPED:].mean() for one in times]

@@ -549,11 +549,18 @@ def test_the_model_waits_for_a_read_until_that_is_late(bench: Bench, monkeypatch
     assert len(bench.late) == 1
 
 
-def test_what_the_tier_does_first_may_make_another_one_as_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def two_reads(bench: Bench, monkeypatch: pytest.MonkeyPatch, *, fill: bool = True) -> Meeting:
+    """From the back, of all that it has."""
     bench.know(0.125, 10.0, 1.0)
     worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
     meeting = bench.meeting([BELOW] * 2 * BLOCKS)
-    bench.fill()
+    if fill:
+        bench.fill()
+    return meeting
+
+
+def test_what_the_tier_does_first_may_make_another_one_as_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting = two_reads(bench, monkeypatch)
     second, first = meeting._reading  # from the back
     late_s, more_s = second.late_s, bench.rates.late_s(BLOCKS, TIER)
     bench.now_s = first.begin_s = second.begin_s + 1.0
@@ -570,9 +577,7 @@ def test_what_the_tier_does_first_may_make_another_one_as_late(bench: Bench, mon
 def test_until_when_the_tier_is_busy_counts_what_is_not_wanted_any_more(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.know(0.125, 10.0, 1.0)
-    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
-    meeting = bench.meeting([BELOW] * 2 * BLOCKS)
+    meeting = two_reads(bench, monkeypatch, fill=False)
     assert meeting._asked_until_s == 0.0
     bench.fill()
     second, first = meeting._reading
@@ -584,10 +589,7 @@ def test_until_when_the_tier_is_busy_counts_what_is_not_wanted_any_more(
 def test_what_the_tier_does_in_order_gives_the_others_no_more_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench.know(0.125, 10.0, 1.0)
-    worth(monkeypatch, choice="load", load_s=9.0, tier_first=0)
-    meeting = bench.meeting([BELOW] * 2 * BLOCKS)
-    bench.fill()
+    meeting = two_reads(bench, monkeypatch)
     second, first = meeting._reading
     first.begin_s = second.begin_s + 1.0
     late_s = first.late_s

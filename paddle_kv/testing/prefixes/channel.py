@@ -39,20 +39,24 @@ class Channel(Generic[T]):
     Attributes:
         queue: of what waits for it.
         moving: what it moves now; None: nothing.
+        begun_s: when that, or what it moved last, has begun.
     """
 
     def __init__(self) -> None:
         self.queue: LinkQueue[T] = LinkQueue(NO_LIMIT)
         self.moving: T | None = None
-        self._begun_s = self._moved_s = 0.0
+        self.begun_s = self._moved_s = 0.0
 
     def begin(self, job: T, now_s: float) -> None:
-        self.moving, self._begun_s = job, now_s
+        self.moving, self.begun_s = job, now_s
 
-    def end(self, now_s: float) -> None:
-        self._moved_s += now_s - self._begun_s
+    def end(self, now_s: float) -> float:
+        """How long it took."""
+        taken_s = now_s - self.begun_s
+        self._moved_s += taken_s
         self.moving = None
+        return taken_s
 
     def busy_s(self, now_s: float) -> float:
         """For how long it has moved something so far."""
-        return self._moved_s + (0.0 if self.moving is None else now_s - self._begun_s)
+        return self._moved_s + (0.0 if self.moving is None else now_s - self.begun_s)

@@ -114,10 +114,9 @@ class _Job:
     num_blocks: int
     place: str
     probe: bool = False
-    parts: int = 1  # where it is, as the next four
+    parts: int = 1  # where it is, as the next three
     parts_left: int = 0  # 0: it has not begun
     part_s: float = 0.0
-    begun_s: float = 0.0  # the part that moves
     moved_s: float = 0.0  # the parts before
     first_layer_s: float = 0.0
     read_s: float = 0.0  # when its tier has begun
@@ -252,9 +251,10 @@ class _Server:
         if self._now_s < (late_s := self._late_s(job)):  # another one moves now
             self._at(late_s, lambda: self._late(turn, turn.jobs.get(job.load)))
             return
-        moving = self._channels[job.place].moving
+        channel = self._channels[job.place]
+        moving = channel.moving
         assert moving is not None
-        taken_s = moving.moved_s + self._now_s - moving.begun_s
+        taken_s = moving.moved_s + self._now_s - channel.begun_s
         self.rates.observe_late(job.place, self._bytes(moving), max(1e-6, taken_s))
         self._lost(turn, job.load)
 
@@ -349,10 +349,11 @@ class _Server:
 
     def _late_s(self, job: _Job) -> float:
         """When nobody waits for it any more: what waits for others is as late as the one of them that moves."""
-        moving = self._channels[job.place].moving
+        channel = self._channels[job.place]
+        moving = channel.moving
         if moving is None:
             return math.inf
-        return moving.begun_s - moving.moved_s + self.rates.late_s(moving.num_blocks, job.place)
+        return channel.begun_s - moving.moved_s + self.rates.late_s(moving.num_blocks, job.place)
 
     def _wait_s(self, place: str, number: int, own: _Job | None = None) -> float:
         """Until it has done what goes before this one, or before whatever else comes for the prompt of this number."""
@@ -362,17 +363,18 @@ class _Server:
             if job is own or job.turn.number > number:
                 break
             if not job.load.cancelled:
-                in_parts = is_between and place == job.load.place == LINK and job.load.layerwise
-                seconds += self._expected_s(place, job) / ((job.parts_left or PARTS) if in_parts else 1)
+                parts = (job.parts_left or self._parts_of(place, job)) if is_between else 1
+                seconds += self._expected_s(place, job) / parts
         return seconds
 
     def _left_s(self, place: str, is_between: bool = False) -> float:
         """Of what moves there now; or of its part, for what comes between these."""
-        moving = self._channels[place].moving
+        channel = self._channels[place]
+        moving = channel.moving
         if moving is None:
             return 0.0
         expected_s = self._expected_s(place, moving) / (moving.parts_left if is_between else 1)
-        return max(0.0, moving.begun_s + expected_s - self._now_s)
+        return max(0.0, channel.begun_s + expected_s - self._now_s)
 
     def _expected_s(self, place: str, job: _Job) -> float:
         """Of one that moves there."""
@@ -403,7 +405,6 @@ class _Server:
                 continue
             fails = job.parts_left == 0 and self._start(place, job)
             channel.begin(job, self._now_s)
-            job.begun_s = self._now_s
             self._at(self._now_s + job.part_s, lambda job=job, fails=fails: self._moved(place, job, fails))  # type: ignore[misc]
 
     def _start(self, place: str, job: _Job) -> bool:
@@ -411,20 +412,21 @@ class _Server:
         if place == job.load.place:
             job.read_s, job.link_s = self._now_s, self._channels[LINK].busy_s(self._now_s)
         seconds, fails = self._taken_s(place, job)
-        job.parts = job.parts_left = PARTS if place == job.load.place == LINK and job.load.layerwise else 1
+        job.parts = job.parts_left = self._parts_of(place, job)
         job.part_s, job.moved_s = seconds / job.parts, 0.0
         return fails
+
+    @staticmethod
+    def _parts_of(place: str, job: _Job) -> int:
+        return PARTS if place == job.load.place == LINK and job.load.layerwise else 1
 
     def _taken_s(self, place: str, job: _Job) -> tuple[float, bool]:
         noise, layers = self._noise(job.turn.loads), self._costs.num_layers
         link_s, tier_s = job.num_blocks * self._exact.link_s, job.num_blocks * self._exact.tier_s
-        if place == LINK and job.load.place == LINK:
+        if place == LINK and (job.load.place == LINK or not job.load.layerwise):
             job.first_layer_s = self._now_s + link_s * noise / layers
             return link_s * noise, False
         if place == LINK:  # layer by layer it has followed the tier, while nothing else was moved
-            if not job.load.layerwise:
-                job.first_layer_s = self._now_s + link_s * noise / layers
-                return link_s * noise, False
             idle_s = self._now_s - job.read_s - (self._channels[LINK].busy_s(self._now_s) - job.link_s)
             return max(link_s / layers, link_s - idle_s) * noise, False
         self._reads += 1
@@ -437,8 +439,7 @@ class _Server:
 
     def _moved(self, place: str, job: _Job, fails: bool) -> None:
         load = job.load
-        self._channels[place].end(self._now_s)
-        job.moved_s += self._now_s - job.begun_s
+        job.moved_s += self._channels[place].end(self._now_s)
         job.parts_left -= 1
         if job.parts_left:
             self._put(job)
