@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -20,6 +21,23 @@ template <class Condition>
 void WaitUntil(Condition condition) {
   for (int i = 0; i < 20000 && !condition(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   CHECK(condition());
+}
+
+// Whether this process takes less than a hundredth of a core in `length`. In one of five such times, as the thread of a
+// sanitizer and a loaded host add to some of them.
+inline bool RestsFor(std::chrono::milliseconds length) {
+  const auto cpu_us = [] {
+    timespec used{};
+    CHECK(clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used) == 0);
+    return used.tv_sec * 1'000'000 + used.tv_nsec / 1000;
+  };
+  for (int i = 0; i < 5; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const std::int64_t before = cpu_us();
+    std::this_thread::sleep_for(length);
+    if (cpu_us() - before < length.count() * 10) return true;
+  }
+  return false;
 }
 
 inline std::int64_t Handle(const void* pointer) { return reinterpret_cast<std::int64_t>(pointer); }
