@@ -151,7 +151,7 @@ def test_the_plots_show_something(files):
     for path in (files["png"], files["png"].with_stem("run-roofline")):
         pixels = image.imread(path)[..., :3]
         assert min(pixels.shape[:2]) > 300
-        assert len(np.unique(pixels.reshape(-1, 3).round(1), axis=0)) > 5
+        assert len(np.unique(pixels.round(1) @ [10_000, 100, 1])) > 5
 
 
 def test_a_line_of_a_plot_has_one_point_for_each_size(tmp_path, monkeypatch):
