@@ -2,8 +2,9 @@
 
 ``python -m tests.offload.real_times``: link and tier are throttled, and the model is a sleep for each layer, so that a
 block takes as many times as long to be loaded as to be computed as on a server (Llama-3.1-70B on 8 ranks, 60,000 tokens
-a second). One request at a time, of which the first blocks lie in host memory, the next ones in the tier, and the last
-ones nowhere; all bytes are compared. Loading all is not run where it takes more than three times as long by its rates.
+a second). One request at a time, which may come some time before its turn: its first blocks lie in host memory, the
+next ones in the tier, and the last ones nowhere; all bytes are compared. Loading all is not run where it takes more
+than three times as long by its rates.
 """
 
 from __future__ import annotations
@@ -79,8 +80,10 @@ class _SlowRead:
 
 
 class Server:
-    def __init__(self, folder: Path, block_s: float, num_prompts: int, shape: Shape = Shape()) -> None:
-        self.link, self.tier, self.block_s, self.shape = Channel(), Channel(), block_s, shape
+    def __init__(
+        self, folder: Path, block_s: float, num_prompts: int, shape: Shape = Shape(), ahead_s: float = 0.0
+    ) -> None:
+        self.link, self.tier, self.block_s, self.shape, self._ahead_s = Channel(), Channel(), block_s, shape, ahead_s
         self.asleep = True
         copy = binding.copy
 
@@ -122,11 +125,12 @@ class Server:
         return self.serve(number, how)
 
     def serve(self, number: int, how: Any) -> float:
-        """Seconds to the first token, after all was compared."""
+        """Seconds from its turn to the first token, after all was compared."""
         rig, prompt = self.rig, self.prompts[number]
         rig.poison(self.table)
-        begun = time.monotonic()
         with rig.manager.request(prompt, self.table, chunk_tokens=self.shape.chunk * SIZE, how=how) as request:
+            time.sleep(self._ahead_s)  # others are computed
+            begun = time.monotonic()
             while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
                 rig.run_or_fail(request, chunk, self.table, self.expected[number])
         taken_s = time.monotonic() - begun
@@ -150,12 +154,14 @@ def main() -> None:
     parser.add_argument("--tier-blocks", type=int, default=20)
     parser.add_argument("--end-blocks", type=int, default=0, help="that are found nowhere")
     parser.add_argument("--chunk-blocks", type=int, default=4, help="of a pass")
+    parser.add_argument("--ahead-blocks", type=float, default=0.0, help="that are computed of others before its turn")
     chosen = parser.parse_args()
     shape = Shape(chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks)
     print("link and tier in GB/s; s to the first token, mean and most: computed, loaded, decided; decided / better")
     for link, tier in itertools.product(chosen.link_gbps, chosen.tier_gbps):
         with tempfile.TemporaryDirectory() as folder:
-            server = Server(Path(folder), chosen.block_ms / 1e3, 4, shape)
+            block_s = chosen.block_ms / 1e3
+            server = Server(Path(folder), block_s, 4, shape, chosen.ahead_blocks * block_s)
             server.link.block_s, server.tier.block_s = (
                 server.block_s * GB_S_AS_COMPUTED / rate for rate in (link, tier)
             )
