@@ -60,12 +60,13 @@ def default_device() -> Iterator[None]:
     paddle.set_device(before)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_heap() -> None:
-    """The collector leaves out what was made before the module, the tests themselves too. Many tests collect garbage,
-    and would look at a million objects each time."""
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """For modules that collect garbage often: the collector leaves out all that other tests have made and kept."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

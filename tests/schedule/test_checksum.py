@@ -14,6 +14,8 @@ from paddle_kv import CancelledError, HostPool, LayerwiseScheduler, TransferErro
 from paddle_kv.schedule import checksum
 from tests.schedule.rig import WAIT_S, Rig
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 @pytest.fixture(autouse=True)
 def switched_on(monkeypatch, tmp_path):
