@@ -352,7 +352,7 @@ def replace(functions: Sequence[FunctionType], edited: CodeType) -> None:
 def functions_of(path: Path) -> list[FunctionType]:
     """Of a module that is imported when it is needed."""
     importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    gc.unfreeze()  # as above
+    gc.unfreeze()  # where it was imported before, its functions may be frozen, and are not told
     held = [one for one in gc.get_objects() if isinstance(one, FunctionType)]
     return [one for one in held if one.__code__.co_filename == str(path)]
 

@@ -16,7 +16,8 @@ trap 'rm -rf "$folder"' EXIT
 flags=(-std=c++17 -O1 -g -fno-omit-frame-pointer "-fsanitize=$sanitizer" -fno-sanitize-recover=all -pthread
   -Wall -Werror -Itests/native -Itests/native/fake_cuda -Icustom_ops/include '-DPADDLE_KV_BUILT_CUDA_ARCHS="80"')
 object() { echo "$folder/${1//\//_}.o"; }
-programs=({engines,transfer_queue,queue_stress,queue_calls,host_threads,queue_preparation,marks,pointer_facts}_test)  # longest first
+# The longest first.
+programs=({engines,transfer_queue,queue_stress,queue_calls,host_threads,queue_preparation,marks,pointer_facts}_test)
 declare -A sources=()  # each is compiled once, for all programs
 listed=$(python3 tests/native/sources.py "${programs[@]}")
 while read -r program files; do sources[$program]=$files; done <<<"$listed"

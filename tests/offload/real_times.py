@@ -128,9 +128,10 @@ class Server:
         """Seconds from its turn to the first token, after all was compared."""
         rig, prompt = self.rig, self.prompts[number]
         rig.poison(self.table)
+        begun = time.monotonic() + self._ahead_s
         with rig.manager.request(prompt, self.table, chunk_tokens=self.shape.chunk * SIZE, how=how) as request:
-            time.sleep(self._ahead_s)  # others are computed
-            begun = time.monotonic()
+            if self._ahead_s:
+                time.sleep(max(0.0, begun - time.monotonic()))  # others are computed
             while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
                 rig.run_or_fail(request, chunk, self.table, self.expected[number])
         taken_s = time.monotonic() - begun
