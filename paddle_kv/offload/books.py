@@ -17,7 +17,8 @@ from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tracking.group import MemoryGroup, change
 from .directory import Directory
-from .feeding import Feed, Meeting
+from .feed import Feed
+from .feeding import Meeting
 from .found import BlockState
 from .jobs import Event, Hello, Job, Result, Snapshot
 from .moving import Moves, Moving

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 from ..backend.work import Stream
 from ..errors import ClosedError, ForkedError
 from ..schedule import settling, submission
 from ..schedule.movement import Movement, State
 from ..schedule.resources import Events
-from ..tracking.group import MemoryGroup, change
+from ..tracking.group import change
 from ..tracking.keeper import log
+from .feed import Owner
 from .found import BlockState
 from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
@@ -31,67 +30,7 @@ from .rates import LINK, TIER, Rates
 from .waits import Step, Waits
 from .weighing import weigh
 
-MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
-
-
-class Owner(Protocol):
-    """The books: see :class:`Books`."""
-
-    scheduler: Any
-    index: Any
-    feed: Feed
-    closed: bool
-
-    @property
-    def group(self) -> MemoryGroup: ...
-
-    @property
-    def num_reading_blocks(self) -> int: ...
-
-    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any, *, urgent: bool | None) -> Any: ...
-
-    def is_read(self, keys: list[bytes]) -> bool: ...
-
-    def read_soon(self, keys: list[bytes]) -> Prefetch: ...
-
-
-class Feed:
-    """What a manager loads for prompts that are being computed.
-
-    Attributes:
-        meetings: in order of their beginning; as long as somebody refers to them.
-        free_s: when the link should have moved all that it was given.
-    """
-
-    def __init__(self) -> None:
-        self.meetings: weakref.WeakValueDictionary[int, Meeting] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count()
-        self.free_s = 0.0
-
-    def add(self, meeting: Meeting) -> None:
-        self.meetings[next(self._numbers)] = meeting
-
-    def holds(self, key: bytes) -> bool:
-        """Whether a prompt that is being computed has this block in its prefix."""
-        return any(key in meeting.keys for meeting in self.meetings.values() if not meeting.ended)
-
-    def fill(self, books: Owner) -> None:
-        """Something has ended, or begun: starts what comes next. First for those whose model comes to it first."""
-        if books.closed:
-            return
-        meetings = [one for one in self.meetings.values() if not one.ended]
-        for meeting in meetings:
-            meeting.look()
-            meeting.read_next(books)
-        loading = sum(len(meeting.moving) for meeting in meetings)
-        if not loading:
-            self.free_s = 0.0
-        while loading < MOST_LOADING:
-            waiting = [meeting for meeting in meetings if meeting.next_load is not None]
-            if not waiting:
-                return
-            loading += min(waiting, key=lambda one: one.blocks_left).load_next(books)
 
 
 class Meeting:
@@ -141,6 +80,7 @@ class Meeting:
         for piece in pieces:
             if BlockState.TIER in states[piece.start : piece.stop]:
                 self.line.set(piece, PieceState.BELOW)
+        self._is_loaded = worth.choice != "compute"
         self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
         self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
@@ -231,11 +171,30 @@ class Meeting:
         assert piece is not None
         return not self.begun, piece.start - self.line.pieces[self._front].start
 
-    def load_next(self, books: Owner) -> bool:
-        """Whether it comes."""
+    def load_next(self, books: Owner, *, whole: bool) -> bool:
+        """Whether it comes. ``whole``: it may be all that is left."""
         piece = self.next_load
         assert piece is not None
-        return self._load(books, piece)
+        return self._load(books, self._rest_until(piece, books) if whole else piece)
+
+    def _rest_until(self, last: Piece, books: Owner) -> Piece:
+        """All that is left of the prefix, as one, if it comes within the pass behind the prefix: whenever that begins,
+        nothing is sooner than to load it layer by layer. Else the last piece of it."""
+        left = self.line.num_to_compute
+        start = last.stop - left
+        first = self.line.at(start)
+        if (
+            left == last.size
+            or not self._is_loaded
+            or not self._waits.fits_pass(self._rates.snapshot(), left)
+            or self.line.pieces[first].start != start
+            or self.line.waiting_stop(start) != last.stop
+        ):
+            return last
+        number = self.line.at(last.start) + 1
+        if not all(self._is_here(piece, books) for piece in self.line.pieces[first:number]):
+            return last
+        return self.line.join(first, number)
 
     def _load(self, books: Owner, piece: Piece) -> bool:
         keys, ids = self._keys[piece.start : piece.stop], self._device_ids[piece.start : piece.stop]

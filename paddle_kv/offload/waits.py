@@ -117,6 +117,14 @@ class Waits:
         computed_s = self._behind_s(others_s, _compute_s(rates, start, first_stop))
         return loaded_s <= weighed(first_stop, computed_s, link_wait_s).expected_s
 
+    def fits_pass(self, rates: RateSnapshot, num_blocks: int) -> bool:
+        """Whether so many blocks are loaded in the time of the pass behind the prefix: that follows them layer by
+        layer, and ends as if they had been there, but for a layer."""
+        if rates.base_s is None or not rates.link_waits:
+            return False
+        end = self._num_blocks * rates.block_tokens
+        return num_blocks * rates.link_s <= rates.prefill_s(end, self._stop_of_pass(end))
+
     def _stop_of_pass(self, token: int) -> int:
         """That begins there."""
         start = token // self._chunk_tokens * self._chunk_tokens if self._aligned else token

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paddle_kv.offload import books, chunks, feeding, rates
+from paddle_kv.offload import books, chunks, feed, feeding, rates
 from paddle_kv.tiers import FilesEngine
 from paddle_kv.tracking.keeper import keeper, nothing
 from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, WAIT_S, ChunkRig, know, until
@@ -143,7 +143,7 @@ def clause_27(case: Case) -> None:
     first = rig.manager.request(TOKENS, OTHER, chunk_tokens=CHUNK)
     second = rig.manager.request(TOKENS, third, chunk_tokens=CHUNK)
     assert case.copies.arrived.acquire(timeout=WAIT_S)
-    assert len(rig.manager.in_flight()) == feeding.MOST_LOADING
+    assert len(rig.manager.in_flight()) == feed.MOST_LOADING
     assert second.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
     case.copies.done.clear()
 

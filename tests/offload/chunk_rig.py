@@ -46,12 +46,12 @@ def know(
         rates.set_prefill(compute_s / SIZE)
 
 
-def contents(tokens: Sequence[int]) -> np.ndarray:
+def contents(tokens: Sequence[int], spec: KVCacheSpec = SPEC) -> np.ndarray:
     """uint8 [tokens, layers, tensors, bytes of a token]."""
     found, state = [], 0
     for token in tokens:
         state = zlib.crc32(int(token).to_bytes(8, "little"), state)
-        size = (SPEC.num_layers, len(SPEC.tensor_names), TOKEN_BYTES)
+        size = (spec.num_layers, len(spec.tensor_names), TOKEN_BYTES)
         found.append(np.random.default_rng(state).integers(0, 256, size, np.uint8))
     return np.array(found)
 
@@ -67,11 +67,12 @@ class ChunkRig:
         device_blocks: int = 64,
         pause: Callable[[range], object] = lambda tokens: None,
         backend: Any = "auto",
+        spec: KVCacheSpec = SPEC,
         **options: Any,
     ) -> None:
-        self.engine = engine
-        self.cache = DeviceCache(SPEC, device_blocks, "cpu")
-        self.pool = HostPool(SPEC, host_blocks, layout="block_first")
+        self.engine, self.spec = engine, spec
+        self.cache = DeviceCache(spec, device_blocks, "cpu")
+        self.pool = HostPool(spec, host_blocks, layout="block_first")
         self.tier = StagedTier(engine, self.pool, model=b"model") if engine is not None else None
         self.scheduler = LayerwiseScheduler(self.cache, self.pool, backend=backend)
         self.manager = KVOffloadManager(self.scheduler, tier=self.tier, **options)
@@ -80,11 +81,11 @@ class ChunkRig:
         self._views = [
             [
                 bytes_at(
-                    self.cache.tensor(name, layer).data_ptr(), device_blocks * SPEC.tensor_block_bytes(name)
+                    self.cache.tensor(name, layer).data_ptr(), device_blocks * spec.tensor_block_bytes(name)
                 ).reshape(device_blocks, SIZE, TOKEN_BYTES)
-                for name in SPEC.tensor_names
+                for name in spec.tensor_names
             ]
-            for layer in range(SPEC.num_layers)
+            for layer in range(spec.num_layers)
         ]
         self.poison(range(device_blocks))
 
@@ -103,7 +104,7 @@ class ChunkRig:
         self.computed.append(chunk)
         with ForwardPass(request.loads, request.saves, timeout_s=WAIT_S) as layers:
             right = True
-            for layer in range(SPEC.num_layers):
+            for layer in range(self.spec.num_layers):
                 with layers.layer(layer):
                     self.pause(chunk)
                     before = self.layer_of(table, layer, chunk.start)
@@ -120,7 +121,7 @@ class ChunkRig:
 
     def prefill(self, tokens: Sequence[int], table: Sequence[int], most: Any = None, **options: Any) -> list[range]:
         """The chunks that were computed, after the whole of the prompt was compared."""
-        expected = contents(tokens)
+        expected = contents(tokens, self.spec)
         self.computed.clear()
         self.poison(table)
         with self.manager.request(tokens, table, **options) as request:
@@ -130,7 +131,7 @@ class ChunkRig:
         return list(self.computed)
 
     def check(self, table: Sequence[int], expected: np.ndarray) -> None:
-        for layer in range(SPEC.num_layers):
+        for layer in range(self.spec.num_layers):
             np.testing.assert_array_equal(self.layer_of(table, layer, len(expected)), expected[:, layer])
 
     def check_books(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,23 @@ import numpy as np
 from paddle_kv.backend import binding
 from paddle_kv.offload.rates import Rates
 from paddle_kv.tiers import FilesEngine
-from tests.offload.chunk_rig import BLOCK_BYTES, SIZE, SPEC, WAIT_S, ChunkRig, contents
+from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig, contents
 
 GB_S_AS_COMPUTED = 512 * 40_960 / (512 / 60_000) / 1e9  # a link of so many is as quick as the model
 NOT_RUN = 3.0
+OVERSLEPT_S = 1e-3
+SLICE_S = 0.5e-3  # then it is the turn of another
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Blocks of a prompt, by where they are, and of a pass of the model. One token comes behind all of them."""
+    """Blocks of a prompt, by where they are, and of a pass of the model, and its layers. One token comes behind all."""
 
     host: int = 20
     tier: int = 20
     end: int = 0
     chunk: int = 4
+    layers: int = SPEC.num_layers
 
     @property
     def total(self) -> int:
@@ -45,15 +48,22 @@ class Shape:
 
 
 class Channel:
-    """One at a time, each block so many seconds."""
+    """Each block takes so many seconds; what moves at the same time shares it. What comes right behind another one is
+    not later by what the thread before it overslept."""
 
     def __init__(self) -> None:
-        self.block_s = 0.0
+        self.block_s = self._free_s = 0.0
         self._lock = threading.Lock()
 
     def move(self, blocks: float) -> None:
-        with self._lock:
-            time.sleep(blocks * self.block_s)
+        left_s = blocks * self.block_s
+        while left_s > 0.0:
+            with self._lock:
+                now_s = time.monotonic()
+                begin_s = self._free_s if now_s < self._free_s + OVERSLEPT_S else now_s
+                self._free_s = end_s = begin_s + min(left_s, SLICE_S)
+            left_s -= SLICE_S
+            time.sleep(max(0.0, end_s - time.monotonic()))
 
 
 class Slow(FilesEngine):
@@ -84,34 +94,38 @@ class Server:
         self, folder: Path, block_s: float, num_prompts: int, shape: Shape = Shape(), ahead_s: float = 0.0
     ) -> None:
         self.link, self.tier, self.block_s, self.shape, self._ahead_s = Channel(), Channel(), block_s, shape, ahead_s
+        self.spec = spec = replace(SPEC, num_layers=shape.layers)
         self.asleep = True
         copy = binding.copy
 
         def slow_copy(number: int, plan: Any, layers: range) -> None:
             if plan.direction == "onload":
-                self.link.move(len(plan.device_ids) * len(layers) / SPEC.num_layers)
+                self.link.move(len(plan.device_ids) * len(layers) / spec.num_layers)
             copy(number, plan, layers)
 
         self._copy, binding.copy = copy, slow_copy
-        self.rig = ChunkRig(Slow(folder, self.tier), host_blocks=64 * num_prompts, pause=self._compute)
+        self.rig = ChunkRig(Slow(folder, self.tier), host_blocks=64 * num_prompts, pause=self._compute, spec=spec)
         self.prompts = [[number] * (shape.total * SIZE + 1) for number in range(num_prompts)]
-        self.expected = [contents(prompt) for prompt in self.prompts]
+        self.expected = [contents(prompt, spec) for prompt in self.prompts]
         self.table = list(range(shape.total + 1))
         for prompt in self.prompts:
             self.rig.prefill(prompt, self.table, chunk_tokens=shape.chunk * SIZE)
             self.rig.check_books()
         books: Any = self.rig.manager._books
-        books.rates = Rates(BLOCK_BYTES, SIZE)
+        books.rates = self._unknown()
         self.asleep = False
 
     def _compute(self, tokens: range) -> None:
         if not self.asleep:
-            time.sleep(len(tokens) / SIZE * self.block_s / SPEC.num_layers)
+            time.sleep(len(tokens) / SIZE * self.block_s / self.spec.num_layers)
+
+    def _unknown(self) -> Rates:
+        return Rates(self.spec.block_bytes * self.spec.num_layers, SIZE)
 
     def first_token_s(self, number: int, how: Any) -> float:
         rig, prompt = self.rig, self.prompts[number]
         books: Any = rig.manager._books
-        known, books.rates = books.rates, Rates(BLOCK_BYTES, SIZE)  # what follows says nothing of link and tier
+        known, books.rates = books.rates, self._unknown()  # what follows says nothing of link and tier
         speeds = self.link.block_s, self.tier.block_s
         self.link.block_s = self.tier.block_s = 0.0
         rig.check_books()
@@ -155,9 +169,10 @@ def main() -> None:
     parser.add_argument("--tier-blocks", type=int, default=20)
     parser.add_argument("--end-blocks", type=int, default=0, help="that are found nowhere")
     parser.add_argument("--chunk-blocks", type=int, default=4, help="of a pass")
+    parser.add_argument("--layers", type=int, default=SPEC.num_layers)
     parser.add_argument("--ahead-blocks", type=float, default=0.0, help="that are computed of others before its turn")
     chosen = parser.parse_args()
-    shape = Shape(chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks)
+    shape = Shape(chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks, chosen.layers)
     print("link and tier in GB/s; s to the first token, mean and most: computed, loaded, decided; decided / better")
     for link, tier in itertools.product(chosen.link_gbps, chosen.tier_gbps):
         with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,8 @@ import pytest
 
 from paddle_kv.errors import ClosedError, ForkedError
 from paddle_kv.offload import feeding, pieces
-from paddle_kv.offload.feeding import Feed, Meeting
+from paddle_kv.offload.feed import Feed
+from paddle_kv.offload.feeding import Meeting
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Piece, PieceState
 from paddle_kv.offload.rates import LATE_S, LINK, TIER, Rates, RateSnapshot
@@ -737,7 +738,7 @@ def test_a_load_is_late_by_its_own_time_and_not_by_that_of_those_before(bench: B
     bench.know(0.5, 40.0)
     bench.feed.free_s = 30.0
     meeting = bench.meeting([HERE] * BLOCKS)
-    assert meeting.load_next(bench)  # type: ignore[arg-type]
+    assert meeting.load_next(bench, whole=False)  # type: ignore[arg-type]
     [piece] = meeting.line.pieces
     factor = bench.rates.snapshot().link_late
     assert (piece.due_s, piece.late_s) == (30.0 + 2.0, pytest.approx(factor * 32.0 + LATE_S))
@@ -823,6 +824,7 @@ def test_what_is_asked_of_each_piece_knows_of_the_longest_load_before_it(bench: 
     """The first one is there last."""
     bench.know(0.5, 2.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
+    meeting._waits.fits_pass = lambda rates, num_blocks: False  # type: ignore[method-assign]
     bench.fill()
     first, second, third, _ = meeting.line.pieces
     loads = dict(zip((first, second), bench.copies, strict=True))
@@ -871,6 +873,7 @@ def test_of_what_lies_below_only_what_is_behind_the_rest_counts(bench: Bench, mo
 def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None:
     bench.know(0.5, 2.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
+    meeting._waits.fits_pass = lambda rates, num_blocks: False  # type: ignore[method-assign]
     bench.fill()
     for piece in meeting.moving:
         meeting.line.set(piece, PieceState.WAITING)
@@ -883,6 +886,76 @@ def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None
     assert (bench.copies[-1].positions, bench.copies[-1].urgent) == (list(range(8, 16)), True)
     assert step == Step(None, tuple(bench.copies))  # type: ignore[arg-type]
     assert not meeting._is_beside
+
+
+# ---- all that is left ----
+def test_what_is_left_comes_as_one_as_soon_as_it_takes_no_longer_than_the_pass_behind_it(bench: Bench) -> None:
+    bench.know(1.0, 2.1)
+    meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[12, 15], [8, 11]]
+    bench.copies[0].end()
+    bench.fill()
+    assert (bench.loaded[2:], bench.copies[-1].urgent) == ([[0, 7]], None)
+    assert states_of(meeting) == ["loading", "loading", "loaded"]
+    bench.copies[2].end(State.FAILED)
+    bench.fill()
+    assert states_of(meeting) == ["lost", "lost", "loading", "loaded"]
+
+
+def test_what_is_left_behind_what_the_model_computes_comes_as_one(bench: Bench) -> None:
+    bench.know(1.0, 2.1)
+    meeting = bench.meeting([HERE] * 5 * BLOCKS, end_blocks=BLOCKS)
+    meeting._waits.for_rest = lambda *_, **__: False  # type: ignore[method-assign]
+    bench.fill()
+    assert bench.next(meeting).piece is meeting.line.pieces[0]
+    bench.copies[0].end()
+    bench.fill()
+    assert bench.loaded == [[16, 19], [12, 15], [4, 11]]
+    assert states_of(meeting) == ["computed", "loading", "loading", "loaded"]
+
+
+@pytest.mark.parametrize(("begun", "done"), [(False, False), (True, False), (True, True)])
+def test_it_comes_piece_by_piece_beside_another_prompt_that_has_begun(bench: Bench, begun: bool, done: bool) -> None:
+    """What that asks for next would stand behind all of it."""
+    bench.know(1.0, 4.0)
+    other = bench.meeting([BELOW] * BLOCKS, first_key=100)
+    other.begun = begun
+    if done:
+        other.line.set(other.line.pieces[0], PieceState.COMPUTED)
+    bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert bench.loaded == ([[8, 11], [4, 7]] if begun and not done else [[0, 11]])
+
+
+@pytest.mark.parametrize("other", ["below", "reading", "lost"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_it_comes_piece_by_piece_where_the_model_has_something_to_compute(bench: Bench, other: str, at: int) -> None:
+    bench.know(1.0, 4.0)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    assert meeting._waits.fits_pass(bench.rates.snapshot(), 3 * BLOCKS)
+    meeting.line.set(meeting.line.pieces[at], PieceState(other))
+    bench.fill()
+    loaded = [[0, 3], [4, 7], [8, 11]]
+    del loaded[at]
+    assert bench.loaded == loaded[::-1]
+
+
+def test_it_comes_piece_by_piece_where_a_part_of_it_is_gone(bench: Bench) -> None:
+    bench.know(1.0, 4.0)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    del bench.slots[b"2"]
+    bench.fill()
+    assert bench.loaded == [[8, 11], [4, 7]]
+    assert states_of(meeting) == ["waiting", "loading", "loading"]
+
+
+def test_what_was_to_be_computed_does_not_come_as_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    worth(monkeypatch, choice="compute", load_s=9.0, tier_first=0)
+    bench.know(1.0, 4.0)
+    bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[8, 11]]
 
 
 # ---- again ----

@@ -13,7 +13,8 @@ import pytest
 
 from paddle_kv.offload import feeding
 from paddle_kv.offload import pieces as pieces_module
-from paddle_kv.offload.feeding import Feed, Meeting
+from paddle_kv.offload.feed import Feed
+from paddle_kv.offload.feeding import Meeting
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.pieces import Line, Piece, PieceState, cut
 from paddle_kv.offload.rates import TIER, Rates

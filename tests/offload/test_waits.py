@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -148,3 +148,30 @@ def test_of_a_model_of_which_nothing_is_known_nothing_is_awaited() -> None:
     assert not waits.for_one(known, 0, 4, 0.0, 0.0, 0.0)
     none = {"tier_blocks": 0, "behind_blocks": 0, "link_wait_s": 0.0, "tier_wait_s": 0.0, "others_s": 0.0}
     assert not waits.for_rest(known, 0, 4, 8, **none)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_loads_that_fit_into_the_pass_behind_them_cost_next_to_nothing(aligned: bool) -> None:
+    """Whatever of them is there when the pass begins: it ends a layer of the loads later than if all was."""
+    rng = random.Random(5)
+    answers = []
+    for _ in range(500):
+        num_blocks, end_blocks, load_s = rng.randint(1, 40), rng.randint(1, 12), rng.uniform(0.05, 1.5)
+        waits, rates = waits_of(num_blocks, end_blocks, load_s=load_s, aligned=aligned)
+        left = rng.randint(1, num_blocks)
+        room = CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS if aligned else CHUNK_BLOCKS
+        pass_s, layer_s = float(min(end_blocks, room)), left * load_s / LAYERS
+        behind_s = passed_s(pass_s, [(-rng.uniform(0.0, left * load_s), left * load_s)])
+        fits = waits.fits_pass(rates, left)
+        assert fits == (left * load_s <= pass_s)
+        if fits:
+            assert behind_s <= pass_s + layer_s + 1e-9
+        answers.append(fits)
+    assert 100 < sum(answers) < 400
+
+
+def test_nothing_fits_where_the_model_is_not_known_or_the_link_is_not_trusted() -> None:
+    waits, rates = waits_of(8, 8)
+    assert waits.fits_pass(rates, 8)
+    assert not waits.fits_pass(replace(rates, base_s=None), 8)
+    assert not waits.fits_pass(replace(rates, link_waits=False), 8)

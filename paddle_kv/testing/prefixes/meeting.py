@@ -174,17 +174,28 @@ class Meeting:
         """The next load from there, or None; it is under way from now on.
 
         ``pass_s``: when the model should come to what is behind the part, see :meth:`needed_s`. If what is left takes
-        until then, it comes as one load, layer by layer.
+        until then, or no longer than the pass behind the prefix, it comes as one load, layer by layer.
         """
         part = self._of.get(place)
         if part is None or part.first >= part.back:
             return None
         left = part.back - part.first
         block_s = rates.link_s if place == LINK else max(rates.tier_s, rates.link_s)
-        layerwise = now_s + left * block_s / self._num_layers >= pass_s and (
-            rates.link_waits if place == LINK else rates.tier_waits
+        layerwise = (rates.link_waits if place == LINK else rates.tier_waits) and (
+            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(part, rates)
         )
         return self._load(part, left if layerwise else min(self._piece_blocks, left), layerwise)
+
+    def _fits_pass(self, part: _Part, rates: RateSnapshot) -> bool:
+        """Whether that part, in host memory, is all that is left, nothing of it is to be computed, and it takes no
+        longer than the pass behind the prefix."""
+        is_all = part.place == LINK and part.first == part.front and not self._lost
+        others = (one for one in self._parts if one is not part)
+        return (
+            is_all
+            and all(one.front == one.back for one in others)
+            and self._waits.fits_pass(rates, part.back - part.front)
+        )
 
     def can_probe(self, place: str) -> bool:
         """Whether a block is left there."""

@@ -1,0 +1,73 @@
+"""What a manager loads for all prompts that are being computed. In sections only."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Protocol
+
+from ..tracking.group import MemoryGroup
+from .prefetch import Prefetch
+
+MOST_LOADING = 2  # pieces on the link: when one ends, the next one is there
+
+
+class Owner(Protocol):
+    """The books."""
+
+    scheduler: Any
+    index: Any
+    feed: Feed
+    closed: bool
+
+    @property
+    def group(self) -> MemoryGroup: ...
+
+    @property
+    def num_reading_blocks(self) -> int: ...
+
+    def onload(self, keys: list[bytes], device_ids: list[int], compute: Any, *, urgent: bool | None) -> Any: ...
+
+    def is_read(self, keys: list[bytes]) -> bool: ...
+
+    def read_soon(self, keys: list[bytes]) -> Prefetch: ...
+
+
+class Feed:
+    """
+    Attributes:
+        meetings: of prompts, in order of their beginning; as long as somebody refers to them. See :mod:`.feeding`.
+        free_s: when the link should have moved all that it was given.
+    """
+
+    def __init__(self) -> None:
+        self.meetings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self.free_s = 0.0
+
+    def add(self, meeting: Any) -> None:
+        self.meetings[next(self._numbers)] = meeting
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a prompt that is being computed has this block in its prefix."""
+        return any(key in meeting.keys for meeting in self.meetings.values() if not meeting.ended)
+
+    def fill(self, books: Owner) -> None:
+        """Something has ended, or begun: starts what comes next. First for those whose model comes to it first."""
+        if books.closed:
+            return
+        meetings = [one for one in self.meetings.values() if not one.ended]
+        for meeting in meetings:
+            meeting.look()
+            meeting.read_next(books)
+        loading = sum(len(meeting.moving) for meeting in meetings)
+        if not loading:
+            self.free_s = 0.0
+        while loading < MOST_LOADING:
+            waiting = [meeting for meeting in meetings if meeting.next_load is not None]
+            if not waiting:
+                return
+            first = min(waiting, key=lambda one: one.blocks_left)
+            # What is under way is not overtaken: where the model may come to others, it stays short.
+            alone = not any(one.begun and one.line.num_to_compute for one in meetings if one is not first)
+            loading += first.load_next(books, whole=alone)
