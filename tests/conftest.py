@@ -60,9 +60,10 @@ def default_device() -> Iterator[None]:
     paddle.set_device(before)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def small_heap() -> Iterator[None]:
-    """For modules that collect garbage often: the collector leaves out all that other tests have made and kept."""
+    """The collector leaves out what was made before the module. Full collections would look at a million objects,
+    nearly all of Paddle and of the tests themselves."""
     gc.collect()
     gc.freeze()
     yield

@@ -29,6 +29,13 @@ QUEUE = [
     *(TRANSFER / f"cuda/{name}.cc" for name in ("stream_feeder", "thread_signal", "transfer_by_marks")),
     *(TRANSFER / f"cuda/{name}.cc" for name in ("transfer_pairs", "transfer_queue")),
 ]
+ENGINES = [
+    PLAN,
+    *QUEUE,
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("bulk_copies", "copy_engine", "kernel_engine", "staging_engine")),
+    *(TRANSFER / f"cuda/{name}.cc" for name in ("host_copies", "piece_calls", "row_pieces", "staging_fills")),
+    FAKE / "fake_kernels.cc",
+]
 SOURCES = {
     "host_threads_test": CPU_COPIES,
     "transfer_queue_test": [*CPU_COPIES, *QUEUE],
@@ -38,13 +45,9 @@ SOURCES = {
     "queue_preparation_test": [*CPU_COPIES, *QUEUE],
     "device_plan_test": [*CPU_COPIES, *QUEUE],
     "engine_choice_test": [PLAN, TRANSFER / "engine_choice.cc", TRANSFER / "host_rows.cc"],
-    "engines_test": [
-        PLAN,
-        *QUEUE,
-        *(TRANSFER / f"cuda/{name}.cc" for name in ("bulk_copies", "copy_engine", "kernel_engine", "staging_engine")),
-        *(TRANSFER / f"cuda/{name}.cc" for name in ("host_copies", "piece_calls", "row_pieces", "staging_fills")),
-        FAKE / "fake_kernels.cc",
-    ],
+    "engines_test": ENGINES,
+    "engine_order_test": ENGINES,
+    "engine_failures_test": ENGINES,
     "mapped_memory_test": [],
     "fork_test": [PLAN, ROOT / "custom_ops/kernels/common/mapped_memory.cc"],
     "thread_cores_test": [TRANSFER / "thread_cores.cc"],

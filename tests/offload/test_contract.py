@@ -21,8 +21,6 @@ from tests.offload.disorder import Rebel, in_child, interrupted
 from tests.offload.test_manager_tiers import MakeRig, make
 from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 __all__ = ["make"]
 HOST_BLOCKS = 6
 LAYERS = 5

@@ -28,7 +28,7 @@ from paddle_kv.peers.messages import encode
 from tests.peers.conftest import Decode, until
 from tests.peers.prefill import Prefill
 from tests.peers.test_messages import BEGIN_ID
-from tests.schedule.rig import SHORT_S, WAIT_S, Rig, threads_since
+from tests.schedule.rig import SHORT_S, WAIT_S, Rig, settles, threads_since
 
 
 def raw(decode: Decode) -> socket.socket:
@@ -442,5 +442,9 @@ def test_threads_and_descriptors_are_given_back() -> None:
     del rig, scheduler, receiver, listener, sender, load, _
     left: Any = {one for one in threads_since(threads) if "peers" in one.name}
     assert not left
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+    def are_given_back() -> bool:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")) <= descriptors
+
+    assert settles(are_given_back)

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -237,13 +238,37 @@ def cpu_tensor(array: np.ndarray) -> paddle.Tensor:
     return paddle.to_tensor(array, place=paddle.CPUPlace())
 
 
+def settles(condition: Callable[[], object]) -> bool:
+    """Whether it holds, as soon as threads of the library have let go of what they had in hand. They tell of the end of
+    a transfer before they do, and may be far behind with what finalizers left to them."""
+    deadline = Deadline(WAIT_S)
+    while not condition():
+        if deadline.over:
+            return False
+        keeper.call(list)
+    return True
+
+
+def are_collected(*references: weakref.ref[Any]) -> bool:
+    """Whether nothing but garbage is left of them."""
+
+    def look() -> bool:
+        gc.collect()
+        return all(reference() is None for reference in references)
+
+    return settles(look)
+
+
 def traced_bytes(scheduler: LayerwiseScheduler, most_bytes: int) -> int:
     """Memory that tracemalloc knows of, as soon as it is less than ``most_bytes``; else what it is after a while."""
-    deadline = Deadline(WAIT_S)
-    while True:
+    found = 0
+
+    def look() -> bool:
+        nonlocal found
         scheduler.stats()  # what finalizers left to the next section
-        keeper.call(list)  # and to the thread, which may be far behind
         gc.collect()
         found = tracemalloc.get_traced_memory()[0]
-        if found < most_bytes or deadline.over:
-            return found
+        return found < most_bytes
+
+    settles(look)
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import weakref
@@ -12,9 +11,7 @@ import pytest
 
 from paddle_kv import CancelledError, HostPool, LayerwiseScheduler, TransferError
 from paddle_kv.schedule import checksum
-from tests.schedule.rig import WAIT_S, Rig
-
-pytestmark = pytest.mark.usefixtures("small_heap")
+from tests.schedule.rig import WAIT_S, Rig, are_collected
 
 
 @pytest.fixture(autouse=True)
@@ -192,8 +189,7 @@ def test_a_save_that_failed_keeps_nothing_alive():
         scheduler.offload([1], [4], layerwise=True).cancel()
     pool = weakref.ref(rig.pool)
     del rig, scheduler
-    gc.collect()
-    assert pool() is None
+    assert are_collected(pool)
 
 
 def test_stamps_are_known_to_every_scheduler_on_the_memory(rig):

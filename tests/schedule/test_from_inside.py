@@ -15,7 +15,7 @@ from paddle_kv import LayerwiseScheduler, ReentryError, TransferError
 from paddle_kv.backend.cpu_backend import CpuBackend, CpuEvent, CpuStream
 from paddle_kv.schedule.transfer import Transfer
 from paddle_kv.tracking.group import change
-from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig
+from tests.schedule.rig import SHORT_S, WAIT_S, Copies, Rig, settles
 
 WAITS: dict[str, Callable[[Transfer], object]] = {
     "wait": lambda load: load.wait(WAIT_S),
@@ -179,5 +179,5 @@ def test_a_question_of_close_keeps_nothing_of_the_calls_that_it_looks_at(rig: Ri
     del save
     gc.collect()
     scheduler.drain(WAIT_S)
-    assert change(scheduler, lambda: scheduler.resources.num_events) == 1
+    assert settles(lambda: change(scheduler, lambda: scheduler.resources.num_events) == 1)
     scheduler.close(WAIT_S)

@@ -16,8 +16,6 @@ from paddle_kv.tracking.group import change
 from paddle_kv.tracking.keeper import keeper
 from tests.schedule.rig import WAIT_S, Rig
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 
 class Interrupted(BaseException):
     pass

@@ -19,7 +19,7 @@ from paddle_kv import CancelledError, HostPool, LayerwiseScheduler, TransferErro
 from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule.resources import release_abandoned
 from paddle_kv.tracking.keeper import Deadline
-from tests.schedule.rig import SHORT_S, WAIT_S, Rig, make_spec, threads_since
+from tests.schedule.rig import SHORT_S, WAIT_S, Rig, are_collected, make_spec, threads_since
 
 ROOT = __file__.rsplit("/tests/", 1)[0]
 
@@ -267,8 +267,7 @@ def test_what_a_dropped_scheduler_held_is_given_back(rig):
     scheduler.onload([4], [1]).wait(WAIT_S)
     dropped = weakref.ref(scheduler)
     del scheduler
-    gc.collect()
-    assert dropped() is None
+    assert are_collected(dropped)
     with LayerwiseScheduler(rig.cache, rig.pool) as other:
         assert backend.held == [0, 0, 0]
         assert len(threads_since(before)) == 2
@@ -297,8 +296,7 @@ def test_nothing_of_a_dropped_scheduler_is_given_back_while_it_moves(rig, copies
         copies.go_on()
         assert event.wait(WAIT_S)
         other.onload([4], [1]).wait(WAIT_S)
-        gc.collect()
-        assert dropped() is None
+        assert are_collected(dropped)
     assert backend.held == [0, 0, 0]
     rig.expect_onload([4], [1])
     rig.check()

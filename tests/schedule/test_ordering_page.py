@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ordering.md").read_text()
 
 
+@functools.cache
 def names_of_tests(folder: str) -> set[str]:
     return {
         node.name

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import sys
 import threading
-import time
 from types import FrameType
 from typing import Any
 
@@ -17,8 +16,7 @@ from paddle_kv.backend.cpu_backend import CpuBackend
 from paddle_kv.schedule.movement import movements
 from paddle_kv.schedule.transfer import Transfer
 from paddle_kv.testing.simulator import Log, RecordingBackend
-from paddle_kv.tracking.group import change
-from tests.schedule.rig import WAIT_S, Rig, collect
+from tests.schedule.rig import WAIT_S, Rig, collect, settles
 
 FILES = ("schedule/starting.py", "schedule/by_marks.py", "schedule/movement.py", "tracking/domain.py")
 
@@ -73,12 +71,13 @@ def started_with_an_error(scheduler: LayerwiseScheduler, kind: str, number: int)
 
 
 def has_given_back_its_events(scheduler: LayerwiseScheduler) -> bool:
-    """All but the one that layer times are counted from. Whoever watched them may still be about to let go of them."""
-    end_s = time.monotonic() + WAIT_S
-    while change(scheduler, lambda: scheduler.resources.num_events) > 1 and time.monotonic() < end_s:
+    """All but the one that layer times are counted from."""
+
+    def look() -> bool:
         gc.collect()
-        time.sleep(0.001)
-    return time.monotonic() < end_s
+        return scheduler.stats()["events"] <= 1
+
+    return settles(look)
 
 
 @pytest.mark.parametrize("kind", ["save", "layerwise", "by marks", "load", "behind"])

@@ -21,8 +21,6 @@ from paddle_kv.testing.simulator.__main__ import main
 from paddle_kv.testing.simulator.replay import play_clients
 from paddle_kv.tracking import group as group_module
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 TRIES = 60  # runs until what was left out must have shown
 
 

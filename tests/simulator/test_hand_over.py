@@ -23,7 +23,7 @@ from paddle_kv.testing.simulator.hand_over import LAYERS, play
 from paddle_kv.tracking.domain import BlockDomain
 from tests.schedule.conftest import nothing_left  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("small_heap", "nothing_left")
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 SEEDS = range(60)
 WRONG_BYTES = r"holds |held .* when it was read|without an edge between them"

@@ -19,8 +19,6 @@ from .scenarios import SCENARIOS, play
 SCENARIOS.update(GATE_SCENARIOS)
 SCENARIOS.update(RING_SCENARIOS)
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 RACE = "without an edge between them"
 
 MUTATIONS = [

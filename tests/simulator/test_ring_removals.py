@@ -20,8 +20,6 @@ from .test_mutations import RACE
 
 SCENARIOS.update(RING_SCENARIOS)
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 
 def _marks_of_saves_alone(self: Movement, group: int) -> bool:
     return group in self.unread or (self.layerwise and self.marks[group] is None)

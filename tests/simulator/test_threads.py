@@ -24,8 +24,6 @@ from paddle_kv.tracking.keeper import Waiter
 
 from .scenarios import LAYERS, Setting, fresh
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 ENDS = (CancelledError, ClosedError, TransferError)
 SEEDS = 40
 

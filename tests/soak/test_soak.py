@@ -20,8 +20,6 @@ from paddle_kv.testing.soak.mismatch import SoakFailure
 from paddle_kv.testing.soak.run import Setup, Soak, run
 from paddle_kv.testing.soak.traffic import Server, Traffic
 
-pytestmark = pytest.mark.usefixtures("small_heap")
-
 LONGEST_MINUTES = 30  # the moves end a run; a loaded machine may take its time
 SMALL = Setup(
     layers=3, block_bytes=37, device_blocks=48, host_blocks=128, checkpoint_steps=200, traffic=Traffic(max_blocks=7)
