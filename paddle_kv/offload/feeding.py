@@ -184,8 +184,7 @@ class Meeting:
         start = last.stop - left
         first = self.line.at(start)
         if (
-            left == last.size
-            or not self._is_loaded
+            not self._is_loaded
             or not self._waits.fits_pass(self._rates.snapshot(), left)
             or self.line.pieces[first].start != start
             or self.line.waiting_stop(start) != last.stop

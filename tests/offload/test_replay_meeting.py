@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,39 @@ def test_loads_come_from_the_back_and_chunks_from_the_front_until_they_meet() ->
     end = chunk_of(meeting)
     assert (end.start_token, end.stop_token, end.awaits, end.last) == (192, 197, (), True)
     assert meeting.done and meeting.next_chunk(0.0, RATES) is None and meeting.num_computed == 4
+
+
+def next_of(meeting: Meeting, rates: RateSnapshot = RATES) -> tuple[int, int, bool] | None:
+    load = meeting.next_load(LINK, 0.0, 9.0, rates)
+    return load and (load.start, load.stop, load.layerwise)
+
+
+def test_what_is_left_comes_as_one_as_soon_as_it_takes_no_longer_than_the_pass_behind_it() -> None:
+    meeting = meeting_of(7, end=65)  # a pass of 64 ms
+    meeting.load_from(0, 0)
+    rates = replace(RATES, link_s=0.0127)  # five blocks
+    assert [next_of(meeting, rates) for _ in range(3)] == [(5, 7, False), (0, 5, True), None]
+
+
+@pytest.mark.parametrize("why", ["computed", "lost", "tier", "distrust"])
+def test_it_comes_piece_by_piece_where_something_else_is_left(why: str) -> None:
+    meeting = meeting_of(6, tier=2 * (why == "tier"), end=65)
+    meeting.load_from(1 * (why == "computed"), 0)
+    if why == "lost":
+        meeting.load_lost(meeting.probe(LINK))
+    rates = DISTRUST if why == "distrust" else RATES
+    stop = 5 if why == "lost" else 6
+    assert next_of(meeting, rates) == (stop - 2, stop, False)
+    if why == "tier":
+        assert meeting.next_load(TIER, 0.0, 9.0, rates) is not None
+        assert next_of(meeting, rates) == (0, 4, True)
+
+
+def test_what_is_left_in_a_tier_comes_piece_by_piece() -> None:
+    meeting = meeting_of(0, tier=4, end=65)
+    meeting.load_from(0, 0)
+    load = meeting.next_load(TIER, 0.0, 9.0, RATES)
+    assert load is not None and (load.start, load.layerwise) == (2, False)
 
 
 def test_a_slow_load_moves_the_place_where_they_meet() -> None:
