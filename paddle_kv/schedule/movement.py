@@ -156,76 +156,38 @@ class Owner(Protocol):
 # All that are not retired: what keeps the memory of a transfer alive, whoever forgets it.
 movements: dict[int, Movement] = {}
 _numbers = itertools.count(1)
-_UNKNOWN_MS = float("nan")
 
 
 class Movement:
     """One transfer in flight. Changes in a section of its group (:mod:`paddle_kv.tracking.group`) alone, but for
     those who wait, ``ordered``, ``unmarked``, and the ``marks`` of what is submitted by marks."""
 
-    # A start has to be short, behind code that has left nothing of it in the caches: slots lie together, and are set
-    # and found sooner than so many entries of a dictionary.
-    __slots__ = (
-        "__weakref__",
-        "after",
-        "by_marks",
-        "bytes",
-        "callbacks",
-        "computed_from",
-        "dependents",
-        "depends_on",
-        "elapsed_ms",
-        "events",
-        "failure",
-        "fence_event",
-        "followers",
-        "guard",
-        "handle",
-        "held",
-        "is_noted",
-        "last_event",
-        "layer_times_ms",
-        "layer_waiters",
-        "layerwise",
-        "loss",
-        "lost",
-        "marks",
-        "num_unsubmitted",
-        "number",
-        "ordered",
-        "plan",
-        "queued",
-        "reading",
-        "reads_from",
-        "ready",
-        "report",
-        "ring",
-        "sample",
-        "savers",
-        "scheduler",
-        "shares_link",
-        "sharing",
-        "source",
-        "spare",
-        "starts",
-        "state",
-        "stream",
-        "submission_failed",
-        "target",
-        "through",
-        "to_mark",
-        "told",
-        "unmarked",
-        "unread",
-        "waiters",
-        "watched",
-    )
+    # What most never set lies here: a start has to be short.
+    computed_from: tuple[Movement, ...] | None = None  # the loads that a save was computed from, if it is known
+    last_event: Event | None = None
+    fence_event: Event | None = None  # behind a submission that failed half way
+    held: tuple[Events, ...] = ()  # all events of it
+    state = State.PENDING
+    failure: Failure | None = None
+    loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
+    lost: np.ndarray | None = None  # of each block whether it is one of those
+    submission_failed = False  # already in the call that started it
+    report: Callable[[], Any] | None = None  # what the backend calls at its end
+    watched: Any = None  # by the backend, as long as its end is all that is to come
+    through = False  # nothing of it runs any more
+    told = False  # somebody knows of the failure
+    elapsed_ms = float("nan")
+    layer_times_ms: Sequence[tuple[float, float]] = ()
+    sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
+    shares_link = False  # with a load on another stream: the time that it takes says little of the link
+    guard: Guard | None = None  # of the handle
+    by_marks: Any = None  # of :mod:`.by_marks`, as long as the backend submits its layers as they are marked
+    is_noted = False  # a section will look which it has
 
     def __init__(
         self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool, reading: Reading | None = None
     ) -> None:
         self.number = next(_numbers)
-        self.state = State.PENDING
         self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self.plan = plan
         bytes_per_layer = scheduler.bytes_per_block // plan.num_layers
@@ -233,13 +195,6 @@ class Movement:
         self.stream = stream
         self.layerwise = layerwise
         self.queued = stream is scheduler.resources.streams["onload"]  # behind other loads: counted by the scheduler
-        self.failure: Failure | None = None
-        self.loss: Failure | None = None  # some blocks do not come; it moves the others, and fails at its end
-        self.lost: np.ndarray | None = None  # of each block whether it is one of those
-        self.computed_from: tuple[Movement, ...] | None = None  # loads that a save was computed from, if known
-        self.through = False  # nothing of it runs any more
-        self.submission_failed = False  # already in the call that started it
-        self.told = False  # somebody knows of the failure
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
         ring = scheduler.device_cache.layer_buffers
@@ -260,28 +215,15 @@ class Movement:
         self.dependents: dict[Movement, None] = {}
         self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
         self.num_unsubmitted = len(plan.groups)
-        self.last_event: Event | None = None
-        self.fence_event: Event | None = None  # behind a submission that failed half way
         self.starts: list[tuple[Event, range]] = []  # one a submission
-        self.held: tuple[Events, ...] = ()  # all events of it
         self.spare: list[Event] = []  # held, and not in use yet
         self.followers: list[Follower] = []
-        self.by_marks: Any = None  # of :mod:`.by_marks`, while the backend submits layers as they are marked
-        self.is_noted = False  # a section will look which it has
-        self.report: Callable[[], Any] | None = None  # what the backend calls at its end
-        self.watched: Any = None  # by the backend, as long as its end is all that is to come
-        # What it took
-        self.elapsed_ms = _UNKNOWN_MS
-        self.layer_times_ms: Sequence[tuple[float, float]] = ()
-        self.sample: tuple[int, float] | None = None  # bytes and ms of what was submitted last: between, it may wait
-        self.shares_link = False  # with a load on another stream: the time that it takes says little of the link
         # Those who wait
         self.waiters: list[Waiter] = []  # for the end
         self.layer_waiters: list[Waiter] = []
         self.callbacks: list[Callable[[], object]] = []
         self.ordered: dict[Stream, set[int]] = {}  # stream -> groups that its later work waits for
         self.handle: Callable[[], Any] = _no_handle  # the user's, as long as there is one
-        self.guard: Guard | None = None  # of the handle
         to_host = plan.direction == "offload"
         pools = (scheduler.device_cache, scheduler.host_pool)
         source, target = pools if to_host else pools[::-1]

@@ -64,8 +64,7 @@ class Watch:
 
     def writes(self, owner: type, attributes: set[str]) -> None:
         def checked(instance: Any, name: str, value: Any) -> None:
-            # The first one belongs to whoever makes the object.
-            made = name in instance.__dict__ if hasattr(instance, "__dict__") else hasattr(instance, name)
+            made = name in instance.__dict__  # the first one belongs to whoever makes the object
             if made and name in attributes and not in_a_section():
                 self.found.append(f"{owner.__name__}.{name} was set")
             object.__setattr__(instance, name, value)
