@@ -826,7 +826,7 @@ def test_transfers_that_are_over_keep_nothing_alive(rig):
             return {
                 t
                 for t in gc.get_objects()
-                if isinstance(t, kinds) and getattr(t, "scheduler", getattr(t, "_scheduler", None)) is scheduler
+                if isinstance(t, kinds) and vars(t).get("scheduler", vars(t).get("_scheduler")) is scheduler
             }
 
         kept = {first, last, first._movement, last._movement}
