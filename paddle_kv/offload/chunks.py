@@ -59,7 +59,7 @@ class ChunkedRequest(Request):
         self._tail = found * self._block_size  # the first token behind what was found, or computed together with it
         if found:
             books, compute = self._manager._books, self._manager._scheduler.compute_stream(None)
-            pieces = cut(found, self._chunk_tokens // self._block_size, books.rates)
+            pieces = cut(self._lease.states, self._chunk_tokens // self._block_size, books.rates)
             self._meeting = change(
                 books,
                 functools.partial(

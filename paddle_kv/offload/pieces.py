@@ -8,6 +8,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+from .found import BlockState
 from .rates import Rates
 
 
@@ -66,12 +67,20 @@ class Piece:
         self.late_s = now_s + rates.late_s(num_blocks, source, self.begin_s - now_s)
 
 
-def cut(num_blocks: int, chunk_blocks: int, rates: Rates) -> list[Piece]:
-    """A prefix, into what the model computes in one pass. Over a link that the model does not wait for, only what comes
-    while it computes something else is loaded, and nothing would ever be heard of the link where one pass is all: so
-    half of that is a piece by itself. And one block is, at the end, as long as nothing is known of the link."""
+LEAST_LEAD = 4  # of the link over the model: what it moves first stands before what the tier brings
+
+
+def cut(states: Sequence[BlockState], chunk_blocks: int, rates: Rates) -> list[Piece]:
+    """A prefix, into what the model computes in one pass. Blocks of host memory do not wait for those of the tier
+    behind them in the same pass, where they are loaded far sooner than computed. Over a link that the model does not
+    wait for, only what comes while it computes something else is loaded, and nothing would ever be heard of the link
+    where one pass is all: so half of that is a piece by itself. And one block is, at the end, as long as nothing is
+    known of the link."""
+    num_blocks = len(states)
     pieces = [Piece(start, min(start + chunk_blocks, num_blocks)) for start in range(0, num_blocks, chunk_blocks)]
-    if pieces and not rates.snapshot().link_waits:
+    if rates.snapshot().link_waits:
+        _cut_at_tier(pieces, states, chunk_blocks, rates)
+    elif pieces:
         last = pieces[-1]
         if rates.load_s(1) is None:
             half = last.stop - 1
@@ -80,6 +89,17 @@ def cut(num_blocks: int, chunk_blocks: int, rates: Rates) -> list[Piece]:
         if half > last.start:
             pieces[-1:] = [Piece(last.start, half), Piece(half, last.stop)]
     return pieces
+
+
+def _cut_at_tier(pieces: list[Piece], states: Sequence[BlockState], chunk_blocks: int, rates: Rates) -> None:
+    if BlockState.TIER not in states:
+        return
+    first = states.index(BlockState.TIER)
+    at = first // chunk_blocks
+    start, stop = pieces[at].start, pieces[at].stop
+    load_s, compute_s = rates.load_s(first - start), rates.compute_s(start, first)
+    if load_s is not None and compute_s is not None and LEAST_LEAD * load_s < compute_s:
+        pieces[at : at + 1] = [Piece(start, first), Piece(first, stop)]
 
 
 class Line:

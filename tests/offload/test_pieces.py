@@ -303,4 +303,39 @@ def test_a_prefix_is_cut_so_that_something_is_heard_of_the_link(
         rates.observe_save(1000, 0.001)
     elif known == "trusted":
         rates.set_load("onload", 1e6)
-    assert [(piece.start, piece.stop) for piece in cut(num_blocks, 3, rates)] == expected
+    assert [(piece.start, piece.stop) for piece in cut([BlockState.PRESENT] * num_blocks, 3, rates)] == expected
+
+
+H, T = BlockState.PRESENT, BlockState.TIER
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ([H] * 4 + [T] * 4, [(0, 3), (3, 4), (4, 6), (6, 8)]),
+        ([H] * 5 + [T], [(0, 3), (3, 5), (5, 6)]),
+        ([H, T, H, T], [(0, 1), (1, 3), (3, 4)]),  # behind a block that waits it waits as well
+        ([H] * 3 + [T] * 2, [(0, 3), (3, 5)]),
+        ([T] * 4 + [H], [(0, 3), (3, 5)]),
+        ([H] * 4, [(0, 3), (3, 4)]),
+    ],
+)
+def test_blocks_in_host_memory_do_not_wait_for_the_tier_in_one_piece(
+    states: list[BlockState], expected: list[tuple[int, int]]
+) -> None:
+    rates = Rates(1000, 16, lambda: 0.0)
+    rates.set_load("onload", 1e6)
+    rates.set_prefill(1e-3)
+    assert [(piece.start, piece.stop) for piece in cut(states, 3, rates)] == expected
+
+
+@pytest.mark.parametrize("why", ["the link is little quicker", "the link is not trusted", "the model is not known"])
+def test_they_are_one_piece_where_they_may_be_computed_together(why: str) -> None:
+    rates = Rates(1000, 16, lambda: 0.0)
+    if why == "the link is not trusted":
+        rates.observe_save(1000, 1e-3)
+    else:
+        rates.set_load("onload", 1e6 / 4 if why == "the link is little quicker" else 1e6)
+    if why != "the model is not known":
+        rates.set_prefill(1e-3)
+    assert [(piece.start, piece.stop) for piece in cut([H] * 4 + [T] * 5, 3, rates)] == [(0, 3), (3, 6), (6, 9)]
