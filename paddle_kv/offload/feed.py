@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..tracking.group import MemoryGroup
@@ -68,6 +69,16 @@ class Feed:
             if not waiting:
                 return
             first = min(waiting, key=lambda one: one.blocks_left)
-            # What is under way is not overtaken: where the model may come to others, it stays short.
-            alone = not any(one.begun and one.line.num_to_compute for one in meetings if one is not first)
-            loading += first.load_next(books, whole=alone)
+            loading += first.load_next(books, whole=_is_alone(first, meetings))
+
+
+def _is_alone(meeting: Any, meetings: Sequence[Any]) -> bool:
+    """Whether it may load all that is left at once. What is under way is not overtaken, so it stays short where the
+    model comes to others first, as far as one can know, and where another one has something under way."""
+    comes_later = False
+    for one in meetings:
+        if one is meeting:
+            comes_later = True
+        elif one.moving or (one.line.num_to_compute and (one.begun or not comes_later)):
+            return False
+    return True

@@ -81,6 +81,7 @@ class Meeting:
             if BlockState.TIER in states[piece.start : piece.stop]:
                 self.line.set(piece, PieceState.BELOW)
         self._is_loaded = worth.choice != "compute"
+        self._whole: Piece | None = None  # of what is left, begun before the model came to it
         self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
         self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
@@ -111,10 +112,21 @@ class Meeting:
         self._look_at_reading()
 
     def _lose(self, piece: Piece) -> None:
-        if piece.parts:
+        if piece is self._whole and piece.state is not PieceState.LOADING and not piece.awaited:
+            self._part(piece)
+        elif piece.parts:
             self.line.part(piece, PieceState.LOST)
         else:
             self.line.set(piece, PieceState.LOST)
+
+    def _part(self, whole: Piece) -> None:
+        """The model does not wait for it: its pieces come one by one, as if it had never been begun."""
+        is_begun = whole.state is PieceState.CANCELLED
+        self._whole, self._is_loaded = None, False
+        self._here = list(whole.parts)
+        self.line.part(whole, PieceState.WAITING)
+        if not is_begun:
+            self.line.set(self._here[-1], PieceState.LOST)  # it cannot begin, whatever the reason
 
     def _look_at_reading(self) -> None:
         for piece in [piece for piece, prefetch in self._reading.items() if prefetch.done]:
@@ -193,7 +205,8 @@ class Meeting:
         number = self.line.at(last.start) + 1
         if not all(self._is_here(piece, books) for piece in self.line.pieces[first:number]):
             return last
-        return self.line.join(first, number)
+        self._whole = self.line.join(first, number)
+        return self._whole
 
     def _load(self, books: Owner, piece: Piece) -> bool:
         keys, ids = self._keys[piece.start : piece.stop], self._device_ids[piece.start : piece.stop]
@@ -385,7 +398,10 @@ class Meeting:
         if now_s > piece.late_s:
             self._tell_late(piece, LINK)
             return False
-        if not self._rates.snapshot().link_waits or self.moving[piece].num_unsubmitted:
+        rates = self._rates.snapshot()
+        # All of the rest was begun while the link was trusted: until it is late it is worth more than to begin again.
+        waits = rates.link_waits or (piece is self._whole and not math.isinf(rates.link_s))
+        if not waits or self.moving[piece].num_unsubmitted:
             return False
         return self._comes_sooner(piece, piece.begin_s, piece.due_s, others_s)
 

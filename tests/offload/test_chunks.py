@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_kv import CancelledError
@@ -137,6 +138,26 @@ def test_a_chunk_waits_for_a_tier_that_is_quicker(below: ChunkRig) -> None:
             assert chunk == range(10 * SIZE, len(TOKENS))
             below.run(request, chunk, TABLE[::-1], expected)
     below.check(TABLE[::-1], expected)
+    below.check_books()
+
+
+def test_what_is_in_host_memory_does_not_wait_for_the_tier_in_the_same_chunk(below: ChunkRig) -> None:
+    expected, table, there = contents(TOKENS), TABLE[::-1], 3 * SIZE
+    below.engine.gate.set()  # type: ignore[union-attr]
+    below.manager.prefetch(below.manager.block_hashes(TOKENS)[:3], timeout_s=WAIT_S).wait(WAIT_S)
+    below.check_books()
+    know(below.manager, 0.1, 1e3, 1.0)
+    below.engine.gate.clear()  # type: ignore[union-attr]
+    below.poison(table)
+    with below.manager.request(TOKENS, table, chunk_tokens=CHUNK) as request:
+        until(lambda: np.array_equal(below.layer_of(table, SPEC.num_layers - 1, there), expected[:there, -1]))
+        with pytest.raises(TimeoutError, match="from the tier within timeout_s"):
+            request.next_chunk(timeout_s=0.01)
+        below.engine.gate.set()  # type: ignore[union-attr]
+        while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
+            assert chunk == range(10 * SIZE, len(TOKENS))
+            below.run(request, chunk, table, expected)
+    below.check(table, expected)
     below.check_books()
 
 

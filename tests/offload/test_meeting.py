@@ -915,17 +915,95 @@ def test_what_is_left_behind_what_the_model_computes_comes_as_one(bench: Bench) 
     assert states_of(meeting) == ["computed", "loading", "loading", "loaded"]
 
 
-@pytest.mark.parametrize(("begun", "done"), [(False, False), (True, False), (True, True)])
-def test_it_comes_piece_by_piece_beside_another_prompt_that_has_begun(bench: Bench, begun: bool, done: bool) -> None:
+@pytest.mark.parametrize(
+    ("earlier", "begun", "what", "whole"),
+    [
+        (False, False, "below", True),
+        (False, True, "below", False),
+        (True, False, "below", False),
+        (True, True, "computed", True),
+        (True, False, "loading", False),
+        (False, False, "loading", False),
+    ],
+)
+def test_it_comes_piece_by_piece_where_the_model_may_come_to_another_prompt_first(
+    bench: Bench, earlier: bool, begun: bool, what: str, whole: bool
+) -> None:
     """What that asks for next would stand behind all of it."""
     bench.know(1.0, 4.0)
-    other = bench.meeting([BELOW] * BLOCKS, first_key=100)
+    mine = None if earlier else bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    other = bench.meeting([HERE if what == "loading" else BELOW] * BLOCKS, first_key=100)
+    mine = mine or bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
     other.begun = begun
-    if done:
+    if what == "loading":
+        other.load_next(bench, whole=False)  # type: ignore[arg-type]
+    elif what == "computed":
         other.line.set(other.line.pieces[0], PieceState.COMPUTED)
-    bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
     bench.fill()
-    assert bench.loaded == ([[8, 11], [4, 7]] if begun and not done else [[0, 11]])
+    loaded = [one for one in bench.loaded if one[0] < 100]
+    assert loaded == ([[0, 11]] if whole else [[8, 11], [4, 7]][: 1 if what == "loading" else 2])
+
+
+def rest_under_way(bench: Bench) -> tuple[Meeting, Copy]:
+    bench.know(1.0, 4.0)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert bench.loaded == [[0, 11]]
+    return meeting, bench.copies[0]
+
+
+def test_the_model_waits_for_all_that_is_left_also_where_the_link_was_slow_meanwhile(bench: Bench) -> None:
+    meeting, copy = rest_under_way(bench)
+    bench.rates.observe_load(LINK, BLOCK_BYTES, 2.0)
+    assert not bench.rates.snapshot().link_waits
+    assert bench.next(meeting).loads == (copy,)  # type: ignore[comparison-overlap]
+
+
+def test_what_of_it_is_late_comes_piece_by_piece_behind_what_is_computed(bench: Bench) -> None:
+    meeting, copy = rest_under_way(bench)
+    copy.ends_when_cancelled = True
+    bench.now_s = 200.0
+    step = bench.next(meeting)
+    assert step.piece is meeting.line.pieces[0] and step.piece.size == BLOCKS
+    assert states_of(meeting) == ["computed", "waiting", "waiting"]
+    bench.know(1.0, 4.0)
+    bench.fill()
+    assert bench.loaded[1:] == [[8, 11], [4, 7]]
+    assert meeting.lost_blocks == set()
+
+
+def test_what_of_it_is_not_submitted_is_computed_and_asked_for_once_more(bench: Bench) -> None:
+    """By what the model waits for; if that is not submitted either, all is computed."""
+    meeting, copy = rest_under_way(bench)
+    copy.ends_when_cancelled, copy.num_unsubmitted = True, 1
+    onload = bench.onload
+
+    def behind_others(*given: Any, **named: Any) -> Any:
+        transfer = onload(*given, **named)
+        transfer._movement.ends_when_cancelled, transfer._movement.num_unsubmitted = True, 1
+        return transfer
+
+    bench.onload = behind_others  # type: ignore[method-assign]
+    assert bench.next(meeting).piece is meeting.line.pieces[0]
+    assert states_of(meeting) == ["computed", "lost", "lost"]
+
+
+def test_of_what_cannot_begin_as_one_the_last_piece_is_computed(bench: Bench) -> None:
+    bench.know(1.0, 4.0)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
+    bench.fails = True
+    assert not meeting.load_next(bench, whole=True)  # type: ignore[arg-type]
+    bench.fails = False
+    assert states_of(meeting) == ["waiting", "waiting", "lost"]
+    bench.fill()
+    assert bench.loaded == [[4, 7], [0, 3]]
+
+
+def test_a_failure_of_the_device_loses_all_of_it(bench: Bench) -> None:
+    meeting, copy = rest_under_way(bench)
+    copy.end(State.FAILED)
+    bench.fill()
+    assert states_of(meeting) == ["lost"] * 3
 
 
 @pytest.mark.parametrize("other", ["below", "reading", "lost"])
@@ -941,13 +1019,22 @@ def test_it_comes_piece_by_piece_where_the_model_has_something_to_compute(bench:
     assert bench.loaded == loaded[::-1]
 
 
-def test_it_comes_piece_by_piece_where_a_part_of_it_is_gone(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    ("gone", "loaded", "states"),
+    [
+        (2, [[8, 11], [4, 7]], ["waiting", "loading", "loading"]),
+        (9, [[4, 7], [0, 3]], ["loading", "loading", "lost"]),
+    ],
+)
+def test_it_comes_piece_by_piece_where_a_part_of_it_is_gone(
+    bench: Bench, gone: int, loaded: list[list[int]], states: list[str]
+) -> None:
     bench.know(1.0, 4.0)
     meeting = bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
-    del bench.slots[b"2"]
+    del bench.slots[b"%d" % gone]
     bench.fill()
-    assert bench.loaded == [[8, 11], [4, 7]]
-    assert states_of(meeting) == ["waiting", "loading", "loading"]
+    assert bench.loaded == loaded
+    assert states_of(meeting) == states
 
 
 def test_what_was_to_be_computed_does_not_come_as_one(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

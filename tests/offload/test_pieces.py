@@ -329,6 +329,15 @@ def test_blocks_in_host_memory_do_not_wait_for_the_tier_in_one_piece(
     assert [(piece.start, piece.stop) for piece in cut(states, 3, rates)] == expected
 
 
+def test_how_soon_is_asked_of_the_blocks_in_host_memory_where_they_are() -> None:
+    rates = Rates(1000, 16, lambda: 0.0)
+    rates.set_load("onload", 1e5)  # 10 ms a block
+    rates.set_prefill(1e-4, 5.2e-6)
+    asked = [(piece.start, piece.stop) for piece in cut([H] * 33 + [T] * 3, 4, rates)]
+    assert asked[-2:] == [(32, 33), (33, 36)]  # to compute it there takes 45 ms, and the first one 2
+    assert [(piece.start, piece.stop) for piece in cut([H] + [T] * 3, 4, rates)] == [(0, 4)]
+
+
 @pytest.mark.parametrize("why", ["the link is little quicker", "the link is not trusted", "the model is not known"])
 def test_they_are_one_piece_where_they_may_be_computed_together(why: str) -> None:
     rates = Rates(1000, 16, lambda: 0.0)
