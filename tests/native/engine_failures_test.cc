@@ -25,10 +25,13 @@ std::atomic<bool> all_fail_then{false};
 std::atomic<int> allocations{0};
 const std::thread::id main_thread = std::this_thread::get_id();
 
-void FailAllocation(int nth, bool and_all_others = false) {
+// Returns how many there were before.
+int FailAllocation(int nth, bool and_all_others = false) {
+  const int before = allocations;
   allocations = 0;
   all_fail_then = and_all_others;
   failing_allocation = nth;
+  return before;
 }
 
 }  // namespace
@@ -127,16 +130,28 @@ void ForEachKind(Test test) {
   }
 }
 
+int FailNthCall(int nth, cudaError_t error) {
+  const int before = CallsSinceFailCall();
+  FailCall(nth, error);
+  return before;
+}
+
+// Here and below fail(n) lets the nth of them fail, -1 none, and returns how many there were before.
+template <class Fail>
+void EachMayFail(EngineKind engine, Direction direction, Order order, Fail fail) {
+  bool failed = true;
+  for (int nth = 0; failed; ++nth) {
+    AFailureLeavesTheRestAlone(engine, direction, order, [&](bool begin) {
+      const int before = fail(begin ? nth : -1);
+      if (!begin) failed = before > nth;
+    });
+  }
+}
+
 void AnyCallMayFail() {
   ForEachKind([](EngineKind engine, Direction direction, Order order) {
     for (const cudaError_t error : {cudaErrorLaunchFailure, cudaErrorMemoryAllocation}) {
-      bool failed = true;
-      for (int nth = 0; failed; ++nth) {
-        AFailureLeavesTheRestAlone(engine, direction, order, [&](bool begin) {
-          if (!begin) failed = CallsSinceFailCall() > nth;
-          FailCall(begin ? nth : -1, error);
-        });
-      }
+      EachMayFail(engine, direction, order, [&](int nth) { return FailNthCall(nth, error); });
     }
   });
 }
@@ -144,18 +159,11 @@ void AnyCallMayFail() {
 void AnyAllocationMayFail() {
   ForEachKind([](EngineKind engine, Direction direction, Order order) {
     for (const bool and_all_others : {false, true}) {
-      bool failed = true;
-      for (int nth = 0; failed; ++nth) {
-        AFailureLeavesTheRestAlone(engine, direction, order, [&](bool begin) {
-          if (!begin) failed = allocations > nth;
-          FailAllocation(begin ? nth : -1, and_all_others);
-        });
-      }
+      EachMayFail(engine, direction, order, [&](int nth) { return FailAllocation(nth, and_all_others); });
     }
   });
 }
 
-// fail(n) lets the nth of them fail, -1 none, and returns how many there were before.
 template <class Fail>
 void NothingMovesBehindTheEventOfAFailure(Fail fail) {
   struct Case {
@@ -205,19 +213,11 @@ void NothingMovesBehindTheEventOfAFailure(Fail fail) {
 }
 
 void NothingMovesBehindTheEventOfAFailedCall() {
-  NothingMovesBehindTheEventOfAFailure([](int nth) {
-    const int calls = CallsSinceFailCall();
-    FailCall(nth, cudaErrorLaunchFailure);
-    return calls;
-  });
+  NothingMovesBehindTheEventOfAFailure([](int nth) { return FailNthCall(nth, cudaErrorLaunchFailure); });
 }
 
 void NothingMovesBehindTheEventOfAFailedAllocation() {
-  NothingMovesBehindTheEventOfAFailure([](int nth) {
-    const int made = allocations;
-    FailAllocation(nth);
-    return made;
-  });
+  NothingMovesBehindTheEventOfAFailure([](int nth) { return FailAllocation(nth); });
 }
 
 // The copy engine then moves all blocks of the band, those too that staging had been given.
