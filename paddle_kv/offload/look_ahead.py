@@ -20,7 +20,8 @@ class LookAhead:
         """A prompt that begins with these blocks will be looked up: a request waits its turn, or a session will go on.
         Its blocks, also those that come later, are evicted after all others, and of all that is expected those that are
         due last go first. What of it lies in the tier is brought into host memory, as by :meth:`prefetch`: of all that
-        is read ahead, what is due first comes first. The time-out of a load counts for each part of it, from when the
+        is read ahead, what is due first comes first, and of one prompt the last blocks: a request in chunks can compute
+        the first ones meanwhile. The time-out of a load counts for each part of it, from when the
         tier is asked for that.
 
         The expectation ends with the :meth:`lookup` of a prompt that contains the last of these blocks, or when four

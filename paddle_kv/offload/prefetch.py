@@ -40,12 +40,14 @@ class Prefetch:
         timeout_s: float = 0.0,
         deadline: Deadline | None = None,
         prefix: Sequence[bytes] = (),
+        from_back: bool = False,
     ) -> None:
-        """``waiting``: keys of what is not asked for yet; ``timeout_s``: of each part, from when it is;
-        ``deadline``: of all, instead; ``prefix``: all keys, in order: one is of use only behind those before it."""
+        """``waiting``: keys of what is not asked for yet, in order; ``timeout_s``: of each part, from when it is;
+        ``deadline``: of all, instead; ``prefix``: all keys, in order: one is of use only behind those before it;
+        ``from_back``: the last ones are asked for first."""
         self.fetching = list(fetching)
         self.waiting = list(waiting)  # changed in sections only, and never in place
-        self.prefix = list(prefix)
+        self.prefix, self.from_back = list(prefix), from_back
         self.beside: list[Fetching] = []  # what others had asked the tier for of it; changed in sections only
         self.num_blocks = sum(one.num_blocks for one in fetching) + len(waiting)
         self.num_found = 0  # that somebody else had brought when their turn came
@@ -72,6 +74,14 @@ class Prefetch:
     def waits(self) -> bool:
         """Whether more of it is to be asked of the tier. A forked child asks nothing."""
         return bool(self.waiting and not self.cancelled and not self._deadline.over and self._process_id == os.getpid())
+
+    def first_of(self, keys: list[bytes], most: int) -> list[bytes]:
+        """Those of the blocks that come first, at most so many; in order."""
+        return keys[max(0, len(keys) - most) :] if self.from_back else keys[:most]
+
+    def left_behind(self, part: Sequence[bytes]) -> list[bytes]:
+        """Of what waits, without what comes first."""
+        return self.waiting[: len(self.waiting) - len(part)] if self.from_back else self.waiting[len(part) :]
 
     @property
     def left_s(self) -> float:

@@ -83,7 +83,8 @@ class ReadingBooks(Books):
         return self._read_ahead(keys, functools.partial(Prefetch, self, deadline=deadline), 0.0)
 
     def prefetch_expected(self, keys: list[bytes], in_seconds: float | None) -> Prefetch:
-        return self._read_ahead(keys, functools.partial(Prefetch, self, timeout_s=self.timeout_s), in_seconds or 0.0)
+        make = functools.partial(Prefetch, self, timeout_s=self.timeout_s, from_back=True)
+        return self._read_ahead(keys, make, in_seconds or 0.0)
 
     def _read_ahead(self, keys: list[bytes], make: Callable[..., Prefetch], in_seconds: float) -> Prefetch:
         below, due_s = self.ask(keys), time.monotonic() + in_seconds
@@ -134,9 +135,9 @@ class ReadingBooks(Books):
                 break
         if BlockState.TIER not in states:
             return states
-        left = self._room(keys[: len(states)])
+        left = self._room(())
         for position in range(len(states)):
-            left -= keys[position] not in slots
+            left -= keys[position] not in slots or keys[position] not in self.index.pins
             if left < 0:
                 return states[:position]
         return states
@@ -267,24 +268,24 @@ class ReadingBooks(Books):
         try:
             self.settle()
             below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
-            left = prefetch.waiting[len(keys) :]
+            left = prefetch.left_behind(keys)
             prefetch.beside += [one for one in self._parts_of(keys) if one not in prefetch.beside]
             for key in keys:
                 if key in slots:
                     prefetch.num_found += key not in self.index.arriving
-                elif key not in below:
-                    left = []  # behind a block that is not there
+                elif key not in below:  # what comes behind it is of no use
+                    left = left if prefetch.from_back else []
                     break
                 elif not self.feed.holds(key):  # else that prompt decides what becomes of it
                     wanted.append(key)
             room = self._room(keys)
             if room < len(wanted):  # what has room comes
-                wanted, left = wanted[: max(0, room)], []
+                wanted, left = prefetch.first_of(wanted, max(0, room)), []
             if wanted and (self.rates.load_s(self.queue.num_blocks + len(wanted), TIER) or 0.0) > prefetch.left_s:
                 wanted, left = [], []  # it would be late
             if not wanted:
                 return None
-            fetching = self._fetch_first(wanted, prefetch)
+            fetching = self._fetch_what_fits(wanted, prefetch)
             if fetching.num_blocks < len(wanted):
                 left = []
             prefetch.fetching.append(fetching)
@@ -301,15 +302,19 @@ class ReadingBooks(Books):
                 self.group.notify()
         return None
 
-    def _fetch_first(self, keys: list[bytes], prefetch: Prefetch) -> TierFetching:
-        """As many of the first ones as there is room for: those of it that have come make no room for others of it."""
+    def _fetch_what_fits(self, keys: list[bytes], prefetch: Prefetch) -> TierFetching:
+        """As many of them as there is room for: what of the prompt is there makes no room for others of it."""
+        self.index.pin(prefetch.prefix)
         try:
-            return self._fetch(keys, prefetch.left_s, urgent=False)
-        except TransferError:
-            room = self._room(prefetch.prefix)
-            if not 0 < room < len(keys):
-                raise
-        return self._fetch(keys[:room], prefetch.left_s, urgent=False)
+            try:
+                return self._fetch(keys, prefetch.left_s, urgent=False)
+            except TransferError:
+                room = self._room(())
+                if not 0 < room < len(keys):
+                    raise
+            return self._fetch(prefetch.first_of(keys, room), prefetch.left_s, urgent=False)
+        finally:
+            self.index.unpin(prefetch.prefix)
 
     def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool) -> TierFetching:
         job = self._plan_from_tier(keys, list(range(len(keys))))  # no device block is meant

@@ -79,7 +79,7 @@ class TierQueue:
         if self.num_blocks > (PARTS - 1) * most + self._room.more_blocks:
             return None
         prefetch = self._turns[0][-1]
-        return prefetch, prefetch.waiting[:most]
+        return prefetch, prefetch.first_of(prefetch.waiting, most)
 
     def forget(self, keys: Set[bytes]) -> bool:
         """They are nowhere any more: what waits behind them is of no use. Returns whether anything did."""

@@ -68,7 +68,7 @@ def test_a_lookup_holds_what_arrives_and_what_lies_in_the_tier(server: Server) -
 
 def test_who_waits_for_the_tier_counts_what_was_asked_for_before(server: Server) -> None:
     """And nothing that was asked for later."""
-    server.manager.expect(server.hashes[0][:4])
+    server.manager.prefetch(server.hashes[0][:4], timeout_s=WAIT_S)
     own = read_soon(server, server.hashes[1][:3])
     assert own.blocks_until == 7
     joined = read_soon(server, server.hashes[0][:2])

@@ -10,7 +10,7 @@ import pytest
 
 from paddle_kv.tiers import Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, until
-from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
+from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead, from_back
 
 
 def wakes(prefetch: Any, action: Callable[[], object]) -> bool:
@@ -45,7 +45,7 @@ def test_who_waits_without_a_time_hears_of_the_end(server: Server, how: str) -> 
 
 
 def test_what_waits_behind_a_block_that_was_dropped_on_its_way_is_not_read(server: Server) -> None:
-    prefetch = server.manager.expect(server.hashes[0])
+    prefetch = server.manager.prefetch(server.hashes[0], timeout_s=WAIT_S)
     server.manager.drop(server.hashes[0][2:3])
     server.by_hand.open()
     assert prefetch.wait(WAIT_S)
@@ -62,13 +62,13 @@ def test_what_waits_behind_a_dropped_block_of_host_memory_is_not_read(server: Se
     server.manager.drop(server.hashes[0][1:2])
     server.by_hand.open()
     assert second.wait(WAIT_S)
-    assert [one for one in server.asked if one[0] == 0] == ahead(0, 0, 2)
+    assert [one for one in server.asked if one[0] == 0] == from_back(0, 2, 2)
     server.check_books()
 
 
 @pytest.mark.parametrize("outcome", [Outcome.MISSING, Outcome.DAMAGED])
 def test_what_waits_behind_a_block_that_the_tier_has_lost_is_not_read(server: Server, outcome: Outcome) -> None:
-    prefetch = server.manager.expect(server.hashes[0])
+    prefetch = server.manager.prefetch(server.hashes[0], timeout_s=WAIT_S)
     server.by_hand.held.popleft().ended(outcome)
     server.settle()
     server.by_hand.open()
@@ -106,14 +106,14 @@ def test_what_no_request_waits_for_any_more_holds_up_nothing(server: Server, own
         server.manager.expect(server.hashes[1])
         assert len(server.asked) == 4
         request.cancel()
-        assert server.asked[4:] == ahead(1, 0, UNDER_WAY - 4)
+        assert server.asked[4:] == from_back(1, UNDER_WAY - 4)
     server.by_hand.open()
     server.check_books()
 
 
 def test_who_expects_what_others_have_asked_for_waits_for_that_too(server: Server) -> None:
     keys = server.hashes[0][: UNDER_WAY + 2]
-    first = server.manager.expect(keys)
+    first = server.manager.prefetch(keys, timeout_s=WAIT_S)
     same, part = server.manager.expect(keys), server.manager.expect(keys[:4])
     cancelled = server.manager.prefetch(keys[:4], timeout_s=WAIT_S)
     cancelled.cancel()
@@ -133,7 +133,7 @@ def test_who_waits_hears_that_the_tier_has_nothing_when_the_turn_comes(server: S
     assert server.tier is not None
     server.manager.expect(server.hashes[0][:UNDER_WAY])
     second = server.manager.expect(server.hashes[1])
-    server.by_hand.gone.add(server.tier.format.name_of(server.hashes[1][0]))
+    server.by_hand.gone.update(map(server.tier.format.name_of, server.hashes[1]))
     assert wakes(second, server.by_hand.open)
     assert second.num_arrived == 0
     server.check_books()

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from paddle_kv import TransferError
+from paddle_kv.offload import BlockState
 from paddle_kv.tiers import Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, know, until
-from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
+from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead, from_back
 
 
 @pytest.mark.parametrize("kind", ["piece", "load"])
@@ -39,7 +40,7 @@ def test_others_turn_comes_when_the_tier_refuses_what_is_urgent(
     else:
         with server.manager.lookup(server.hashes[1][:2]) as lease, pytest.raises(TransferError):
             server.manager.onload(lease.hashes, TABLE[:2])
-    until(lambda: server.asked == ahead(0, 0, 2 * UNDER_WAY))
+    until(lambda: server.asked == from_back(0, 2 * UNDER_WAY))
     assert server.books.below.rate.blocks_under_way == UNDER_WAY  # the refused ones stand before nothing
     server.by_hand.open()
     server.check_books()
@@ -76,7 +77,7 @@ def test_the_tier_hears_how_long_a_part_may_take(server: Server) -> None:
 def test_only_who_can_wait_for_what_is_being_read_finds_it(server: Server) -> None:
     server.manager.expect(server.hashes[0])
     with server.manager.lookup(server.hashes[0]) as lease:
-        assert (lease.num_blocks, lease.num_arriving) == (0, UNDER_WAY)
+        assert (lease.num_blocks, lease.num_arriving) == (BLOCKS - UNDER_WAY, UNDER_WAY)
     with server.manager._lookup(server.hashes[0], None, joins=True) as lease:
         assert lease.num_blocks == BLOCKS
     server.by_hand.open()
@@ -94,7 +95,7 @@ def test_what_was_cancelled_while_the_tier_was_asked_what_it_has_is_not_read(
 
     monkeypatch.setattr(server.books, "ask", cancels)
     server.serve(1)
-    assert server.asked == ahead(0, 0, UNDER_WAY)
+    assert server.asked == from_back(0, UNDER_WAY)
     server.by_hand.open()
     assert prefetch.wait(WAIT_S) and prefetch.num_arrived == UNDER_WAY
     server.check_books()
@@ -124,15 +125,37 @@ def test_what_would_be_late_behind_others_is_not_asked_for(server: Server) -> No
     assert second.num_arrived == 1
 
 
-def test_of_a_part_what_has_room_comes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When its turn comes, and nothing behind it."""
-    know(server.manager, 0.1, 10.0, 0.0026)  # two blocks a part
-    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_, **__: None)
-    prefetch = server.manager.expect(server.hashes[0])
-    assert server.asked == ahead(0, 0, 2 * UNDER_WAY)
+@pytest.mark.parametrize("expected", [False, True])
+def test_of_a_part_what_has_room_comes(server: Server, expected: bool) -> None:
+    """When its turn comes, and nothing behind it; of what is expected, the last blocks of the part, and none before."""
+    server.know(0.1, 10.0, 0.0026)  # two blocks a part
+    manager, keys = server.manager, server.hashes[0]
+    prefetch = manager.expect(keys) if expected else manager.prefetch(keys, timeout_s=WAIT_S)
+    asked = ahead(0, 0, 2 * UNDER_WAY)
+    if expected:
+        parts = (ahead(0, stop - 2, stop) for stop in range(BLOCKS, BLOCKS - 2 * UNDER_WAY, -2))
+        asked = [block for part in parts for block in part]
+    assert server.asked == asked
     mine = server.pool.allocate(200 - 2 * UNDER_WAY - 3)
     server.by_hand.open()
     assert prefetch.wait(WAIT_S)
-    assert prefetch.num_arrived == 2 * UNDER_WAY + 3
+    room = 2 * UNDER_WAY + 3
+    assert prefetch.num_arrived == room
+    states = manager.states(keys)
+    there = states[BLOCKS - room :] if expected else states[:room]
+    assert there == [BlockState.PRESENT] * room
+    assert states.count(BlockState.PRESENT) == room
+    server.pool.free(mine)
+    server.check_books()
+
+
+def test_what_comes_makes_no_room_by_what_of_its_prompt_has_come(server: Server) -> None:
+    """What is expected is read from the back: its first blocks stay in the tier where the last ones have the room."""
+    prefetch = server.manager.expect(server.hashes[0])
+    mine = server.pool.allocate(200 - UNDER_WAY)
+    server.by_hand.open()
+    assert prefetch.wait(WAIT_S)
+    assert server.asked == from_back(0, UNDER_WAY)
+    assert server.manager.stats()["evicted_blocks"] == len(PROMPTS) * BLOCKS  # of the set-up
     server.pool.free(mine)
     server.check_books()

@@ -101,6 +101,24 @@ def test_no_more_is_found_below_than_could_come(make: MakeRig) -> None:
     rig.check_books()
 
 
+def test_of_blocks_that_are_there_each_takes_its_own_room(make: MakeRig) -> None:
+    """Those behind the last one that has room may go: they are held by nobody."""
+    make(host_blocks=16).save(KEYS[:10])
+    rig = make(host_blocks=12)
+    mine = rig.pool.allocate(4)
+    rig.save(KEYS[7:10])
+    assert rig.manager.states(KEYS[:10]) == [TIER] * 7 + [PRESENT] * 3
+    with rig.manager.lookup(KEYS[9:10]):
+        assert rig.manager.peek(KEYS[:10]) == 7  # one of those behind is held
+    assert rig.manager.peek(KEYS[:10]) == 8
+    with rig.manager.lookup(KEYS[:10]) as lease:
+        assert lease.num_blocks == 8
+        rig.manager.onload(lease.hashes, list(range(8))).wait(WAIT_S)
+        assert all(rig.right(KEYS[:8], list(range(8))))
+    rig.pool.free(mine)
+    rig.check_books()
+
+
 def test_what_is_arriving_is_asked_for_too(make: MakeRig) -> None:
     """It may have been given up before the answer is used."""
     make().save(KEYS[:4])

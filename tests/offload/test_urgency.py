@@ -14,18 +14,18 @@ from paddle_kv.offload import BlockState
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine, Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know, until
-from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead
+from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, UNDER_WAY, Server, ahead, from_back
 
 
 # ---- the order of reads ----
 def test_what_is_read_ahead_is_asked_for_in_small_parts(server: Server) -> None:
     prefetch = server.manager.expect(server.hashes[0])
-    assert server.asked == ahead(0, 0, UNDER_WAY)
+    assert server.asked == from_back(0, UNDER_WAY)
     assert prefetch.num_blocks == BLOCKS
-    assert server.manager.states(server.hashes[0])[:7] == [BlockState.ARRIVING] * UNDER_WAY + [BlockState.TIER]
+    assert server.manager.states(server.hashes[0])[-7:] == [BlockState.TIER] + [BlockState.ARRIVING] * UNDER_WAY
     assert server.manager.stats()["saving_blocks"] == UNDER_WAY  # the others have no place in host memory yet
     server.serve(2)
-    assert server.asked == ahead(0, 0, UNDER_WAY + 2)
+    assert server.asked == from_back(0, UNDER_WAY + 2)
     server.by_hand.open()
     assert prefetch.wait(WAIT_S) and prefetch.num_arrived == BLOCKS
     server.check_books()
@@ -35,7 +35,7 @@ def test_an_urgent_read_goes_before_what_waits_and_that_waits_for_it(server: Ser
     prefetches = [server.manager.expect(server.hashes[number]) for number in (0, 1)]
     with server.manager.request(PROMPTS[2], TABLE, chunk_tokens=CHUNK) as request:
         asked = server.asked
-        assert asked[:UNDER_WAY] == ahead(0, 0, UNDER_WAY)
+        assert asked[:UNDER_WAY] == from_back(0, UNDER_WAY)
         urgent = asked[UNDER_WAY:]
         assert urgent[:4] == [(2, 22), (2, 23), (2, 20), (2, 21)]  # from the back, in pieces
         assert {prompt for prompt, _ in urgent} == {2}
@@ -45,7 +45,7 @@ def test_an_urgent_read_goes_before_what_waits_and_that_waits_for_it(server: Ser
         server.finish(request, PROMPTS[2])
     assert all(prefetch.wait(WAIT_S) for prefetch in prefetches)
     rest = [one for one in server.asked if one[0] != 2]
-    assert rest == ahead(0, 0, BLOCKS) + ahead(1, 0, BLOCKS)  # in order, each once
+    assert rest == from_back(0, BLOCKS) + from_back(1, BLOCKS)  # in order, each once
     server.check_books()
 
 
@@ -64,7 +64,7 @@ def test_a_load_of_a_lease_goes_before_what_waits(server: Server) -> None:
 
 def test_what_is_due_first_is_read_first(server: Server) -> None:
     first = server.manager.expect(server.hashes[0], in_seconds=600)
-    assert server.asked == ahead(0, 0, UNDER_WAY)  # the tier has nothing else to do
+    assert server.asked == from_back(0, UNDER_WAY)  # the tier has nothing else to do
     server.manager.expect(server.hashes[1], in_seconds=60)
     server.manager.expect(server.hashes[2])
     server.manager.prefetch(server.hashes[3], timeout_s=WAIT_S)  # as one that is expected next
@@ -81,7 +81,7 @@ def test_a_request_reads_what_waits_for_it_at_once_and_once(server: Server) -> N
     prefetch = server.manager.expect(server.hashes[0])
     with server.manager.request(PROMPTS[0], TABLE, chunk_tokens=CHUNK) as request:
         assert request._lease.num_blocks == BLOCKS  # type: ignore[attr-defined]
-        assert server.asked[UNDER_WAY:][:4] == [(0, 22), (0, 23), (0, 20), (0, 21)]
+        assert server.asked[UNDER_WAY:] == [(0, 16), (0, 17)]  # the three pieces behind it are on their way
         server.by_hand.open()
         assert server.finish(request, PROMPTS[0])[-1] == BLOCKS
     assert prefetch.wait(WAIT_S)
@@ -101,7 +101,7 @@ def test_a_request_waits_for_what_is_being_read_for_it(server: Server) -> None:
             request.next_chunk(timeout_s=0.05)
         server.by_hand.open()
         assert server.finish(request, prompt) == [UNDER_WAY]  # its last token alone
-    assert server.asked == ahead(0, 0, UNDER_WAY)
+    assert server.asked == from_back(0, UNDER_WAY, UNDER_WAY)
     server.check_books()
 
 
@@ -139,9 +139,9 @@ def test_what_does_not_come_after_all_is_computed(server: Server, outcome: Outco
     know(server.manager, 0.1, 1e3, 1.0)
     prompt = PROMPTS[0][: UNDER_WAY * SIZE + 1]
     with server.manager.request(prompt, TABLE, chunk_tokens=CHUNK) as request:
-        assert server.asked == ahead(0, 0, UNDER_WAY)
+        assert server.asked == from_back(0, UNDER_WAY, UNDER_WAY)
         for _ in range(2):
-            server.by_hand.held.popleft().ended(outcome)
+            server.by_hand.held.pop().ended(outcome)  # the first blocks
         server.by_hand.open()
         assert server.finish(request, prompt)[0] == 0
     server.check_books()
@@ -159,13 +159,13 @@ def test_what_is_late_is_computed_and_its_place_is_given_back_later(server: Serv
 
 
 def test_what_a_running_request_computes_is_not_read_ahead(server: Server) -> None:
-    """It reads what is worth it, of a tier that is slow the last piece, and nothing else is read for it."""
+    """Of a tier that is slow the last piece is worth it, which is being read already, and nothing else is."""
     prefetch = server.manager.expect(server.hashes[0])
     know(server.manager, 1e-4, 1e-4, 1.0)
     with server.manager.request(PROMPTS[0], TABLE, chunk_tokens=CHUNK) as request:
         server.by_hand.open()
-        assert prefetch.wait(WAIT_S) and prefetch.num_arrived == UNDER_WAY + 2  # with the piece
-        assert server.asked == [*ahead(0, 0, UNDER_WAY), *ahead(0, BLOCKS - 2, BLOCKS)]
+        assert prefetch.wait(WAIT_S) and prefetch.num_arrived == UNDER_WAY
+        assert server.asked == from_back(0, UNDER_WAY)
         server.finish(request, PROMPTS[0])
     server.check_books()
 
@@ -184,7 +184,7 @@ def test_cancel_drops_what_waits_and_gives_back_nothing_later(server: Server) ->
     server.by_hand.open()
     assert first.wait(WAIT_S) and first.num_arrived == UNDER_WAY
     assert second.wait(WAIT_S) and second.num_arrived == BLOCKS
-    assert server.asked == ahead(0, 0, UNDER_WAY) + ahead(1, 0, BLOCKS)
+    assert server.asked == from_back(0, UNDER_WAY) + from_back(1, BLOCKS)
     assert server.manager.stats()["blocks"] == UNDER_WAY + BLOCKS
     server.check_books()
 
@@ -219,7 +219,7 @@ def test_close_drops_what_waits(server: Server) -> None:
     server.manager.close()
     server.by_hand.open()
     assert prefetch.wait(WAIT_S)
-    assert server.asked == ahead(0, 0, UNDER_WAY)
+    assert server.asked == from_back(0, UNDER_WAY)
     until(lambda: server.pool.num_free_blocks == 200)
 
 
@@ -247,7 +247,7 @@ def test_what_the_tier_has_lost_meanwhile_is_no_fault_of_it(server: Server) -> N
     server.by_hand.gone.add(server.tier.format.name_of(server.hashes[0][10]))
     server.by_hand.open()
     assert prefetch.wait(WAIT_S)
-    assert (prefetch.num_arrived, server.asked) == (10, ahead(0, 0, 10))
+    assert (prefetch.num_arrived, server.asked) == (BLOCKS - 1, from_back(0, BLOCKS - 11) + from_back(0, 10, 10))
     assert server.manager.rates.stats()["tier_failed_loads"] == 0
     server.check_books()
 
@@ -258,7 +258,7 @@ def test_a_policy_that_raises_holds_up_nobody_else(
     plan = server.books._plan_from_tier
 
     def failing(keys: list[bytes], device_ids: list[int]) -> Any:
-        return 1 // 0 if keys[0] == server.hashes[1][0] else plan(keys, device_ids)
+        return 1 // 0 if server.hashes[1][-1] in keys else plan(keys, device_ids)
 
     monkeypatch.setattr(server.books, "_plan_from_tier", failing)
     prefetches = [server.manager.expect(server.hashes[number]) for number in range(3)]
@@ -278,7 +278,7 @@ def test_what_others_are_about_to_read_ends_no_prefix(server: Server) -> None:
     assert (first.num_blocks, second.num_blocks) == (12, BLOCKS - UNDER_WAY)
     server.by_hand.open()
     assert first.wait(WAIT_S) and second.wait(WAIT_S)
-    assert server.asked == ahead(0, 0, BLOCKS)
+    assert server.asked == from_back(0, 12, 12) + from_back(0, BLOCKS - 12)
     assert second.num_arrived <= BLOCKS - UNDER_WAY
     server.check_books()
 
@@ -337,13 +337,13 @@ def test_an_error_before_a_part_is_planned_ends_its_prefetch(server: Server, mon
 # ---- times ----
 def test_the_time_of_a_prefetch_counts_from_its_call(server: Server) -> None:
     """Also of what waits: it is over without an answer of the storage."""
-    know(server.manager, 1e-4, 10.0, 0.02)
+    server.know(1e-4, 10.0, 0.02)
     first = server.manager.expect(server.hashes[0])
     prefetch = server.manager.prefetch(server.hashes[1], timeout_s=0.1)
     assert prefetch.wait(WAIT_S) and prefetch.num_arrived == 0
     server.by_hand.open()
     assert first.wait(WAIT_S) and first.num_arrived == BLOCKS
-    assert server.asked == ahead(0, 0, BLOCKS)
+    assert server.asked == from_back(0, BLOCKS)
     server.check_books()
 
 
@@ -353,12 +353,9 @@ def test_what_would_come_too_late_is_not_asked_for(server: Server) -> None:
     server.by_hand.open()
 
 
-def test_the_time_of_what_is_expected_counts_from_when_the_tier_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_what_is_expected_counts_from_when_the_tier_is_asked(tmp_path: Path) -> None:
     server = Server(tmp_path, tier_timeout_s=1.0)
-    know(server.manager, 1e-4, 10.0, 0.02)
-    monkeypatch.setattr(server.manager.rates, "observe_load", lambda *_, **__: None)  # what is held is not slow
+    server.know(1e-4, 10.0, 0.02)
     first = server.manager.prefetch(server.hashes[0], timeout_s=WAIT_S * 20)
     second = server.manager.expect(server.hashes[1])
     threading.Event().wait(1.2)

@@ -73,7 +73,7 @@ class Server(ChunkRig):
             self.prefill(prompt, TABLE, chunk_tokens=CHUNK)
             self.check_books()
         assert self.manager.evict(200) == len(PROMPTS) * BLOCKS
-        know(self.manager, 0.1, 10.0, 2.0)  # seconds a block: the back is worth reading
+        self.know(0.1, 10.0, 2.0)  # seconds a block: the back is worth reading
         self.by_hand.asked.clear()
         self.by_hand.holds = True
         assert self.tier is not None
@@ -91,6 +91,11 @@ class Server(ChunkRig):
         """(prompt, block), in the order in which the engine was asked for them."""
         self.settle()
         return [self._number_of[name] for name in list(self.by_hand.asked)]
+
+    def know(self, *seconds: float) -> None:
+        """See :func:`know`. What is held says nothing of the tier, or parts would grow in the midst of a test."""
+        know(self.manager, *seconds)
+        self.books.rates.observe_load = lambda *_, **__: None
 
     def settle(self) -> None:
         """What is told to be asked for has been."""
@@ -128,3 +133,8 @@ class Server(ChunkRig):
 
 def ahead(prompt: int, start: int, stop: int) -> list[tuple[int, int]]:
     return [(prompt, number) for number in range(start, stop)]
+
+
+def from_back(prompt: int, count: int, of: int = BLOCKS) -> list[tuple[int, int]]:
+    """So many of the first ``of`` blocks, the last one first, as what is expected is read."""
+    return [(prompt, number) for number in reversed(range(of - count, of))]
