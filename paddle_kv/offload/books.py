@@ -20,6 +20,7 @@ from .directory import Directory
 from .feed import Feed
 from .feeding import Meeting
 from .found import BlockState
+from .hints import Expectation
 from .jobs import Event, Hello, Job, Result, Snapshot
 from .moving import Moves, Moving
 from .pieces import Piece
@@ -130,7 +131,9 @@ class Books:
             raise ClosedError("the offload manager is closed")
         return Prefetch(self)
 
-    def prefetch_expected(self, keys: list[bytes], in_seconds: float | None) -> Prefetch:
+    def prefetch_expected(
+        self, keys: list[bytes], in_seconds: float | None, expectation: Expectation[bytes] | None
+    ) -> Prefetch:
         """Of a prompt that is expected then."""
         return self.prefetch(keys, self.timeout_s)
 
@@ -290,9 +293,9 @@ class Books:
         if not self.closed:
             self.index.unpin(keys)
 
-    def expect(self, keys: list[bytes], in_seconds: float | None) -> None:
+    def expect(self, keys: list[bytes], in_seconds: float | None) -> Expectation[bytes] | None:
         self.settle()
-        self.directory.expect(keys, in_seconds)
+        return self.directory.expect(keys, in_seconds)
 
     def end_session(self, keys: list[bytes]) -> None:
         self.settle()

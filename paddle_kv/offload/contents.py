@@ -9,6 +9,7 @@ from typing import Any
 from .checks import check_seconds, check_tier, checked_count, checked_hashes
 from .events import EventLog, Listener
 from .found import BlockState, Found, Holds
+from .hints import Expectation
 from .index import BlockIndex
 from .jobs import HOST, Event, Snapshot
 from .policy import Policy
@@ -106,18 +107,22 @@ class Contents:
         self._events.add("removed", tier, gone)
 
     # ---- hints ----
-    def expect(self, hashes: Sequence[bytes], in_seconds: float | None = None) -> None:
+    def expect(self, hashes: Sequence[bytes], in_seconds: float | None = None) -> Expectation[bytes] | None:
         """A prompt that begins with these blocks will be looked up: after so many seconds, or as the next one behind
         those that are expected already (None). Its blocks, also those that come later, are evicted after all others,
-        and those that are due last first. Ends with the :meth:`lookup` of a prompt that contains the last of them,
-        or as many blocks later as four times the capacity. A use of the blocks that are there.
+        and those that are due last first; they make no room for what is due later. Ends with the :meth:`lookup` of a
+        prompt that contains the last of them, or as many blocks later as four times the capacity. A use of the blocks
+        that are there.
+
+        Returns:
+            Whether it is over is seen there; None: no blocks.
 
         Raises:
             TypeError: not a list of bytes, or not a number.
             ValueError: a time that is negative or not finite.
         """
         due_s = self._clock() + check_seconds(in_seconds, "in_seconds")
-        self.index.expect(checked_hashes(hashes), due_s)
+        return self.index.expect(checked_hashes(hashes), due_s)
 
     def end(self, hashes: Sequence[bytes]) -> None:
         """The session of this prompt is over: its blocks are evicted before all others, from the end on. A block stays

@@ -3,6 +3,7 @@ expected is kept from it, and what is over goes before it is asked."""
 
 from __future__ import annotations
 
+import itertools
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -15,12 +16,18 @@ LAPSE_TURNOVERS = 4  # an expectation is given up when so many times the capacit
 
 
 class Expectation(Generic[Key]):
-    """One prompt that will come."""
+    """One prompt that will come.
 
-    __slots__ = ("admitted", "due_s", "keys", "over")
+    Attributes:
+        over: it has come, or was given up.
+        released: it was given up since there was no room, and has not come since, nor lapsed.
+    """
+
+    __slots__ = ("admitted", "due_s", "keys", "over", "released")
 
     def __init__(self, keys: Sequence[Key], due_s: float, admitted: int) -> None:
-        self.keys, self.due_s, self.admitted, self.over = tuple(keys), due_s, admitted, False
+        self.keys, self.due_s, self.admitted = tuple(keys), due_s, admitted
+        self.over = self.released = False
 
     def __lt__(self, other: Expectation[Key]) -> bool:
         return self.due_s < other.due_s
@@ -31,6 +38,7 @@ class Expected(Generic[Key]):
 
     Attributes:
         blocks: of them -> by how many they are expected.
+        by_end: last block of a prompt -> what is expected of it, in the order of the calls, with what was released.
         met: those of them that a policy would have let go of, since the owner last emptied it.
     """
 
@@ -40,59 +48,84 @@ class Expected(Generic[Key]):
         self.met: list[Key] = []
         self._nearest: list[Expectation[Key]] = []  # first
         self._told: deque[Expectation[Key]] = deque()  # in the order of the calls
-        self._by_end: dict[Key, list[Expectation[Key]]] = {}
+        self._released: dict[Expectation[Key], None] = {}
+        self.by_end: dict[Key, list[Expectation[Key]]] = {}
 
-    def add(self, keys: Sequence[Key], due_s: float, admitted_blocks: int) -> None:
+    def add(self, keys: Sequence[Key], due_s: float, admitted_blocks: int) -> Expectation[Key]:
         """Of those that are due at the same time, the one that was told first comes first."""
         one = Expectation(keys, due_s, admitted_blocks)
         insort(self._nearest, one)  # behind its equals
         self._told.append(one)
-        self._by_end.setdefault(one.keys[-1], []).append(one)
+        self.by_end.setdefault(one.keys[-1], []).append(one)
         blocks = self.blocks
         for key in one.keys:
             blocks[key] = blocks.get(key, 0) + 1
+        return one
+
+    def again(self, one: Expectation[Key], admitted_blocks: int) -> Expectation[Key]:
+        """It was released, and there may be room now."""
+        self._forget(one)
+        return self.add(one.keys, one.due_s, admitted_blocks)
 
     def came(self, prompt: Sequence[Key]) -> None:
         """What ends with one of these blocks is not expected any more; nor is what lacks its last block alone, which a
         look-up may leave out."""
-        by_end = self._by_end
+        by_end = self.by_end
         if not by_end.keys().isdisjoint(prompt):
             for key in prompt:
                 if key in by_end:
-                    self._end(by_end[key][0])
+                    self._forget(by_end[key][0])
         elif prompt:
-            for one in self._nearest:
+            for one in itertools.chain(self._nearest, self._released):
                 if one.keys[-2:-1] == (prompt[-1],) and len(one.keys) == len(prompt) + 1:
-                    self._end(one)
+                    self._forget(one)
                     break
 
     def lapse(self, admitted_blocks: int) -> None:
         """Gives up what has not come for so long."""
         told = self._told
-        while told and (told[0].over or told[0].admitted + self._lapse_blocks < admitted_blocks):
-            one = told.popleft()
-            if not one.over:
-                self._end(one)
+        while told:
+            one = told[0]
+            if (not one.over or one.released) and one.admitted + self._lapse_blocks >= admitted_blocks:
+                break
+            told.popleft()
+            self._forget(one)
 
     def all(self) -> list[Key]:
         """Of all that is expected the blocks, in the order in which they should go."""
         return list(dict.fromkeys(key for one in self._nearest for key in one.keys))[::-1]
 
-    def release_farthest(self) -> None:
-        """Of all that is expected."""
-        self._end(self._nearest[-1])
+    def release_farthest(self, incoming: Key | None = None) -> bool:
+        """Of all that is expected. Not where ``incoming`` is expected by no sooner one: what is expected makes no room
+        by what is due sooner, nor by what is of the same prompt. Returns whether it was released."""
+        one = self._nearest[-1]
+        if incoming is not None and self.blocks.get(incoming) == 1 and incoming in one.keys:
+            return False
+        self._end(one)
+        one.released = True
+        self._released[one] = None
+        return True
 
     def beside(self, pins: Container[Key]) -> Beside[Key]:
         """What a policy must not let go of."""
         return Beside(pins, self)
 
+    def _forget(self, one: Expectation[Key]) -> None:
+        if not one.over:
+            self._end(one)
+        elif one.released:
+            one.released = False
+            del self._released[one]
+        else:
+            return
+        same = self.by_end[one.keys[-1]]
+        same.remove(one)
+        if not same:
+            del self.by_end[one.keys[-1]]
+
     def _end(self, one: Expectation[Key]) -> None:
         one.over = True
         self._nearest.remove(one)
-        same = self._by_end[one.keys[-1]]
-        same.remove(one)
-        if not same:
-            del self._by_end[one.keys[-1]]
         blocks = self.blocks
         for key in one.keys:
             if blocks[key] == 1:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import Any, Generic
 
-from .hints import Ended, Expected
+from .hints import Ended, Expectation, Expected
 from .policy import Key, Policy
 
 FEW = 4  # blocks: to go through them one by one costs less than what is gained by doing it together
@@ -60,7 +60,7 @@ class BlockIndex(Generic[Key]):
         try:
             if found < len(whole) or self.ended.blocks:
                 self.ended.saw(whole, found)
-            if self.expected.blocks:
+            if self.expected.by_end:
                 self.expected.came(whole)
             used = self._on_prompt is not None and self._on_prompt(whole)
             if count and (not used or prompt is not None):
@@ -81,17 +81,23 @@ class BlockIndex(Generic[Key]):
             on_access(key)
 
     # ---- hints ----
-    def expect(self, keys: Sequence[Key], due_s: float) -> None:
+    def expect(self, keys: Sequence[Key], due_s: float) -> Expectation[Key] | None:
         """A prompt that begins with these blocks will come, at that time: they go after all others, those that are due
-        last first. Counts as a use of those that are there. Until then :meth:`lookup` has seen it, or four times the
-        capacity was let in."""
-        if keys:
-            self.expected.add(keys, due_s, self._admitted_blocks)
-            try:
-                self._use(list(filter(self.slots.__contains__, keys)))
-            except BaseException:
-                self._tell_anew()
-                raise
+        last first, and make no room for what is due later. Counts as a use of those that are there. Until then
+        :meth:`lookup` has seen it, or four times the capacity was let in. None: no blocks."""
+        if not keys:
+            return None
+        one = self.expected.add(keys, due_s, self._admitted_blocks)
+        try:
+            self._use(list(filter(self.slots.__contains__, keys)))
+        except BaseException:
+            self._tell_anew()
+            raise
+        return one
+
+    def expected_again(self, one: Expectation[Key]) -> Expectation[Key]:
+        """It was given up since there was no room."""
+        return self.expected.again(one, self._admitted_blocks)
 
     def end(self, keys: Sequence[Key]) -> None:
         """The session of this prompt is over: its blocks go before all others, from its end on, except for those on
@@ -126,7 +132,7 @@ class BlockIndex(Generic[Key]):
         """
         admitted: dict[Key, int] = {}
         held: list[Key] = []
-        if self.expected.blocks:
+        if self.expected.by_end:
             self.expected.lapse(self._admitted_blocks)
         if self._on_save is not None:
             self._on_save(keys)
@@ -307,7 +313,8 @@ class BlockIndex(Generic[Key]):
                     policy.on_access(key)
             if victim is not None or not any(key in self.slots and key not in pins for key in expected.blocks):
                 return victim
-            expected.release_farthest()
+            if not expected.release_farthest(incoming):
+                return None
 
     def _take_back(self, key: Key, admitted: dict[Key, int], held: list[Key]) -> None:
         """What the prompt ends with is not let in; what it ends with then may go next."""

@@ -21,7 +21,8 @@ class LookAhead:
         Its blocks, also those that come later, are evicted after all others, and of all that is expected those that are
         due last go first. What of it lies in the tier is brought into host memory, as by :meth:`prefetch`: of all that
         is read ahead, what is due first comes first, and of one prompt the last blocks: a request in chunks can compute
-        the first ones meanwhile. The time-out of a load counts for each part of it, from when the
+        the first ones meanwhile. It takes the place of nothing that is due sooner: where host memory has no room, it
+        waits until there is some. The time-out of a load counts for each part of it, from when the
         tier is asked for that.
 
         The expectation ends with the :meth:`lookup` of a prompt that contains the last of these blocks, or when four
@@ -33,7 +34,8 @@ class LookAhead:
             in_seconds: from now on; None: next, behind those that are expected already.
 
         Returns:
-            What comes from the tier: ``cancel()`` it when the request is aborted or its turn has come.
+            What comes from the tier: ``cancel()`` it when the request is aborted or its turn has come. Its ``wait()``
+            waits for room too, as long as the prompt is expected.
 
         Raises:
             TypeError: not a list of bytes, or not a number.
@@ -55,8 +57,8 @@ class LookAhead:
             >>> manager.close(); scheduler.close()
         """
         keys = checked_hashes(hashes)
-        change(self._books, functools.partial(self._books.expect, keys, in_seconds))
-        return self._books.prefetch_expected(keys, in_seconds)
+        expectation = change(self._books, functools.partial(self._books.expect, keys, in_seconds))
+        return self._books.prefetch_expected(keys, in_seconds, expectation)
 
     def end(self, hashes: Sequence[bytes]) -> None:
         """The session of this prompt is over: its blocks are evicted before all others, from the end on. A block stays

@@ -9,6 +9,7 @@ from typing import Protocol
 from ..timeouts import check_timeout
 from ..tracking.group import Grouped, wait_until
 from ..tracking.keeper import Deadline
+from .hints import Expectation
 
 
 class Fetching(Protocol):
@@ -40,14 +41,14 @@ class Prefetch:
         timeout_s: float = 0.0,
         deadline: Deadline | None = None,
         prefix: Sequence[bytes] = (),
-        from_back: bool = False,
+        expectation: Expectation[bytes] | None = None,
     ) -> None:
         """``waiting``: keys of what is not asked for yet, in order; ``timeout_s``: of each part, from when it is;
         ``deadline``: of all, instead; ``prefix``: all keys, in order: one is of use only behind those before it;
-        ``from_back``: the last ones are asked for first."""
+        ``expectation``: it is read for that, the last blocks first."""
         self.fetching = list(fetching)
         self.waiting = list(waiting)  # changed in sections only, and never in place
-        self.prefix, self.from_back = list(prefix), from_back
+        self.prefix, self.expectation = list(prefix), expectation
         self.beside: list[Fetching] = []  # what others had asked the tier for of it; changed in sections only
         self.num_blocks = sum(one.num_blocks for one in fetching) + len(waiting)
         self.num_found = 0  # that somebody else had brought when their turn came
@@ -75,13 +76,19 @@ class Prefetch:
         """Whether more of it is to be asked of the tier. A forked child asks nothing."""
         return bool(self.waiting and not self.cancelled and not self._deadline.over and self._process_id == os.getpid())
 
+    @property
+    def is_expected(self) -> bool:
+        """Whether it is read for a prompt that may still come, and waits for room as long as it has to."""
+        return self.expectation is not None and (self.expectation.released or not self.expectation.over)
+
     def first_of(self, keys: list[bytes], most: int) -> list[bytes]:
-        """Those of the blocks that come first, at most so many; in order."""
-        return keys[max(0, len(keys) - most) :] if self.from_back else keys[:most]
+        """Those of the blocks that are asked for first, at most so many; in order."""
+        return keys[:most] if self.expectation is None else keys[max(0, len(keys) - most) :]
 
     def left_behind(self, part: Sequence[bytes]) -> list[bytes]:
-        """Of what waits, without what comes first."""
-        return self.waiting[: len(self.waiting) - len(part)] if self.from_back else self.waiting[len(part) :]
+        """What waits, without a part of it that was asked for first."""
+        waiting, count = self.waiting, len(part)
+        return waiting[count:] if self.expectation is None else waiting[: len(waiting) - count]
 
     @property
     def left_s(self) -> float:

@@ -3,6 +3,7 @@ read for a request that runs, or loaded to the device."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
@@ -21,6 +22,7 @@ from .below import Below, Timed
 from .books import EPOCH, RANK, Books
 from .fetching import TierFetching, parts_of
 from .found import BlockState
+from .hints import Expectation
 from .jobs import Job, Result
 from .policy import Policy
 from .prefetch import Prefetch
@@ -80,17 +82,22 @@ class ReadingBooks(Books):
 
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
         deadline = Deadline(timeout_s)
-        return self._read_ahead(keys, functools.partial(Prefetch, self, deadline=deadline), 0.0)
+        return self._read_ahead(keys, functools.partial(Prefetch, self, deadline=deadline))
 
-    def prefetch_expected(self, keys: list[bytes], in_seconds: float | None) -> Prefetch:
-        make = functools.partial(Prefetch, self, timeout_s=self.timeout_s, from_back=True)
-        return self._read_ahead(keys, make, in_seconds or 0.0)
+    def prefetch_expected(
+        self, keys: list[bytes], in_seconds: float | None, expectation: Expectation[bytes] | None
+    ) -> Prefetch:
+        make = functools.partial(Prefetch, self, timeout_s=self.timeout_s, expectation=expectation)
+        return self._read_ahead(keys, make, in_seconds or 0.0, later=True)
 
-    def _read_ahead(self, keys: list[bytes], make: Callable[..., Prefetch], in_seconds: float) -> Prefetch:
+    def _read_ahead(
+        self, keys: list[bytes], make: Callable[..., Prefetch], in_seconds: float = 0.0, *, later: bool = False
+    ) -> Prefetch:
+        """``later``: as far as there may be room some time."""
         below, due_s = self.ask(keys), time.monotonic() + in_seconds
 
         def start() -> Prefetch:
-            made: Prefetch = change(self, lambda: self._line_up(make(**self._below_of(keys, below)), due_s))
+            made: Prefetch = change(self, lambda: self._line_up(make(**self._below_of(keys, below, later)), due_s))
             if (error := self.hand_over().get(made)) is not None:
                 raise error
             return made
@@ -114,9 +121,11 @@ class ReadingBooks(Books):
         return errors
 
     # ---- sections ----
-    def _walk(self, keys: Sequence[bytes], below: Set[bytes], *, joins: bool = False) -> list[BlockState]:
+    def _walk(
+        self, keys: Sequence[bytes], below: Set[bytes], *, joins: bool = False, later: bool = False
+    ) -> list[BlockState]:
         """Of the longest prefix that can be loaded: where each block is. ``joins``: what is being read into host
-        memory counts as what lies in the tier."""
+        memory counts as what lies in the tier. ``later``: by then nobody holds blocks."""
         below = self.below.not_forgotten(below)
         slots, coming, following = self.index.slots, self.index.arriving, self.directory.following
         states = []
@@ -135,19 +144,22 @@ class ReadingBooks(Books):
                 break
         if BlockState.TIER not in states:
             return states
-        left = self._room(())
+        pins = {} if later else self.index.pins
+        left = self._room(pins)
         for position in range(len(states)):
-            left -= keys[position] not in slots or keys[position] not in self.index.pins
+            left -= keys[position] not in slots or keys[position] not in pins
             if left < 0:
                 return states[:position]
         return states
 
-    def _room(self, keys: Sequence[bytes]) -> int:
-        """How many blocks could come into host memory beside these."""
-        slots = self.index.slots
-        held = {key for key in (*self.index.pins, *keys) if key in slots}
-        pool = self.slots.pool
-        return min(self.index.capacity_blocks, len(self.slots.taken) + pool.count_free_here()) - len(held)
+    def _room(self, held: Iterable[bytes]) -> int:
+        """How many blocks could come into host memory beside those of these that are there, each named once."""
+        total = min(self.index.capacity_blocks, len(self.slots.taken) + self.slots.pool.count_free_here())
+        return total - sum(map(self.index.slots.__contains__, held))
+
+    def _room_beside(self, keys: Sequence[bytes]) -> int:
+        """And beside all that is held."""
+        return self._room(self.index.pins.keys() | keys)
 
     def lookup(
         self, keys: list[bytes], below: Set[bytes], *, joins: bool = False
@@ -245,13 +257,14 @@ class ReadingBooks(Books):
             self._forget_tier(keys)
 
     # ---- reading into host memory ----
-    def _below_of(self, keys: list[bytes], below: Set[bytes]) -> dict[str, list[bytes]]:
+    def _below_of(self, keys: list[bytes], below: Set[bytes], later: bool) -> dict[str, list[bytes]]:
         """The prefix that can be loaded, and what of it lies in the tier alone."""
         self.settle()
-        prefix = keys[: len(self._walk(keys, below, joins=True))]
+        prefix = keys[: len(self._walk(keys, below, joins=True, later=later))]
         return {"prefix": prefix, "waiting": [key for key in prefix if key not in self.index.slots]}
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
+        self.queue.is_full = False  # or so it may be
         self.queue.add(prefetch, due_s)
         prefetch.beside = [*self._parts_of(prefetch.prefix)]
         return prefetch
@@ -265,33 +278,20 @@ class ReadingBooks(Books):
             return None
         prefetch, keys = turn
         left: list[bytes] = []  # whatever is raised
+        fetching = None
         try:
             self.settle()
-            below, slots, wanted = self.below.not_forgotten(below), self.index.slots, []
-            left = prefetch.left_behind(keys)
-            prefetch.beside += [one for one in self._parts_of(keys) if one not in prefetch.beside]
-            for key in keys:
-                if key in slots:
-                    prefetch.num_found += key not in self.index.arriving
-                elif key not in below:  # what comes behind it is of no use
-                    left = left if prefetch.from_back else []
-                    break
-                elif not self.feed.holds(key):  # else that prompt decides what becomes of it
-                    wanted.append(key)
-            room = self._room(keys)
-            if room < len(wanted):  # what has room comes
-                wanted, left = prefetch.first_of(wanted, max(0, room)), []
+            if prefetch.expectation is not None and prefetch.expectation.released:  # there may be room now
+                prefetch.expectation = self.index.expected_again(prefetch.expectation)
+            wanted, left = self._still_wanted(prefetch, keys, self.below.not_forgotten(below))
             if wanted and (self.rates.load_s(self.queue.num_blocks + len(wanted), TIER) or 0.0) > prefetch.left_s:
-                wanted, left = [], []  # it would be late
-            if not wanted:
-                return None
-            fetching = self._fetch_what_fits(wanted, prefetch)
-            if fetching.num_blocks < len(wanted):
-                left = []
-            prefetch.fetching.append(fetching)
-            return fetching
-        except TransferError:
-            left = []
+                left = []  # it would be late
+            elif wanted:
+                fetching = self._fetch_what_fits(prefetch, keys, wanted)
+                if fetching is not None:
+                    prefetch.fetching.append(fetching)
+                if fetching is None or fetching.num_blocks < len(wanted):
+                    left = self._left_without_room(prefetch, keys, left)
         except Exception:
             left = []
             if not prefetch.fetching:  # of a policy
@@ -300,21 +300,53 @@ class ReadingBooks(Books):
             prefetch.waiting = left
             if not prefetch.waits:
                 self.group.notify()
+        return fetching
+
+    def _still_wanted(
+        self, prefetch: Prefetch, keys: list[bytes], below: Set[bytes]
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Of a part that waited, what is to be read; and what of the prompt waits still."""
+        slots, wanted = self.index.slots, []
+        left = prefetch.left_behind(keys)
+        prefetch.beside += [one for one in self._parts_of(keys) if one not in prefetch.beside]
+        for key in keys:
+            if key in slots:
+                prefetch.num_found += key not in self.index.arriving
+            elif key not in below:  # what comes behind it is of no use
+                left = [] if prefetch.expectation is None else left
+                break
+            elif not self.feed.holds(key):  # else that prompt decides what becomes of it
+                wanted.append(key)
+        return wanted, left
+
+    def _fetch_what_fits(self, prefetch: Prefetch, keys: list[bytes], wanted: list[bytes]) -> TierFetching | None:
+        """As many of them as there is room for: those of it that have come make no room for others of it."""
+        room = self._room_beside(keys)
+        while wanted := prefetch.first_of(wanted, max(0, room)):
+            with contextlib.suppress(TransferError):
+                return self._fetch(wanted, prefetch.left_s, urgent=False)
+            room = self._room_beside(prefetch.prefix)
+            if room >= len(wanted):
+                break
         return None
 
-    def _fetch_what_fits(self, keys: list[bytes], prefetch: Prefetch) -> TierFetching:
-        """As many of them as there is room for: what of the prompt is there makes no room for others of it."""
-        self.index.pin(prefetch.prefix)
-        try:
-            try:
-                return self._fetch(keys, prefetch.left_s, urgent=False)
-            except TransferError:
-                room = self._room(())
-                if not 0 < room < len(keys):
-                    raise
-            return self._fetch(prefetch.first_of(keys, room), prefetch.left_s, urgent=False)
-        finally:
-            self.index.unpin(prefetch.prefix)
+    def _left_without_room(self, prefetch: Prefetch, keys: list[bytes], left: list[bytes]) -> list[bytes]:
+        """What waits still when not all of a part had room."""
+        if not prefetch.is_expected:
+            return []
+        self.queue.is_full = True
+        return [*left, *(key for key in keys if key not in self.index.slots)]
+
+    def there_is_room(self) -> None:
+        """Perhaps: others' turn may have come."""
+        self.queue.is_full = False
+        if self._next_turn() is not None:
+            self.look_at_turns()
+
+    def unpin(self, keys: Iterable[bytes]) -> None:
+        super().unpin(keys)
+        if self.queue.is_full and not self.closed:
+            self.there_is_room()
 
     def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool) -> TierFetching:
         job = self._plan_from_tier(keys, list(range(len(keys))))  # no device block is meant

@@ -60,6 +60,7 @@ class TierQueue:
         self._under_way: dict[TierJob, TierFetching | None] = {}  # in order; None: a load to the device
         self._by_job: dict[int, TierFetching] = {}
         self._room = Room()
+        self.is_full = False  # host memory, of what is expected sooner, as far as one knows
         self._process_id = os.getpid()
 
     # ---- what waits ----
@@ -73,13 +74,20 @@ class TierQueue:
         request waits for any more may be late for long: it holds up nothing."""
         while self._turns and not self._turns[0][-1].waits:
             heapq.heappop(self._turns)
-        if not self._turns or any(one is None or one.awaited for one in self._under_way.values()):
+        first = self._first()
+        if first is None or any(one is None or one.awaited for one in self._under_way.values()):
             return None
         most = blocks_of_part(block_s)
         if self.num_blocks > (PARTS - 1) * most + self._room.more_blocks:
             return None
-        prefetch = self._turns[0][-1]
-        return prefetch, prefetch.first_of(prefetch.waiting, most)
+        return first, first.first_of(first.waiting, most)
+
+    def _first(self) -> Prefetch | None:
+        """Of all that waits. What is expected waits for room in host memory, and holds up nothing else."""
+        turns = self._turns
+        if self.is_full:
+            turns = [one for one in turns if one[-1].waits and not one[-1].is_expected]
+        return min(turns)[-1] if turns else None
 
     def forget(self, keys: Set[bytes]) -> bool:
         """They are nowhere any more: what waits behind them is of no use. Returns whether anything did."""

@@ -124,6 +124,8 @@ class TieredBooks(ReadingBooks):
             self.offer("used", good)
         if self.below.keeps_room:
             self._keep_room()
+        if self.queue.is_full:
+            self.there_is_room()  # it held its blocks
 
     def offer(self, what: str, blocks: dict[bytes, int]) -> None:
         """To be stored, if the policy says so; held until it is."""
@@ -165,7 +167,9 @@ class TieredBooks(ReadingBooks):
 
     def evict(self, num_blocks: int) -> int:
         self.settle()
-        return self.take_out(num_blocks) if self.below.keeps_room else self.directory.evict(num_blocks)
+        evicted = self.take_out(num_blocks) if self.below.keeps_room else self.directory.evict(num_blocks)
+        self.there_is_room()
+        return evicted
 
     def end_offer(self, blocks: dict[bytes, int], stored: Set[bytes]) -> None:
         """The tier has taken some of them, and holds these itself."""
@@ -206,6 +210,7 @@ class TieredBooks(ReadingBooks):
         self._forget_waiting(keys)
         self.below.forget(keys)
         self._forget_tier(keys)
+        self.there_is_room()
         return dropped
 
     def _clear(self, call: Clearing) -> int:

@@ -193,6 +193,7 @@ def test_hints_beside_a_model(seed: int) -> None:
             children.setdefault(above, set()).add(below)
     over: set[int] = set()
     expected: list[tuple[float, int, tuple[int, ...]]] = []
+    released: list[tuple[float, int, tuple[int, ...]]] = []
     leases: list[tuple[int, ...]] = []
     met = {"over": 0, "expected": 0}
     left_to_evict = 0
@@ -206,18 +207,22 @@ def test_hints_beside_a_model(seed: int) -> None:
         if what == "use":
             one.use(prompt)
             over -= set(prompt)
-            came = [next((e for e in expected if e[2][-1] == key), None) for key in prompt]  # of each end the first
+            known = sorted([*expected, *released], key=lambda e: e[1])  # in the order of the calls
+            came = [next((e for e in known if e[2][-1] == key), None) for key in prompt]  # of each end the first
             if not any(came):
-                shorter = sorted(e for e in expected if e[2][:-1] == prompt)
+                shorter = [e for e in [*sorted(expected), *released] if e[2][:-1] == prompt]
                 came = list(shorter[:1])
             expected = [e for e in expected if e not in came]
             told = [one.keys for one in index.expected._nearest]
             assert set(told) <= {e[2] for e in expected}
+            left = [e for e in [*released, *expected] if e not in came]
             expected = [e for e in expected if e[2] in told]  # to make room it may have given up some
+            order = [one.keys for one in index.expected._released]
+            released = sorted((e for e in left if e[2] in order), key=lambda e: order.index(e[2]))
         elif what == "end":
             index.end(prompt)
             over |= {key for key in prompt if key in index.slots}
-        elif what == "expect" and len(expected) < 3 and prompt not in [e[2] for e in expected]:
+        elif what == "expect" and len(expected) < 3 and prompt not in [e[2] for e in [*expected, *released]]:
             due_s = float(rng.randrange(3))
             index.expect(prompt, due_s)
             expected.append((due_s, step, prompt))
@@ -246,7 +251,7 @@ def test_hints_beside_a_model(seed: int) -> None:
                 met["expected"] += 1
                 left = sorted(expected)
                 while victim in {key for *_, keys in left for key in keys}:
-                    left.pop()
+                    released.append(left.pop())
                 assert [entry[2] for entry in left] == [entry.keys for entry in index.expected._nearest]
                 expected = left
         assert len(index.slots) <= capacity

@@ -15,34 +15,43 @@ class Model:
     """Prompts as a list, with nothing kept beside it."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.prompts, self.number = capacity, [], 0  # type: ignore[var-annotated]
+        self.capacity, self.number = capacity, 0
+        self.prompts: list[Any] = []  # in the order of the calls
+        self.released: list[Any] = []  # those of them, in the order of that
 
-    def add(self, keys: str, due_s: float, admitted: int) -> None:
+    def add(self, keys: str, due_s: float, admitted: int) -> Any:
         self.number += 1
         self.prompts.append((due_s, self.number, keys, admitted))
+        return self.prompts[-1]
+
+    def remove(self, one: Any) -> None:
+        self.prompts.remove(one)
+        if one in self.released:
+            self.released.remove(one)
 
     def nearest(self) -> list[Any]:
-        return sorted(self.prompts)
+        return sorted(one for one in self.prompts if one not in self.released)
 
     def came(self, prompt: str) -> None:
         if any(one[2][-1] in prompt for one in self.prompts):
             for key in prompt:
                 of_key = [one for one in self.prompts if one[2][-1] == key]  # in the order of the calls
                 if of_key:
-                    self.prompts.remove(of_key[0])
+                    self.remove(of_key[0])
         else:
-            short = [one for one in self.nearest() if len(one[2]) == len(prompt) + 1 and one[2][-2] == prompt[-1]]
+            known = [*self.nearest(), *self.released]
+            short = [one for one in known if len(one[2]) == len(prompt) + 1 and one[2][-2] == prompt[-1]]
             if short:
-                self.prompts.remove(short[0])
+                self.remove(short[0])
 
     def lapse(self, admitted: int) -> None:
         """The oldest first, and no further than one that is young enough."""
         while self.prompts and self.prompts[0][3] + LAPSE_TURNOVERS * self.capacity < admitted:
-            self.prompts.pop(0)
+            self.remove(self.prompts[0])
 
     def blocks(self) -> dict[str, int]:
         found: dict[str, int] = {}
-        for one in self.prompts:
+        for one in self.nearest():
             for key in one[2]:
                 found[key] = found.get(key, 0) + 1
         return found
@@ -56,25 +65,38 @@ def test_expectations_beside_a_plain_list(seed: int) -> None:
     rng = random.Random(seed)
     expected: Expected[str] = Expected(3)
     model, admitted = Model(3), 0
+    pairs: dict[Any, Any] = {}  # of the model -> what it stands for
     for _ in range(150):
         keys = "".join(rng.sample("abcdefg", rng.randint(2, 4)))
         action = rng.random()
         if action < 0.5:
             due_s = float(rng.randint(0, 3))
-            expected.add(keys, due_s, admitted)
-            model.add(keys, due_s, admitted)
+            made = expected.add(keys, due_s, admitted)
+            pairs[model.add(keys, due_s, admitted)] = made
+        elif action < 0.6 and model.released:
+            again = rng.choice(model.released)
+            made = expected.again(pairs[again], admitted)
+            model.remove(again)
+            pairs[model.add(again[2], again[0], admitted)] = made
         elif action < 0.75:
             expected.came(keys)
             model.came(keys)
-        elif action < 0.9 or not model.prompts:
+        elif action < 0.85 or not model.nearest():
             admitted += rng.randint(0, 8)
             expected.lapse(admitted)
             model.lapse(admitted)
         else:
-            expected.release_farthest()
-            model.prompts.remove(model.nearest()[-1])
+            incoming = rng.choice([None, *"abcdefg"])
+            farthest = model.nearest()[-1]
+            stays = incoming is not None and incoming in farthest[2] and model.blocks()[incoming] == 1
+            assert expected.release_farthest(incoming) is not stays
+            if not stays:
+                model.released.append(farthest)
         assert expected.blocks == model.blocks()
         assert expected.all() == model.all()
+        for one, made in pairs.items():
+            assert made.released is (one in model.released)
+            assert made.over is (one not in model.nearest())
 
 
 def test_it_lapses_when_so_many_were_let_in_and_not_before() -> None:
@@ -84,6 +106,17 @@ def test_it_lapses_when_so_many_were_let_in_and_not_before() -> None:
     assert expected.blocks
     expected.lapse(6 + LAPSE_TURNOVERS * 10)
     assert not expected.blocks
+
+
+def test_who_asks_hears_how_it_has_ended() -> None:
+    expected: Expected[str] = Expected(10)
+    came, released, lapsed = (expected.add(keys, due_s, 0) for keys, due_s in (("ab", 1.0), ("cd", 3.0), ("ef", 2.0)))
+    expected.came("ab")
+    assert expected.release_farthest()
+    ends = [(one.over, one.released) for one in (came, released, lapsed)]
+    assert ends == [(True, False), (True, True), (False, False)]
+    expected.lapse(1 + LAPSE_TURNOVERS * 10)
+    assert (lapsed.over, lapsed.released) == (True, False)
 
 
 def test_what_has_come_is_not_remembered_for_so_long() -> None:

@@ -166,7 +166,7 @@ def traffic(rng: random.Random, beside: Beside, num_steps: int, trusts: Callable
             beside.each(lambda index, _, over=over: index.end(over))
         if sessions and rng.random() < 0.1:
             used = rng.choice(sessions[-12:])
-            beside.each(lambda index, _, used=used: index.expect(used, beside.now_s + 5.0))
+            beside.each(lambda index, _, used=used: bool(index.expect(used, beside.now_s + 5.0)))
 
 
 @pytest.mark.parametrize("seed", [*range(12), 15])

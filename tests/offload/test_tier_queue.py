@@ -12,6 +12,7 @@ import pytest
 
 from paddle_kv.offload import prefetch as module
 from paddle_kv.offload.fetching import TierFetching
+from paddle_kv.offload.hints import Expectation
 from paddle_kv.offload.prefetch import Prefetch
 from paddle_kv.offload.tier_queue import PARTS, TierQueue, blocks_of_part
 from paddle_kv.tracking.keeper import Deadline
@@ -59,6 +60,36 @@ def test_what_is_due_first_comes_first_and_of_equals_the_first_one() -> None:
         order.append(made.index(turn[0]))
         turn[0].waiting = []
     assert order == [1, 2, 3, 0]
+
+
+def test_of_what_is_expected_the_last_blocks_come_first() -> None:
+    queue, one = TierQueue(), waiting(12, expectation=Expectation(KEYS[:12], 0.0, 0))
+    queue.add(one, 0.0)
+    order = []
+    while (turn := queue.next(0.001)) is not None:
+        order.append(turn[1])
+        one.waiting = one.left_behind(turn[1])
+    assert order == [KEYS[7:12], KEYS[2:7], KEYS[:2]]
+
+
+def test_what_is_expected_waits_for_room_and_holds_up_nothing_else() -> None:
+    """Whether it was given up for want of room or not; not what has come, or was given up for another reason."""
+    queue, expectations = TierQueue(), [Expectation(KEYS, 0.0, 0) for _ in range(4)]
+    expectations[1].over = expectations[1].released = expectations[2].over = True
+    made = [waiting(expectation=one) for one in expectations[:3]]
+    later, sooner = waiting(), waiting()
+    for one, due_s in [*((one, 1.0) for one in made[:2]), (made[2], 4.0), (later, 3.0), (sooner, 2.0)]:
+        queue.add(one, due_s)
+    queue.is_full = True
+    order = []
+    while (turn := queue.next(None)) is not None:
+        order.append(turn[0])
+        turn[0].waiting = []
+    assert order == [sooner, later, made[2]]
+    queue.is_full = False
+    assert queue.next(None) == (made[0], KEYS[-2:])
+    made[0].cancel()
+    assert queue.next(None) == (made[1], KEYS[-2:])
 
 
 def test_so_many_parts_are_under_way() -> None:
