@@ -8,13 +8,15 @@ With a Paddle that has CUDA the CUDA kernels are built too. The environment:
     PADDLE_KV_CUDA_ARCHS      GPU architectures, "80;90"; default: the GPU seen, else 80, 86, 89, 90, 100 and 120
     PADDLE_KV_REQUIRE_CUDA    1: build the CUDA kernels with any Paddle, and fail without nvcc
     CUDA_HOME, CXX            the CUDA toolkit and the C++ compiler to use
-    MAX_JOBS                  compilers that run at once (Paddle 3)
+    MAX_JOBS                  compilers that run at once; default: one for each core
     PADDLE_KV_WERROR          1: a warning of a compiler is an error
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -147,9 +149,20 @@ class Build(BuildExtension):
         run_name = "call" if hasattr(self.compiler, "call") else "spawn"  # renamed by setuptools 84
         run, failed, position = getattr(self.compiler, run_name), [], itertools.count(1)
         total = len(self.extensions[0].sources)
+        jobs = int(os.environ.get("MAX_JOBS", str(os.cpu_count())))
+        put_off = []  # commands of Paddle 2, which would run one compiler at a time
 
-        def run_and_tell(command, **options):
+        def run_or_put_off(command, **options):
             source = next((word for word in command if word.endswith((".cc", ".cu"))), None)
+            if source and TOOLS.paddle_major == 2:
+                put_off.append(functools.partial(run_and_tell, source, list(command), **options))
+                return
+            with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+                list(pool.map(lambda one: None if failed else one(), put_off))  # raises what one of them does
+            put_off.clear()
+            run_and_tell(source, command, **options)
+
+        def run_and_tell(source, command, **options):
             started = time.monotonic()
             try:
                 run(command, **options)
@@ -160,12 +173,9 @@ class Build(BuildExtension):
             print(f"  {step}  {time.monotonic() - started:.1f} s", file=out, flush=True)
 
         out = sys.stdout
-        if TOOLS.paddle_major == 2:  # it compiles one file at a time
-            jobs = os.environ.get("MAX_JOBS", str(os.cpu_count()))
-            self.extensions[0].extra_compile_args["nvcc"] += ["--threads", jobs]
         cuda = f"CUDA for {';'.join(map(str, TOOLS.architectures))}" if WITH_CUDA else "CPU only"
         print(f"paddle_kv: compiling {total} files for Paddle {TOOLS.paddle}, {cuda}", flush=True)
-        setattr(self.compiler, run_name, run_and_tell)
+        setattr(self.compiler, run_name, run_or_put_off)
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # Paddle repeats each path and hint
                 super().build_extensions()
