@@ -91,8 +91,15 @@ class _SlowRead:
 
 class Server:
     def __init__(
-        self, folder: Path, block_s: float, num_prompts: int, shape: Shape = Shape(), ahead_s: float = 0.0
+        self,
+        folder: Path,
+        block_s: float,
+        num_prompts: int,
+        shape: Shape = Shape(),
+        ahead_s: float = 0.0,
+        host_blocks: int | None = None,
     ) -> None:
+        """``host_blocks``: None: for all."""
         self.link, self.tier, self.block_s, self.shape, self._ahead_s = Channel(), Channel(), block_s, shape, ahead_s
         self.spec = spec = replace(SPEC, num_layers=shape.layers)
         self.asleep = True
@@ -104,7 +111,9 @@ class Server:
             copy(number, plan, layers)
 
         self._copy, binding.copy = copy, slow_copy
-        self.rig = ChunkRig(Slow(folder, self.tier), host_blocks=64 * num_prompts, pause=self._compute, spec=spec)
+        self.rig = ChunkRig(
+            Slow(folder, self.tier), host_blocks=host_blocks or 64 * num_prompts, pause=self._compute, spec=spec
+        )
         self.prompts = [[number] * (shape.total * SIZE + 1) for number in range(num_prompts)]
         self.expected = [contents(prompt, spec) for prompt in self.prompts]
         self.table = list(range(shape.total + 1))

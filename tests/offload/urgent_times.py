@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ LINK = 50  # times as quick as the model
 class Queue:
     """A server with prompts of which all lie in the tier."""
 
-    def __init__(self, folder: Path, block_s: float, tier: float) -> None:
+    def __init__(self, folder: Path, block_s: float, tier: float, host_blocks: int | None = None) -> None:
         """``tier``: times as quick as the model."""
-        self.server = Server(folder, block_s, EXPECTED + 1)
+        self.server = Server(folder, block_s, EXPECTED + 1, host_blocks=host_blocks)
         self.tier_s, self.link_s = block_s / tier, block_s / LINK
         self.prefetches: list[Any] = []
 
@@ -55,9 +56,14 @@ class Queue:
         self.begin(expects=expects)
         return self.first_token_s(0)
 
-    def all_s(self, *, expects: bool) -> float:
+    def all_s(self, *, expects: bool, between_s: float = 0.0) -> float:
+        """``between_s``: behind each of them the server does something else."""
         self.begin(expects=expects)
-        return sum(self.first_token_s(number) for number in range(1, EXPECTED + 1))
+        taken_s = 0.0
+        for number in range(1, EXPECTED + 1):
+            taken_s += self.first_token_s(number)
+            time.sleep(between_s)
+        return taken_s
 
     def close(self) -> None:
         self.server.close()
@@ -68,6 +74,8 @@ def main() -> None:
     parser.add_argument("--block-ms", type=float, default=10.0, help="that the model needs")
     parser.add_argument("--tier", type=float, nargs="+", default=[2.0, 4.0], help="times as quick as the model")
     parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--host-blocks", type=int, help="by default for all prompts")
+    parser.add_argument("--between-ms", type=float, default=0.0, help="that the server does something else, behind each")
     chosen = parser.parse_args()
     shape, computed_s = Shape(), Shape().total * chosen.block_ms / 1e3
     print(f"prompts of {shape.total} blocks in chunks of {shape.chunk}, computed in {computed_s:.2f} s")
@@ -77,11 +85,11 @@ def main() -> None:
     print("expected")
     for tier in chosen.tier:
         with tempfile.TemporaryDirectory() as folder:
-            queue = Queue(Path(folder), chosen.block_ms / 1e3, tier)
+            queue = Queue(Path(folder), chosen.block_ms / 1e3, tier, chosen.host_blocks)
             for _ in range(chosen.times):
                 ways = (False, True)
                 urgent = [queue.urgent_s(expects=expects) for expects in ways]
-                every = [queue.all_s(expects=expects) for expects in ways]
+                every = [queue.all_s(expects=expects, between_s=chosen.between_ms / 1e3) for expects in ways]
                 print(f"{tier:4.1f} | {urgent[0]:.3f} {urgent[1]:.3f} | {every[0]:.3f} {every[1]:.3f}", flush=True)
             queue.close()
 
