@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Generic
 
 from .hanging import Hanging
@@ -19,18 +19,20 @@ class Expectation(Generic[Key]):
     """One prompt that will come.
 
     Attributes:
+        number: in the order of the calls.
+        admitted: blocks that had been let in when it was told, or was expected again.
         over: it has come, or was given up.
         released: it was given up since there was no room, and has not come since, nor lapsed.
     """
 
-    __slots__ = ("admitted", "due_s", "keys", "over", "released")
+    __slots__ = ("admitted", "due_s", "keys", "number", "over", "released")
 
-    def __init__(self, keys: Sequence[Key], due_s: float, admitted: int) -> None:
-        self.keys, self.due_s, self.admitted = tuple(keys), due_s, admitted
+    def __init__(self, keys: Sequence[Key], due_s: float, admitted: int, number: int = 0) -> None:
+        self.keys, self.due_s, self.admitted, self.number = tuple(keys), due_s, admitted, number
         self.over = self.released = False
 
     def __lt__(self, other: Expectation[Key]) -> bool:
-        return self.due_s < other.due_s
+        return (self.due_s, self.number) < (other.due_s, other.number)
 
 
 class Expected(Generic[Key]):
@@ -47,25 +49,25 @@ class Expected(Generic[Key]):
         self.blocks: dict[Key, int] = {}
         self.met: list[Key] = []
         self._nearest: list[Expectation[Key]] = []  # first
-        self._told: deque[Expectation[Key]] = deque()  # in the order of the calls
         self._released: dict[Expectation[Key], None] = {}
+        self._told: deque[tuple[int, Expectation[Key]]] = deque()  # with what had been let in, in the order of that
+        self._numbers = itertools.count()
         self.by_end: dict[Key, list[Expectation[Key]]] = {}
 
     def add(self, keys: Sequence[Key], due_s: float, admitted_blocks: int) -> Expectation[Key]:
         """Of those that are due at the same time, the one that was told first comes first."""
-        one = Expectation(keys, due_s, admitted_blocks)
-        insort(self._nearest, one)  # behind its equals
-        self._told.append(one)
+        one = Expectation(keys, due_s, admitted_blocks, next(self._numbers))
         self.by_end.setdefault(one.keys[-1], []).append(one)
-        blocks = self.blocks
-        for key in one.keys:
-            blocks[key] = blocks.get(key, 0) + 1
+        self._begin(one)
         return one
 
-    def again(self, one: Expectation[Key], admitted_blocks: int) -> Expectation[Key]:
-        """It was released, and there may be room now."""
-        self._forget(one)
-        return self.add(one.keys, one.due_s, admitted_blocks)
+    def again(self, last: Expectation[Key], admitted_blocks: int) -> None:
+        """It was released, and there may be room now: it is expected, and so is all that is due before it."""
+        for one in [one for one in self._released if not last < one]:
+            del self._released[one]
+            one.over = one.released = False
+            one.admitted = admitted_blocks
+            self._begin(one)
 
     def came(self, prompt: Sequence[Key]) -> None:
         """What ends with one of these blocks is not expected any more; nor is what lacks its last block alone, which a
@@ -85,26 +87,32 @@ class Expected(Generic[Key]):
         """Gives up what has not come for so long."""
         told = self._told
         while told:
-            one = told[0]
-            if (not one.over or one.released) and one.admitted + self._lapse_blocks >= admitted_blocks:
+            admitted, one = told[0]
+            waits = (not one.over or one.released) and one.admitted == admitted  # else it was told once more
+            if waits and admitted + self._lapse_blocks >= admitted_blocks:
                 break
             told.popleft()
-            self._forget(one)
+            if waits:
+                self._forget(one)
 
     def all(self) -> list[Key]:
         """Of all that is expected the blocks, in the order in which they should go."""
         return list(dict.fromkeys(key for one in self._nearest for key in one.keys))[::-1]
 
-    def release_farthest(self, incoming: Key | None = None) -> bool:
-        """Of all that is expected. Not where ``incoming`` is expected by no sooner one: what is expected makes no room
-        by what is due sooner, nor by what is of the same prompt. Returns whether it was released."""
-        one = self._nearest[-1]
-        if incoming is not None and self.blocks.get(incoming) == 1 and incoming in one.keys:
-            return False
-        self._end(one)
-        one.released = True
-        self._released[one] = None
-        return True
+    def release_farthest(self, incoming: Key | None = None, may_go: Callable[[Key], bool] = lambda key: True) -> bool:
+        """Of all that is expected, up to one of which a block may go. Not what ``incoming`` is expected by, nor what is
+        due sooner: what is expected makes no room for what is due later, nor for its own prompt. Returns whether a
+        block may go."""
+        while self._nearest:
+            one = self._nearest[-1]
+            if incoming is not None and self.blocks.get(incoming) == 1 and incoming in one.keys:
+                return False
+            self._end(one)
+            one.released = True
+            self._released[one] = None
+            if any(key not in self.blocks and may_go(key) for key in one.keys):
+                return True
+        return False
 
     def beside(self, pins: Container[Key]) -> Beside[Key]:
         """What a policy must not let go of."""
@@ -122,6 +130,13 @@ class Expected(Generic[Key]):
         same.remove(one)
         if not same:
             del self.by_end[one.keys[-1]]
+
+    def _begin(self, one: Expectation[Key]) -> None:
+        insort(self._nearest, one)
+        self._told.append((one.admitted, one))
+        blocks = self.blocks
+        for key in one.keys:
+            blocks[key] = blocks.get(key, 0) + 1
 
     def _end(self, one: Expectation[Key]) -> None:
         one.over = True

@@ -95,9 +95,9 @@ class BlockIndex(Generic[Key]):
             raise
         return one
 
-    def expected_again(self, one: Expectation[Key]) -> Expectation[Key]:
-        """It was given up since there was no room."""
-        return self.expected.again(one, self._admitted_blocks)
+    def expect_again(self, one: Expectation[Key]) -> None:
+        """It was given up since there was no room, and there may be some now."""
+        self.expected.again(one, self._admitted_blocks)
 
     def end(self, keys: Sequence[Key]) -> None:
         """The session of this prompt is over: its blocks go before all others, from its end on, except for those on
@@ -313,7 +313,7 @@ class BlockIndex(Generic[Key]):
                     policy.on_access(key)
             if victim is not None or not any(key in self.slots and key not in pins for key in expected.blocks):
                 return victim
-            if not expected.release_farthest(incoming):
+            if not expected.release_farthest(incoming, lambda key: key in self.slots and key not in pins):
                 return None
 
     def _take_back(self, key: Key, admitted: dict[Key, int], held: list[Key]) -> None:
@@ -376,12 +376,14 @@ class BlockIndex(Generic[Key]):
         """Lets go of up to so many blocks that nothing holds; their slots. Of one it may raise what the policy does."""
         return list(self.take_out(num_blocks).values())
 
-    def take_out(self, num_blocks: int) -> dict[Key, int]:
-        """:meth:`evict`: which ones, each with its slot."""
+    def take_out(self, num_blocks: int, incoming: Key | None = None) -> dict[Key, int]:
+        """:meth:`evict`: which ones, each with its slot. ``incoming``: it is expected, and others make room for it."""
         taken: dict[Key, int] = {}
         try:
             while len(taken) < num_blocks:
-                victim = self._victim(None, self.pins)
+                victim = self._victim(incoming, self.pins)
+                if victim is not None and victim == incoming:
+                    break  # the policy would rather have it stay away
                 if victim is not None and (victim not in self.slots or victim in self.pins):
                     victim = self._another_victim(victim)
                 if victim is None:

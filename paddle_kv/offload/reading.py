@@ -10,12 +10,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-from ..errors import TransferError
+from ..errors import ClosedError, ForkedError, TransferError
 from ..schedule import arriving
 from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tiers import Job as TierJob
 from ..tiers import Outcome, loading
+from ..tracking.alarms import Alarms
 from ..tracking.group import change
 from ..tracking.keeper import Deadline, log
 from .below import Below, Timed
@@ -28,6 +29,8 @@ from .policy import Policy
 from .prefetch import Prefetch
 from .rates import TIER
 from .tier_queue import TierQueue
+
+LOOK_AGAIN_S = 0.5  # for room, where some waits
 
 
 class ReadingBooks(Books):
@@ -51,6 +54,9 @@ class ReadingBooks(Books):
         self.below, self.timeout_s, self.tier = below, timeout_s, below.tier
         self._has_events = max_events > 0
         self.queue = TierQueue()
+        self._is_to_look = False
+        self._alarms = Alarms("paddle_kv-room")
+        self._end_alarms = weakref.finalize(self, self._alarms.stop)
         self.looks_at_ends = True  # what they bring goes down
 
     # ---- outside of sections ----
@@ -94,7 +100,7 @@ class ReadingBooks(Books):
         self, keys: list[bytes], make: Callable[..., Prefetch], in_seconds: float = 0.0, *, later: bool = False
     ) -> Prefetch:
         """``later``: as far as there may be room some time."""
-        below, due_s = self.ask(keys), time.monotonic() + in_seconds
+        due_s, below = time.monotonic() + in_seconds, self.ask(keys)
 
         def start() -> Prefetch:
             made: Prefetch = change(self, lambda: self._line_up(make(**self._below_of(keys, below, later)), due_s))
@@ -145,7 +151,7 @@ class ReadingBooks(Books):
         if BlockState.TIER not in states:
             return states
         pins = {} if later else self.index.pins
-        left = self._room(pins)
+        left = min(self.index.capacity_blocks, self.slots.pool.num_blocks) if later else self._room(pins)
         for position in range(len(states)):
             left -= keys[position] not in slots or keys[position] not in pins
             if left < 0:
@@ -265,7 +271,7 @@ class ReadingBooks(Books):
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         self.queue.is_full = False  # or so it may be
-        self.queue.add(prefetch, due_s)
+        self.queue.add(prefetch, due_s if prefetch.expectation is None else prefetch.expectation.due_s)
         prefetch.beside = [*self._parts_of(prefetch.prefix)]
         return prefetch
 
@@ -282,7 +288,7 @@ class ReadingBooks(Books):
         try:
             self.settle()
             if prefetch.expectation is not None and prefetch.expectation.released:  # there may be room now
-                prefetch.expectation = self.index.expected_again(prefetch.expectation)
+                self.index.expect_again(prefetch.expectation)
             wanted, left = self._still_wanted(prefetch, keys, self.below.not_forgotten(below))
             if wanted and (self.rates.load_s(self.queue.num_blocks + len(wanted), TIER) or 0.0) > prefetch.left_s:
                 left = []  # it would be late
@@ -322,6 +328,8 @@ class ReadingBooks(Books):
     def _fetch_what_fits(self, prefetch: Prefetch, keys: list[bytes], wanted: list[bytes]) -> TierFetching | None:
         """As many of them as there is room for: those of it that have come make no room for others of it."""
         room = self._room_beside(keys)
+        if prefetch.is_expected and room > 0:
+            room = self.make_room(min(room, len(wanted)), wanted[0])
         while wanted := prefetch.first_of(wanted, max(0, room)):
             with contextlib.suppress(TransferError):
                 return self._fetch(wanted, prefetch.left_s, urgent=False)
@@ -335,7 +343,21 @@ class ReadingBooks(Books):
         if not prefetch.is_expected:
             return []
         self.queue.is_full = True
+        if not self._is_to_look:
+            self._is_to_look = True
+            self._alarms.add(time.monotonic() + LOOK_AGAIN_S, functools.partial(_look_for_room, weakref.ref(self)))
         return [*left, *(key for key in keys if key not in self.index.slots)]
+
+    def make_room(self, num_blocks: int, incoming: bytes) -> int:
+        """For so many blocks, or as many as what is not due sooner may give; how many. ``incoming``: one of them, which
+        is expected."""
+        raise NotImplementedError
+
+    def look_for_room(self) -> None:
+        """When somebody has waited for it for a while."""
+        self._is_to_look = False
+        if self.queue.is_full:
+            self.there_is_room()
 
     def there_is_room(self) -> None:
         """Perhaps: others' turn may have come."""
@@ -344,8 +366,9 @@ class ReadingBooks(Books):
             self.look_at_turns()
 
     def unpin(self, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
         super().unpin(keys)
-        if self.queue.is_full and not self.closed:
+        if keys and self.queue.is_full and not self.closed:
             self.there_is_room()
 
     def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool) -> TierFetching:
@@ -440,3 +463,11 @@ def _hand_over(books: Callable[[], ReadingBooks | None]) -> None:
     found = books()
     if found is not None:
         found.hand_over()
+
+
+def _look_for_room(books: Callable[[], ReadingBooks | None]) -> None:
+    """Not in a section. There may be some of which nobody tells: others have given back theirs, say."""
+    found = books()
+    if found is not None:
+        with contextlib.suppress(ClosedError, ForkedError):
+            change(found, found.look_for_room)

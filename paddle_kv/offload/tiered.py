@@ -146,19 +146,28 @@ class TieredBooks(ReadingBooks):
 
     def _keep_room(self) -> None:
         """What leaves host memory is stored before its place is needed: a place that is being stored is not free."""
-        pool, index = self.slots.pool, self.index
-        free = min(index.capacity_blocks - len(index.slots), pool.count_free_here())
-        missing = max(1, index.capacity_blocks // RESERVE_SHARE) - free - len(self.below.storing)
-        self.take_out(missing)
+        self.take_out(self._reserve - self._num_free - len(self.below.storing))
 
-    def take_out(self, num_blocks: int) -> int:
-        """Lets go of up to so many blocks that nothing holds; they are offered to the tier."""
+    @property
+    def _reserve(self) -> int:
+        return max(1, self.index.capacity_blocks // RESERVE_SHARE) if self.below.keeps_room else 0
+
+    @property
+    def _num_free(self) -> int:
+        return min(self.index.capacity_blocks - len(self.index.slots), self.slots.pool.count_free_here())
+
+    def make_room(self, num_blocks: int, incoming: bytes) -> int:
+        self.take_out(self._reserve + num_blocks - self._num_free, incoming)
+        return min(num_blocks, self._num_free - self._reserve)
+
+    def take_out(self, num_blocks: int, incoming: bytes | None = None) -> int:
+        """Lets go of up to so many blocks that nothing holds; they are offered to the tier, if that keeps room."""
         try:
-            taken = self.index.take_out(num_blocks)
+            taken = self.index.take_out(num_blocks, incoming)
         finally:
             self.directory.tell_evicted()
         going = self.below.storing | self.below.forgotten
-        offered = {key: slot for key, slot in taken.items() if key not in going}
+        offered = {key: slot for key, slot in taken.items() if self.below.keeps_room and key not in going}
         leased = bool(offered) and self.slots.pool.domain.try_lease(list(offered.values()), write=False)
         self.slots.give_back(list(taken.values()))
         if leased:
@@ -228,4 +237,5 @@ class TieredBooks(ReadingBooks):
     def close(self) -> None:
         if not self.closed:
             self.queue.end()
+            self._end_alarms()
             super().close()

@@ -32,9 +32,13 @@ class Alarms:
 
     def close(self) -> None:
         """What is still to come is dropped."""
-        self._given.put(None)
+        self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+
+    def stop(self) -> None:
+        """As :meth:`close`, and waits for nobody."""
+        self._given.put(None)
 
     def _run(self) -> None:
         waiting: list[tuple[float, int, Callable[[], object]]] = []

@@ -16,12 +16,12 @@ class Model:
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.number = capacity, 0
-        self.prompts: list[Any] = []  # in the order of the calls
+        self.prompts: list[Any] = []  # in the order in which they were told, also once more
         self.released: list[Any] = []  # those of them, in the order of that
 
     def add(self, keys: str, due_s: float, admitted: int) -> Any:
         self.number += 1
-        self.prompts.append((due_s, self.number, keys, admitted))
+        self.prompts.append([due_s, self.number, keys, admitted])
         return self.prompts[-1]
 
     def remove(self, one: Any) -> None:
@@ -29,13 +29,19 @@ class Model:
         if one in self.released:
             self.released.remove(one)
 
+    def again(self, last: Any, admitted: int) -> None:
+        for one in [one for one in self.released if one[:2] <= last[:2]]:
+            self.remove(one)
+            one[3] = admitted
+            self.prompts.append(one)
+
     def nearest(self) -> list[Any]:
         return sorted(one for one in self.prompts if one not in self.released)
 
     def came(self, prompt: str) -> None:
         if any(one[2][-1] in prompt for one in self.prompts):
             for key in prompt:
-                of_key = [one for one in self.prompts if one[2][-1] == key]  # in the order of the calls
+                of_key = sorted((one for one in self.prompts if one[2][-1] == key), key=lambda one: one[1])
                 if of_key:
                     self.remove(of_key[0])
         else:
@@ -65,19 +71,18 @@ def test_expectations_beside_a_plain_list(seed: int) -> None:
     rng = random.Random(seed)
     expected: Expected[str] = Expected(3)
     model, admitted = Model(3), 0
-    pairs: dict[Any, Any] = {}  # of the model -> what it stands for
+    pairs: list[Any] = []  # one of the model, and what it stands for
     for _ in range(150):
         keys = "".join(rng.sample("abcdefg", rng.randint(2, 4)))
         action = rng.random()
         if action < 0.5:
             due_s = float(rng.randint(0, 3))
             made = expected.add(keys, due_s, admitted)
-            pairs[model.add(keys, due_s, admitted)] = made
+            pairs.append((model.add(keys, due_s, admitted), made))
         elif action < 0.6 and model.released:
             again = rng.choice(model.released)
-            made = expected.again(pairs[again], admitted)
-            model.remove(again)
-            pairs[model.add(again[2], again[0], admitted)] = made
+            expected.again(next(made for one, made in pairs if one is again), admitted)
+            model.again(again, admitted)
         elif action < 0.75:
             expected.came(keys)
             model.came(keys)
@@ -86,15 +91,22 @@ def test_expectations_beside_a_plain_list(seed: int) -> None:
             expected.lapse(admitted)
             model.lapse(admitted)
         else:
-            incoming = rng.choice([None, *"abcdefg"])
-            farthest = model.nearest()[-1]
-            stays = incoming is not None and incoming in farthest[2] and model.blocks()[incoming] == 1
-            assert expected.release_farthest(incoming) is not stays
-            if not stays:
+            incoming, may_go = rng.choice([None, *"abcdefg"]), set(rng.sample("abcdefg", rng.randrange(8)))
+            goes = expected.release_farthest(incoming, may_go.__contains__)
+            while model.nearest():
+                farthest = model.nearest()[-1]
+                if incoming is not None and incoming in farthest[2] and model.blocks()[incoming] == 1:
+                    assert not goes
+                    break
                 model.released.append(farthest)
+                if may_go.intersection(farthest[2]) - model.blocks().keys():
+                    assert goes
+                    break
+            else:
+                assert not goes
         assert expected.blocks == model.blocks()
         assert expected.all() == model.all()
-        for one, made in pairs.items():
+        for one, made in pairs:
             assert made.released is (one in model.released)
             assert made.over is (one not in model.nearest())
 

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--tier", type=float, nargs="+", default=[2.0, 4.0], help="times as quick as the model")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--host-blocks", type=int, help="by default for all prompts")
-    parser.add_argument("--between-ms", type=float, default=0.0, help="that the server does something else, behind each")
+    parser.add_argument("--between-ms", type=float, default=0.0, help="behind each prompt: of other work")
     chosen = parser.parse_args()
     shape, computed_s = Shape(), Shape().total * chosen.block_ms / 1e3
     print(f"prompts of {shape.total} blocks in chunks of {shape.chunk}, computed in {computed_s:.2f} s")
