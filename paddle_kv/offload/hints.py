@@ -7,7 +7,7 @@ import itertools
 from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 from .hanging import Hanging
 from .policy import Key
@@ -23,13 +23,15 @@ class Expectation(Generic[Key]):
         admitted: blocks that had been let in when it was told, or was expected again.
         over: it has come, or was given up.
         released: it was given up since there was no room, and has not come since, nor lapsed.
+        reader: the owner's; what brings its blocks.
     """
 
-    __slots__ = ("admitted", "due_s", "keys", "number", "over", "released")
+    __slots__ = ("admitted", "due_s", "keys", "number", "over", "reader", "released")
 
     def __init__(self, keys: Sequence[Key], due_s: float, admitted: int, number: int = 0) -> None:
         self.keys, self.due_s, self.admitted, self.number = tuple(keys), due_s, admitted, number
         self.over = self.released = False
+        self.reader: Any = None
 
     def __lt__(self, other: Expectation[Key]) -> bool:
         return (self.due_s, self.number) < (other.due_s, other.number)
@@ -61,13 +63,16 @@ class Expected(Generic[Key]):
         self._begin(one)
         return one
 
-    def again(self, last: Expectation[Key], admitted_blocks: int) -> None:
-        """It was released, and there may be room now: it is expected, and so is all that is due before it."""
-        for one in [one for one in self._released if not last < one]:
+    def again(self, last: Expectation[Key], admitted_blocks: int) -> list[Expectation[Key]]:
+        """It was released, and there may be room now: it is expected, and so is all that is due before it. Returns
+        these."""
+        found = [one for one in self._released if not last < one]
+        for one in found:
             del self._released[one]
             one.over = one.released = False
             one.admitted = admitted_blocks
             self._begin(one)
+        return found
 
     def came(self, prompt: Sequence[Key]) -> None:
         """What ends with one of these blocks is not expected any more; nor is what lacks its last block alone, which a

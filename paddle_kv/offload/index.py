@@ -95,9 +95,9 @@ class BlockIndex(Generic[Key]):
             raise
         return one
 
-    def expect_again(self, one: Expectation[Key]) -> None:
-        """It was given up since there was no room, and there may be some now."""
-        self.expected.again(one, self._admitted_blocks)
+    def expect_again(self, one: Expectation[Key]) -> list[Expectation[Key]]:
+        """It was given up since there was no room, and there may be some now. See :meth:`Expected.again`."""
+        return self.expected.again(one, self._admitted_blocks)
 
     def end(self, keys: Sequence[Key]) -> None:
         """The session of this prompt is over: its blocks go before all others, from its end on, except for those on

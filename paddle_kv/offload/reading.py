@@ -270,6 +270,8 @@ class ReadingBooks(Books):
         return {"prefix": prefix, "waiting": [key for key in prefix if key not in self.index.slots]}
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
+        if prefetch.expectation is not None:
+            prefetch.expectation.reader = prefetch
         self.queue.is_full = False  # or so it may be
         self.queue.add(prefetch, due_s if prefetch.expectation is None else prefetch.expectation.due_s)
         prefetch.beside = [*self._parts_of(prefetch.prefix)]
@@ -287,8 +289,10 @@ class ReadingBooks(Books):
         fetching = None
         try:
             self.settle()
-            if prefetch.expectation is not None and prefetch.expectation.released:  # there may be room now
-                self.index.expect_again(prefetch.expectation)
+            one = prefetch.expectation
+            if one is not None and one.released and self._read_again(self.index.expect_again(one)):
+                left = prefetch.waiting
+                return None  # perhaps another one comes first now
             wanted, left = self._still_wanted(prefetch, keys, self.below.not_forgotten(below))
             if wanted and (self.rates.load_s(self.queue.num_blocks + len(wanted), TIER) or 0.0) > prefetch.left_s:
                 left = []  # it would be late
@@ -307,6 +311,22 @@ class ReadingBooks(Books):
             if not prefetch.waits:
                 self.group.notify()
         return fetching
+
+    def _read_again(self, expectations: list[Expectation[bytes]]) -> bool:
+        """What of these has been evicted meanwhile. Whether there is any."""
+        found = False
+        for one in expectations:
+            prefetch, slots = one.reader, self.index.slots
+            if prefetch is None or prefetch.cancelled:
+                continue
+            waiting = [key for key in prefetch.prefix if key not in slots]
+            num_lost = len(waiting) - len(prefetch.waiting)
+            if num_lost > 0:
+                prefetch.num_blocks += num_lost
+                prefetch.waiting = waiting
+                self.queue.add(prefetch, one.due_s)
+                found = True
+        return found
 
     def _still_wanted(
         self, prefetch: Prefetch, keys: list[bytes], below: Set[bytes]

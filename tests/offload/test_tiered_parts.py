@@ -119,6 +119,32 @@ def test_of_blocks_that_are_there_each_takes_its_own_room(make: MakeRig) -> None
     rig.check_books()
 
 
+@pytest.mark.parametrize("when", ["write_back", "exclusive"])
+def test_what_is_expected_leaves_what_is_kept_free_for_saves(make: MakeRig, when: str) -> None:
+    """Else that would be taken from those that are due sooner, again and again."""
+    make(host_blocks=40).save(KEYS[:24])
+    rig = make(when=when, host_blocks=16)
+    prompts = [KEYS[start : start + 6] for start in (0, 6, 12, 18)]
+    prefetches = [rig.manager.expect(keys) for keys in prompts]
+    books = books_of(rig)
+
+    def in_host() -> list[int]:
+        return [sum(key in books.index.slots for key in keys) for keys in prompts]
+
+    until(lambda: in_host() == [6, 6, 2, 0] and not books.index.arriving)
+    rig.settle()
+    assert [prefetch.wait(SHORT_S) for prefetch in prefetches] == [True, True, False, False]
+    assert (in_host(), rig.engine.asked) == ([6, 6, 2, 0], 14)
+    for number, there in ((0, [6, 6, 0]), (1, [6, 6]), (2, [6])):
+        with rig.manager.lookup(prompts[number]) as lease:
+            assert lease.num_blocks == 6
+        until(lambda number=number, there=there: in_host()[number + 1 :] == there)  # type: ignore[misc]
+        rig.settle()
+    assert all(prefetch.wait(WAIT_S) for prefetch in prefetches)
+    assert rig.engine.asked == 24
+    rig.check_books()
+
+
 def test_what_is_arriving_is_asked_for_too(make: MakeRig) -> None:
     """It may have been given up before the answer is used."""
     make().save(KEYS[:4])

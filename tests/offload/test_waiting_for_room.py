@@ -170,3 +170,91 @@ def test_bytes_are_right_whatever_had_room(server: Server) -> None:
         prefetch.cancel()
     server.pool.free(mine)
     server.check_books()
+
+
+def save_one(server: Server, name: bytes) -> None:
+    server.manager.save([name], [0]).wait(WAIT_S)
+    server.manager.flush(WAIT_S)
+
+
+def test_rooms_that_are_smaller_than_a_part_are_used(server: Server) -> None:
+    server.know(0.1, 10.0, 0.001)  # five blocks a part
+    mine = server.pool.allocate(200 - BLOCKS - 7)
+    first, second = server.manager.expect(server.hashes[0]), server.manager.expect(server.hashes[1])
+    server.by_hand.open()
+    assert first.wait(WAIT_S)
+    until(lambda: in_host(server)[:2] == [BLOCKS, 7])
+    assert not second.wait(0.0)
+    server.pool.free(mine)
+    server.manager.evict(0)
+    assert second.wait(WAIT_S)
+    assert in_host(server)[:2] == [BLOCKS, BLOCKS]
+    assert sorted(server.asked) == sorted(from_back(0, BLOCKS) + from_back(1, BLOCKS))  # each once
+    assert second.num_arrived == second.num_blocks == BLOCKS
+    server.check_books()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_a_save_has_taken_from_is_read_again_and_goes_to_nobody_due_later(tmp_path: Path, policy: str) -> None:
+    """The last prompt that is there as a whole: what is due behind it has no block to give."""
+    server = Server(tmp_path, policy=policy)
+    mine = server.pool.allocate(200 - 2 * BLOCKS)
+    prefetches = [server.manager.expect(keys) for keys in server.hashes[:3]]
+    server.by_hand.open()
+    until(lambda: in_host(server)[:3] == [BLOCKS, BLOCKS, 0] and not server.books.index.arriving)
+    save_one(server, b"one")
+    until(lambda: in_host(server)[:3] == [BLOCKS, BLOCKS, 0] and not server.books.index.arriving)
+    assert prefetches[1].wait(WAIT_S) and prefetches[1].num_arrived == prefetches[1].num_blocks == BLOCKS + 1
+    assert not prefetches[2].wait(0.0)
+    asked = Counter(prompt for prompt, _ in server.asked)
+    assert (asked[0], asked[1], asked[2]) == (BLOCKS, BLOCKS + 1, 0)
+    for number in range(3):
+        until(lambda number=number: in_host(server)[number] == BLOCKS)  # type: ignore[misc]
+        serve(server, number)
+    server.pool.free(mine)
+    server.check_books()
+    server.close()
+
+
+def test_who_waits_looks_again_by_itself(server: Server) -> None:
+    """Nobody tells that another owner of the pool has given back its blocks."""
+    prefetches, mine = expect_all(server)
+    server.pool.free(mine)
+    assert prefetches[3].wait(WAIT_S)
+    assert in_host(server) == [BLOCKS] * 4
+    server.check_books()
+
+
+def test_what_is_due_sooner_comes_first_though_the_tier_answers_late(server: Server, monkeypatch: Any) -> None:
+    """Both orders are those of the calls."""
+    ask, slow = server.books.ask, threading.Event()
+
+    def late(keys: list[bytes]) -> Any:
+        if keys[0] == server.hashes[0][0]:
+            slow.wait(WAIT_S)
+        return ask(keys)
+
+    monkeypatch.setattr(server.books, "ask", late)
+    thread = threading.Thread(target=server.manager.expect, args=(server.hashes[0],))
+    thread.start()
+    until(lambda: server.books.index.expected.blocks)
+    server.manager.expect(server.hashes[1])
+    slow.set()
+    thread.join(WAIT_S)
+    order = [prefetch.prefix[0] for *_, prefetch in sorted(server.books.queue._turns)]
+    assert order == [server.hashes[0][0], server.hashes[1][0]]
+    server.by_hand.open()
+
+
+def test_a_save_asks_the_policy_once_however_many_wait(server: Server, monkeypatch: Any) -> None:
+    """Those that hold no block have none to give."""
+    _, mine = expect_all(server)
+    for number in range(50):
+        server.manager.expect([*server.hashes[3][:2], b"%032d" % number])
+    server.settle()
+    index, calls = server.books.index, []
+    victim = index._policy.victim
+    monkeypatch.setattr(index._policy, "victim", lambda *what: (calls.append(what), victim(*what))[1])
+    index.take_out(1)
+    assert len(calls) == 2  # nothing else may go, and then the farthest of what is there
+    server.pool.free(mine)
