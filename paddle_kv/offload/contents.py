@@ -115,7 +115,7 @@ class Contents:
         that are there.
 
         Returns:
-            Whether it is over is seen there; None: no blocks.
+            Its ``over`` says whether the prompt has come, or was given up; None: there are no blocks.
 
         Raises:
             TypeError: not a list of bytes, or not a number.

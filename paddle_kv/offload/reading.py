@@ -347,7 +347,8 @@ class ReadingBooks(Books):
 
     def _fetch_what_fits(self, prefetch: Prefetch, keys: list[bytes], wanted: list[bytes]) -> TierFetching | None:
         """As many of them as there is room for: those of it that have come make no room for others of it."""
-        room = self._room_beside(keys)
+        has_come = prefetch.expectation is not None and not prefetch.is_expected  # nothing holds its blocks any more
+        room = self._room_beside(prefetch.prefix if has_come else keys)
         if prefetch.is_expected and room > 0:
             room = self.make_room(min(room, len(wanted)), wanted[0])
         while wanted := prefetch.first_of(wanted, max(0, room)):

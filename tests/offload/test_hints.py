@@ -148,6 +148,20 @@ def test_what_does_not_come_is_given_up() -> None:
     assert not one.index.expected.blocks
 
 
+def test_what_was_given_up_for_want_of_room_is_forgotten_in_the_end() -> None:
+    one = Index("lru", 4)
+    one.use("ab")
+    made = one.index.expect(list("ab"), 0.0)
+    one.evict_all()
+    assert made is not None and (made.over, made.released) == (True, True)
+    for number in range(LAPSE_TURNOVERS * 4 + 1):
+        one.use([number])
+        assert one.index.expected.by_end
+    one.use([-1])
+    assert not one.index.expected.by_end
+    assert not made.released
+
+
 def test_a_look_up_without_the_last_block_is_the_one_that_was_expected() -> None:
     one = Index("lru", 4)
     one.index.expect(list("abc"), 0.0)

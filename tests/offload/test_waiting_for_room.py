@@ -129,6 +129,19 @@ def test_it_ends_without_room_too(server: Server, how: str) -> None:
         server.check_books()
 
 
+def test_of_a_prompt_that_has_come_no_block_goes_for_another_one(server: Server) -> None:
+    prefetches, mine = expect_all(server)
+    prefetches[3].cancel()
+    leases = [server.manager.lookup(keys) for keys in server.hashes[:2]]  # all but what there is of the third
+    server.manager.lookup(server.hashes[2]).release()
+    assert prefetches[2].wait(WAIT_S)
+    assert (prefetches[2].num_arrived, in_host(server)[2]) == (HALF, HALF)
+    for lease in leases:
+        lease.release()
+    server.pool.free(mine)
+    server.check_books()
+
+
 def test_who_waits_for_it_hears_that_it_is_there(server: Server) -> None:
     prefetches, mine = expect_all(server)
     heard = threading.Event()
