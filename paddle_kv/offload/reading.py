@@ -347,10 +347,10 @@ class ReadingBooks(Books):
 
     def _fetch_what_fits(self, prefetch: Prefetch, keys: list[bytes], wanted: list[bytes]) -> TierFetching | None:
         """As many of them as there is room for: those of it that have come make no room for others of it."""
-        has_come = prefetch.expectation is not None and not prefetch.is_expected  # nothing holds its blocks any more
-        room = self._room_beside(prefetch.prefix if has_come else keys)
-        if prefetch.is_expected and room > 0:
-            room = self.make_room(min(room, len(wanted)), wanted[0])
+        if prefetch.is_expected:
+            room = self.make_room(len(wanted), wanted[0])
+        else:  # of a prompt that has come, nothing holds the blocks any more
+            room = self._room_beside(keys if prefetch.expectation is None else prefetch.prefix)
         while wanted := prefetch.first_of(wanted, max(0, room)):
             with contextlib.suppress(TransferError):
                 return self._fetch(wanted, prefetch.left_s, urgent=False)

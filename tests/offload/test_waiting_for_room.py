@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import POLICIES
+from paddle_kv.offload import POLICIES, reading
 from tests.offload.chunk_rig import WAIT_S, contents, until
 from tests.offload.urgency_rig import BLOCKS, CHUNK, PROMPTS, TABLE, Server, from_back
 
 HALF = BLOCKS // 2
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks_by_himself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is told."""
+    monkeypatch.setattr(reading, "LOOK_AGAIN_S", 10 * WAIT_S)
 
 
 def in_host(server: Server) -> list[int]:
@@ -229,9 +235,15 @@ def test_what_a_save_has_taken_from_is_read_again_and_goes_to_nobody_due_later(t
     server.close()
 
 
-def test_who_waits_looks_again_by_itself(server: Server) -> None:
-    """Nobody tells that another owner of the pool has given back its blocks."""
+def test_who_waits_looks_again_by_itself(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells that another owner of the pool has given back its blocks. Again and again, and once at a time."""
+    monkeypatch.setattr(reading, "LOOK_AGAIN_S", 0.02)
+    look, looks = server.books.look_for_room, []
+    monkeypatch.setattr(server.books, "look_for_room", lambda: (looks.append(None), look()))
     prefetches, mine = expect_all(server)
+    until(lambda: len(looks) > 3)
+    threading.Event().wait(0.2)
+    assert len(looks) < 4 + 20
     server.pool.free(mine)
     assert prefetches[3].wait(WAIT_S)
     assert in_host(server) == [BLOCKS] * 4
