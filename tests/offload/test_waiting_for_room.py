@@ -235,6 +235,20 @@ def test_what_a_save_has_taken_from_is_read_again_and_goes_to_nobody_due_later(t
     server.close()
 
 
+def test_what_was_cancelled_is_not_read_again(server: Server) -> None:
+    mine = server.pool.allocate(200 - 2 * BLOCKS)
+    prefetches = [server.manager.expect(keys) for keys in server.hashes[:3]]
+    server.by_hand.open()
+    until(lambda: in_host(server)[:3] == [BLOCKS, BLOCKS, 0] and not server.books.index.arriving)
+    prefetches[1].cancel()
+    save_one(server, b"one")
+    until(lambda: in_host(server)[:3] == [BLOCKS, BLOCKS - 1, 1])  # in the place of what was saved
+    assert (prefetches[1].num_blocks, prefetches[1].num_arrived, prefetches[1].done) == (BLOCKS, BLOCKS, True)
+    prefetches[2].cancel()
+    server.pool.free(mine)
+    server.check_books()
+
+
 def test_who_waits_looks_again_by_itself(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody tells that another owner of the pool has given back its blocks. Again and again, and once at a time."""
     monkeypatch.setattr(reading, "LOOK_AGAIN_S", 0.02)
