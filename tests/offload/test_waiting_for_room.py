@@ -235,6 +235,19 @@ def test_what_a_save_has_taken_from_is_read_again_and_goes_to_nobody_due_later(t
     server.close()
 
 
+def test_a_prompt_is_expected_as_a_whole_whoever_has_the_pool_now(server: Server) -> None:
+    mine = server.pool.allocate(200 - 4)
+    prefetch = server.manager.expect(server.hashes[0])
+    assert prefetch.num_blocks == BLOCKS
+    server.by_hand.open()
+    until(lambda: in_host(server)[0] == 4)
+    server.pool.free(mine)
+    server.manager.evict(0)
+    assert prefetch.wait(WAIT_S)
+    assert server.asked == from_back(0, BLOCKS)
+    server.check_books()
+
+
 def test_what_was_cancelled_is_not_read_again(server: Server) -> None:
     mine = server.pool.allocate(200 - 2 * BLOCKS)
     prefetches = [server.manager.expect(keys) for keys in server.hashes[:3]]
