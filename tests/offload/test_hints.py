@@ -326,3 +326,11 @@ def test_what_its_owner_took_out_is_not_remembered_as_over(name: str) -> None:
     assert len(one.index.ended.blocks) <= 2 * 8 and len(one.index.ended._order) <= 2 * 8
     one.index.end(list("abc"))
     assert one.evict_all() == "cba"
+
+
+def test_nothing_goes_for_a_block_that_the_policy_would_rather_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Index("lru", 4)
+    one.use("ab")
+    monkeypatch.setattr(one.index._policy, "victim", lambda incoming, pins: incoming)
+    assert one.index.take_out(1, "z") == {}
+    assert set(one.index.slots) == set("ab")
