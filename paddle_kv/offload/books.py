@@ -131,10 +131,8 @@ class Books:
             raise ClosedError("the offload manager is closed")
         return Prefetch(self)
 
-    def prefetch_expected(
-        self, keys: list[bytes], in_seconds: float | None, expectation: Expectation[bytes] | None
-    ) -> Prefetch:
-        """Of a prompt that is expected then."""
+    def prefetch_expected(self, keys: list[bytes], expectation: Expectation[bytes] | None) -> Prefetch:
+        """Of a prompt that is expected; None: of no blocks."""
         return self.prefetch(keys, self.timeout_s)
 
     @property

@@ -58,7 +58,7 @@ class LookAhead:
         """
         keys = checked_hashes(hashes)
         expectation = change(self._books, functools.partial(self._books.expect, keys, in_seconds))
-        return self._books.prefetch_expected(keys, in_seconds, expectation)
+        return self._books.prefetch_expected(keys, expectation)
 
     def end(self, hashes: Sequence[bytes]) -> None:
         """The session of this prompt is over: its blocks are evicted before all others, from the end on. A block stays

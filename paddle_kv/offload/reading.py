@@ -87,23 +87,23 @@ class ReadingBooks(Books):
         return transfer  # type: ignore[no-any-return]
 
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
-        deadline = Deadline(timeout_s)
-        return self._read_ahead(keys, functools.partial(Prefetch, self, deadline=deadline))
+        return self._read_ahead(keys, None, deadline=Deadline(timeout_s))
 
-    def prefetch_expected(
-        self, keys: list[bytes], in_seconds: float | None, expectation: Expectation[bytes] | None
-    ) -> Prefetch:
-        make = functools.partial(Prefetch, self, timeout_s=self.timeout_s, expectation=expectation)
-        return self._read_ahead(keys, make, in_seconds or 0.0, later=True)
+    def prefetch_expected(self, keys: list[bytes], expectation: Expectation[bytes] | None) -> Prefetch:
+        return self._read_ahead(keys, expectation, timeout_s=self.timeout_s)
 
-    def _read_ahead(
-        self, keys: list[bytes], make: Callable[..., Prefetch], in_seconds: float = 0.0, *, later: bool = False
-    ) -> Prefetch:
-        """``later``: as far as there may be room some time."""
-        due_s, below = time.monotonic() + in_seconds, self.ask(keys)
+    def _read_ahead(self, keys: list[bytes], expectation: Expectation[bytes] | None, **options: Any) -> Prefetch:
+        """What is expected as far as there may be room some time."""
+        due_s = time.monotonic() if expectation is None else expectation.due_s
+        below = self.ask(keys)
+
+        def line_up() -> Prefetch:
+            prefix, waiting = self._below_of(keys, below, later=expectation is not None)
+            made = Prefetch(self, prefix=prefix, waiting=waiting, expectation=expectation, **options)
+            return self._line_up(made, due_s)
 
         def start() -> Prefetch:
-            made: Prefetch = change(self, lambda: self._line_up(make(**self._below_of(keys, below, later)), due_s))
+            made: Prefetch = change(self, line_up)
             if (error := self.hand_over().get(made)) is not None:
                 raise error
             return made
@@ -263,17 +263,17 @@ class ReadingBooks(Books):
             self._forget_tier(keys)
 
     # ---- reading into host memory ----
-    def _below_of(self, keys: list[bytes], below: Set[bytes], later: bool) -> dict[str, list[bytes]]:
+    def _below_of(self, keys: list[bytes], below: Set[bytes], *, later: bool) -> tuple[list[bytes], list[bytes]]:
         """The prefix that can be loaded, and what of it lies in the tier alone."""
         self.settle()
         prefix = keys[: len(self._walk(keys, below, joins=True, later=later))]
-        return {"prefix": prefix, "waiting": [key for key in prefix if key not in self.index.slots]}
+        return prefix, [key for key in prefix if key not in self.index.slots]
 
     def _line_up(self, prefetch: Prefetch, due_s: float) -> Prefetch:
         if prefetch.expectation is not None:
             prefetch.expectation.reader = prefetch
         self.queue.is_full = False  # or so it may be
-        self.queue.add(prefetch, due_s if prefetch.expectation is None else prefetch.expectation.due_s)
+        self.queue.add(prefetch, due_s)
         prefetch.beside = [*self._parts_of(prefetch.prefix)]
         return prefetch
 
