@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..backend.work import Stream
@@ -141,6 +141,11 @@ class Books:
         them."""
         return 0
 
+    @property
+    def reads_layerwise(self) -> bool:
+        """Whether a tier has the first layers of a block before the last ones."""
+        return self.tier is not None and self.tier.reads_layerwise
+
     def is_read(self, keys: list[bytes]) -> bool:
         """In a section: whether all of these that are not in host memory are on their way there from the tier."""
         return False
@@ -231,6 +236,15 @@ class Books:
         if self.looks_at_ends:
             self._look_at_its_end(transfer)
         return transfer
+
+    def follow(self, keys: list[bytes], device_ids: list[int], compute: Any) -> tuple[Transfer, Prefetch]:
+        """One load of what is in host memory and of what the tier brings, is asked for it now, layer by layer as it
+        comes; and what is read for it. TransferError where not all of it has room."""
+        raise NotImplementedError
+
+    def call_at(self, at_s: float, function: Callable[[], object]) -> None:
+        """On the monotonic clock; not in a section then."""
+        raise NotImplementedError
 
     def begin_meeting(
         self,
@@ -366,7 +380,7 @@ class Books:
                 self.rates.observe_save(num_bytes, seconds)
             else:
                 self.rates.observe_load(LINK, num_bytes, seconds, shared=movement.shares_link)
-        elif movement.state is State.FAILED and all(job.kind == "load" and job.tier is None for job in moving.jobs):
+        elif movement.state is State.FAILED and moving.is_of_link:
             self.rates.observe_failed(LINK)
 
     def ended(self, job: Job, result: Result) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..tracking.group import MemoryGroup
@@ -27,11 +28,18 @@ class Owner(Protocol):
     @property
     def num_reading_blocks(self) -> int: ...
 
+    @property
+    def reads_layerwise(self) -> bool: ...
+
     def onload(self, keys: list[bytes], device_ids: list[int], compute: Any, *, urgent: bool | None) -> Any: ...
 
     def is_read(self, keys: list[bytes]) -> bool: ...
 
     def read_soon(self, keys: list[bytes]) -> Prefetch: ...
+
+    def follow(self, keys: list[bytes], device_ids: list[int], compute: Any) -> tuple[Any, Prefetch]: ...
+
+    def call_at(self, at_s: float, function: Callable[[], object]) -> None: ...
 
 
 class Feed:
@@ -60,7 +68,7 @@ class Feed:
         meetings = [one for one in self.meetings.values() if not one.ended]
         for meeting in meetings:
             meeting.look()
-            meeting.read_next(books)
+            meeting.read_next(books, functools.partial(_is_alone, meeting, meetings))
         loading = sum(len(meeting.moving) for meeting in meetings)
         if not loading:
             self.free_s = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ..tiers import Job as TierJob
@@ -46,17 +46,22 @@ class TierFetching:
     Attributes:
         urgent: a request that runs needs it, or did.
         users: what such requests have of it.
+        num_layers: that are in host memory, of all of its blocks.
+        lost: what of it did not come.
+        followers: who hear of both, in sections.
     """
 
-    def __init__(self, books: Owner, job: Job, timeout_s: float, *, urgent: bool) -> None:
+    def __init__(self, books: Owner, job: Job, timeout_s: float, *, urgent: bool, layerwise: bool = False) -> None:
         self._books, self.job = books, job
+        self.num_layers, self.lost = 0, frozenset[bytes]()
+        self.followers: list[Callable[[], object]] = []
         self.urgent, self._is_ahead = urgent, not urgent
         self.users: weakref.WeakSet[Prefetch] = weakref.WeakSet()
         self._domain = books.slots.pool.domain
         stamps.forget(self._domain, job.host_slots)
         self._timed = books.below.timed(self, len(job.keys))
         self.reading = TierJob(
-            list(job.keys), list(job.host_slots), timeout_s=timeout_s, layerwise=False, observer=self._timed
+            list(job.keys), list(job.host_slots), timeout_s=timeout_s, layerwise=layerwise, observer=self._timed
         )
         self.num_blocks, self.num_arrived = len(job.keys), 0
         self.known = False
@@ -88,7 +93,7 @@ class TierFetching:
                 change_soon(self._books, functools.partial(self._books.read_ended, self.reading))
 
     def layers_arrived(self, job: TierJob, layers: range) -> None:
-        pass
+        change_soon(self._books, functools.partial(self._layers_are_there, layers.stop))
 
     def settled(self, job: TierJob) -> None:
         change_soon(self._books, functools.partial(self._settle, list(job.outcomes)))
@@ -96,12 +101,22 @@ class TierFetching:
     def over(self, job: TierJob) -> None:
         change_soon(self._books, self._end)
 
+    def _layers_are_there(self, num_layers: int) -> None:
+        self.num_layers = max(self.num_layers, num_layers)
+        for tell in self.followers:
+            tell()
+
     def _settle(self, outcomes: list[Outcome | None]) -> None:
         self.known, self.num_arrived = True, outcomes.count(Outcome.DONE)
         self._left = [
             slot for slot, outcome in zip(self.job.host_slots, outcomes, strict=True) if outcome is not Outcome.DONE
         ]
         self._books.queue.ended(self.reading)  # before anything is asked for behind it
+        ends = zip(self.job.keys, outcomes, strict=True)
+        self.lost = frozenset(key for key, outcome in ends if outcome is not Outcome.DONE)
+        followers, self.followers = self.followers, []
+        for tell in followers:
+            tell()
         self._books.fetched(self.job, outcomes)
 
     def _end(self) -> None:

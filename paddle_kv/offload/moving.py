@@ -13,11 +13,20 @@ from .jobs import Job, Result
 
 class Moving:
     """A load or save in flight, and its jobs. Not the handle: that one is the user's, and a layerwise save whose handle
-    is lost is cancelled."""
+    is lost is cancelled.
 
-    def __init__(self, movement: Movement, jobs: Sequence[Job]) -> None:
+    Attributes:
+        follows: it is a load of what a tier is still bringing.
+    """
+
+    def __init__(self, movement: Movement, jobs: Sequence[Job], *, follows: bool = False) -> None:
         self.movement = movement
-        self.jobs = jobs
+        self.jobs, self.follows = jobs, follows
+
+    @property
+    def is_of_link(self) -> bool:
+        """Whether it is a load that nothing but the link may make fail."""
+        return not self.follows and all(job.kind == "load" and job.tier is None for job in self.jobs)
 
     @property
     def over(self) -> bool:
@@ -71,8 +80,8 @@ class Moves:
         urgent = urgent if direction == "onload" else False
         return self.scheduler.start_here(plan, compute, layerwise, urgent, behind)
 
-    def add(self, transfer: Transfer, jobs: Sequence[Job]) -> None:
-        self.moving.append(Moving(transfer._movement, jobs))
+    def add(self, transfer: Transfer, jobs: Sequence[Job], *, follows: bool = False) -> None:
+        self.moving.append(Moving(transfer._movement, jobs, follows=follows))
 
     def take_over(self) -> list[Moving]:
         """Those that are over, once."""

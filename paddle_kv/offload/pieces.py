@@ -27,7 +27,8 @@ class PieceState(enum.Enum):
     COMPUTED = "computed"
 
 
-_TO_COMPUTE = frozenset({PieceState.BELOW, PieceState.WAITING, PieceState.READING, PieceState.LOST})
+_TO_LOAD = frozenset({PieceState.BELOW, PieceState.WAITING, PieceState.READING})
+_TO_COMPUTE = _TO_LOAD | {PieceState.LOST}
 
 
 class Piece:
@@ -109,11 +110,12 @@ class Line:
         pieces: in order; changed by :meth:`join` and :meth:`part` alone.
         num_to_compute: blocks that are neither computed, nor loaded, nor on their way to the device.
         num_reading: those of them that are on their way from the tier.
+        num_below: those of them that lie there.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.pieces = list(pieces)
-        self.num_to_compute = self.num_reading = 0
+        self.num_to_compute = self.num_reading = self.num_below = 0
         self._stop = pieces[-1].stop if pieces else 0
         self._ends: list[int] = []  # where pieces begin that do not wait in host memory, in order
         for piece in pieces:
@@ -132,6 +134,7 @@ class Line:
     def _count(self, piece: Piece, blocks: int) -> None:
         self.num_to_compute += blocks * (piece.state in _TO_COMPUTE)
         self.num_reading += blocks * (piece.state is PieceState.READING)
+        self.num_below += blocks * (piece.state is PieceState.BELOW)
 
     def set(self, piece: Piece, state: PieceState) -> None:
         """One of ``pieces``."""
@@ -148,8 +151,18 @@ class Line:
         at = bisect_left(self._ends, block)
         return self._ends[at] if at < len(self._ends) else self._stop
 
+    def left(self) -> tuple[int, int]:
+        """The pieces ``[first, stop)`` that are all that is to be computed, and none of them lost. The same number
+        twice: there is something else between them, or one is lost."""
+        first = next((at for at, piece in enumerate(self.pieces) if piece.state in _TO_COMPUTE), len(self.pieces))
+        stop, blocks = first, 0
+        while stop < len(self.pieces) and self.pieces[stop].state in _TO_LOAD:
+            blocks += self.pieces[stop].size
+            stop += 1
+        return (first, stop) if blocks == self.num_to_compute else (first, first)
+
     def join(self, first: int, stop: int) -> Piece:
-        """Pieces ``[first, stop)``, which wait, become one that waits."""
+        """Pieces ``[first, stop)``, which are to be loaded, become one that waits."""
         parts = self.pieces[first:stop]
         whole = Piece(parts[0].start, parts[-1].stop)
         whole.parts = parts

@@ -60,11 +60,11 @@ class Source:
         self._seen_s = -math.inf  # the last load that was in time
         self._probing = False
 
-    def arrived(self, s_per_byte: float, now_s: float) -> None:
+    def arrived(self, num_bytes: int, seconds: float, now_s: float) -> None:
         resting, self._seen_s = self.standing is Standing.RESTING, now_s
         expected = self.pace.s_per_byte
-        slow = expected is not None and s_per_byte > expected * math.exp(self.pace.band)
-        self.pace.observe(s_per_byte, PROBE_WEIGHT if resting else WEIGHT)
+        slow = expected is not None and seconds > num_bytes * expected * math.exp(self.pace.band) + LATE_S
+        self.pace.observe(seconds / num_bytes, PROBE_WEIGHT if resting else WEIGHT)
         if resting:
             if now_s < self._until_s and not self._probing:
                 return  # was under way when the rest began
@@ -188,7 +188,7 @@ class Rates:
         with self._lock:
             now_s = self._clock()
             if not shared or source.lacks_news(now_s):
-                source.arrived(seconds / num_bytes, now_s)
+                source.arrived(num_bytes, seconds, now_s)
                 self._snapshot = None
 
     def observe_save(self, num_bytes: int, seconds: float) -> None:

@@ -1,5 +1,5 @@
-"""The books of a manager with a tier below host memory, as far as blocks come up from there: what is found, read ahead,
-read for a request that runs, or loaded to the device."""
+"""The books of a manager with a tier below host memory, as far as blocks are read into host memory: what is found, read
+ahead, or read for a request that runs."""
 
 from __future__ import annotations
 
@@ -12,80 +12,28 @@ from typing import Any
 
 from ..errors import ClosedError, ForkedError, TransferError
 from ..schedule import arriving
-from ..schedule.scheduler import LayerwiseScheduler
 from ..schedule.transfer import Transfer
 from ..tiers import Job as TierJob
-from ..tiers import Outcome, loading
-from ..tracking.alarms import Alarms
+from ..tiers import Outcome
 from ..tracking.group import change
 from ..tracking.keeper import Deadline, log
-from .below import Below, Timed
-from .books import EPOCH, RANK, Books
+from .books import EPOCH, RANK
 from .fetching import TierFetching, parts_of
+from .following import Following
 from .found import BlockState
 from .hints import Expectation
 from .jobs import Job, Result
-from .policy import Policy
+from .loading import LoadingBooks
 from .prefetch import Prefetch
 from .rates import TIER
-from .tier_queue import TierQueue
 
 LOOK_AGAIN_S = 0.5  # for room, where some waits
 
 
-class ReadingBooks(Books):
-    """See the module.
-
-    Args:
-        below: the tier, with its policy.
-        timeout_s: of a load.
-    """
-
-    def __init__(
-        self,
-        scheduler: LayerwiseScheduler,
-        policy: str | Policy[bytes],
-        capacity_blocks: int,
-        max_events: int,
-        below: Below,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(scheduler, policy, capacity_blocks, max_events)
-        self.below, self.timeout_s, self.tier = below, timeout_s, below.tier
-        self._has_events = max_events > 0
-        self.queue = TierQueue()
-        self._is_to_look = False
-        self._alarms = Alarms("paddle_kv-room")
-        self._end_alarms = weakref.finalize(self, self._alarms.stop)
-        self.looks_at_ends = True  # what they bring goes down
+class ReadingBooks(LoadingBooks):
+    """See the module."""
 
     # ---- outside of sections ----
-    def ask(self, keys: list[bytes]) -> Set[bytes]:
-        slots, arriving = self.index.slots, self.index.arriving  # without the lock: it is a hint in any case
-        return self.below.having([key for key in keys if key not in slots or key in arriving])
-
-    def load_s(self, num_blocks: int) -> float:
-        return self.below.rate.seconds(num_blocks)
-
-    def start_load(self, keys: list[bytes], device_ids: list[int], compute: Any) -> Transfer:
-        start = functools.partial(self._start_load, keys, device_ids, self.ask(keys), compute)
-        started: Transfer = self.group.host.call(start)  # as a whole, whatever a signal handler raises
-        return started
-
-    def _start_load(self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any) -> Transfer:
-        start = functools.partial(self._onload_from, keys, device_ids, below, compute)
-        transfer, asked = change(self, start)
-        if asked is not None:
-            job, timed = asked
-            try:
-                loading.read(self.below.tier, transfer._movement, job)
-            except Exception as error:  # noqa: BLE001  the transfer has failed, and ends
-                if not job.started_s:
-                    timed.give_up()
-                    change(self, functools.partial(self.read_ended, job))
-                raise TransferError(f"the tier could not be asked: {error}") from None
-        return transfer  # type: ignore[no-any-return]
-
     def prefetch(self, keys: list[bytes], timeout_s: float) -> Prefetch:
         return self._read_ahead(keys, None, deadline=Deadline(timeout_s))
 
@@ -196,71 +144,6 @@ class ReadingBooks(Books):
     def peek(self, keys: list[bytes], below: Set[bytes]) -> int:
         self.settle()
         return len(self._walk(keys, below))
-
-    def _onload_from(
-        self, keys: list[bytes], device_ids: list[int], below: Set[bytes], compute: Any
-    ) -> tuple[Transfer, tuple[TierJob, Timed] | None]:
-        """One transfer of what is in host memory and what is read into it meanwhile."""
-        self.settle()
-        below = self.below.not_forgotten(below)
-        slots = self.index.slots
-        coming = (self.index.arriving.keys() & keys) - self.directory.following
-        if coming:  # of the tier when they were looked up, say
-            raise TransferError(
-                f"{len(coming)} of the blocks are being brought by a prefetch or a save; compute instead"
-            )
-        absent = [position for position, key in enumerate(keys) if key not in slots]
-        there = [position for position, key in enumerate(keys) if key in slots]
-        if not absent:
-            return self.onload(keys, device_ids, compute), None
-        gone = [keys[position] for position in absent if keys[position] not in below]
-        if gone:
-            self.directory.plan_load(gone, range(len(gone)))  # says why it cannot be loaded
-        jobs: list[Job] = []
-        timed = None
-        wanted = [keys[position] for position in absent]
-        self.index.pin(keys)  # none of them makes room for the others
-        try:
-            jobs.append(self._plan_from_tier(wanted, [device_ids[position] for position in absent]))
-            if there:
-                jobs.append(self.directory.plan_load([keys[i] for i in there], [device_ids[i] for i in there]))
-            host_ids = [slots[key] for key in keys]
-            arrival = loading.Arrival()
-            timed = self.below.timed(arrival, len(wanted))
-            reading = TierJob(wanted, list(jobs[0].host_slots), timeout_s=self.timeout_s, observer=timed)
-            plan = self.scheduler.plan("onload", device_ids, host_ids)
-            transfer = arriving.start(self.scheduler, plan, compute, None, reading)
-        except BaseException as error:
-            if timed is not None:
-                timed.give_up()
-            damaged = error.damaged_host_blocks if isinstance(error, TransferError) else ()
-            for job in jobs:
-                self.directory.undo(job, [i for i, slot in enumerate(job.host_slots) if slot in damaged])
-            if not self._has_events:
-                self._forget_tier(wanted)
-            raise
-        finally:
-            self.index.unpin(keys)
-        arrival.movement = transfer._movement
-        self.queue.began(reading)
-        self.directory.following.update(wanted)
-        self.moves.add(transfer, jobs)
-        self.loads.add(transfer._movement)
-        self._look_at_its_end(transfer)
-        return transfer, (reading, timed)
-
-    def _plan_from_tier(self, keys: list[bytes], device_ids: list[int]) -> Job:
-        self.directory.tier_stored(self.below.name, keys)
-        job = self.directory.plan_load(keys, device_ids, tier=self.below.name)
-        if len(job.keys) < len(keys):
-            self._undo_from_tier(job, keys)
-            raise TransferError(f"host memory has no room for {len(keys)} blocks of the tier: what is there is held")
-        return job
-
-    def _undo_from_tier(self, job: Job, keys: list[bytes]) -> None:
-        self.directory.undo(job)
-        if not self._has_events:  # else what a lookup has noted stays
-            self._forget_tier(keys)
 
     # ---- reading into host memory ----
     def _below_of(self, keys: list[bytes], below: Set[bytes], *, later: bool) -> tuple[list[bytes], list[bytes]]:
@@ -392,12 +275,12 @@ class ReadingBooks(Books):
         if keys and self.queue.is_full and not self.closed:
             self.there_is_room()
 
-    def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool) -> TierFetching:
+    def _fetch(self, keys: list[bytes], timeout_s: float, *, urgent: bool, layerwise: bool = False) -> TierFetching:
         job = self._plan_from_tier(keys, list(range(len(keys))))  # no device block is meant
         if not self.slots.pool.domain.try_lease(job.host_slots, write=True):
             self._undo_from_tier(job, keys)
             raise TransferError("somebody else holds the host blocks")
-        fetching = TierFetching(self, job, timeout_s, urgent=urgent)
+        fetching = TierFetching(self, job, timeout_s, urgent=urgent, layerwise=layerwise)
         self.queue.began(fetching.reading, fetching)
         return fetching
 
@@ -444,15 +327,54 @@ class ReadingBooks(Books):
                 raise
         finally:
             self.index.unpin(hashes)
+        return self._used_by_one(fetching)
+
+    def _used_by_one(self, fetching: list[TierFetching]) -> Prefetch:
         prefetch = Prefetch(self, fetching)
         prefetch.blocks_until = self.queue.blocks_until(fetching)
         for one in fetching:
             one.users.add(prefetch)
         return prefetch
 
+    def follow(self, keys: list[bytes], device_ids: list[int], compute: Any) -> tuple[Transfer, Prefetch]:
+        self.settle()
+        if len(self._walk(keys, frozenset(keys), joins=True)) < len(keys):
+            raise TransferError(f"not all of {len(keys)} blocks are there or have room")
+        slots, following = self.index.slots, self.directory.following
+        self.index.pin(keys)
+        try:
+            absent = [key for key in keys if key not in slots]
+            if absent:
+                own = self._fetch(absent, self.timeout_s, urgent=True, layerwise=True)
+                self.group.host.tell(functools.partial(own.read, self.below.tier))
+            reading = self._reading_of(keys)
+            fetching = list(dict.fromkeys(reading.values()))
+            for one in fetching:
+                one.urgent = True
+            behind = reading.keys() - following
+            following |= behind  # this load may follow them, and no other one
+            try:
+                job = self.directory.plan_load(keys, device_ids)
+            finally:
+                following -= behind
+        finally:
+            self.index.unpin(keys)
+        try:
+            plan = self.scheduler.plan("onload", device_ids, list(job.host_slots))
+            transfer = arriving.follow(self.scheduler, plan, compute, None, [slots[key] for key in reading])
+        except BaseException as error:
+            damaged = error.damaged_host_blocks if isinstance(error, TransferError) else ()
+            self.directory.undo(job, [i for i, slot in enumerate(job.host_slots) if slot in damaged])
+            raise
+        movement = transfer._movement
+        movement.shares_link = True  # it waits for the tier, and what is measured is the end of it
+        self.moves.add(transfer, [job], follows=True)
+        self.loads.add(movement)
+        Following(movement, keys, fetching)
+        return transfer, self._used_by_one(fetching)
+
     def read_ended(self, job: TierJob) -> None:
-        """It is known how it went with what the tier was asked for: others' turn may have come."""
-        self.queue.ended(job)
+        super().read_ended(job)  # others' turn may have come
         if self._next_turn() is not None:
             self.look_at_turns()
 
@@ -474,9 +396,6 @@ class ReadingBooks(Books):
         self.counts["prefetched_blocks"] += len(good)
         self.ended(job, result)
         self.feed.fill(self)
-
-    def _forget_tier(self, keys: Sequence[bytes]) -> None:
-        self.directory.tier_removed(self.below.name, keys)
 
 
 def _hand_over(books: Callable[[], ReadingBooks | None]) -> None:

@@ -122,8 +122,20 @@ class Waits:
         layer, and ends as if they had been there, but for a layer."""
         if rates.base_s is None or not rates.link_waits:
             return False
+        return num_blocks * rates.link_s <= self._pass_s(rates)
+
+    def fits_tier(self, rates: RateSnapshot, num_blocks: int, tier_blocks: int, *, is_last: bool) -> bool:
+        """As :meth:`fits_pass`, while a tier reads ``tier_blocks`` of them. ``is_last``: no more can be read one behind
+        the other, so that nothing is lost where the tier takes longer than the pass, as long as the link does not."""
+        if rates.base_s is None or not (rates.link_waits and rates.tier_waits):
+            return False
+        link_s, tier_s, pass_s = num_blocks * rates.link_s, tier_blocks * rates.tier_s, self._pass_s(rates)
+        return link_s <= max(tier_s, pass_s) and (is_last or tier_s <= pass_s)
+
+    def _pass_s(self, rates: RateSnapshot) -> float:
+        """Of the one behind the prefix."""
         end = self._num_blocks * rates.block_tokens
-        return num_blocks * rates.link_s <= rates.prefill_s(end, self._stop_of_pass(end))
+        return rates.prefill_s(end, self._stop_of_pass(end))
 
     def _stop_of_pass(self, token: int) -> int:
         """That begins there."""

@@ -6,12 +6,15 @@ and its blocks are given back, only when :func:`end` has said that nobody touche
 
 If some blocks do not come (:func:`lose`), the load fails, and moves the others all the same: only the lost ones are
 poisoned, on both sides.
+
+A load may also follow what others write under a lease of theirs (:func:`follow`). It only reads these blocks, and is
+over as any other, whoever still writes them.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from ..errors import LeasedError
 from ..tracking import stamps
 from . import settling, submission
 from .movement import Failure, Movement, Reading, State
+from .resources import Events
 from .transfer import Transfer
 
 
@@ -42,6 +46,15 @@ def start(scheduler: Any, plan: TransferPlan, compute: Stream, urgent: bool | No
         raise LeasedError(f"block {busy[0]} of the host pool is in use; it cannot be read from storage now", busy)
     stamps.forget(domain, reading.block_ids)
     transfer: Transfer = scheduler.start_here(plan, compute, False, urgent, reading=reading)
+    return transfer
+
+
+def follow(
+    scheduler: Any, plan: TransferPlan, compute: Stream | Events, urgent: bool | None, leased: Sequence[int]
+) -> Transfer:
+    """The load of host blocks of which somebody writes those that are ``leased``, under a lease of his own: he marks
+    what is there. Nothing is submitted before."""
+    transfer: Transfer = scheduler.start_here(plan, compute, False, urgent, leased=leased)
     return transfer
 
 

@@ -185,7 +185,14 @@ class Movement:
     is_noted = False  # a section will look which it has
 
     def __init__(
-        self, scheduler: Owner, plan: TransferPlan, stream: Stream, *, layerwise: bool, reading: Reading | None = None
+        self,
+        scheduler: Owner,
+        plan: TransferPlan,
+        stream: Stream,
+        *,
+        layerwise: bool,
+        reading: Reading | None = None,
+        follows: bool = False,
     ) -> None:
         self.number = next(_numbers)
         self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
@@ -205,7 +212,7 @@ class Movement:
         self.savers: dict[Movement, None] = {}  # see :mod:`.rings`
         self.sharing: dict[Movement, bool] = {}  # the same
         self.reading = reading  # what still writes some of its source blocks; None once nobody touches them
-        self.unread = set(range(plan.num_layers)) if reading else set()  # layers that are not there yet
+        self.unread = set(range(plan.num_layers)) if reading or follows else set()  # layers that are not there yet
         self.ready = list(plan.groups)  # marked, not submitted; ascending
         if self.to_mark or self.unread:
             self.ready = [group for group in self.ready if not self.is_held_back(group)]

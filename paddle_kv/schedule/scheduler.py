@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from .. import backend as backends
@@ -244,6 +244,7 @@ class LayerwiseScheduler(Lifetime):
         urgent: bool | None,
         behind: Collection[Movement] = (),
         reading: Reading | None = None,
+        leased: Sequence[int] = (),
     ) -> Transfer:
         """In a section: starts it behind what its blocks, and ``behind``, ask for."""
         self.check_open()
@@ -251,8 +252,17 @@ class LayerwiseScheduler(Lifetime):
             raise ValueError("layerwise = False must be True: the layers of the device cache share buffers")
         if self.device_cache.is_ring and plan.left_out:
             raise ValueError("layers must be None: the layers of the device cache share buffers")
-        own = self._statistics
-        return start(self, plan, compute, own, layerwise=layerwise, urgent=urgent, behind=behind, reading=reading)
+        return start(
+            self,
+            plan,
+            compute,
+            self._statistics,
+            layerwise=layerwise,
+            urgent=urgent,
+            behind=behind,
+            reading=reading,
+            leased=leased,
+        )
 
     def gates(self, *, timeout_s: float) -> Gates:
         """Waits and marks for layers inside captured CUDA graphs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,17 +34,19 @@ def start(
     urgent: bool | None,
     behind: Collection[Movement],
     reading: Reading | None = None,
+    leased: Sequence[int] = (),
 ) -> Transfer:
     """Behind what its blocks, and ``behind``, ask for. ``compute``: or events that were recorded on it before, for a
     load that does not wait for what was submitted since. ``urgent=None``: as the statistics say. ``reading``: the
-    source blocks are being written, see :mod:`.arriving`."""
+    source blocks are being written, by the load itself; ``leased``: some are, by others; see :mod:`.arriving`."""
     to_host = plan.direction == "offload"
     source, target = (
         (scheduler.device_cache, scheduler.host_pool) if to_host else (scheduler.host_pool, scheduler.device_cache)
     )
     names = ("device cache", "host pool") if to_host else ("host pool", "device cache")
     # Nobody uses those that are being written: see :mod:`.arriving`.
-    read_ids = plan.source_ids if reading is None else _but_for(reading.block_ids, plan.source_ids)
+    written = leased if reading is None else reading.block_ids
+    read_ids = _but_for(written, plan.source_ids) if written else plan.source_ids
     if not (source.domain.is_quiet() and target.domain.is_quiet()):
         holders = [*source.domain.holders(read_ids, writing=False), *target.domain.holders(plan.target_ids)]
         for holder in dict.fromkeys(holders):  # in an order that repeats
@@ -60,7 +62,7 @@ def start(
         urgent = statistics.queued_bytes >= max(URGENT_SHARE * moved_bytes, URGENT_BESIDE_BYTES)
     resources = scheduler.resources
     stream = resources.urgent_stream() if urgent else resources.streams[plan.direction]
-    movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading)
+    movement = Movement(scheduler, plan, stream, layerwise=layerwise, reading=reading, follows=bool(leased))
     has_noted = False
     try:
         transfer = _prepare(movement, compute)
@@ -163,7 +165,7 @@ def _note_hazards(movement: Movement, behind: Collection[Movement]) -> None:
         submission.inherit(movement)
 
 
-def _but_for(read_into: list[int], ids: Ids) -> Ids:
+def _but_for(read_into: Sequence[int], ids: Ids) -> Ids:
     return ids[~np.isin(ids, read_into)]
 
 

@@ -225,6 +225,11 @@ class Tier:
             else:
                 waiter.release()
 
+    @property
+    def reads_layerwise(self) -> bool:
+        """Whether the first layers of a load can be there before the others: small objects come at once."""
+        return len(self._stages[True]) > 1
+
     def close(self, timeout_s: float | None = None) -> None:
         """Waits for the jobs, no longer than ``timeout_s``; then drops what has not begun. Again: does nothing.
 

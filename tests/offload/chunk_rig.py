@@ -24,7 +24,6 @@ POISON = 0xA5
 WRONG = 0xEE
 SIZE = 4  # tokens of a block
 SPEC = KVCacheSpec(num_layers=3, num_kv_heads=1, head_dim=16, block_size=SIZE, dtype="float32")
-TOKEN_BYTES = 64
 
 
 BLOCK_BYTES = SPEC.block_bytes * SPEC.num_layers
@@ -46,12 +45,17 @@ def know(
         rates.set_prefill(compute_s / SIZE)
 
 
+def token_bytes(spec: KVCacheSpec) -> int:
+    """Of a tensor of a layer."""
+    return spec.tensor_block_bytes("key") // spec.block_size
+
+
 def contents(tokens: Sequence[int], spec: KVCacheSpec = SPEC) -> np.ndarray:
     """uint8 [tokens, layers, tensors, bytes of a token]."""
     found, state = [], 0
     for token in tokens:
         state = zlib.crc32(int(token).to_bytes(8, "little"), state)
-        size = (spec.num_layers, len(spec.tensor_names), TOKEN_BYTES)
+        size = (spec.num_layers, len(spec.tensor_names), token_bytes(spec))
         found.append(np.random.default_rng(state).integers(0, 256, size, np.uint8))
     return np.array(found)
 
@@ -82,7 +86,7 @@ class ChunkRig:
             [
                 bytes_at(
                     self.cache.tensor(name, layer).data_ptr(), device_blocks * spec.tensor_block_bytes(name)
-                ).reshape(device_blocks, SIZE, TOKEN_BYTES)
+                ).reshape(device_blocks, SIZE, token_bytes(spec))
                 for name in spec.tensor_names
             ]
             for layer in range(spec.num_layers)
@@ -96,7 +100,8 @@ class ChunkRig:
 
     def layer_of(self, table: Sequence[int], layer: int, num_tokens: int) -> np.ndarray:
         """uint8 [tokens, tensors, bytes of a token]."""
-        found = [view[list(table)].reshape(-1, TOKEN_BYTES)[:num_tokens] for view in self._views[layer]]
+        size = token_bytes(self.spec)
+        found = [view[list(table)].reshape(-1, size)[:num_tokens] for view in self._views[layer]]
         return np.stack(found, axis=1)
 
     def run(self, request: Request, chunk: range, table: Sequence[int], expected: np.ndarray) -> None:

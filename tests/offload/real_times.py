@@ -34,13 +34,16 @@ SLICE_S = 0.5e-3  # then it is the turn of another
 
 @dataclass(frozen=True)
 class Shape:
-    """Blocks of a prompt, by where they are, and of a pass of the model, and its layers. One token comes behind all."""
+    """Blocks of a prompt, by where they are, and of a pass of the model, its layers, and elements of a head of its only
+    one: a tier reads an object layer by layer if a layer of it has 16 KiB, so from 512 on. One token comes behind all.
+    """
 
     host: int = 20
     tier: int = 20
     end: int = 0
     chunk: int = 4
     layers: int = SPEC.num_layers
+    head_dim: int = SPEC.head_dim
 
     @property
     def total(self) -> int:
@@ -68,7 +71,7 @@ class Channel:
 
 class Slow(FilesEngine):
     def __init__(self, folder: Path, channel: Channel) -> None:
-        super().__init__({folder: 1 << 26}, threads_per_root=4)
+        super().__init__({folder: 1 << 28}, threads_per_root=4)
         self.roots[0].most_batched = 1
         self._channel = channel
 
@@ -84,8 +87,7 @@ class _SlowRead:
         return getattr(self._item, name)
 
     def arrived(self, stage: int) -> bool:
-        if not stage:
-            self._channel.move(1)
+        self._channel.move(self._item.stage_bytes(stage) / self._item.size_bytes)
         return bool(self._item.arrived(stage))
 
 
@@ -101,7 +103,7 @@ class Server:
     ) -> None:
         """``host_blocks``: None: for all."""
         self.link, self.tier, self.block_s, self.shape, self._ahead_s = Channel(), Channel(), block_s, shape, ahead_s
-        self.spec = spec = replace(SPEC, num_layers=shape.layers)
+        self.spec = spec = replace(SPEC, num_layers=shape.layers, head_dim=shape.head_dim)
         self.asleep = True
         copy = binding.copy
 
@@ -179,9 +181,11 @@ def main() -> None:
     parser.add_argument("--end-blocks", type=int, default=0, help="that are found nowhere")
     parser.add_argument("--chunk-blocks", type=int, default=4, help="of a pass")
     parser.add_argument("--layers", type=int, default=SPEC.num_layers)
+    parser.add_argument("--head-dim", type=int, default=SPEC.head_dim, help="512: a tier reads layer by layer")
     parser.add_argument("--ahead-blocks", type=float, default=0.0, help="that are computed of others before its turn")
     chosen = parser.parse_args()
-    shape = Shape(chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks, chosen.layers)
+    blocks = chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks
+    shape = Shape(*blocks, chosen.layers, chosen.head_dim)
     print("link and tier in GB/s; s to the first token, mean and most: computed, loaded, decided; decided / better")
     for link, tier in itertools.product(chosen.link_gbps, chosen.tier_gbps):
         with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ import pytest
 
 from paddle_kv import CancelledError, ClosedError, LayerwiseScheduler, TransferError
 from paddle_kv.offload import KVOffloadManager
+from paddle_kv.offload.moving import Moving
 from paddle_kv.schedule import starting
 from paddle_kv.schedule.movement import State
 from paddle_kv.tracking.group import change
@@ -144,7 +145,8 @@ def test_a_load_may_pass_others_and_a_save_never_does(
 def moving_of(kind: str, *, over: bool = False, unmarked: int = 0, count: int = 3, **fields: Any) -> Any:
     plan = SimpleNamespace(device_ids=range(count))
     movement = SimpleNamespace(over=over, unmarked=unmarked, plan=plan, **fields)
-    return SimpleNamespace(jobs=[SimpleNamespace(kind=kind, tier=fields.get("tier"))], movement=movement)
+    jobs: Any = [SimpleNamespace(kind=kind, tier=fields.get("tier"))]
+    return Moving(movement, jobs, follows=fields.get("follows", False))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("seconds", "takes"), [(None, True), (0.25, True), (0.2501, False)])
@@ -187,6 +189,7 @@ def test_what_a_transfer_took_is_learned_once_it_is_known(
         manager._books._measure(moving_of(kind, sample=sample, state=state, shares_link=sample == (2000, 0.75)))
     assert said.pop() == ("failed", "onload")
     manager._books._measure(moving_of("save", sample=None, state=State.FAILED))
+    manager._books._measure(moving_of("load", sample=None, state=State.FAILED, follows=True))
     of_both = moving_of("load", sample=None, state=State.FAILED, tier="disk")
     manager._books._measure(of_both)
     of_both.jobs.append(SimpleNamespace(kind="load", tier=None))

@@ -34,14 +34,23 @@ def source(standing: Standing, log_spread: float = 0.25) -> Source:
 @pytest.mark.parametrize(("took_s", "standing"), [(math.e, Standing.TRUSTED), (2.719, Standing.PROBATION)])
 def test_just_on_the_band_is_in_time(took_s: float, standing: Standing) -> None:
     one = source(Standing.TRUSTED)
-    one.arrived(took_s, 0.0)
+    one.arrived(1000, 1000 * took_s, 0.0)
+    assert one.standing is standing
+
+
+@pytest.mark.parametrize(("took_s", "standing"), [(0.0158, Standing.TRUSTED), (0.0160, Standing.PROBATION)])
+def test_a_small_load_may_wait_for_a_thread_to_wake_up(took_s: float, standing: Standing) -> None:
+    one = Source()
+    one.pace.set(0.001, 0.25)
+    one.standing = Standing.TRUSTED
+    one.arrived(4, took_s, 0.0)  # expected in 4 ms, within the band in 10.9
     assert one.standing is standing
 
 
 @pytest.mark.parametrize(("standing", "log"), [(Standing.RESTING, -0.2), (Standing.PROBATION, -0.04)])
 def test_a_probe_behind_a_rest_counts_for_more(standing: Standing, log: float) -> None:
     one = source(standing)
-    one.arrived(math.exp(-0.4), 10.0)
+    one.arrived(1000, 1000 * math.exp(-0.4), 10.0)
     assert one.pace.s_per_byte == pytest.approx(math.exp(log))
 
 
@@ -52,7 +61,7 @@ def test_a_probe_behind_a_rest_counts_for_more(standing: Standing, log: float) -
 def test_what_arrives_in_a_rest_was_under_way_before(now_s: float, standing: Standing) -> None:
     one = source(Standing.TRUSTED)
     one.fault(100.0)
-    one.arrived(1.0, now_s)
+    one.arrived(1000, 1000.0, now_s)
     assert one.standing is standing
 
 
@@ -69,10 +78,10 @@ def test_faults_are_forgotten_one_by_one() -> None:
     one.fault(0.0)
     one.fault(1.0)
     assert (one._probation, one._rest_s) == (4 * FIRST_PROBATION, 4 * FIRST_REST_S)
-    one.arrived(1.0, 10.0)  # of a probe
+    one.arrived(1000, 1000.0, 10.0)  # of a probe
     seen = []
     for _ in range(12 + 4 * 12 + 4 * 6 + 4 * 3):
-        one.arrived(1.0, 10.0)
+        one.arrived(1000, 1000.0, 10.0)
         seen.append((one.standing is Standing.TRUSTED, one._probation, one._rest_s))
     expected = [(False, 12, 4.0)] * 11 + [(True, 12, 4.0)] * 48 + [(True, 6, 2.0)] * 24 + [(True, 3, 1.0)] * 13
     assert seen == expected
@@ -85,7 +94,7 @@ def test_when_a_probe_is_due() -> None:
     assert new.probe_due(LONGEST_REST_S - 0.001) is False and new.probe_due(LONGEST_REST_S)
     used = source(Standing.TRUSTED)
     assert used.probe_due(5.0)  # nobody has ever seen it in time
-    used.arrived(1.0, 5.0)
+    used.arrived(1000, 1000.0, 5.0)
     assert not used.probe_due(5.0 + UNSEEN_S - 0.001) and used.probe_due(5.0 + UNSEEN_S)
 
 

@@ -1,0 +1,241 @@
+"""All that is left of a prefix as one load, while the tier reads it: by itself, as in ``test_meeting.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload import bringing
+from paddle_kv.offload.feeding import Meeting
+from paddle_kv.offload.pieces import PieceState
+from paddle_kv.offload.rates import LATE_S, LINK, TIER
+from paddle_kv.offload.waits import Step
+from paddle_kv.schedule.movement import State
+from tests.offload.meeting_rig import BELOW, BLOCK_BYTES, BLOCKS, HERE, Bench, Copy, Read, states_of, worth
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made = Bench(monkeypatch)
+    made.reads_layerwise = True
+    yield made
+
+
+def positions(read: Read) -> list[int]:
+    return [int(key) for key in read.keys]
+
+
+def followed(bench: Bench, *, host_pieces: int = 1, tier_pieces: int = 2) -> tuple[Meeting, Copy, Read]:
+    """A pass over one piece takes 16 s, and the tier needs 4 for each."""
+    bench.know(0.1, 4.0, 0.99)
+    states = [HERE] * host_pieces * BLOCKS + [BELOW] * tier_pieces * BLOCKS
+    meeting = bench.meeting(states, end_blocks=BLOCKS)
+    bench.fill()
+    assert states_of(meeting) == ["loading"]
+    assert bench.loaded == [[0, len(states) - 1]]
+    [read] = bench.reads
+    assert positions(read) == list(range(host_pieces * BLOCKS, len(states)))
+    return meeting, bench.copies[0], read
+
+
+@pytest.mark.parametrize(("host_pieces", "tier_pieces"), [(0, 1), (1, 2), (0, 4), (3, 1)])
+def test_what_the_tier_reads_within_the_pass_behind_it_comes_as_one(
+    bench: Bench, host_pieces: int, tier_pieces: int
+) -> None:
+    meeting, copy, _ = followed(bench, host_pieces=host_pieces, tier_pieces=tier_pieces)
+    assert copy.behind == ["event 0"]
+    assert len(copy.callbacks) == 1 and meeting.under_way == [copy]
+    assert (meeting.line.num_below, meeting.line.num_to_compute, meeting.line.num_reading) == (0, 0, 0)
+    bench.fill()
+    assert len(bench.reads) == len(bench.copies) == 1
+    copy.end()
+    bench.fill()
+    assert states_of(meeting) == ["loaded"]
+
+
+def test_the_last_pieces_are_read_first_as_long_as_the_tier_takes_longer_than_the_pass(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 0.99)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 6 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert [positions(one)[0] for one in bench.reads] == [24, 20, 4]  # 16 s are left then
+    assert len(bench.reads[-1].keys) == 4 * BLOCKS
+    assert bench.loaded == [[0, 27]]
+    assert states_of(meeting) == ["loading"]
+    assert meeting._reading == {}
+
+
+@pytest.mark.parametrize(("tier_s", "reads"), [(1.999, [[0, 7]]), (2.001, [[4, 7], [0, 3]])])
+def test_just_within_the_pass(bench: Bench, tier_s: float, reads: list[list[int]]) -> None:
+    bench.know(0.1, 4.0, tier_s)
+    meeting = bench.meeting([BELOW] * 2 * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    assert [[positions(one)[0], positions(one)[-1]] for one in bench.reads] == reads
+    assert states_of(meeting) == ["loading"]
+
+
+def test_the_last_read_is_followed_whatever_it_takes(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 3.0)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * BLOCKS, end_blocks=1)
+    bench.fill()
+    assert (states_of(meeting), bench.loaded) == (["loading"], [[0, 7]])
+
+
+def test_over_a_slow_link_it_comes_piece_by_piece(bench: Bench) -> None:
+    bench.know(3.5, 4.0, 3.0)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS + [BELOW] * BLOCKS, end_blocks=1)
+    bench.fill()
+    assert states_of(meeting) == ["waiting", "loading", "loading", "reading"]
+
+
+@pytest.mark.parametrize(
+    "why", ["whole objects", "no trust", "no trust in the link", "lost", "computed", "to compute", "no room", "another"]
+)
+def test_what_comes_piece_by_piece(bench: Bench, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.know(0.1, 4.0, 1.0)
+    if why == "to compute":
+        worth(monkeypatch, choice="compute", load_s=9.0, tier_first=0)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 2 * BLOCKS, end_blocks=BLOCKS)
+    if why == "whole objects":
+        bench.reads_layerwise = False
+    elif why.startswith("no trust"):
+        bench.rates.observe_load(LINK if "link" in why else TIER, BLOCK_BYTES, 30.0)
+    elif why in ("lost", "computed"):
+        meeting.line.set(meeting.line.pieces[1], PieceState(why))
+    elif why == "no room":
+        bench.fails = True
+    elif why == "another":
+        bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
+    bench.fill()
+    bench.fails = False
+    assert "reading" in states_of(meeting)
+    assert not meeting._followed
+    assert [len(copy.positions) for copy in bench.copies if copy.positions[0] < 100] in ([4], [])
+
+
+def test_it_is_tried_once(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 1.0)
+    meeting = bench.meeting([BELOW] * 4 * BLOCKS, end_blocks=BLOCKS)
+    bench.fails = True
+    bench.fill()
+    bench.fails = False
+    bench.arrive(bench.reads[0])
+    bench.fill()
+    assert states_of(meeting) == ["reading"] * 3 + ["loading"]
+
+
+def test_when_it_should_be_there(bench: Bench) -> None:
+    bench.now_s = 100.0
+    bench.others_blocks = 2
+    meeting, _, _ = followed(bench)
+    [whole] = meeting.line.pieces
+    assert (whole.begin_s, whole.num_blocks) == (100.0, 10)
+    assert whole.due_s == pytest.approx(100.0 + 10 * 0.99)
+    assert bench.feed.free_s == pytest.approx(100.0 + 12 * 0.1)
+    assert whole.late_s == pytest.approx(100.0 + 1.5 * 10 * 0.99 + 1.5 * 12 * 0.1 + 2 * LATE_S)
+    [(at_s, _)] = bench.alarms
+    assert whole.late_s < at_s <= whole.late_s + 0.01
+
+
+def test_a_link_that_takes_longer_than_the_tier_says_when(bench: Bench) -> None:
+    bench.know(1.0, 4.0, 1.1)
+    meeting = bench.meeting([HERE] * 2 * BLOCKS + [BELOW] * BLOCKS, end_blocks=BLOCKS)
+    bench.fill()
+    [whole] = meeting.line.pieces
+    assert whole.due_s == pytest.approx(12.0)
+
+
+def test_the_model_waits_for_it_although_it_is_not_submitted(bench: Bench) -> None:
+    meeting, copy, _ = followed(bench)
+    assert bench.next(meeting) == Step(None, (copy,))  # type: ignore[arg-type]
+    assert meeting.line.pieces[0].awaited
+
+
+def test_the_model_computes_what_comes_later_than_that(bench: Bench) -> None:
+    """The tier does others first: what is read for it is cancelled with its load."""
+    bench.others_blocks = 1000
+    meeting, copy, _ = followed(bench)
+    copy.ends_when_cancelled = True
+    step = bench.next(meeting)
+    assert bench.cancelled == [copy]
+    assert step.piece is meeting.line.pieces[1] and step.loads == (bench.copies[1],)  # type: ignore[comparison-overlap]
+    assert states_of(meeting) == ["loading", "computed", "below"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_late_is_given_up_and_blamed_on_the_tier(bench: Bench, begun: bool) -> None:
+    meeting, copy, read = followed(bench)
+    if begun:
+        bench.next(meeting)
+    [whole] = meeting.line.pieces
+    bench.now_s = whole.late_s
+    bench.fill()
+    assert (bench.failures, bench.late, read.cancelled) == ([], [], 0)
+    bench.now_s = whole.late_s + 0.001
+    bench.fill()
+    bench.fill()
+    assert len(bench.failures) == 1 and read.cancelled
+    assert bench.late == [(TIER, 8 * BLOCK_BYTES, pytest.approx(bench.now_s))]
+    copy.end(State.FAILED)
+    bench.fill()
+    if begun:
+        assert states_of(meeting) == ["lost", "lost", "lost"]
+    else:
+        assert states_of(meeting) == ["loading", "below", "below"]  # nobody asks a tier that rests
+    assert meeting._followed == {}
+
+
+def test_late_over_the_link_is_blamed_on_the_link(bench: Bench) -> None:
+    meeting, copy, _ = followed(bench)
+    copy.unread, copy.num_unsubmitted = set(), 0
+    copy.ends_when_cancelled = True
+    bench.now_s = meeting.line.pieces[0].late_s + 1.0
+    bench.next(meeting)
+    assert [one[0] for one in bench.late] == [LINK]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_the_tier_has_lost_is_computed(bench: Bench, begun: bool) -> None:
+    meeting, copy, read = followed(bench)
+    if begun:
+        bench.next(meeting)
+    bench.slots.update({key: 0 for key in read.keys[:BLOCKS]})
+    copy.failed = True
+    copy.end(State.FAILED)
+    bench.fill()
+    if begun:
+        assert states_of(meeting) == ["lost"] * 3
+        meeting.compute_again()
+        assert states_of(meeting) == ["lost"] * 3
+    else:
+        assert states_of(meeting) == ["loading", "reading", "reading"]  # as far as it has come it is there at once
+
+
+def test_behind_what_was_given_up_all_comes_piece_by_piece(bench: Bench) -> None:
+    meeting, copy, _ = followed(bench)
+    copy.failed = True
+    copy.end(State.FAILED)
+    bench.read_at_once = True
+    bench.fill()
+    assert bench.loaded[1:] == [[4, 7], [8, 11]]
+    assert not meeting._followed
+
+
+def test_the_end_drops_what_is_read_for_it(bench: Bench) -> None:
+    meeting, copy, read = followed(bench)
+    meeting.end()
+    assert bench.cancelled == [copy]
+    assert read.cancelled == 1
+
+
+def test_a_look_when_it_is_late(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else may come by: the model waits for a layer."""
+    meeting, _, _ = followed(bench)
+    bench.next(meeting)
+    [(at_s, look)] = bench.alarms
+    calls: list[Any] = []
+    monkeypatch.setattr(bringing, "change", lambda books, function: calls.append(function()))
+    bench.now_s = at_s
+    look()
+    assert len(calls) == len(bench.failures) == 1
