@@ -78,12 +78,14 @@ class Bringing:
         self._waits = Waits(len(keys), num_tokens, chunk_tokens, num_layers)
         worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers)
         for piece in pieces:
-            if BlockState.TIER in states[piece.start : piece.stop]:
+            piece.tier_blocks = states[piece.start : piece.stop].count(BlockState.TIER)
+            if piece.tier_blocks:
                 self.line.set(piece, PieceState.BELOW)
         self._is_loaded = worth.choice != "compute"
         self._whole: Piece | None = None  # of what is left, begun before the model came to it
         self._followed: dict[Piece, Prefetch] = {}  # of what is loaded, and is still being read
         self._to_read: list[Piece] = []  # its parts that were not in host memory
+        self._wrong_from = len(keys)  # what was computed from this block on saw what did not come
         self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
         self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
@@ -112,7 +114,7 @@ class Bringing:
             self._followed.pop(piece, None)
             if movement.state is State.DONE:
                 self.line.set(piece, PieceState.LOADED)
-            elif prefetch is not None and not piece.awaited:
+            elif prefetch is not None and piece.parts:
                 self._part(piece)
             else:
                 self._lose(piece)
@@ -127,16 +129,20 @@ class Bringing:
             self.line.set(piece, PieceState.LOST)
 
     def _part(self, whole: Piece) -> None:
-        """The model does not wait for it: its pieces come one by one, as if it had never been begun."""
+        """Its pieces come one by one, as if it had never been begun."""
         is_begun = whole.state is not PieceState.WAITING
         self._whole, self._is_loaded = None, False
         self._here = list(whole.parts)
         self.line.part(whole, PieceState.WAITING)
+        if whole.awaited:
+            self._wrong_from = min(self._wrong_from, whole.start)
+            for piece in whole.parts:
+                piece.awaited = False
         if not is_begun:
             self.line.set(self._here[-1], PieceState.LOST)  # it cannot begin, whatever the reason
-        self._below, self._to_read = self._below + self._to_read, []
-        for piece in self._below:
+        for piece in self._to_read:
             self.line.set(piece, PieceState.BELOW)
+        self._below, self._to_read = self._below + self._to_read, []
 
     def _look_at_followed(self, piece: Piece, movement: Movement, prefetch: Prefetch) -> None:
         if movement.unread and not movement.failed and time.monotonic() > piece.late_s:
@@ -268,9 +274,11 @@ class Bringing:
 
     def read_next(self, books: Owner, is_alone: Callable[[], bool]) -> None:
         """From the tier into host memory, from the back."""
-        while self._below and len(self._reading) < MOST_READING and not self._follow_rest(books, is_alone):
+        while self._below and len(self._reading) < MOST_READING:
             piece = self._below[-1]
             if piece.state in (PieceState.BELOW, PieceState.WAITING):
+                if self._follow_rest(piece, books, is_alone):
+                    break
                 if math.isinf(self._rates.snapshot().tier_s):
                     piece.is_probe = self._rates.take_probe(TIER)
                     if not piece.is_probe:
@@ -279,39 +287,52 @@ class Bringing:
             self._below.pop()
         self._join(books)
 
-    def _follow_rest(self, books: Owner, is_alone: Callable[[], bool]) -> bool:
-        """Whether all that is left comes as one, while the tier reads it: see :meth:`_rest_until`."""
-        line = self.line
+    def _follow_rest(self, last: Piece, books: Owner, is_alone: Callable[[], bool]) -> bool:
+        """Whether what the tier still has to read is loaded while it reads it, from here on: together with all that is
+        left, as one, or by itself if that is one piece. ``last``: the next one to be read."""
+        line, rates = self.line, self._rates.snapshot()
         if not (self._is_loaded and self._follows and line.num_below and books.reads_layerwise):
             return False
-        is_last = line.num_below == self._below[-1].size
-        blocks = line.num_to_compute, line.num_below
-        if not (self._waits.fits_tier(self._rates.snapshot(), *blocks, is_last=is_last) and is_alone()):
+        others = line.num_below - (last.tier_blocks if last.state is PieceState.BELOW else 0)
+        queue_blocks = max(0, books.num_reading_blocks - line.num_reading)
+        if not self._waits.follows_tier(rates, line.num_below, others, queue_blocks):
             return False
-        first, stop = line.left()
+        first, stop = (0, 0)
+        if self._waits.link_keeps_up(rates, line.num_to_compute, line.num_below) and is_alone():
+            first, stop = line.left()
         if first == stop:
-            return False
-        parts = line.pieces[first:stop]
-        start, end = parts[0].start, parts[-1].stop
+            if others:
+                return False
+            first = line.at(last.start)
+            stop = first + 1
         self._follows = False  # once is enough, whatever comes of it
+        return self._follow(first, stop, books)
+
+    def _follow(self, first: int, stop: int, books: Owner) -> bool:
+        """Loads these pieces as one."""
+        parts = self.line.pieces[first:stop]
+        start, end = parts[0].start, parts[-1].stop
         try:
             transfer, prefetch = books.follow(self._keys[start:end], self._device_ids[start:end], self._events(books))
         except Exception as error:  # noqa: BLE001  whatever it is: it comes piece by piece
             log.debug("what is left of a prefix is loaded piece by piece: %s", error)
             return False
-        self._to_read = [part for part in parts if part.state is not PieceState.WAITING]
         self._below = []
-        for part in self._to_read:
-            self._reading.pop(part, None)
-        self._whole = whole = line.join(first, stop)
-        whole.expect(prefetch.blocks_until, self._rates, TIER)
-        link_s = self._rates.load_s(whole.size, LINK) or 0.0
-        books.feed.free_s = max(books.feed.free_s, whole.begin_s) + link_s
-        whole.due_s = max(whole.due_s, books.feed.free_s)
-        whole.late_s += self._rates.late_s(whole.size, LINK, books.feed.free_s - link_s - whole.begin_s)
-        self._followed[whole] = prefetch
-        books.call_at(whole.late_s + LATE_S, functools.partial(_look, weakref.ref(books)))
-        self._note_load(whole, transfer._movement, books)
+        if len(parts) == 1:
+            [piece] = parts
+        else:
+            self._to_read = [part for part in parts if part.state is not PieceState.WAITING]
+            for part in self._to_read:
+                self._reading.pop(part, None)
+            self._whole = piece = self.line.join(first, stop)
+        piece.expect(prefetch.blocks_until, self._rates, TIER)
+        link_s = self._rates.load_s(piece.size, LINK) or 0.0
+        books.feed.free_s = max(books.feed.free_s, piece.begin_s) + link_s
+        piece.due_s = max(piece.due_s, books.feed.free_s)
+        piece.late_s += self._rates.late_s(piece.size, LINK, books.feed.free_s - link_s - piece.begin_s)
+        self._followed[piece] = prefetch
+        books.call_at(piece.late_s + LATE_S, functools.partial(_look, weakref.ref(books)))
+        self._note_load(piece, transfer._movement, books)
         return True
 
     def _join(self, books: Owner) -> None:
@@ -336,6 +357,11 @@ class Bringing:
         piece.expect(prefetch.blocks_until, self._rates, TIER)
         self._asked_until_s = max(self._asked_until_s, piece.due_s)
         self._look_at_reading()
+
+    @property
+    def num_on_link(self) -> int:
+        """Loads that are, or are about to be: not those that wait for the tier."""
+        return sum(not (piece in self._followed and one.unread) for piece, one in self.moving.items())
 
     @property
     def under_way(self) -> list[Movement]:

@@ -69,8 +69,8 @@ class Feed:
         for meeting in meetings:
             meeting.look()
             meeting.read_next(books, functools.partial(_is_alone, meeting, meetings))
-        loading = sum(len(meeting.moving) for meeting in meetings)
-        if not loading:
+        loading = sum(meeting.num_on_link for meeting in meetings)
+        if not any(meeting.moving for meeting in meetings):
             self.free_s = 0.0
         while loading < MOST_LOADING:
             waiting = [meeting for meeting in meetings if meeting.next_load is not None]

@@ -186,7 +186,12 @@ class Meeting(Bringing):
         """Behind a load that has failed: what was computed with it is not what it should be."""
         self.look()
         pieces = self.line.pieces
-        lost = (number for number, one in enumerate(pieces) if one.awaited and one.state is PieceState.LOST)
+        wrong_from, self._wrong_from = self._wrong_from, len(self._keys)
+        lost = (
+            number
+            for number, one in enumerate(pieces)
+            if (one.awaited and one.state is PieceState.LOST) or one.stop > wrong_from
+        )
         first = next(lost, 0)
         for piece in pieces[first:]:
             if piece.state is PieceState.COMPUTED:

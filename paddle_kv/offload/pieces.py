@@ -39,6 +39,7 @@ class Piece:
         state: changed by :meth:`Line.set` alone.
         awaited: the model has computed with it, or is about to.
         parts: those that come together as this one.
+        tier_blocks: of it that lay in the tier.
         is_probe: it is to find out about the tier, also if the model does not need it any more, or about the link.
         begin_s: when its reading, or its load, should begin: set by :meth:`expect`, as the next three.
         num_blocks: that are moved from then on until it is there.
@@ -49,6 +50,7 @@ class Piece:
         self.start, self.stop = start, stop
         self.state = PieceState.WAITING
         self.parts: Sequence[Piece] = ()
+        self.tier_blocks = 0
         self.awaited = self.is_probe = False
         self.begin_s: float
         self.num_blocks: int
@@ -110,7 +112,7 @@ class Line:
         pieces: in order; changed by :meth:`join` and :meth:`part` alone.
         num_to_compute: blocks that are neither computed, nor loaded, nor on their way to the device.
         num_reading: those of them that are on their way from the tier.
-        num_below: those of them that lie there.
+        num_below: blocks of pieces that lie there, that do.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -122,19 +124,19 @@ class Line:
             self._enter(piece)
 
     def _enter(self, piece: Piece) -> None:
-        self._count(piece, piece.size)
+        self._count(piece, 1)
         if piece.state is not PieceState.WAITING:
             insort(self._ends, piece.start)
 
     def _leave(self, piece: Piece) -> None:
-        self._count(piece, -piece.size)
+        self._count(piece, -1)
         if piece.state is not PieceState.WAITING:
             del self._ends[bisect_left(self._ends, piece.start)]
 
-    def _count(self, piece: Piece, blocks: int) -> None:
-        self.num_to_compute += blocks * (piece.state in _TO_COMPUTE)
-        self.num_reading += blocks * (piece.state is PieceState.READING)
-        self.num_below += blocks * (piece.state is PieceState.BELOW)
+    def _count(self, piece: Piece, sign: int) -> None:
+        self.num_to_compute += sign * piece.size * (piece.state in _TO_COMPUTE)
+        self.num_reading += sign * piece.size * (piece.state is PieceState.READING)
+        self.num_below += sign * piece.tier_blocks * (piece.state is PieceState.BELOW)
 
     def set(self, piece: Piece, state: PieceState) -> None:
         """One of ``pieces``."""

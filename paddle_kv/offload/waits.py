@@ -124,13 +124,26 @@ class Waits:
             return False
         return num_blocks * rates.link_s <= self._pass_s(rates)
 
-    def fits_tier(self, rates: RateSnapshot, num_blocks: int, tier_blocks: int, *, is_last: bool) -> bool:
-        """As :meth:`fits_pass`, while a tier reads ``tier_blocks`` of them. ``is_last``: no more can be read one behind
-        the other, so that nothing is lost where the tier takes longer than the pass, as long as the link does not."""
+    def follows_tier(self, rates: RateSnapshot, tier_blocks: int, others: int, queue_blocks: int = 0) -> bool:
+        """Whether all that the tier still has to read is to be loaded while it reads it. The pass follows that, which
+        is worth the more the longer it takes, up to the time of the pass; as long as more is left, pieces are read by
+        themselves before.
+
+        Args:
+            tier_blocks: that the tier has to read.
+            others: what were left of them, if the next piece were read by itself.
+            queue_blocks: that it reads before, for others.
+        """
         if rates.base_s is None or not (rates.link_waits and rates.tier_waits):
             return False
-        link_s, tier_s, pass_s = num_blocks * rates.link_s, tier_blocks * rates.tier_s, self._pass_s(rates)
-        return link_s <= max(tier_s, pass_s) and (is_last or tier_s <= pass_s)
+        pass_s = self._pass_s(rates)
+        computed_s = _compute_s(rates, self._num_blocks - tier_blocks, self._num_blocks)
+        read_s = (queue_blocks + tier_blocks) * rates.tier_s
+        return others * rates.tier_s < pass_s and read_s <= max(pass_s, computed_s)
+
+    def link_keeps_up(self, rates: RateSnapshot, num_blocks: int, tier_blocks: int) -> bool:
+        """Whether so many blocks are loaded while the tier reads, or in the pass."""
+        return num_blocks * rates.link_s <= max(tier_blocks * rates.tier_s, self._pass_s(rates))
 
     def _pass_s(self, rates: RateSnapshot) -> float:
         """Of the one behind the prefix."""

@@ -105,6 +105,7 @@ class Bench:
 
     def _cancel(self, copy: Copy) -> Copy:
         if copy.ends_when_cancelled:
+            copy.failed = True
             copy.end(State.CANCELLED)
         return copy
 

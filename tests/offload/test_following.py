@@ -59,17 +59,18 @@ def test_the_last_pieces_are_read_first_as_long_as_the_tier_takes_longer_than_th
     bench.know(0.1, 4.0, 0.99)
     meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 6 * BLOCKS, end_blocks=BLOCKS)
     bench.fill()
-    assert [positions(one)[0] for one in bench.reads] == [24, 20, 4]  # 16 s are left then
-    assert len(bench.reads[-1].keys) == 4 * BLOCKS
+    assert [positions(one)[0] for one in bench.reads] == [24, 4]  # behind the next one 15.84 s were left
+    assert len(bench.reads[-1].keys) == 5 * BLOCKS
     assert bench.loaded == [[0, 27]]
     assert states_of(meeting) == ["loading"]
     assert meeting._reading == {}
 
 
-@pytest.mark.parametrize(("tier_s", "reads"), [(1.999, [[0, 7]]), (2.001, [[4, 7], [0, 3]])])
+@pytest.mark.parametrize(("tier_s", "reads"), [(1.999, [[0, 11]]), (2.001, [[8, 11], [0, 7]])])
 def test_just_within_the_pass(bench: Bench, tier_s: float, reads: list[list[int]]) -> None:
-    bench.know(0.1, 4.0, tier_s)
-    meeting = bench.meeting([BELOW] * 2 * BLOCKS, end_blocks=BLOCKS)
+    """What were left behind the next piece."""
+    bench.know(0.1, 8.0, tier_s)
+    meeting = bench.meeting([BELOW] * 3 * BLOCKS, end_blocks=2)
     bench.fill()
     assert [[positions(one)[0], positions(one)[-1]] for one in bench.reads] == reads
     assert states_of(meeting) == ["loading"]
@@ -82,16 +83,75 @@ def test_the_last_read_is_followed_whatever_it_takes(bench: Bench) -> None:
     assert (states_of(meeting), bench.loaded) == (["loading"], [[0, 7]])
 
 
-def test_over_a_slow_link_it_comes_piece_by_piece(bench: Bench) -> None:
-    bench.know(3.5, 4.0, 3.0)
+@pytest.mark.parametrize(("link_s", "as_one"), [(0.74, True), (0.76, False)])
+def test_over_a_slow_link_the_last_piece_is_followed_by_itself(bench: Bench, link_s: float, as_one: bool) -> None:
+    """It does not count among those on the link before it is there."""
+    bench.know(link_s, 4.0, 3.0)
     meeting = bench.meeting([HERE] * 3 * BLOCKS + [BELOW] * BLOCKS, end_blocks=1)
     bench.fill()
-    assert states_of(meeting) == ["waiting", "loading", "loading", "reading"]
+    if as_one:
+        assert bench.loaded == [[0, 15]]
+        return
+    assert bench.loaded == [[12, 15], [8, 11], [4, 7]]
+    assert states_of(meeting) == ["waiting", "loading", "loading", "loading"]
+    bench.copies[0].unread = set()
+    bench.copies[1].end()
+    bench.fill()
+    assert states_of(meeting) == ["waiting", "loading", "loaded", "loading"]
+    bench.copies[0].failed = True
+    bench.copies[0].end(State.FAILED)
+    bench.fill()
+    assert states_of(meeting) == ["loading", "loading", "loaded", "lost"]
 
 
-@pytest.mark.parametrize(
-    "why", ["whole objects", "no trust", "no trust in the link", "lost", "computed", "to compute", "no room", "another"]
-)
+@pytest.mark.parametrize("other", ["lost", "computed"])
+def test_where_something_else_is_left_the_last_piece_is_followed_by_itself(bench: Bench, other: str) -> None:
+    bench.know(0.1, 4.0, 1.0)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 2 * BLOCKS, end_blocks=BLOCKS)
+    meeting.line.set(meeting.line.pieces[1], PieceState(other))
+    bench.fill()
+    assert bench.loaded == [[8, 11], [0, 3]]
+
+
+def test_beside_another_prompt_the_last_piece_is_followed_by_itself(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 1.0)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 2 * BLOCKS, end_blocks=BLOCKS)
+    bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
+    bench.fill()
+    assert states_of(meeting) == ["loading", "loading", "reading"]
+    assert [positions(one)[0] for one in bench.reads] == [8, 4, 100]
+
+
+def test_of_a_piece_in_both_only_what_lies_in_the_tier_counts(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 3.9)
+    meeting = bench.meeting([HERE] * (BLOCKS + 3) + [BELOW] * (BLOCKS + 1), end_blocks=1)
+    assert [piece.tier_blocks for piece in meeting.line.pieces] == [0, 1, 4]
+    assert meeting.line.num_below == 5
+    bench.fill()
+    assert bench.loaded == [[0, 11]]
+
+
+@pytest.mark.parametrize(("others", "follows"), [(3, True), (6, False)])
+def test_behind_what_the_tier_does_for_others_it_is_not_followed(bench: Bench, others: int, follows: bool) -> None:
+    bench.know(0.1, 4.0, 2.0)
+    bench.others_blocks = others
+    meeting = bench.meeting([BELOW] * BLOCKS, end_blocks=1)
+    bench.fill()
+    assert states_of(meeting) == ["loading" if follows else "reading"]
+
+
+def test_a_tier_that_is_slower_than_the_model_is_followed_within_the_pass_alone(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 4.1)
+    for end_blocks, state in ((1, "reading"), (3, "reading"), (4, "loading")):
+        meeting = bench.meeting([HERE] + [BELOW] * 3, first_key=100 * end_blocks, end_blocks=end_blocks)
+        meeting._below = list(meeting.line.pieces)
+        bench.fill()
+        assert states_of(meeting) == [state]
+        meeting.end()
+        bench.reads.clear()
+
+
+@pytest.mark.parametrize("why", ["whole objects", "no trust", "no trust in the link", "to compute", "no room"])
 def test_what_comes_piece_by_piece(bench: Bench, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.know(0.1, 4.0, 1.0)
     if why == "to compute":
@@ -101,12 +161,8 @@ def test_what_comes_piece_by_piece(bench: Bench, why: str, monkeypatch: pytest.M
         bench.reads_layerwise = False
     elif why.startswith("no trust"):
         bench.rates.observe_load(LINK if "link" in why else TIER, BLOCK_BYTES, 30.0)
-    elif why in ("lost", "computed"):
-        meeting.line.set(meeting.line.pieces[1], PieceState(why))
     elif why == "no room":
         bench.fails = True
-    elif why == "another":
-        bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
     bench.fill()
     bench.fails = False
     assert "reading" in states_of(meeting)
@@ -153,14 +209,16 @@ def test_the_model_waits_for_it_although_it_is_not_submitted(bench: Bench) -> No
 
 
 def test_the_model_computes_what_comes_later_than_that(bench: Bench) -> None:
-    """The tier does others first: what is read for it is cancelled with its load."""
-    bench.others_blocks = 1000
-    meeting, copy, _ = followed(bench)
+    """What is read for it is cancelled with its load."""
+    meeting, copy, read = followed(bench)
     copy.ends_when_cancelled = True
+    bench.rates.set_prefill(0.45 / 16)
+    meeting._waits.for_rest = lambda *_, **__: True  # type: ignore[method-assign]
     step = bench.next(meeting)
     assert bench.cancelled == [copy]
     assert step.piece is meeting.line.pieces[1] and step.loads == (bench.copies[1],)  # type: ignore[comparison-overlap]
     assert states_of(meeting) == ["loading", "computed", "below"]
+    assert read.cancelled
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -179,11 +237,12 @@ def test_what_is_late_is_given_up_and_blamed_on_the_tier(bench: Bench, begun: bo
     assert bench.late == [(TIER, 8 * BLOCK_BYTES, pytest.approx(bench.now_s))]
     copy.end(State.FAILED)
     bench.fill()
-    if begun:
-        assert states_of(meeting) == ["lost", "lost", "lost"]
-    else:
-        assert states_of(meeting) == ["loading", "below", "below"]  # nobody asks a tier that rests
+    assert states_of(meeting) == ["loading", "below", "below"]  # nobody asks a tier that rests
     assert meeting._followed == {}
+    meeting.compute_again()
+    assert meeting._front == 0
+    step = bench.next(meeting)
+    assert step.piece is meeting.line.pieces[1] and step.loads == (bench.copies[1],)  # type: ignore[comparison-overlap]
 
 
 def test_late_over_the_link_is_blamed_on_the_link(bench: Bench) -> None:
@@ -204,12 +263,25 @@ def test_what_the_tier_has_lost_is_computed(bench: Bench, begun: bool) -> None:
     copy.failed = True
     copy.end(State.FAILED)
     bench.fill()
-    if begun:
-        assert states_of(meeting) == ["lost"] * 3
-        meeting.compute_again()
-        assert states_of(meeting) == ["lost"] * 3
-    else:
-        assert states_of(meeting) == ["loading", "reading", "reading"]  # as far as it has come it is there at once
+    assert states_of(meeting) == ["loading", "reading", "reading"]  # as far as it has come it is there at once
+
+
+def test_what_was_computed_with_what_did_not_come_is_computed_again(bench: Bench) -> None:
+    """What is before that is not."""
+    bench.know(0.1, 4.0, 0.99)
+    meeting = bench.meeting([BELOW] * 6 * BLOCKS, end_blocks=1)
+    meeting.line.set(meeting.line.pieces[0], PieceState.COMPUTED)
+    bench.fill()
+    assert states_of(meeting) == ["computed", "loading"]
+    assert bench.next(meeting).loads == (bench.copies[0],)  # type: ignore[comparison-overlap]
+    assert meeting.line.pieces[1].awaited
+    bench.copies[0].failed = True
+    bench.copies[0].end(State.FAILED)
+    bench.fill()
+    meeting.compute_again()
+    assert (states_of(meeting)[0], meeting._front) == ("computed", 1)
+    meeting.compute_again()  # of nothing it is known that it is wrong: all
+    assert (states_of(meeting)[0], meeting._front) == ("lost", 0)
 
 
 def test_behind_what_was_given_up_all_comes_piece_by_piece(bench: Bench) -> None:

@@ -63,25 +63,29 @@ def test_what_is_left_comes_as_one_as_soon_as_it_takes_no_longer_than_the_pass_b
     assert [next_of(meeting, rates) for _ in range(3)] == [(5, 7, False), (0, 5, True), None]
 
 
-@pytest.mark.parametrize("why", ["computed", "lost", "tier", "distrust"])
+@pytest.mark.parametrize("why", ["computed", "lost", "slow tier", "distrust", "distrust of the tier"])
 def test_it_comes_piece_by_piece_where_something_else_is_left(why: str) -> None:
-    meeting = meeting_of(6, tier=2 * (why == "tier"), end=65)
+    meeting = meeting_of(6, tier=8 * ("tier" in why), end=65)
     meeting.load_from(1 * (why == "computed"), 0)
     if why == "lost":
         meeting.load_lost(meeting.probe(LINK))
     rates = DISTRUST if why == "distrust" else RATES
+    if "tier" in why:
+        rates = replace(RATES, link_s=0.005, tier_s=0.011, tier_waits=why == "slow tier")
     stop = 5 if why == "lost" else 6
     assert next_of(meeting, rates) == (stop - 2, stop, False)
-    if why == "tier":
-        assert meeting.next_load(TIER, 0.0, 9.0, rates) is not None
+    if why == "slow tier":
+        loads = [meeting.next_load(TIER, 0.0, 9.0, rates) for _ in range(2)]
+        assert [(one.start, one.stop, one.layerwise) for one in loads if one] == [(12, 14, False), (6, 12, True)]
         assert next_of(meeting, rates) == (0, 4, True)
 
 
-def test_what_is_left_in_a_tier_comes_piece_by_piece() -> None:
-    meeting = meeting_of(0, tier=4, end=65)
+@pytest.mark.parametrize(("tier_s", "start"), [(0.031, 0), (0.033, 2)])
+def test_what_is_left_in_a_tier_comes_as_one_where_no_pass_were_left_behind_a_piece(tier_s: float, start: int) -> None:
+    meeting = meeting_of(0, tier=4, end=65)  # a pass of 64 ms
     meeting.load_from(0, 0)
-    load = meeting.next_load(TIER, 0.0, 9.0, RATES)
-    assert load is not None and (load.start, load.layerwise) == (2, False)
+    load = meeting.next_load(TIER, 0.0, 9.0, replace(RATES, tier_s=tier_s, base_s=0.002, slope_s=0.0))
+    assert load is not None and (load.start, load.layerwise) == (start, start == 0)
 
 
 def test_a_slow_load_moves_the_place_where_they_meet() -> None:

@@ -175,3 +175,52 @@ def test_nothing_fits_where_the_model_is_not_known_or_the_link_is_not_trusted() 
     assert waits.fits_pass(rates, 8)
     assert not waits.fits_pass(replace(rates, base_s=None), 8)
     assert not waits.fits_pass(replace(rates, link_waits=False), 8)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_pass_that_follows_the_tier_ends_as_soon_as_any(aligned: bool) -> None:
+    """Of all the ways to read the last so many blocks layer by layer, and those behind them by themselves before."""
+    rng, followed = random.Random(3), set()
+    for _ in range(500):
+        num_blocks, end_blocks, piece = 2 * CHUNK_BLOCKS, rng.randint(1, 12), rng.randint(1, 6)
+        tier_s, tier_blocks = rng.uniform(0.05, 0.9), rng.randint(1, num_blocks)
+        waits, rates = waits_of(num_blocks, end_blocks, load_s=0.001, tier_s=tier_s, aligned=aligned)
+        pass_s = min(end_blocks, CHUNK_BLOCKS)
+
+        def ends_s(left: int, total: int = tier_blocks, tier_s: float = tier_s, pass_s: float = pass_s) -> float:
+            """Of a pass that follows the last ``left`` of them."""
+            before_s = (total - left) * tier_s
+            return passed_s(pass_s, [(before_s, before_s + left * tier_s)]) if left else before_s + pass_s
+
+        left = tier_blocks
+        while left and not waits.follows_tier(rates, left, max(0, left - piece)):
+            left = max(0, left - piece)
+        followed.add(left)
+        best_s = min(ends_s(other) for other in range(tier_blocks % piece, tier_blocks + 1, piece))
+        assert ends_s(left) <= best_s + 2 * max(pass_s, tier_blocks * tier_s) / LAYERS
+    assert len(followed) > 8 and 0 not in followed
+
+
+@pytest.mark.parametrize(
+    ("tier_s", "blocks", "others", "queue", "follows"),
+    [
+        (0.99, 5, 3, 0, True),
+        (1.0, 5, 4, 0, False),  # a pass of four blocks: they can still be read in it
+        (0.99, 5, 0, 0, True),
+        (1.01, 5, 0, 0, False),  # slower than the model, and longer than the pass
+        (1.01, 3, 0, 0, True),
+        (0.499, 5, 3, 5, True),
+        (0.5, 5, 3, 6, False),
+    ],
+)
+def test_when_the_tier_is_followed(tier_s: float, blocks: int, others: int, queue: int, follows: bool) -> None:
+    waits, rates = waits_of(2 * CHUNK_BLOCKS, 4, tier_s=tier_s)
+    assert waits.follows_tier(rates, blocks, others, queue) == follows
+    for untrusted in (replace(rates, link_waits=False), replace(rates, tier_waits=False), replace(rates, base_s=None)):
+        assert not waits.follows_tier(untrusted, blocks, others, queue)
+
+
+def test_the_link_keeps_up_with_the_tier_or_the_pass() -> None:
+    waits, rates = waits_of(2 * CHUNK_BLOCKS, 4, load_s=0.499, tier_s=1.0)
+    assert waits.link_keeps_up(rates, 8, 0) and not waits.link_keeps_up(rates, 9, 0)
+    assert waits.link_keeps_up(rates, 12, 6) and not waits.link_keeps_up(rates, 13, 6)

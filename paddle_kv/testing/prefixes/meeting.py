@@ -182,20 +182,20 @@ class Meeting:
         left = part.back - part.first
         block_s = rates.link_s if place == LINK else max(rates.tier_s, rates.link_s)
         layerwise = (rates.link_waits if place == LINK else rates.tier_waits) and (
-            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(part, rates)
+            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(rates)
         )
         return self._load(part, left if layerwise else min(self._piece_blocks, left), layerwise)
 
-    def _fits_pass(self, part: _Part, rates: RateSnapshot) -> bool:
-        """Whether that part, in host memory, is all that is left, nothing of it is to be computed, and it takes no
-        longer than the pass behind the prefix."""
-        is_all = part.place == LINK and part.first == part.front and not self._lost
-        others = (one for one in self._parts if one is not part)
-        return (
-            is_all
-            and all(one.front == one.back for one in others)
-            and self._waits.fits_pass(rates, part.back - part.front)
-        )
+    def _fits_pass(self, rates: RateSnapshot) -> bool:
+        """Whether nothing of what is left is to be computed, and it takes no longer than the pass behind the prefix."""
+        if self._lost or any(one.first > one.front for one in self._parts):
+            return False
+        left = sum(one.back - one.front for one in self._parts)
+        below = sum(one.back - one.front for one in self._parts if one.place == TIER)
+        if not below:
+            return self._waits.fits_pass(rates, left)
+        others = max(0, below - self._piece_blocks)
+        return self._waits.follows_tier(rates, below, others) and self._waits.link_keeps_up(rates, left, below)
 
     def can_probe(self, place: str) -> bool:
         """Whether a block is left there."""
