@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from ..schedule import settling, submission
 from ..schedule.movement import Movement
@@ -18,6 +19,8 @@ from .pieces import Piece, PieceState
 from .prefetch import Prefetch
 from .rates import LINK, TIER
 from .waits import Step
+
+EARLY_SHARE = 0.25  # of the time in which the tier should have read it
 
 
 class Meeting(Bringing):
@@ -49,12 +52,29 @@ class Meeting(Bringing):
                 loads.append(self.moving[piece])
                 others_s = max(others_s, piece.due_s)
             elif not self._is_done(piece):
+                if (early := self._too_early(piece, loads)) is not None:
+                    return early
                 self._take(piece)
                 return self._with(Step(piece, tuple(loads)))
             number += 1
             if not loads:
                 self._front = number
-        return self._with(Step(None, tuple(loads)))
+        return self._too_early(None, loads) or self._with(Step(None, tuple(loads)))
+
+    def _too_early(self, piece: Piece | None, loads: Sequence[Movement]) -> Step | None:
+        """A pass over the piece, or over what comes behind the prefix, that follows the tier begins when that is so far
+        that the pass goes through without waiting: it ends no sooner if it begins before, and until then the server may
+        compute others. A part of the time earlier, since the tier may be quicker."""
+        now_s = time.monotonic()
+        for followed, prefetch in self._followed.items():
+            movement = self.moving[followed]
+            if movement in loads and movement.unread and not movement.failed:
+                pass_s = self._waits.pass_s(self._rates.snapshot(), piece)
+                early_s = EARLY_SHARE * (followed.due_s - followed.begin_s)
+                left_s = min(followed.due_s - pass_s - early_s, followed.late_s) - now_s
+                if left_s > 0.0:
+                    return Step(reading=prefetch, left_s=left_s)
+        return None
 
     def _is_done(self, piece: Piece) -> bool:
         return piece.state in (PieceState.LOADED, PieceState.COMPUTED)

@@ -122,7 +122,7 @@ class Waits:
         layer, and ends as if they had been there, but for a layer."""
         if rates.base_s is None or not rates.link_waits:
             return False
-        return num_blocks * rates.link_s <= self._pass_s(rates)
+        return num_blocks * rates.link_s <= self.pass_s(rates)
 
     def follows_tier(self, rates: RateSnapshot, tier_blocks: int, others: int, queue_blocks: int = 0) -> bool:
         """Whether all that the tier still has to read is to be loaded while it reads it. The pass follows that, which
@@ -136,17 +136,19 @@ class Waits:
         """
         if rates.base_s is None or not (rates.link_waits and rates.tier_waits):
             return False
-        pass_s = self._pass_s(rates)
+        pass_s = self.pass_s(rates)
         computed_s = _compute_s(rates, self._num_blocks - tier_blocks, self._num_blocks)
         read_s = (queue_blocks + tier_blocks) * rates.tier_s
         return others * rates.tier_s < pass_s and read_s <= max(pass_s, computed_s)
 
     def link_keeps_up(self, rates: RateSnapshot, num_blocks: int, tier_blocks: int) -> bool:
         """Whether so many blocks are loaded while the tier reads, or in the pass."""
-        return num_blocks * rates.link_s <= max(tier_blocks * rates.tier_s, self._pass_s(rates))
+        return num_blocks * rates.link_s <= max(tier_blocks * rates.tier_s, self.pass_s(rates))
 
-    def _pass_s(self, rates: RateSnapshot) -> float:
-        """Of the one behind the prefix."""
+    def pass_s(self, rates: RateSnapshot, piece: Piece | None = None) -> float:
+        """Of the pass over the piece, or over what is behind the prefix."""
+        if piece is not None:
+            return _compute_s(rates, piece.start, piece.stop)
         end = self._num_blocks * rates.block_tokens
         return rates.prefill_s(end, self._stop_of_pass(end))
 

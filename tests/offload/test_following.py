@@ -202,6 +202,50 @@ def test_a_link_that_takes_longer_than_the_tier_says_when(bench: Bench) -> None:
     assert whole.due_s == pytest.approx(12.0)
 
 
+def test_the_pass_begins_when_it_need_not_wait_for_the_tier(bench: Bench) -> None:
+    """A quarter of the time that the tier should take before that."""
+    bench.know(0.1, 4.0, 3.0)
+    meeting = bench.meeting([BELOW] * BLOCKS, end_blocks=1)
+    bench.fill()
+    [copy], [read], [piece] = bench.copies, bench.reads, meeting.line.pieces
+    step = bench.next(meeting)
+    assert (step.reading, step.loads, step.piece) == (read, (), None)
+    assert step.left_s == pytest.approx(12.0 - 4.0 - 3.0)
+    assert not piece.awaited
+    bench.now_s = 4.9
+    assert bench.next(meeting).left_s == pytest.approx(0.1)
+    bench.now_s = 5.1
+    assert bench.next(meeting) == Step(None, (copy,))  # type: ignore[arg-type]
+    assert piece.awaited
+
+
+@pytest.mark.parametrize("why", ["read", "failed", "late"])
+def test_it_waits_no_longer(bench: Bench, why: str) -> None:
+    bench.know(0.1, 4.0, 3.0)
+    meeting = bench.meeting([BELOW] * BLOCKS, end_blocks=1)
+    bench.fill()
+    [copy], [piece] = bench.copies, meeting.line.pieces
+    if why == "read":
+        copy.unread = set()
+    elif why == "failed":
+        copy.failed = True
+    else:
+        piece.late_s = 1.0
+        assert bench.next(meeting).left_s == 1.0
+        bench.now_s = 2.0
+        copy.ends_when_cancelled = True
+    assert bench.next(meeting).reading is None
+
+
+def test_a_pass_over_a_piece_behind_it_begins_as_early_as_that_takes(bench: Bench) -> None:
+    bench.know(0.1, 4.0, 3.0)
+    meeting = bench.meeting([BELOW] * BLOCKS + [HERE] * BLOCKS, end_blocks=1)
+    meeting.line.set(meeting.line.pieces[1], PieceState.LOST)
+    bench.fill()
+    assert bench.next(meeting).piece is meeting.line.pieces[1]  # 16 s
+    assert states_of(meeting) == ["loading", "computed"]
+
+
 def test_the_model_waits_for_it_although_it_is_not_submitted(bench: Bench) -> None:
     meeting, copy, _ = followed(bench)
     assert bench.next(meeting) == Step(None, (copy,))  # type: ignore[arg-type]
@@ -273,6 +317,7 @@ def test_what_was_computed_with_what_did_not_come_is_computed_again(bench: Bench
     meeting.line.set(meeting.line.pieces[0], PieceState.COMPUTED)
     bench.fill()
     assert states_of(meeting) == ["computed", "loading"]
+    bench.now_s = 11.0
     assert bench.next(meeting).loads == (bench.copies[0],)  # type: ignore[comparison-overlap]
     assert meeting.line.pieces[1].awaited
     bench.copies[0].failed = True
