@@ -31,6 +31,7 @@ from .weighing import weigh
 
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
 LATE_S = 1e-3  # behind the time at which a load is late somebody looks
+LATE = "the tier has not brought it in time"
 
 
 class Bringing:
@@ -148,7 +149,7 @@ class Bringing:
         if movement.unread and not movement.failed and time.monotonic() > piece.late_s:
             self._tell_late(piece, TIER)
             movement.told = True  # it is computed: no word in the log
-            arriving.fail(movement, "the tier has not brought it in time")
+            arriving.fail(movement, LATE)
         if movement.failed and not prefetch.cancelled:
             prefetch.cancel()
 
@@ -294,22 +295,27 @@ class Bringing:
         if not (self._is_loaded and self._follows and line.num_below and books.reads_layerwise):
             return False
         others = line.num_below - (last.tier_blocks if last.state is PieceState.BELOW else 0)
-        queue_blocks = max(0, books.num_reading_blocks - line.num_reading)
-        if not self._waits.follows_tier(rates, line.num_below, others, queue_blocks):
+        if not self._waits.is_time_to_follow(rates, others):
             return False
-        first, stop = (0, 0)
-        if self._waits.link_keeps_up(rates, line.num_to_compute, line.num_below) and is_alone():
-            first, stop = line.left()
-        if first == stop:
+        tier_wait_s = max(0, books.num_reading_blocks - line.num_reading) * rates.tier_s
+        link_wait_s = max(0.0, books.feed.free_s - time.monotonic())
+        first, stop = line.left() if is_alone() else (0, 0)
+        if first == stop or not self._waits.is_followed_sooner(
+            rates, line.pieces[first:stop], tier_wait_s=tier_wait_s, link_wait_s=link_wait_s
+        ):
             if others:
                 return False
             first = line.at(last.start)
             stop = first + 1
+            tier_wait_s += line.num_reading * rates.tier_s
+            link_wait_s += line.num_reading * rates.link_s
+            if not self._waits.is_followed_sooner(rates, [last], tier_wait_s=tier_wait_s, link_wait_s=link_wait_s):
+                return False
         self._follows = False  # once is enough, whatever comes of it
-        return self._follow(first, stop, books)
+        return self._follow(first, stop, books, link_wait_s)
 
-    def _follow(self, first: int, stop: int, books: Owner) -> bool:
-        """Loads these pieces as one."""
+    def _follow(self, first: int, stop: int, books: Owner, link_wait_s: float) -> bool:
+        """Loads these pieces as one. ``link_wait_s``: until the link has done what comes before."""
         parts = self.line.pieces[first:stop]
         start, end = parts[0].start, parts[-1].stop
         try:
@@ -327,12 +333,16 @@ class Bringing:
             self._whole = piece = self.line.join(first, stop)
         piece.expect(prefetch.blocks_until, self._rates, TIER)
         link_s = self._rates.load_s(piece.size, LINK) or 0.0
+        piece.due_s = max(piece.due_s, piece.begin_s + link_wait_s + link_s)
+        piece.late_s += self._rates.late_s(piece.size, LINK, link_wait_s)
         books.feed.free_s = max(books.feed.free_s, piece.begin_s) + link_s
-        piece.due_s = max(piece.due_s, books.feed.free_s)
-        piece.late_s += self._rates.late_s(piece.size, LINK, books.feed.free_s - link_s - piece.begin_s)
         self._followed[piece] = prefetch
-        books.call_at(piece.late_s + LATE_S, functools.partial(_look, weakref.ref(books)))
-        self._note_load(piece, transfer._movement, books)
+        movement: Movement = transfer._movement
+        try:
+            books.call_at(piece.late_s + LATE_S, functools.partial(_look_at_late, weakref.ref(books), movement))
+        except RuntimeError as error:  # no thread: whoever comes by next looks
+            log.warning("nobody may look at a load that is late: %s", error)
+        self._note_load(piece, movement, books)
         return True
 
     def _join(self, books: Owner) -> None:
@@ -375,6 +385,22 @@ class Bringing:
             prefetch.cancel()
         for movement in self.moving.values():
             settling.progress(submission.cancel(movement))
+
+
+def _look_at_late(books: Callable[[], Owner | None], movement: Movement) -> None:
+    """It should be there. Not in a section."""
+    found = books()
+    if found is not None:
+        _look(books)
+        with contextlib.suppress(ClosedError, ForkedError):
+            change(found, functools.partial(_give_up, movement))
+
+
+def _give_up(movement: Movement) -> None:
+    """A load that nobody cares for any more waits for no storage."""
+    if movement.unread and not (movement.failed or movement.over):
+        movement.told = True  # the prompt is gone: no word in the log
+        arriving.fail(movement, LATE)
 
 
 def _look(books: Callable[[], Owner | None]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule.movement import Movement
 from .decision import Decision, Prompt, decide
-from .pieces import Piece
+from .pieces import Piece, PieceState
 from .prefetch import Prefetch
 from .rates import RateSnapshot
 
@@ -124,26 +125,44 @@ class Waits:
             return False
         return num_blocks * rates.link_s <= self.pass_s(rates)
 
-    def follows_tier(self, rates: RateSnapshot, tier_blocks: int, others: int, queue_blocks: int = 0) -> bool:
-        """Whether all that the tier still has to read is to be loaded while it reads it. The pass follows that, which
-        is worth the more the longer it takes, up to the time of the pass; as long as more is left, pieces are read by
-        themselves before.
-
-        Args:
-            tier_blocks: that the tier has to read.
-            others: what were left of them, if the next piece were read by itself.
-            queue_blocks: that it reads before, for others.
-        """
+    def is_time_to_follow(self, rates: RateSnapshot, others: int) -> bool:
+        """Whether the tier would read what is left behind the next piece, so many blocks, in less than the pass that
+        could follow it: what it reads from now on is loaded while it reads it. Behind more than that nothing is lost
+        where the next piece is read by itself."""
         if rates.base_s is None or not (rates.link_waits and rates.tier_waits):
             return False
-        pass_s = self.pass_s(rates)
-        computed_s = _compute_s(rates, self._num_blocks - tier_blocks, self._num_blocks)
-        read_s = (queue_blocks + tier_blocks) * rates.tier_s
-        return others * rates.tier_s < pass_s and read_s <= max(pass_s, computed_s)
+        return others * rates.tier_s < self.pass_s(rates)
 
-    def link_keeps_up(self, rates: RateSnapshot, num_blocks: int, tier_blocks: int) -> bool:
-        """Whether so many blocks are loaded while the tier reads, or in the pass."""
-        return num_blocks * rates.link_s <= max(tier_blocks * rates.tier_s, self.pass_s(rates))
+    def is_followed_sooner(
+        self, rates: RateSnapshot, pieces: Sequence[Piece], *, tier_wait_s: float, link_wait_s: float
+    ) -> bool:
+        """Whether a pass behind these pieces is over sooner if it follows them as they come from the tier, than if the
+        model computes the first of them meanwhile: all, or those that lie in the tier.
+
+        Args:
+            pieces: in order.
+            tier_wait_s, link_wait_s: until tier and link have done what else they have to do before that pass.
+        """
+        pass_s, layers = self.pass_s(rates), self._num_layers
+        below = sum(piece.tier_blocks for piece in pieces if piece.state is PieceState.BELOW)
+        tier_blocks = below + sum(piece.tier_blocks for piece in pieces if piece.state is PieceState.READING)
+        link_blocks = sum(piece.size for piece in pieces)
+        tier_s, link_s = tier_wait_s + tier_blocks * rates.tier_s, link_wait_s + link_blocks * rates.link_s
+        first_s = max(tier_s - below * rates.tier_s * (1 - 1 / layers), link_wait_s + (link_s - link_wait_s) / layers)
+        followed_s = max(first_s + pass_s, max(tier_s, link_s) + pass_s / layers)
+        all_s = some_s = 0.0  # of the model, for the first pieces, and for those of them that lie in the tier
+        left_link_s = link_s  # where these alone are computed
+        for piece in pieces:
+            computed_s = _compute_s(rates, piece.start, piece.stop)
+            all_s += computed_s
+            link_s -= piece.size * rates.link_s
+            if piece.tier_blocks and piece.state in (PieceState.BELOW, PieceState.READING):
+                some_s += computed_s
+                left_link_s -= piece.size * rates.link_s
+                tier_s -= piece.tier_blocks * rates.tier_s
+            if min(max(all_s, tier_s, link_s), max(some_s, tier_s, left_link_s)) + pass_s < followed_s:
+                return False
+        return True
 
     def pass_s(self, rates: RateSnapshot, piece: Piece | None = None) -> float:
         """Of the pass over the piece, or over what is behind the prefix."""

@@ -80,9 +80,9 @@ def test_it_comes_piece_by_piece_where_something_else_is_left(why: str) -> None:
         assert next_of(meeting, rates) == (0, 4, True)
 
 
-@pytest.mark.parametrize(("tier_s", "start"), [(0.031, 0), (0.033, 2)])
+@pytest.mark.parametrize(("tier_s", "start"), [(0.0213, 0), (0.0215, 6)])
 def test_what_is_left_in_a_tier_comes_as_one_where_no_pass_were_left_behind_a_piece(tier_s: float, start: int) -> None:
-    meeting = meeting_of(0, tier=4, end=65)  # a pass of 64 ms
+    meeting = meeting_of(0, tier=8, end=65)  # a pass of 128 ms
     meeting.load_from(0, 0)
     load = meeting.next_load(TIER, 0.0, 9.0, replace(RATES, tier_s=tier_s, base_s=0.002, slope_s=0.0))
     assert load is not None and (load.start, load.layerwise) == (start, start == 0)

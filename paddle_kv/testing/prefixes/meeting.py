@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, field
 
 from ...offload.decision import Decision, Prompt, decide
+from ...offload.pieces import Piece, PieceState
 from ...offload.rates import LINK, TIER, RateSnapshot
 from ...offload.waits import Waits
 
@@ -194,8 +195,15 @@ class Meeting:
         below = sum(one.back - one.front for one in self._parts if one.place == TIER)
         if not below:
             return self._waits.fits_pass(rates, left)
-        others = max(0, below - self._piece_blocks)
-        return self._waits.follows_tier(rates, below, others) and self._waits.link_keeps_up(rates, left, below)
+        pieces = []
+        for one in self._parts:
+            piece = Piece(one.front, one.back)
+            if one.place == TIER:
+                piece.tier_blocks, piece.state = one.back - one.front, PieceState.BELOW
+            pieces.append(piece)
+        return self._waits.is_time_to_follow(
+            rates, max(0, below - self._piece_blocks)
+        ) and self._waits.is_followed_sooner(rates, pieces, tier_wait_s=0.0, link_wait_s=0.0)
 
     def can_probe(self, place: str) -> bool:
         """Whether a block is left there."""
