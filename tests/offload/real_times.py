@@ -10,6 +10,7 @@ than three times as long by its rates.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import sys
 import tempfile
@@ -184,6 +185,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=SPEC.head_dim, help="512: a tier reads layer by layer")
     parser.add_argument("--ahead-blocks", type=float, default=0.0, help="that are computed of others before its turn")
     chosen = parser.parse_args()
+    gc.collect()
+    gc.freeze()  # else a full collection goes through all of Paddle's objects, and takes as long as a load
     blocks = chosen.host_blocks, chosen.tier_blocks, chosen.end_blocks, chosen.chunk_blocks
     shape = Shape(*blocks, chosen.layers, chosen.head_dim)
     print("link and tier in GB/s; s to the first token, mean and most: computed, loaded, decided; decided / better")

@@ -402,3 +402,16 @@ def test_the_model_waits_also_where_the_tier_was_slow_meanwhile(bench: Bench) ->
     bench.rates.observe_load(TIER, 1000 * BLOCK_BYTES, 2500.0)
     assert not bench.rates.snapshot().tier_waits
     assert bench.next(meeting).loads == (copy,)  # type: ignore[comparison-overlap]
+
+
+@pytest.mark.parametrize(("link_s", "tier_s"), [(0.01, 1.0), (1.0, 0.01)])
+@pytest.mark.parametrize(("compute_s", "follows"), [(2.6, True), (2.4, False)])
+def test_the_last_piece_is_followed_behind_what_is_read_before_it(
+    bench: Bench, link_s: float, tier_s: float, compute_s: float, follows: bool
+) -> None:
+    """By tier or link, eight blocks of its own, and then four: in 12 s and a layer of a pass."""
+    bench.know(link_s, compute_s, tier_s)
+    meeting = bench.meeting([BELOW] * 3 * BLOCKS, end_blocks=1)
+    bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
+    bench.fill()
+    assert states_of(meeting) == ["loading" if follows else "reading", "reading", "reading"]

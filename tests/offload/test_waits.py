@@ -195,7 +195,7 @@ class Left:
         made, start = [], 0
         for size, below, reading in zip(self.sizes, self.below, self.reading, strict=True):
             piece = Piece(start, start + size)
-            piece.tier_blocks = below + reading
+            piece.tier_blocks = below + reading or size  # others may have brought it
             piece.state = PieceState.BELOW if below else PieceState.READING if reading else PieceState.WAITING
             made.append(piece)
             start += size
