@@ -1,8 +1,8 @@
 """What comes of a found prefix from the back, for :mod:`.feeding`. In sections only.
 
-A piece that lies in a tier is read into host memory before a load of it begins, so nothing on the device ever waits for
-storage. As soon as all that is left comes within the pass behind the prefix, it comes as one load: of what is in host
-memory at once, and of what the tier is still to read each layer as soon as it is there.
+A piece that lies in a tier is read into host memory before a load of it begins. What the tier reads last is followed: a
+pass that begins meanwhile has the more of it the longer it takes. So all that is left comes as one load then, of what
+is in host memory and of what the tier is still to read, each layer as soon as all of it is there.
 """
 
 from __future__ import annotations

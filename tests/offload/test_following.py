@@ -284,7 +284,7 @@ def test_what_is_late_is_given_up_and_blamed_on_the_tier(bench: Bench, begun: bo
     assert states_of(meeting) == ["loading", "below", "below"]  # nobody asks a tier that rests
     assert meeting._followed == {}
     meeting.compute_again()
-    assert meeting._front == 0
+    assert meeting._front == 0 and not any(piece.awaited for piece in meeting.line.pieces)
     step = bench.next(meeting)
     assert step.piece is meeting.line.pieces[1] and step.loads == (bench.copies[1],)  # type: ignore[comparison-overlap]
 

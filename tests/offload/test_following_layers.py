@@ -250,7 +250,9 @@ def test_two_prompts_follow_what_is_read_once(rig: ChunkRig) -> None:
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "loads"])
-def test_of_a_request_that_is_forgotten_the_load_ends_when_it_is_late(rig: ChunkRig, keeps: str) -> None:
+def test_of_a_request_that_is_forgotten_the_load_ends_when_it_is_late(
+    rig: ChunkRig, keeps: str, caplog: pytest.LogCaptureFixture
+) -> None:
     trust(rig, 0.005)
     request: Any = ask(rig, 1)
     assert request.next_chunk(timeout_s=WAIT_S) == END
@@ -265,6 +267,7 @@ def test_of_a_request_that_is_forgotten_the_load_ends_when_it_is_late(rig: Chunk
     for load in kept:
         with pytest.raises(TransferError, match="has not brought it in time"):
             load.wait(WAIT_S)
+    assert not caplog.records
     gates(rig).open()
     until(lambda: not any(rig.pool.domain._write_leases))
     rig.cache.mark_rewritten(TABLE)
