@@ -149,6 +149,8 @@ class Meeting(Bringing):
         it has to wait for."""
         if piece.awaited:
             return True
+        if self.moving[piece].failed:  # whose fault that is was told
+            return False
         now_s = time.monotonic()
         if now_s > piece.late_s:
             self._tell_late(piece, LINK)

@@ -370,7 +370,8 @@ class ReadingBooks(LoadingBooks):
         movement.shares_link = True  # it waits for the tier, and what is measured is the end of it
         self.moves.add(transfer, [job], follows=True)
         self.loads.add(movement)
-        Following(movement, keys, fetching)
+        if fetching:  # else others have brought all meanwhile
+            Following(movement, keys, fetching)
         return transfer, self._used_by_one(fetching)
 
     def read_ended(self, job: TierJob) -> None:

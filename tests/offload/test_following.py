@@ -415,3 +415,11 @@ def test_the_last_piece_is_followed_behind_what_is_read_before_it(
     bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
     bench.fill()
     assert states_of(meeting) == ["loading" if follows else "reading", "reading", "reading"]
+
+
+def test_what_has_failed_is_blamed_on_nobody_else_while_some_of_it_still_runs(bench: Bench) -> None:
+    meeting, copy, _ = followed(bench)
+    bench.now_s = meeting.line.pieces[0].late_s + 1.0
+    step = bench.next(meeting)
+    assert step.leaving is copy  # type: ignore[comparison-overlap]
+    assert [one[0] for one in bench.late] == [TIER]

@@ -301,6 +301,20 @@ def test_what_cannot_be_followed_holds_nothing(rig: ChunkRig, monkeypatch: pytes
     rig.check_books()
 
 
+def test_what_others_have_brought_meanwhile_is_loaded_at_once(rig: ChunkRig) -> None:
+    """Between the lookup and the load."""
+    books: Any = rig.manager._books
+    hashes = rig.manager.block_hashes(TOKENS)[:BLOCKS]
+    rig.manager.prefetch(hashes, timeout_s=WAIT_S).wait(WAIT_S)
+    rig.poison(TABLE)
+    compute = rig.scheduler.compute_stream(None)
+    transfer, prefetch = change(books, lambda: books.follow(hashes, TABLE[:BLOCKS], compute))
+    transfer.wait(WAIT_S)
+    assert prefetch.done and prefetch.blocks_until == 0
+    assert layers_there(rig) == [True] * 3
+    rig.check_books()
+
+
 def test_what_is_read_ahead_is_urgent_when_it_is_followed(rig: ChunkRig) -> None:
     for stage in gates(rig).stages:
         stage.clear()
