@@ -88,6 +88,13 @@ def test_what_is_left_in_a_tier_comes_as_one_where_no_pass_were_left_behind_a_pi
     assert load is not None and (load.start, load.layerwise) == (start, start == 0)
 
 
+def test_beside_others_a_tier_is_asked_piece_by_piece() -> None:
+    meeting = meeting_of(0, tier=8, end=65)
+    meeting.load_from(0, 0)
+    load = meeting.next_load(TIER, 0.0, 9.0, replace(RATES, tier_s=0.01), alone=False)
+    assert load is not None and (load.start, load.layerwise) == (6, False)
+
+
 def test_a_slow_load_moves_the_place_where_they_meet() -> None:
     meeting = meeting_of(12)
     meeting.plan(RATES)

@@ -171,11 +171,14 @@ class Meeting:
                 break
         return begin_s
 
-    def next_load(self, place: str, now_s: float, pass_s: float, rates: RateSnapshot) -> Load | None:
+    def next_load(
+        self, place: str, now_s: float, pass_s: float, rates: RateSnapshot, *, alone: bool = True
+    ) -> Load | None:
         """The next load from there, or None; it is under way from now on.
 
         ``pass_s``: when the model should come to what is behind the part, see :meth:`needed_s`. If what is left takes
-        until then, or no longer than the pass behind the prefix, it comes as one load, layer by layer.
+        until then, or no longer than the pass behind the prefix, it comes as one load, layer by layer. From a tier the
+        latter only ``alone``, where no prompt before this one needs the tier.
         """
         part = self._of.get(place)
         if part is None or part.first >= part.back:
@@ -183,11 +186,11 @@ class Meeting:
         left = part.back - part.first
         block_s = rates.link_s if place == LINK else max(rates.tier_s, rates.link_s)
         layerwise = (rates.link_waits if place == LINK else rates.tier_waits) and (
-            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(rates)
+            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(rates, alone)
         )
         return self._load(part, left if layerwise else min(self._piece_blocks, left), layerwise)
 
-    def _fits_pass(self, rates: RateSnapshot) -> bool:
+    def _fits_pass(self, rates: RateSnapshot, alone: bool) -> bool:
         """Whether nothing of what is left is to be computed, and it takes no longer than the pass behind the prefix."""
         if self._lost or any(one.first > one.front for one in self._parts):
             return False
@@ -195,6 +198,8 @@ class Meeting:
         below = sum(one.back - one.front for one in self._parts if one.place == TIER)
         if not below:
             return self._waits.fits_pass(rates, left)
+        if not alone:
+            return False
         pieces = []
         for one in self._parts:
             piece = Piece(one.front, one.back)

@@ -305,6 +305,7 @@ class _Server:
             return
         rates = self._snapshot()
         wait_s = max(0.0, self._model_free_s - self._now_s)
+        alone = True  # nobody before needs anything
         for turn in ([self._serving] if self._serving else []) + self._waiting[: self._machine.queue]:
             if turn is not self._serving:
                 self._decide(turn, rates, wait_s)
@@ -314,10 +315,11 @@ class _Server:
                 needed_s = turn.meeting.needed_s(place, turn.begin_s, turn.pass_s)
                 now = trusted and turn is self._serving and needed_s <= self._now_s  # all of it: the model is there
                 while now or turn.queued[place] < MOST_LOADING:
-                    load = turn.meeting.next_load(place, self._now_s, needed_s, rates)
+                    load = turn.meeting.next_load(place, self._now_s, needed_s, rates, alone=alone)
                     if load is None:
                         break
                     self._begin(_Job(turn, load, load.stop - load.start, place))
+            alone = alone and turn.meeting.met
 
     def _begin(self, job: _Job) -> None:
         turn, load = job.turn, job.load
