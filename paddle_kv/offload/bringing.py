@@ -31,7 +31,6 @@ from .weighing import weigh
 
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
 LATE_S = 1e-3  # behind the time at which a load is late somebody looks
-LATE = "the tier has not brought it in time"
 
 
 class Bringing:
@@ -148,8 +147,7 @@ class Bringing:
     def _look_at_followed(self, piece: Piece, movement: Movement, prefetch: Prefetch) -> None:
         if movement.unread and not movement.failed and time.monotonic() > piece.late_s:
             self._tell_late(piece, TIER)
-            movement.told = True  # it is computed: no word in the log
-            arriving.fail(movement, LATE)
+            _end_late(movement)
         if movement.failed and not prefetch.cancelled:
             prefetch.cancel()
 
@@ -393,14 +391,14 @@ def _look_at_late(books: Callable[[], Owner | None], movement: Movement) -> None
     if found is not None:
         _look(books)
         with contextlib.suppress(ClosedError, ForkedError):
-            change(found, functools.partial(_give_up, movement))
+            change(found, functools.partial(_end_late, movement))
 
 
-def _give_up(movement: Movement) -> None:
-    """A load that nobody cares for any more waits for no storage."""
+def _end_late(movement: Movement) -> None:
+    """It waits for storage no more, also if its prompt is gone."""
     if movement.unread and not (movement.failed or movement.over):
-        movement.told = True  # the prompt is gone: no word in the log
-        arriving.fail(movement, LATE)
+        movement.told = True  # what it does not bring is computed: no word in the log
+        arriving.fail(movement, "the tier has not brought it in time")
 
 
 def _look(books: Callable[[], Owner | None]) -> None:
