@@ -20,10 +20,21 @@ constexpr int kTold = 0, kNotInTime = 1, kInterrupted = 2, kElsewhere = 3;  // w
   throw PythonError();
 }
 
-// Of a list or tuple, each put behind what is there.
+Py_ssize_t AppendArray(PyObject* from, std::vector<std::int64_t>* to) {
+  PythonBuffers held;
+  const Py_buffer* const array = held.TryTake(from, PyBUF_ND);
+  if (array == nullptr || array->ndim != 1 || array->itemsize != sizeof(std::int64_t)) {
+    Refuse("a list, a tuple or an array of int64 is expected");
+  }
+  const auto* const first = static_cast<const std::int64_t*>(array->buf);
+  to->insert(to->end(), first, first + array->shape[0]);
+  return array->shape[0];
+}
+
+// Of a list, a tuple or an array, each put behind what is there.
 Py_ssize_t AppendIntegers(PyObject* from, std::vector<std::int64_t>* to) {
   const bool is_list = PyList_Check(from);
-  if (!is_list && !PyTuple_Check(from)) Refuse("a list or tuple of integers is expected");
+  if (!is_list && !PyTuple_Check(from)) return AppendArray(from, to);
   const Py_ssize_t count = PyObject_Size(from);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const one = is_list ? PyList_GetItem(from, i) : PyTuple_GetItem(from, i);
@@ -113,6 +124,15 @@ PyObject* IsCapturing(PyObject*, PyObject* const* given, Py_ssize_t count) {
     if (count != 3) Refuse("is_capturing takes 3 arguments");
     const auto function = reinterpret_cast<int (*)(int, std::int64_t)>(IntegerIn(given[0]));
     return PyLong_FromLong(function(static_cast<int>(IntegerIn(given[1])), IntegerIn(given[2])));
+  });
+}
+
+PyObject* Record(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 4) Refuse("record takes 4 arguments");
+    const auto function = reinterpret_cast<int (*)(int, std::int64_t, std::int64_t)>(IntegerIn(given[0]));
+    const std::int64_t device = IntegerIn(given[1]), event = IntegerIn(given[2]), stream = IntegerIn(given[3]);
+    return PyLong_FromLong(function(static_cast<int>(device), event, stream));
   });
 }
 
@@ -207,6 +227,7 @@ void* paddle_kv_queue_functions() {
       {"mark", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Mark)), METH_FASTCALL, nullptr},
       {"is_capturing", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&IsCapturing)), METH_FASTCALL,
        nullptr},
+      {"record", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Record)), METH_FASTCALL, nullptr},
       {"wait_stream", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&WaitStream)), METH_FASTCALL, nullptr},
       {"hear", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Hear)), METH_FASTCALL, nullptr}};
   return DictionaryOf(methods);

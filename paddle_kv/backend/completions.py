@@ -23,21 +23,27 @@ def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | No
     """``report`` is called once, in that thread, when all of the events were passed or have failed, unless somebody
     hears of it himself. Not by the main thread: a signal handler could come in between. Returns what :func:`hear`
     takes."""
-    return expect(report, lambda token: transfer_queue.watch(device_id, token, events))
+    token = expect(report)
+    try:
+        transfer_queue.watch(device_id, token, events)
+    except BaseException:
+        forget(token)
+        raise
+    return token
 
 
-def expect(report: Callable[[], Later | None], watch: Callable[[int], object]) -> int:
-    """:func:`watch`, for a call that has the library watch for the token."""
+def expect(report: Callable[[], Later | None]) -> int:
+    """:func:`watch`, by a call that has the library watch for the token: it is made next, or :func:`forget` is."""
     if _thread is None:
         _start()
     token = next(_tokens)
     _reports[token] = report
-    try:
-        watch(token)
-    except BaseException:
-        del _reports[token]
-        raise
     return token
+
+
+def forget(token: int) -> None:
+    """Nobody watches for it."""
+    del _reports[token]
 
 
 def hear(token: int, timeout_s: float | None, told: Callable[[], object], report: Callable[[], Later | None]) -> None:

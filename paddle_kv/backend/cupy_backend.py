@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ SPIN_S = 200e-6  # a wait for the end of a layer is mostly shorter than a sleep
 SLEEP_S = 50e-6
 HIGHEST_PRIORITY = -5  # CUDA takes the highest that the GPU has
 
-_left_over: list[tuple[int, list[int]]] = []  # events of closed backends that another one's transfers still wait for
+_left_over: list[tuple[int, array[int]]] = []  # events of closed backends that another one's transfers still wait for
 _left_over_lock = threading.Lock()  # or two that close at once would both destroy them
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -60,10 +61,11 @@ class CupyBackend:
 
     def __init__(self, device_id: int) -> None:
         self._device_id = device_id
-        self._idle_events: list[int] = []
-        self._given_back: list[int] = []
+        # Handles in arrays: hundreds of them are taken and given back with each transfer.
+        self._idle_events = array("q")
+        self._given_back = array("q")
         # Transfers that were enqueued at some time after they were given back, events.
-        self._resting_events: deque[tuple[int, list[int]]] = deque()
+        self._resting_events: deque[tuple[int, array[int]]] = deque()
         self._saw_failure = False
         self._named: tuple[Any, int] = (None, 0)  # the stream that was named last, kept alive by that, and its handle
         costs = calibration.load(device_name(device_id)) or calibration.EngineCosts()
@@ -98,7 +100,7 @@ class CupyBackend:
         [event] = self.create_events(1)
         return event
 
-    def create_events(self, count: int) -> list[int]:
+    def create_events(self, count: int) -> array[int]:
         """As many at once; all or none."""
         # Creating an event costs more than recording it.
         idle = self._idle_events
@@ -127,14 +129,14 @@ class CupyBackend:
         if self._saw_failure:
             for event in events:
                 transfer_queue.forget(event)
-        self._given_back += events
+        self._given_back.extend(events)
 
     def _wake_events(self) -> None:
         # A transfer that is enqueued, not submitted, may still have to wait for an event that was given back: recorded
         # anew it would mean another point of another stream, perhaps one that waits for that very transfer.
         if self._given_back:
             self._resting_events.append((transfer_queue.enqueued(), self._given_back))
-            self._given_back = []
+            self._given_back = array("q")
         submitted = transfer_queue.submitted()
         while self._resting_events and self._resting_events[0][0] <= submitted:
             self._idle_events.extend(self._resting_events.popleft()[1])
@@ -177,30 +179,58 @@ class CupyBackend:
                 "the stream is being captured into a CUDA graph; a transfer cannot become part of a graph"
             )
 
-    @_on_device
     def record(self, event: int, stream: Any) -> None:
-        runtime.eventRecord(event, _handle(stream))
+        transfer_queue.record(self._device_id, event, _handle(stream))
 
     def wait_on_stream(self, stream: Any, event: int, timeout_s: float | None) -> None:
         if not transfer_queue.wait_stream(self._device_id, _handle(stream), event, timeout_s):
             raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
     def copy_and_watch(self, binding: int, work: LayerWork, stream: Any, report: Callable[[], Later | None]) -> int:
-        def copy(token: int) -> None:
-            work.watch = token
+        work.watch = completions.expect(report)
+        try:
             self.copy_layers(binding, work, stream)
-
-        return completions.expect(report, copy)
+        except BaseException:
+            completions.forget(work.watch)
+            raise
+        return work.watch
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
-        given = _given(binding, work, stream)
-        transfer_queue.submit(**given, waits=list(work.waits), start_event=work.start, watch=work.watch)
+        plan = work.plan
+        transfer_queue.submit(
+            plan=binding,
+            direction=bindings.DIRECTION_CODES[plan.direction],
+            engine=ENGINES.index(work.engine),
+            device_ids=plan.device_ids,
+            host_ids=plan.host_ids,
+            layers=work.layers,
+            layers_per_event=plan.layers_per_event,
+            waits=work.waits,
+            start_event=work.start,
+            record_events=work.records,
+            stream=stream.ptr,
+            token=work.number,
+            watch=work.watch,
+        )
 
     def submit_by_marks(self, binding: int, work: LayerWork, starts: Sequence[int], stream: Any) -> bool:
         if len(work.plan.device_ids) > transfer_queue.FEW_BLOCKS:
             return False  # each mark would sort them, with the GIL
-        given = _given(binding, work, stream)
-        transfer_queue.submit_by_marks(**given, marks=list(work.waits), start_events=list(starts))
+        plan = work.plan
+        transfer_queue.submit_by_marks(
+            plan=binding,
+            direction=bindings.DIRECTION_CODES[plan.direction],
+            engine=ENGINES.index(work.engine),
+            device_ids=plan.device_ids,
+            host_ids=plan.host_ids,
+            layers=work.layers,
+            layers_per_event=plan.layers_per_event,
+            marks=work.waits,
+            start_events=starts,
+            record_events=work.records,
+            stream=stream.ptr,
+            token=work.number,
+        )
         return True
 
     def mark_layer(self, number: int, layer: int, stream: int) -> bool | None:
@@ -259,23 +289,6 @@ def transfer_stream() -> Any:
     """A stream for copies, on the current device."""
     # The copy kernel has two CTAs: they must not queue behind the thousands of a matrix product.
     return cupy.cuda.Stream(non_blocking=True, priority=HIGHEST_PRIORITY)
-
-
-def _given(binding: int, work: LayerWork, stream: Any) -> dict[str, Any]:
-    """What the queue is told of groups of layers, however they are submitted."""
-    plan = work.plan
-    return {
-        "plan": binding,
-        "direction": bindings.DIRECTION_CODES[plan.direction],
-        "engine": ENGINES.index(work.engine),
-        "device_ids": plan.device_ids,
-        "host_ids": plan.host_ids,
-        "layers": range(plan.layers_of(work.first_group).start, plan.layers_of(work.end_group - 1).stop),
-        "layers_per_event": plan.layers_per_event,
-        "record_events": list(work.records),
-        "stream": stream.ptr,
-        "token": work.number,
-    }
 
 
 def _handle(stream: Any) -> int:

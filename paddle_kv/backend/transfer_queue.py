@@ -1,11 +1,11 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
 Called through ctypes, but for ``submit`` and ``submit_by_marks``, which have so many arguments that ctypes would take
-longer than the call, ``mark``, ``is_capturing`` and ``wait_stream``, which are called for every layer of a model, and
-``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to 40 us. ctypes gives up the GIL for
-the time of a call; those that only look into the queue, under a lock that nobody holds while CUDA works, keep it: to
-get it back costs more than they do. So do the calls for a layer, unless they have to wait. Streams and events are
-handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
+longer than the call, ``mark``, ``is_capturing``, ``record`` and ``wait_stream``, which are called for every layer of a
+model or start of a transfer, and ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to
+40 us. ctypes gives up the GIL for the time of a call; those that only look into the queue, under a lock that nobody
+holds while CUDA works, keep it: to get it back costs more than they do. So do the calls for a layer, unless they have
+to wait. Streams and events are handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ def submit(
     host_ids: np.ndarray,
     layers: range,
     layers_per_event: int,
-    waits: list[Sequence[int]],
+    waits: Sequence[Sequence[int]],
     start_event: int,
-    record_events: list[int],
+    record_events: Sequence[int],
     stream: int,
     token: int = 0,
     watch: int = -1,
@@ -191,9 +191,9 @@ def submit_by_marks(
     host_ids: np.ndarray,
     layers: range,
     layers_per_event: int,
-    marks: list[Sequence[int]],
-    start_events: list[int],
-    record_events: list[int],
+    marks: Sequence[Sequence[int]],
+    start_events: Sequence[int],
+    record_events: Sequence[int],
     stream: int,
     token: int,
 ) -> None:
@@ -299,6 +299,11 @@ def flush(stream: int, timeout_s: float | None = None) -> bool:
 def is_capturing(device_id: int, stream: int) -> bool:
     """Whether the stream is being captured into a CUDA graph. Does nothing else with it."""
     return checked(_by_address("is_capturing")(device_id, stream)) == 1
+
+
+def record(device_id: int, event: int, stream: int) -> None:
+    """The event stands for what was submitted to ``stream`` so far."""
+    checked(_by_address("record")(device_id, event, stream))
 
 
 def wait_stream(device_id: int, stream: int, event: int, timeout_s: float | None) -> bool:

@@ -73,3 +73,8 @@ class LayerWork:
     engine: str = "auto"
     number: int = 0  # of the transfer, in this process: what ``cancel`` names
     watch: int = -1  # where a backend has its end watched along with it
+
+    @property
+    def layers(self) -> range:
+        per_event = self.plan.layers_per_event
+        return range(self.first_group * per_event, min(self.end_group * per_event, self.plan.num_layers))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -216,14 +216,14 @@ class Movement:
         self.ready = list(plan.groups)  # marked, not submitted; ascending
         if self.to_mark or self.unread:
             self.ready = [group for group in self.ready if not self.is_held_back(group)]
-        self.after: list[Event] = []  # events that come before the first layer: the compute stream's
+        self.after: Sequence[Event] = ()  # events that come before the first layer: the compute stream's
         self.depends_on: set[Movement] = set()
         self.reads_from: set[Movement] = set()  # those of them whose result is read
         self.dependents: dict[Movement, None] = {}
         self.events: list[Event | None] = [None] * plan.num_groups  # one a group, None until submitted
         self.num_unsubmitted = len(plan.groups)
         self.starts: list[tuple[Event, range]] = []  # one a submission
-        self.spare: list[Event] = []  # held, and not in use yet
+        self.spare: MutableSequence[Event] = []  # held, and not in use yet
         self.followers: list[Follower] = []
         # Those who wait
         self.waiters: list[Waiter] = []  # for the end
@@ -309,7 +309,7 @@ class Movement:
         of_compute = 0 if self.layerwise else 1
         self.spare = self.hold_events(of_compute + len(self.to_mark) + submissions + self.plan.num_groups)
 
-    def hold_events(self, count: int) -> list[Event]:
+    def hold_events(self, count: int) -> MutableSequence[Event]:
         """Events that live until it is over."""
         spare = self.spare
         if len(spare) >= count:
@@ -318,7 +318,8 @@ class Movement:
             return taken
         events = self.scheduler.resources.take_events(count)
         self.held = (*self.held, events)
-        return list(events)
+        copied: MutableSequence[Event] = events.events[:]  # type: ignore[assignment]
+        return copied
 
     def note_submitted(self, start: Event, groups: range, records: Sequence[Event]) -> None:
         """The backend has these groups, by one submission; whoever follows hears of it."""

@@ -26,14 +26,17 @@ class Events:
     """Events that are given back together, when the last reference to them goes: whoever waits for one of them keeps
     them by a reference, and an exception that ends the wait lets go of it by itself."""
 
-    def __init__(self, events: list[Event], ties: set[_Tie], given_back: deque[Any]) -> None:
-        self._events = events
-        tie = _Tie(self, given_back.append)
-        tie.events = events
+    def __init__(self, events: Sequence[Event], ties: set[_Tie], given_back: deque[Any]) -> None:
+        self._tie = tie = _Tie(self, given_back.append)
+        self.events = tie.events = events
         ties.add(tie)
 
+    def hold(self, events: Sequence[Event]) -> None:
+        """These, in place of those before."""
+        self.events = self._tie.events = events
+
     def __iter__(self) -> Iterator[Event]:
-        return iter(self._events)
+        return iter(self.events)
 
 
 class _Tie(weakref.ref):  # type: ignore[type-arg]
@@ -53,7 +56,7 @@ class DeviceResources:
     ) -> None:
         self.backend = backend
         self._notify = notify  # events were given back
-        self._create_events: Callable[[int], list[Event]] | None = getattr(backend, "create_events", None)
+        self._create_events: Callable[[int], Sequence[Event]] | None = getattr(backend, "create_events", None)
         self._destroy_events = getattr(backend, "destroy_events", functools.partial(_one_by_one, backend.destroy_event))
         self.streams: dict[str, Stream] = {}
         self.closers: list[Callable[[], object]] = []  # of what else lives on the device as long
@@ -69,7 +72,7 @@ class DeviceResources:
         except BaseException:
             self.release()
             raise
-        [self.origin_event] = self._own_events
+        [self.origin_event] = self._own_events.events
 
     def urgent_stream(self) -> Stream:
         """The stream of loads that must not queue behind others; most schedulers never need it."""
@@ -85,22 +88,27 @@ class DeviceResources:
 
     def take_events(self, count: int) -> Events:
         """So many. Only under the lock, as all of this."""
-        self._collect_events()
+        if self._given_back:
+            self._collect_events()
+        events = Events((), self._ties, self._given_back)
+        if self._create_events is None:
+            self._create_one_by_one(events, count)
+        else:
+            events.hold(self._create_events(count))
+        self._num_events += count
+        return events
+
+    def _create_one_by_one(self, events: Events, count: int) -> None:
         taken: list[Event] = []
-        events = Events(taken, self._ties, self._given_back)  # has those that could be made if one cannot
+        events.hold(taken)  # has those that could be made if one cannot
         try:
-            if self._create_events is None:
-                for _ in range(count):
-                    taken.append(self.backend.create_event())
-            else:
-                taken += self._create_events(count)
+            for _ in range(count):
+                taken.append(self.backend.create_event())
         except BaseException:
             self._num_events += len(taken)
             Events(taken.copy(), self._ties, self._given_back)  # gone at once
             taken.clear()  # the exception keeps this frame
             raise
-        self._num_events += count
-        return events
 
     def guard_events(self, member: Grouped) -> None:
         """Whoever waits for those in use hears of each that is given back."""

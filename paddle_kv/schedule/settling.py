@@ -177,7 +177,7 @@ def _asked(movement: Movement) -> list[Event]:
 
 def _end(movement: Movement) -> None:
     """It is over: its events go back as soon as nobody looks at them."""
-    movement.held, movement.after, movement.starts = (), [], []
+    movement.held, movement.after, movement.starts = (), (), []
     movement.report, movement.spare = None, []
     movement.unmarked = dict.fromkeys(movement.unmarked)
     movement.marks = [None] * len(movement.marks)

@@ -104,7 +104,7 @@ def _prepare(movement: Movement, compute: Stream | Events) -> Transfer:
     if plan.num_groups:
         movement.hold_all_events()
     if isinstance(compute, Events):
-        movement.held, movement.after = (*movement.held, compute), list(compute)
+        movement.held, movement.after = (*movement.held, compute), compute.events
     elif plan.num_groups and not movement.layerwise:
         movement.after = movement.hold_events(1)
         scheduler.backend.record(movement.after[0], compute)

@@ -179,7 +179,7 @@ def _ready_runs(movement: Movement) -> list[tuple[int, list[Waits]]]:
     others = _others(movement) if movement.depends_on else []
     simple = not (movement.to_mark or others or movement.plan.left_out or movement.unread)
     if movement.ready and simple and movement.last_event is None:
-        return [(0, [movement.after.copy(), *itertools.repeat((), len(movement.ready) - 1)])]  # the rule: all at once
+        return [(0, [tuple(movement.after), *itertools.repeat((), len(movement.ready) - 1)])]  # the rule: all at once
     runs: list[tuple[int, list[Waits]]] = []
     taken: list[int] = []
     for group in movement.ready:
@@ -230,7 +230,8 @@ def _submit(movement: Movement, first: int, waits: list[Waits]) -> list[Movement
     scheduler, plan = movement.scheduler, movement.plan
     groups = range(first, first + len(waits))
     try:
-        start, *records = movement.hold_events(1 + len(groups))
+        events = movement.hold_events(1 + len(groups))
+        start, records = events[0], events[1:]
         work = LayerWork(plan, groups.start, groups.stop, waits, start, records, scheduler.engine, movement.number)
         backend, binding = scheduler.backend, scheduler.resources.binding
         copy_and_watch = getattr(backend, "copy_and_watch", None)

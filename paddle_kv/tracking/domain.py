@@ -10,7 +10,8 @@ Blocks whose last writer failed or was cancelled are *poisoned*: reading them ra
 Leases keep transfers away from blocks that the host is using.
 
 What is known of a block stands in arrays with one entry for each, so a call costs what its own blocks cost, whatever
-else is in flight. Nothing here knows Paddle, CuPy or a device.
+else is in flight. A transfer that comes while no other one holds a block is written into them when somebody asks: most
+that come alone end alone, and cost nothing then. Nothing here knows Paddle, CuPy or a device.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class BlockDomain:
         self._writes: dict[int, Ids] = {}  # by number; ids that others have written since are still in there
         self._reads: dict[int, Ids] = {}  # and nobody has written since
         self._sharing: dict[int, None] = {}  # those of which a block has, or had, several readers
+        self._unwritten: int | None = None  # the only one that holds blocks, if the arrays do not know of it yet
 
         self.grow(num_blocks)
 
@@ -71,6 +73,7 @@ class BlockDomain:
 
     def busy(self, block_ids: Iterable[int]) -> list[int]:
         """Those of the blocks that a transfer or a lease holds."""
+        self._write_down()
         ids = np.fromiter(block_ids, np.int64)
         held = (self._writer[ids] != NOBODY) | (self._num_readers[ids] > 0) | (self._leases[ids] > 0)
         return ids[held].tolist()  # type: ignore[no-any-return]
@@ -89,6 +92,7 @@ class BlockDomain:
         and where it writes, those that read them."""
         if not self._transfers:
             return []
+        self._write_down()
         ids = np.asarray(block_ids, np.int64)
         numbers = {*_numbers(self._writer[ids]), *(self._readers_of(ids) if writing else ())}
         return [self._transfers[number] for number in sorted(numbers)]
@@ -96,6 +100,7 @@ class BlockDomain:
     def lone_holders(self, block_ids: Sequence[int] | Ids) -> list[Tracked]:
         """Those that write one of the blocks, or read it alone. The blocks may be free when these have been looked at;
         of one that several read, and there may be thousands, the last one will be heard of."""
+        self._write_down()
         ids = np.asarray(block_ids, np.int64)
         return [self._transfers[one] for one in sorted({*_numbers(self._writer[ids]), *_numbers(self._reader[ids])})]
 
@@ -111,6 +116,7 @@ class BlockDomain:
                 )
         if writing or not self._why_poisoned:
             return
+        self._write_down()
         ids = np.asarray(block_ids, np.int64)
         found = ids[self._poisoned[ids]]
         # A transfer that writes the block anew gives it its content back, if it does not fail.
@@ -125,6 +131,7 @@ class BlockDomain:
 
     def users(self, block_ids: Iterable[int], *, writing: bool) -> Iterator[tuple[int, Tracked, bool]]:
         """Transfers that an access conflicts with: a block, who holds it, and whether that one writes it."""
+        self._write_down()
         ids = np.fromiter(block_ids, np.int64)
         ids = ids[ids < self._writer.size]  # of an operator's tensor that goes beyond the pool
         for number in _numbers(self._writer[ids]):
@@ -138,14 +145,10 @@ class BlockDomain:
         ids: Ids = np.asarray(block_ids, np.int64)  # one may occur several times: one source may have many targets
         if not ids.size:
             return set()
-        is_alone = not self._transfers
-        number = transfer.number
-        self._transfers[number] = transfer
-        if is_alone:  # nobody reads or writes any block
-            self._num_readers[ids] = 1
-            self._reader[ids] = number
-            self._reads[number] = ids
+        if self._comes_alone(transfer):
+            self._reads[transfer.number] = ids
             return set()
+        number = transfer.number
         shared = ids[self._num_readers[ids] > 0]
         if shared.size:
             self._sharing.update(dict.fromkeys([number, *_numbers(self._reader[shared])]))
@@ -160,11 +163,12 @@ class BlockDomain:
         ids: Ids = np.asarray(block_ids, np.int64)
         if not ids.size:
             return set()
-        is_alone = not self._transfers
+        if self._comes_alone(transfer):
+            self._writes[transfer.number] = ids
+            return set()
         number = transfer.number
-        self._transfers[number] = transfer
-        readers = [] if is_alone else self._readers_of(ids)
-        before = set() if is_alone else {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
+        readers = self._readers_of(ids)
+        before = {self._transfers[other] for other in [*_numbers(self._writer[ids]), *readers]}
         asked = self._mask(ids) if readers else None
         self._writes[number] = ids  # before the readers give way: see ``rebuild``
         if asked is not None:
@@ -178,6 +182,7 @@ class BlockDomain:
 
     def poison(self, block_ids: Sequence[int] | Ids, transfer: Tracked, why: str) -> None:
         """The transfer will not write these blocks. Blocks that a later transfer rewrites are left to that one."""
+        self._write_down()
         ids = np.asarray(block_ids, np.int64)
         own = ids[self._writer[ids] == transfer.number]
         self._poisoned[own] = True
@@ -187,8 +192,11 @@ class BlockDomain:
         """The transfer is over and holds nothing any more. ``written``: it has rewritten its targets, but for the
         ``lost`` ones."""
         number = transfer.number
+        is_written_down = number != self._unwritten
+        if not is_written_down:
+            self._unwritten = None
         reads = self._reads.pop(number, None)
-        if reads is not None:
+        if reads is not None and is_written_down:
             if len(self._transfers) == 1:
                 self._num_readers[reads] = 0
                 self._reader[reads] = NOBODY
@@ -198,8 +206,10 @@ class BlockDomain:
             self._sharing.pop(number, None)
         writes = self._writes.pop(number, None)
         if writes is not None:
-            own = writes[self._writer[writes] == number]
-            self._writer[own] = NOBODY
+            own = writes
+            if is_written_down:
+                own = writes[self._writer[writes] == number]
+                self._writer[own] = NOBODY
             if written:
                 self.mark_rewritten(own[~np.isin(own, np.asarray(lost, np.int64))] if len(lost) else own)
         self._transfers.pop(number, None)
@@ -207,8 +217,8 @@ class BlockDomain:
     def rebuild(self) -> None:
         """Behind an error in the middle of :meth:`read` or :meth:`write`: what is known of each block, by what the
         transfers hold."""
-        self._writer[:] = self._reader[:] = NOBODY
-        self._num_readers[:] = 0
+        self._unwritten = None
+        self._clear()
         for number in sorted(self._writes):
             self._writer[self._writes[number]] = number
         for number, ids in self._reads.items():
@@ -229,6 +239,7 @@ class BlockDomain:
     # ---- leases ----
     def try_lease(self, block_ids: Sequence[int], *, write: bool) -> bool:
         """Takes the lease, unless a transfer or another lease conflicts with it."""
+        self._write_down()
         ids = np.asarray(block_ids, np.int64)
         conflicts = self._writer[ids] != NOBODY
         conflicts |= (self._leases if write else self._write_leases)[ids] > 0
@@ -248,6 +259,38 @@ class BlockDomain:
         self._num_leases -= ids.size
 
     # ---- helpers ----
+    def _comes_alone(self, transfer: Tracked) -> bool:
+        """Whether nobody holds a block. Then it is enough to know which its blocks are, until somebody asks."""
+        is_alone = not self._transfers
+        if not is_alone:
+            self._write_down()
+        self._transfers[transfer.number] = transfer
+        if is_alone:
+            self._unwritten = transfer.number
+        return is_alone
+
+    def _write_down(self) -> None:
+        """Before the arrays are asked who holds a block."""
+        number = self._unwritten
+        if number is None:
+            return
+        try:
+            reads = self._reads.get(number)
+            if reads is not None:
+                self._num_readers[reads] = 1
+                self._reader[reads] = number
+            writes = self._writes.get(number)
+            if writes is not None:
+                self._writer[writes] = number
+        except BaseException:
+            self._clear()
+            raise
+        self._unwritten = None
+
+    def _clear(self) -> None:
+        self._writer[:] = self._reader[:] = NOBODY
+        self._num_readers[:] = 0
+
     def _readers_of(self, ids: Ids) -> list[int]:
         """Numbers of all that read one of the blocks."""
         reader = self._reader[ids]

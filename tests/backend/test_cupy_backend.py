@@ -103,12 +103,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     runtime, cuda = cupy_backend.runtime, cupy_backend.cupy.cuda
     monkeypatch.setattr(runtime, "getDevice", lambda: made.current, raising=False)
     asked = {
-        runtime: ("eventCreateWithFlags", "eventDestroy", "eventRecord", "eventElapsedTime",
-                  "streamDestroy", "getDeviceProperties"),
+        runtime: ("eventCreateWithFlags", "eventDestroy", "eventElapsedTime", "streamDestroy", "getDeviceProperties"),
         cuda: ("Stream", "Event"),
         transfer_queue: ("set_costs", "open_stream", "close_stream", "submit", "cancel", "flush", "wait_stream",
                          "is_capturing", "query", "forget", "enqueued", "submitted", "push_device", "pop_device",
-                         "submit_by_marks", "mark", "take_enqueued"),
+                         "submit_by_marks", "mark", "take_enqueued", "record"),
         streams: ("paddle_stream", "cupy_stream", "resolve_on"),
         completions: ("watch", "hear"),
         binding: ("register", "release"),
@@ -149,12 +148,12 @@ def test_engine_auto_goes_by_what_was_measured_on_this_kind_of_gpu(gpu: Gpu, mea
 
 # ---- the current device ----
 def test_calls_are_made_on_its_device_and_the_thread_gets_its_own_back(gpu: Gpu, backend: Any) -> None:
-    gpu.current = 0
-    backend.record(5, 6)
-    assert gpu.asked() == [("push_device", DEVICE), ("eventRecord", 5, 6), ("pop_device",)]
+    gpu.current, gpu.answers["eventElapsedTime"] = 0, 1.5
+    assert backend.elapsed_ms(5, 6) == 1.5
+    assert gpu.asked() == [("push_device", DEVICE), ("eventElapsedTime", 5, 6), ("pop_device",)]
     gpu.current = DEVICE
-    backend.record(5, 6)
-    assert gpu.asked() == [("eventRecord", 5, 6)]
+    backend.elapsed_ms(5, 6)
+    assert gpu.asked() == [("eventElapsedTime", 5, 6)]
 
 
 def test_such_a_call_takes_and_gives_back_what_the_method_does(backend: Any) -> None:
@@ -172,14 +171,14 @@ def test_what_cuda_reports_is_typed(gpu: Gpu, backend: Any, current: int) -> Non
     def fail(*_: Any) -> None:
         raise CUDARuntimeError(700, "cudaErrorIllegalAddress: an illegal memory access: was encountered")
 
-    gpu.current, gpu.answers["eventRecord"] = current, fail
+    gpu.current, gpu.answers["eventElapsedTime"] = current, fail
     with pytest.raises(CudaError) as raised:
-        backend.record(5, 6)
+        backend.elapsed_ms(5, 6)
     error = raised.value
     assert (error.name, error.code) == ("cudaErrorIllegalAddress", 700)
     assert str(error) == "cudaErrorIllegalAddress: an illegal memory access: was encountered"
     assert isinstance(error.__cause__, CUDARuntimeError)
-    assert gpu.asked()[-1] == (("pop_device",) if current == 0 else ("eventRecord", 5, 6))
+    assert gpu.asked()[-1] == (("pop_device",) if current == 0 else ("eventElapsedTime", 5, 6))
 
 
 def test_a_device_that_could_not_be_made_current_is_not_taken_away(gpu: Gpu, backend: Any) -> None:
@@ -188,7 +187,7 @@ def test_a_device_that_could_not_be_made_current_is_not_taken_away(gpu: Gpu, bac
 
     gpu.current, gpu.answers["push_device"] = 0, fail
     with pytest.raises(CudaError, match="no such device"):
-        backend.record(5, 6)
+        backend.elapsed_ms(5, 6)
     assert gpu.asked() == [("push_device", DEVICE)]
 
 
@@ -200,7 +199,6 @@ def test_a_device_that_could_not_be_made_current_is_not_taken_away(gpu: Gpu, bac
         lambda backend: backend.create_event(),
         lambda backend: backend.close(),
         lambda backend: backend.compute_stream(None),
-        lambda backend: backend.record(5, 6),
         lambda backend: backend.elapsed_ms(5, 6),
         lambda backend: backend.user_event(SimpleNamespace(ptr=71)),
     ],
@@ -209,7 +207,7 @@ def test_whatever_calls_cuda_does_it_on_the_device(gpu: Gpu, backend: Any, call:
     gpu.answers.update(eventElapsedTime=1.0, Event=SimpleNamespace(record=lambda stream: None))
     gpu.current = 0
     call(backend)
-    cuda = {"eventCreateWithFlags", "streamDestroy", "eventRecord", "eventElapsedTime", "Stream", "Event"}
+    cuda = {"eventCreateWithFlags", "streamDestroy", "eventElapsedTime", "Stream", "Event"}
     names = [name for name, *_ in gpu.asked()]
     assert not cuda.intersection(names) or names.index("push_device") < min(names.index(n) for n in cuda & {*names})
     assert names.count("push_device") == names.count("pop_device") == 1
@@ -367,9 +365,9 @@ def test_closed_it_destroys_all_events_but_those_that_another_one_may_wait_for(g
 
     assert closed([1, 2], enqueued=5, submitted=4) == []
     assert closed([3], enqueued=8, submitted=4) == []
-    assert cupy_backend._left_over == [(5, [1, 2]), (8, [3])]
+    assert [(number, list(events)) for number, events in cupy_backend._left_over] == [(5, [1, 2]), (8, [3])]
     assert sorted(closed([4], enqueued=9, submitted=5)) == [1, 2]
-    assert cupy_backend._left_over == [(8, [3]), (9, [4])]
+    assert [(number, list(events)) for number, events in cupy_backend._left_over] == [(8, [3]), (9, [4])]
     assert sorted(closed([5], enqueued=9, submitted=9)) == [3, 4, 5]
     assert cupy_backend._left_over == []
 
@@ -391,7 +389,8 @@ def test_a_wait_on_a_stream_is_the_queues(gpu: Gpu, backend: Any, timeout_s: flo
 
 def test_a_mark_on_a_stream_of_transfers_is_behind_what_is_enqueued_there(gpu: Gpu, backend: Any) -> None:
     backend.record(5, SimpleNamespace(ptr=78))
-    assert gpu.asked() == [("flush", 78), ("eventRecord", 5, 78)]
+    backend.record(5, 6)
+    assert gpu.asked() == [("flush", 78), ("record", DEVICE, 5, 78), ("record", DEVICE, 5, 6)]
 
 
 class Clock:
@@ -508,12 +507,7 @@ def test_more_blocks_than_a_mark_should_sort_are_submitted_by_sections(gpu: Gpu,
 
 
 def test_a_whole_transfer_is_watched_by_its_submission(gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def expect(report: Any, watch: Any) -> int:
-        assert report is print
-        watch(33)
-        return 33
-
-    monkeypatch.setattr(cupy_backend.completions, "expect", expect)
+    monkeypatch.setattr(cupy_backend.completions, "expect", lambda report: 33 if report is print else None)
     plan = TransferPlan("offload", np.array([4, 2]), np.array([7, 9]), num_layers=2, layers_per_event=1)
     work = LayerWork(plan, 0, 2, [[], []], 14, [15, 16])
     assert backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print) == 33
@@ -528,13 +522,28 @@ def test_a_backend_that_copies_in_its_own_way_does_so_watched_too(
         def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
             super().copy_layers(binding, replace(work, waits=[[] for _ in work.waits]), stream)
 
-    monkeypatch.setattr(cupy_backend.completions, "expect", lambda report, watch: watch(33) or 33)
+    monkeypatch.setattr(cupy_backend.completions, "expect", lambda report: 33)
     plan = TransferPlan("offload", np.array([4, 2]), np.array([7, 9]), num_layers=2, layers_per_event=1)
     work = LayerWork(plan, 0, 2, [[11], [12]], 14, [15, 16])
     backend.__class__ = WithoutWaits
     assert backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print) == 33
     [(name, given)] = gpu.asked()
     assert name == "submit" and given["watch"] == 33 and given["waits"] == [[], []]
+
+
+def test_of_a_transfer_that_could_not_be_submitted_nobody_hears(
+    gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("the stream is not open")
+
+    monkeypatch.setattr(completions, "_thread", object())  # none is started
+    gpu.answers["submit"] = fail
+    work = LayerWork(TransferPlan("offload", np.array([4]), np.array([7]), 1, 1), 0, 1, [[]], 14, [15])
+    before = dict(completions._reports)
+    with pytest.raises(RuntimeError, match="not open"):
+        backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print)
+    assert completions._reports == before
 
 
 @pytest.mark.parametrize("first_dropped", [None, 0, 3])
@@ -571,7 +580,7 @@ def _the_stand_in_stays_here() -> Iterator[None]:
 def test_events_are_made_at_once_or_not_at_all(gpu: Gpu, backend: Any) -> None:
     backend.destroy_events([1, 2, 3])
     assert sorted(backend.create_events(2)) == [2, 3]
-    assert backend.create_events(3) == [1, 100, 101]
+    assert list(backend.create_events(3)) == [1, 100, 101]
     backend.destroy_event(1)
 
     def runs_out(flags: int) -> int:
@@ -580,7 +589,7 @@ def test_events_are_made_at_once_or_not_at_all(gpu: Gpu, backend: Any) -> None:
     gpu.answers["eventCreateWithFlags"] = runs_out
     with pytest.raises(CudaError, match="out of memory"):
         backend.create_events(2)
-    assert backend.create_events(1) == [1]
+    assert list(backend.create_events(1)) == [1]
 
 
 def test_gates_are_those_of_its_gpu(gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         ),
         "mark": answering("mark", one, one, one),
         "is_capturing": answering("is_capturing", device, one),
+        "record": answering("record", device, one, one),
         "wait_stream": answering("wait_stream", device, one, one, one),
     }
     by_address = {
@@ -136,8 +138,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
 def test_functions_and_structure_are_those_of_the_header(library: Library) -> None:
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
-    assert len(declared) == 24
-    by_no_ctypes = ("submit", "submit_by_marks", "mark", "is_capturing", "wait_stream", "hear", "end_hearing")
+    assert len(declared) == 25
+    by_no_ctypes = ("submit", "submit_by_marks", "mark", "is_capturing", "record", "wait_stream", "hear", "end_hearing")
     for name in by_no_ctypes:
         declared.pop(f"paddle_kv_queue_{name}")
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
@@ -149,22 +151,21 @@ def test_functions_and_structure_are_those_of_the_header(library: Library) -> No
 def test_what_a_submission_hands_over(library: Library) -> None:
     seen: list[Any] = []
 
-    def array(address: int, count: int) -> list[int]:
+    def numbers(address: int, count: int) -> list[int]:
         return (ctypes.c_int64 * count).from_address(address)[:]
 
     def submit(given: Any) -> int:
         pointers = {"device_ids": 3, "host_ids": 3, "wait_events": 3, "waits_per_group": 2, "record_events": 2}
         fields = {name: getattr(given, name) for name, _ in given._fields_}
-        seen.append({**fields, **{name: array(fields[name], count) for name, count in pointers.items()}})
+        seen.append({**fields, **{name: numbers(fields[name], count) for name, count in pointers.items()}})
         return 0
 
     library.answers["submit"] = submit
     asked: Any = {"plan": 1, "direction": 2, "engine": 3, "layers_per_event": 4, "start_event": 5, "stream": 6}
     ids = {"device_ids": np.array([7, 8, 9]), "host_ids": np.array([10, 11, 12])}
     transfer_queue.submit(**asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22])
-    transfer_queue.submit(
-        **asked, **ids, layers=range(13, 17), waits=[[18, 19], [20]], record_events=[21, 22], token=23, watch=24
-    )
+    kinds: Any = {"waits": [array("q", [18, 19]), (20,)], "record_events": array("q", [21, 22])}
+    transfer_queue.submit(**asked, **ids, layers=range(13, 17), **kinds, token=23, watch=24)
     expected = {
         **asked,
         "device_ids": [7, 8, 9],
@@ -182,12 +183,12 @@ def test_what_a_submission_hands_over(library: Library) -> None:
 def test_what_a_save_by_marks_hands_over(library: Library) -> None:
     seen: list[Any] = []
 
-    def array(address: int, count: int) -> list[int]:
+    def numbers(address: int, count: int) -> list[int]:
         return (ctypes.c_int64 * count).from_address(address)[:]
 
     def submit(given: Any, starts: Any) -> int:
         lists = {"device_ids": 2, "wait_events": 3, "record_events": 2}
-        seen.append({name: array(getattr(given, name), count) for name, count in lists.items()})
+        seen.append({name: numbers(getattr(given, name), count) for name, count in lists.items()})
         seen[-1] |= {name: getattr(given, name) for name in ("first_layer", "end_layer", "token", "stream", "watch")}
         seen[-1]["start_events"] = starts[:2]
         return 0
@@ -299,11 +300,15 @@ def test_a_wait_for_an_event_that_is_pending_gives_up_the_gil() -> None:
         (6, np.arange(4), "as many"),
         (6, np.arange(6)[::2], "contiguous"),
         (10, ((), ()), "no list"),
-        (10, [(), 7], "list or tuple"),
+        (10, [(), 7], "a list, a tuple or an array of int64"),
         (10, [(), ("event",)], "int"),
         (10, [()], "event for each group"),
         (11, [], "a start event"),
-        (11, 6, "list or tuple"),
+        (11, 6, "a list, a tuple or an array of int64"),
+        (11, array("i", [6]), "a list, a tuple or an array of int64"),
+        (12, np.zeros((2, 1), np.int64), "a list, a tuple or an array of int64"),
+        (12, np.arange(4)[::2], "a list, a tuple or an array of int64"),
+        (12, array("q", [7]), "an event for each group"),
         (12, [1, 2, 3], "event for each group"),
         (12, [1, None], "int"),
         (13, 2**63, "large|big|convert"),
@@ -330,6 +335,8 @@ def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wr
         FUNCTIONS["is_capturing"](address, 1)
     with pytest.raises(TypeError, match="5 arguments"):
         FUNCTIONS["wait_stream"](address, 1, 2, 3)
+    with pytest.raises(TypeError, match="4 arguments"):
+        FUNCTIONS["record"](address, 1, 2)
     assert len(called) == 1
 
 
@@ -623,6 +630,7 @@ def test_arguments_and_which_calls_give_up_the_gil(library: Library) -> None:
         (lambda: transfer_queue.flush(1, -3.0), "flush", 1, False, (True, (1, 0))),
         (lambda: transfer_queue.is_capturing(1, 2), "is_capturing", 0, False, (False, (1, 2))),
         (lambda: transfer_queue.is_capturing(1, 2), "is_capturing", 1, True, (False, (1, 2))),
+        (lambda: transfer_queue.record(1, 2, 3), "record", 0, None, (False, (1, 2, 3))),
         (lambda: transfer_queue.wait_stream(1, 2, 3, None), "wait_stream", 0, True, (False, (1, 2, 3, 0))),
         (lambda: transfer_queue.wait_stream(1, 2, 3, 0.0), "wait_stream", 1, False, (False, (1, 2, 3, 0))),
         (lambda: transfer_queue.query(1, *range(2, 7)), "query", 0, True, (True, (1, [2, 3, 4, 5, 6], 5))),
@@ -734,6 +742,7 @@ def test_every_call_reports_what_went_wrong(library: Library) -> None:
         lambda: transfer_queue.completions_fd(),
         lambda: transfer_queue.flush(1),
         lambda: transfer_queue.is_capturing(0, 1),
+        lambda: transfer_queue.record(0, 1, 2),
         lambda: transfer_queue.wait_stream(0, 1, 2, None),
         lambda: transfer_queue.query(0, 1),
         lambda: transfer_queue.push_device(0),

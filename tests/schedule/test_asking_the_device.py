@@ -217,7 +217,7 @@ def test_what_is_over_keeps_no_event_and_no_stream(rig, scheduler):
     movement = save._movement
     assert save.state.value == "cancelled"  # which looks at no device
     held = (movement.held, movement.after, movement.starts, movement.stream, movement.callbacks)
-    assert held == ((), [], [], None, [])
+    assert held == ((), (), [], None, [])
     assert set(movement.marks) == {None}
     assert movement.unmarked == dict.fromkeys([0, 2, 3, 4])
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, rule
 
 from paddle_kv.errors import LeasedError, TransferError
 from paddle_kv.tracking.domain import BlockDomain
@@ -154,12 +154,26 @@ class Machine(RuleBasedStateMachine):
             expected |= {(reader, False) for i in ids for reader in self.blocks[i].readers}
         assert found == expected
 
-    @invariant()
+    @rule()
     def holds_what_it_should(self) -> None:
+        """Not behind each step: who asks makes the tracker write down what it left for later."""
         busy = [i for i in BLOCKS if self.blocks[i].busy]
         assert self.domain.busy(BLOCKS) == busy
         assert [i for i in BLOCKS if self.domain.is_busy(i)] == busy
         assert self.domain.poisoned(BLOCKS) == sorted(self.poison)
+
+    @rule(ids=distinct)
+    def lone_holders(self, ids: list[int]) -> None:
+        found = self.domain.lone_holders(ids)
+        assert [move.number for move in found] == sorted(move.number for move in found)
+        writers = {self.blocks[i].writer for i in ids} - {None}
+        readers = {reader for i in ids for reader in self.blocks[i].readers}
+        assert writers <= set(found) <= writers | readers
+        if len({move for block in self.blocks.values() for move in (block.writer, *block.readers)} - {None}) == 1:
+            assert set(found) == writers | readers
+
+    def teardown(self) -> None:
+        self.holds_what_it_should()
 
 
 TestMachine = Machine.TestCase

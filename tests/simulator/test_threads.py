@@ -316,8 +316,8 @@ def without_references(patch: pytest.MonkeyPatch) -> None:
     def ends(movement: Any) -> None:
         for events in movement.held:
             resources = movement.scheduler.resources
-            Events(events._events.copy(), resources._ties, resources._given_back)
-            events._events.clear()
+            Events(events.events, resources._ties, resources._given_back)
+            events.hold([])
         end(movement)
 
     patch.setattr(settling, "_end", ends)

@@ -137,6 +137,16 @@ int paddle_kv_queue_is_capturing(int device, std::int64_t stream) {
   });
 }
 
+int paddle_kv_queue_record(int device, std::int64_t event, std::int64_t stream) {
+  return Guarded([&] {
+    DeviceGuard guard(device);
+    if (!guard.status().ok()) return Fail(guard.status());
+    const Status status =
+        ToStatus(cudaEventRecord(EventOf(event), reinterpret_cast<cudaStream_t>(stream)), "cudaEventRecord");
+    return status.ok() ? 0 : Fail(status);
+  });
+}
+
 int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us) {
   return Guarded([&] {
     TransferQueue& queue = TransferQueue::Get();

@@ -101,6 +101,9 @@ int paddle_kv_queue_flush(std::int64_t stream, std::int64_t timeout_us);
 // 1: the stream is being captured into a graph. 0: it is not.
 int paddle_kv_queue_is_capturing(int device, std::int64_t stream);
 
+// Records an event on a stream of the caller's.
+int paddle_kv_queue_record(int device, std::int64_t event, std::int64_t stream);
+
 // Work submitted to `stream` from now on comes behind the event; blocks while it is pending; 1: it still is.
 int paddle_kv_queue_wait_stream(int device, std::int64_t stream, std::int64_t event, std::int64_t timeout_us);
 

@@ -8,8 +8,8 @@ extern "C" {
 //   submit(function, few_blocks, plan, direction, engine, device_ids, host_ids, first_layer, end_layer,
 //          layers_per_event, waits, start_events, record_events, stream, token, watch) -> int
 //       What `function`, the address of paddle_kv_queue_submit, gives for a transfer. Ids are arrays of int64 without
-//       gaps; waits is a list of lists or tuples of events, one for each group; start_events (of one) and record_events
-//       are lists or tuples. The GIL is given up for more than few_blocks blocks.
+//       gaps; waits is a list with the events of each group; start_events (of one) and record_events, as those of a
+//       group, are a list, a tuple or an array of int64. The GIL is given up for more than few_blocks blocks.
 //   submit_by_marks(function, plan ... watch) -> int
 //       The same for paddle_kv_queue_submit_by_marks: waits has the events of the marks, and there is a start event for
 //       each group.
@@ -17,6 +17,8 @@ extern "C" {
 //       What `function`, the address of paddle_kv_queue_mark, gives.
 //   is_capturing(function, device, stream) -> int
 //       What `function`, the address of paddle_kv_queue_is_capturing, gives.
+//   record(function, device, event, stream) -> int
+//       What `function`, the address of paddle_kv_queue_record, gives.
 //   wait_stream(function, device, stream, event, timeout_us) -> int
 //       What `function`, the address of paddle_kv_queue_wait_stream, gives. The GIL is given up while the event is
 //       pending.
