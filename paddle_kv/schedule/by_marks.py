@@ -4,6 +4,7 @@ section, the caller's thread makes one call. Sections find out by :func:`take` w
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,8 @@ from .movement import Movement
 class ByMarks:
     """Events of the groups of such a save: each is a submission."""
 
-    starts: list[Event]
-    records: list[Event]
+    starts: Sequence[Event]
+    records: Sequence[Event]
 
 
 def offer(movement: Movement) -> None:
