@@ -127,6 +127,13 @@ PyObject* IsCapturing(PyObject*, PyObject* const* given, Py_ssize_t count) {
   });
 }
 
+PyObject* Ask(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    if (count != 1) Refuse("ask takes 1 argument");
+    return PyLong_FromLongLong(reinterpret_cast<std::int64_t (*)()>(IntegerIn(given[0]))());
+  });
+}
+
 PyObject* Record(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return GuardedFromPython([&]() -> PyObject* {
     if (count != 4) Refuse("record takes 4 arguments");
@@ -224,6 +231,7 @@ void* paddle_kv_queue_functions() {
       {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)), METH_FASTCALL, nullptr},
       {"submit_by_marks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&SubmitByMarks)), METH_FASTCALL,
        nullptr},
+      {"ask", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Ask)), METH_FASTCALL, nullptr},
       {"mark", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Mark)), METH_FASTCALL, nullptr},
       {"is_capturing", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&IsCapturing)), METH_FASTCALL,
        nullptr},

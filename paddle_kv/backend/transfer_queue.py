@@ -1,8 +1,8 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
 Called through ctypes, but for ``submit`` and ``submit_by_marks``, which have so many arguments that ctypes would take
-longer than the call, ``mark``, ``is_capturing``, ``record`` and ``wait_stream``, which are called for every layer of a
-model or start of a transfer, and ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to
+longer than the call, ``mark``, ``is_capturing``, ``record``, ``wait_stream``, ``enqueued`` and ``submitted``, which are
+called for every layer of a model or start of a transfer, and ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to
 40 us. ctypes gives up the GIL for the time of a call; those that only look into the queue, under a lock that nobody
 holds while CUDA works, keep it: to get it back costs more than they do. So do the calls for a layer, unless they have
 to wait. Streams and events are handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
@@ -62,8 +62,7 @@ def _functions(keeping_the_gil: bool = False) -> Any:
     }
     for name, types in arguments.items():
         getattr(library, f"paddle_kv_queue_{name}").argtypes = types
-    for name in ("enqueued", "submitted", "take_enqueued"):
-        getattr(library, f"paddle_kv_queue_{name}").restype = ctypes.c_int64
+    library.paddle_kv_queue_take_enqueued.restype = ctypes.c_int64
     library.paddle_kv_queue_pop_device.restype = None
     library.paddle_kv_completions_take.restype = ctypes.c_int64
     library.paddle_kv_completions_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -80,6 +79,12 @@ def _submit() -> Any:
 def _by_address(name: str) -> Any:
     address = ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value
     return functools.partial(_library.queue_functions()[name], address)
+
+
+@functools.cache
+def _ask(name: str) -> Any:
+    address = ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value
+    return functools.partial(_library.queue_functions()["ask"], address)
 
 
 @functools.cache
@@ -283,12 +288,12 @@ def take_completions() -> list[int]:
 
 def enqueued() -> int:
     """How many transfers were enqueued in this process."""
-    return int(_functions(True).paddle_kv_queue_enqueued())
+    return int(_ask("enqueued")())
 
 
 def submitted() -> int:
     """How many of the first of them are submitted: none of those waits for an event any more that is not recorded."""
-    return int(_functions(True).paddle_kv_queue_submitted())
+    return int(_ask("submitted")())
 
 
 def flush(stream: int, timeout_s: float | None = None) -> bool:

@@ -107,7 +107,6 @@ class ChunkedRequest(Request):
     def _next_range(self, deadline: Deadline) -> range | None:
         piece = self._next_piece(deadline)
         if piece is not None:
-            self._manager.device_cache.mark_rewritten(self._table[piece.start : piece.stop])  # the pass does
             start, stop = piece.start * self._block_size, piece.stop * self._block_size
             if piece.stop == self._found:
                 stop = self._tail = self._end_of_chunk(start)
@@ -146,6 +145,7 @@ class ChunkedRequest(Request):
 
     def _save_chunk(self, tokens: range) -> None:
         """The blocks that it fills."""
+        self._note_written(tokens)
         size = self._block_size
         first, stop = tokens.start // size, min(tokens.stop // size, len(self.hashes))
         wanted = [number for number in range(first, stop) if self._is_to_be_saved(number)]
@@ -186,7 +186,6 @@ class ChunkedRequest(Request):
             change(self._manager._books, self._meeting.compute_again)
         else:
             lost = [i for load in self._used for i in self._manager.blocks_to_recompute(load)]
-            self._manager.device_cache.mark_rewritten([self._table[i] for i in lost])  # the pass that comes does
             self._tail = min(lost, default=0) * self._block_size
         self.loads, self._used, self._all_saves, self._rest = [], [], [], range(0)
 

@@ -94,11 +94,17 @@ class Request:
         try:
             self.loads.append(self._manager.onload(lease.hashes, self._table[:found]))
         except TransferError:  # a block in host memory is damaged and dropped now, or no copy could begin
-            self._manager.device_cache.mark_rewritten(self._table[:found])  # the pass does
             return 0
         return found
 
+    def _note_written(self, tokens: range) -> None:
+        """The next pass writes their blocks, whatever a load has left in them: of this prompt, or of another one that
+        had them before and was aborted."""
+        first, stop = tokens.start // self._block_size, -(-tokens.stop // self._block_size)
+        self._manager.device_cache.mark_rewritten(self._table[first:stop])
+
     def _save(self, found: int) -> None:
+        self._note_written(range(found * self._block_size, self._num_tokens))
         full = len(self.hashes)
         save = self._manager.blocks_full(
             self.hashes[found:], self._table[found:full], layerwise=True, computed_from=self.loads
@@ -184,7 +190,6 @@ class Request:
                     transfer.cancel()
                 transfer.wait_over(deadline.left_s())
             lost = [i for load in self.loads for i in self._manager.blocks_to_recompute(load)]
-            self._manager.device_cache.mark_rewritten([self._table[i] for i in lost])  # the pass that comes does
             good = min(lost, default=0)
             self.start, self.loads = good * self._block_size, []
             self._handed_out = None  # so that next_chunk hands it out again

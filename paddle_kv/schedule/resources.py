@@ -83,13 +83,12 @@ class DeviceResources:
     @property
     def num_events(self) -> int:
         """Those that were taken and are still in use."""
-        self._collect_events()
+        self.collect_events()
         return self._num_events
 
     def take_events(self, count: int) -> Events:
         """So many. Only under the lock, as all of this."""
-        if self._given_back:
-            self._collect_events()
+        self.collect_events()
         events = Events((), self._ties, self._given_back)
         if self._create_events is None:
             self._create_one_by_one(events, count)
@@ -116,7 +115,8 @@ class DeviceResources:
             if events is not None and events is not self._own_events:
                 Guard.over(events, member, self._notify)
 
-    def _collect_events(self) -> None:
+    def collect_events(self) -> None:
+        """Gives the backend those that nobody holds any more."""
         while self._given_back:
             tie = self._given_back.popleft()
             self._ties.discard(tie)
@@ -132,7 +132,7 @@ class DeviceResources:
             steps.callback(self.backend.close)
             steps.callback(self.backend.unbind, self.binding)
             self._own_events = None
-            steps.callback(in_section, self._collect_events)
+            steps.callback(in_section, self.collect_events)
             while self.closers:
                 steps.callback(self.closers.pop())
             while self.streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -416,6 +417,8 @@ class LayerwiseScheduler(Lifetime):
             return
         self._statistics.ended(movement)
         self._finished.add(movement)
+        with contextlib.suppress(Exception):  # of a lost device; now, so that the next start need not
+            self.resources.collect_events()
 
     def look_at(self, movement: Movement) -> None:
         """In a section: asks the device how far it is."""

@@ -193,7 +193,6 @@ def test_random_rates_failures_and_cancels_leave_no_wrong_byte(seed: int, copies
                 request.cancel()
             for transfer in [*request.loads, *request.saves]:
                 transfer.wait_over(WAIT_S)
-            rig.cache.mark_rewritten(table)
         else:
             canceller = threading.Timer(rng.random() * 0.005, rig.manager.cancel_all)
             if rng.random() < 0.3:

@@ -159,6 +159,34 @@ def test_no_pass_begins_while_a_save_of_the_one_before_still_moves(server: Serve
     server.scheduler.drain(WAIT_S)
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, SIZE, 2 * SIZE])
+def test_the_next_prompt_has_the_blocks_of_one_that_was_aborted(
+    server: Server, copies: Copies, chunk_tokens: int | None
+) -> None:
+    """Its load has left nothing usable in them, and nobody but the next pass will write them."""
+    server.prefill(TOKENS, [9, 2, 11, 5])
+    table = [0, 1, 3, 4]
+    copies.hold("onload", 2)
+    request = server.manager.request(TOKENS, table, chunk_tokens=chunk_tokens, how="load")
+    assert request.next_chunk(timeout_s=WAIT_S) == range(3 * SIZE, len(TOKENS))
+    assert copies.arrived.acquire(timeout=WAIT_S)
+    request.cancel()
+    copies.go_on()
+    for transfer in [*request.loads, *request.saves]:
+        transfer.wait_over(WAIT_S)
+    assert server.rig.cache.domain.poisoned(table) == [0, 1, 3]
+    others = [token + 100 for token in TOKENS]
+    with server.manager.request(others, table, chunk_tokens=chunk_tokens) as following:
+        while (chunk := following.next_chunk(timeout_s=WAIT_S)) is not None:
+            server.run(following, table[: -(-chunk.stop // SIZE)])
+    server.scheduler.drain(WAIT_S)
+    server.check(table)
+    assert server.rig.cache.domain.poisoned(range(server.rig.cache.num_blocks)) == []
+    server.prefill(others, [6, 7, 8, 10])
+    server.check([6, 7, 8, 10])
+    assert server.computed[-1] == 3 * SIZE
+
+
 def test_a_damaged_block_is_computed_without_a_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PADDLE_KV_CHECKSUM", "1")
     server = Server()

@@ -13,6 +13,8 @@ extern "C" {
 //   submit_by_marks(function, plan ... watch) -> int
 //       The same for paddle_kv_queue_submit_by_marks: waits has the events of the marks, and there is a start event for
 //       each group.
+//   ask(function) -> int
+//       What `function`, the address of paddle_kv_queue_enqueued or paddle_kv_queue_submitted, gives.
 //   mark(function, token, layer, compute_stream) -> int
 //       What `function`, the address of paddle_kv_queue_mark, gives.
 //   is_capturing(function, device, stream) -> int
