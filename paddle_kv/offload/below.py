@@ -105,12 +105,18 @@ class Below:
         self._thread: threading.Thread | None = None
 
     def begin(self, books: Owner) -> None:
-        """Once."""
+        """Once. The tier and the saver are theirs until :meth:`close`, or stay free where this raises."""
+        self.tier.begin(books)
         self._books = weakref.ref(books)
-        self._saver.told = self._told
-        self._thread = threading.Thread(target=_serve, args=(self._tasks,), name="paddle_kv-below", daemon=True)
-        self._thread.start()
         self._end = weakref.finalize(books, self._tasks.put, None)
+        self._saver.told = self._told
+        thread = threading.Thread(target=_serve, args=(self._tasks,), name="paddle_kv-below", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self.close()
+            raise
+        self._thread = thread
 
     # ---- asked: not in a section ----
     def having(self, keys: Sequence[bytes]) -> Set[bytes]:
@@ -234,6 +240,9 @@ class Below:
             self._thread.join(END_S)
         if self._saver.told == self._told:
             self._saver.told = None  # another manager may have it
+        books = self._books()
+        if books is not None:
+            self.tier.end(books)
 
     def timed(self, observer: Observer, num_blocks: int) -> Timed:
         """The same, for a load that is about to begin."""

@@ -56,7 +56,7 @@ class KVOffloadManager(Keeping, LookAhead):
     Raises:
         TypeError: not a scheduler, a policy, a tier, a lender, a salt, a bool or a time.
         ValueError: an unknown policy, ``capacity_bytes`` below one block (all layers), a tier or a lender over another
-            pool, or one that another manager has.
+            pool, or one that another manager has until that is closed, a tier by whatever Saver. Nothing has changed.
 
     Any thread may call; calls are serialised, and whole whatever a signal handler raises. What is promised is in
     ``docs/offload.md``. A ``with`` block closes it.
@@ -119,7 +119,11 @@ class KVOffloadManager(Keeping, LookAhead):
 
             self._books = make_books(scheduler, policy, capacity_blocks, max_events, tier, tier_timeout_s)
         if lender is not None:
-            change(self._books, functools.partial(self._books.lend, lender))
+            try:
+                change(self._books, functools.partial(self._books.lend, lender))
+            except BaseException:
+                self.close()  # or the tier would be that of a manager that nobody has
+                raise
 
     # ---- what is there ----
     def block_hashes(self, token_ids: Sequence[int], *, request_salt: bytes = b"") -> list[bytes]:

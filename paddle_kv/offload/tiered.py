@@ -33,13 +33,14 @@ def make_books(
     tier: Tier | Saver,
     timeout_s: float,
 ) -> TieredBooks:
-    """TypeError or ValueError unless the tier is one over the pool of the scheduler."""
+    """TypeError or ValueError unless the tier is one over the pool of the scheduler, and no other manager's."""
     saver = Saver(tier, "write_through") if isinstance(tier, Tier) else tier
     if not isinstance(saver, Saver):
         raise TypeError(f"tier is {type(tier).__name__}; a Tier or a Saver is expected")
     if saver.tier.pool is not scheduler.host_pool:
         raise ValueError("tier is over another host pool than that of the scheduler")
     below = Below(saver)
+    saver.tier.check_unused()
     books = TieredBooks(scheduler, policy, capacity_blocks, max_events, below, timeout_s)
     below.begin(books)
     return books

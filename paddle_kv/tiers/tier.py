@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from .protocol import Engine, Outcome
 
 _Answer = TypeVar("_Answer")
 MOST_OBJECTS = 1 << 24  # on their way at once: 64 GiB of headers
+_claims = threading.Lock()  # no tier's own: what is freed while it is held may ask for that
 
 
 class Tier:
@@ -125,6 +127,7 @@ class Tier:
         self._deadlines = Deadlines(self._late)
         self._process_id = os.getpid()
         self._closed = False
+        self._books: weakref.ref[Any] | None = None  # of the manager that has it
 
     def payload(self, block_id: int) -> memoryview:
         """The bytes of a block: all layers, as they lie in the pool.
@@ -263,6 +266,28 @@ class Tier:
 
     def __exit__(self, *raised: object) -> None:
         self.close(30.0)
+
+    # ---- for a manager ----
+    def check_unused(self) -> None:
+        """ValueError if a manager has it that is not closed, whatever Saver it goes by."""
+        if self._books is not None and self._books() is not None:
+            raise ValueError("tier is one that another manager has")
+
+    def begin(self, books: object) -> None:
+        """These books have it until :meth:`end`, or until nobody refers to them any more.
+
+        Raises:
+            ValueError: see :meth:`check_unused`.
+        """
+        with _claims:
+            self.check_unused()
+            self._books = weakref.ref(books)
+
+    def end(self, books: object) -> None:
+        """It is free again, unless others have it by now."""
+        with _claims:
+            if self._books is not None and self._books() is books:
+                self._books = None
 
     def ask(self, call: Callable[[], _Answer], otherwise: _Answer) -> _Answer:
         """What an engine answers. One that raises ends neither the caller nor a thread."""

@@ -67,7 +67,11 @@ def below_of(said: list[Any], forgotten: set[bytes]) -> Below:
     domain = SimpleNamespace(end_lease=lambda slots, write: said.append(("lease", slots, write)), group=group)
     engine = SimpleNamespace(name="files", delete=lambda names: said.append(("delete", names)))
     tier = SimpleNamespace(
-        engine=engine, pool=SimpleNamespace(domain=domain), format=SimpleNamespace(name_of=bytes.hex)
+        engine=engine,
+        pool=SimpleNamespace(domain=domain),
+        format=SimpleNamespace(name_of=bytes.hex),
+        begin=lambda books: said.append(("begin", books)),
+        end=lambda books: said.append(("end", books)),
     )
     saver: Any = SimpleNamespace(told=None, tier=tier, when="write_through")
     saver.saved = lambda keys, slots: said.append(("saved", keys, slots))
@@ -149,13 +153,15 @@ def test_what_goes_to_a_tier_keeps_no_process_alive() -> None:
     class Owner:
         pass
 
-    made, owner = below_of([], set()), Owner()
+    said: list[Any] = []
+    made, owner = below_of(said, set()), Owner()
     made.begin(cast(Any, owner))
     thread = made._thread
     assert thread is not None
     assert (thread.name, thread.daemon) == ("paddle_kv-below", True)
     made.close()
     assert not thread.is_alive()
+    assert said == [("begin", owner), ("end", owner)]
 
 
 def test_a_device_block_that_is_named_twice_is_named() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from paddle_kv import DeviceCache, HostPool, LayerwiseScheduler
 from paddle_kv.memory.host_rows import block_rows
 from paddle_kv.offload import BlockState, KVOffloadManager
-from paddle_kv.tiers import FilesEngine
+from paddle_kv.tiers import FilesEngine, Tier
 from paddle_kv.tiers.neighbours import Lender, NeighbourEngine
 from paddle_kv.tracking.group import change
 from tests.offload.tiered_rig import KEYS, POISON, SPEC, WAIT_S, StagedTier, TieredRig, until
@@ -215,6 +217,17 @@ def test_a_lender_belongs_to_one_manager(lending: Lending) -> None:
     lending.manager = KVOffloadManager(scheduler, lender=lending.lender)
     lending.save(KEYS[3:4])
     until(lambda: list(lending.lent) == KEYS[3:4])
+
+
+def test_a_lender_that_another_manager_has_costs_no_tier(lending: Lending, reading: TieredRig, tmp_path: Path) -> None:
+    with FilesEngine({tmp_path: 1 << 20}) as engine, Tier(engine, lending.pool, model=b"m") as tier:
+        threads = threading.active_count()
+        with pytest.raises(ValueError, match="lender is one that another manager has"):
+            KVOffloadManager(lending.scheduler, tier=tier, lender=lending.lender)
+        assert threading.active_count() == threads
+        KVOffloadManager(lending.scheduler, tier=tier).close()
+    lending.save(KEYS[:2])
+    until(lambda: reading.manager.peek(KEYS) == 2)
 
 
 def test_a_manager_that_is_closed_while_a_block_is_read(

@@ -185,9 +185,13 @@ class Lender:
         Raises:
             ValueError: another manager has it.
         """
+        self.check_unused()
+        self._lent.pins = pins
+
+    def check_unused(self) -> None:
+        """ValueError if another manager has it."""
         if self._lent.pins is not None:
             raise ValueError("lender is one that another manager has")
-        self._lent.pins = pins
 
     def stored(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         self._lent.lend(keys, block_ids)
@@ -315,8 +319,9 @@ class Lender:
 
 
 def check_lender(lender: Any, pool: HostPool) -> None:
-    """TypeError or ValueError unless it is one over this pool."""
+    """TypeError or ValueError unless it is one over this pool, and no manager's."""
     if not isinstance(lender, Lender):
         raise TypeError(f"lender is {type(lender).__name__}; a Lender is expected")
     if lender.pool is not pool:
         raise ValueError("lender is over another host pool than that of the scheduler")
+    lender.check_unused()
