@@ -46,6 +46,16 @@ def checked_count(value: object, name: str, least: int = 0) -> int:
     return found
 
 
+def check_number(value: float, name: str, least: float, most: float) -> None:
+    """TypeError or ValueError unless it is a number in [``least``, ``most``]."""
+    if type(value) is float and least <= value <= most:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {value!r}; a number is expected")
+    if not least <= value <= most:
+        raise ValueError(f"{name} = {value} must be in [{least}, {most}]")
+
+
 def checked_list(values: Iterable[Any], name: str, of: str) -> list[Any]:
     """What can be gone through, as a list; else TypeError. A string is no list of its letters."""
     if isinstance(values, LISTS):

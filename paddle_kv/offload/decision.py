@@ -18,11 +18,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from .checks import LISTS, check_number, checked_count
 from .rates import RateSnapshot
 
 Choice = Literal["compute", "load", "meet"]
 HALVINGS = 12  # the first token's time is found up to 1/4096 of what can be gained
 LEAST_GAIN = 0.01  # of the time of computing: for less nothing is moved
+LEAST_S, MOST_S = 1e-100, 1e100  # of what a caller gives: nothing that follows from it overflows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,12 @@ def decide(
 
     Where nothing is known of the model, or of the sources of what was found, all is computed.
 
+    Raises:
+        TypeError: not a snapshot, a prompt, or numbers.
+        ValueError: a number out of its range: counts of at least 1, rates that are positive (infinite ones of sources
+            too), waits that are finite and not negative; parts of the prompt that go backwards, overlap, or go on
+            behind its end.
+
     Example:
         >>> from paddle_kv.offload.decision import Prompt, decide
         >>> from paddle_kv.offload.rates import RateSnapshot
@@ -95,6 +103,50 @@ def decide(
         >>> found.choice, found.host_first, round(found.compute_s, 2), round(found.load_s, 2), round(found.meet_s, 2)
         ('meet', 50, 1.01, 1.0, 0.51)
     """
+    _check_rates(rates)
+    _check_prompt(prompt, rates.block_tokens)
+    checked_count(chunk_tokens, "chunk_tokens", 1)
+    checked_count(num_layers, "num_layers", 1)
+    for name, seconds in (("wait_s", wait_s), ("link_wait_s", link_wait_s), ("tier_wait_s", tier_wait_s)):
+        check_number(seconds, name, 0, MOST_S)
+    return best_way(rates, prompt, chunk_tokens, num_layers, wait_s, link_wait_s, tier_wait_s)
+
+
+def _check_rates(rates: RateSnapshot) -> None:
+    if not isinstance(rates, RateSnapshot):
+        raise TypeError(f"rates is {rates!r}; a RateSnapshot is expected")
+    check_number(rates.link_s, "rates.link_s", LEAST_S, math.inf)
+    check_number(rates.tier_s, "rates.tier_s", LEAST_S, math.inf)
+    if rates.base_s is not None:
+        check_number(rates.base_s, "rates.base_s", LEAST_S, MOST_S)
+    check_number(rates.slope_s, "rates.slope_s", 0, MOST_S)
+    checked_count(rates.block_tokens, "rates.block_tokens", 1)
+
+
+def _check_prompt(prompt: Prompt, block_tokens: int) -> None:
+    if not isinstance(prompt, Prompt):
+        raise TypeError(f"prompt is {prompt!r}; a Prompt is expected")
+    for name, part in (("prompt.host", prompt.host), ("prompt.tier", prompt.tier)):
+        if not isinstance(part, LISTS) or len(part) != 2:
+            raise TypeError(f"{name} is {part!r}; (start, stop) in blocks is expected")
+        checked_count(part[1], f"{name}[1]", checked_count(part[0], f"{name}[0]"))
+    if max(prompt.host[0], prompt.tier[0]) < min(prompt.host[1], prompt.tier[1]):
+        raise ValueError(f"prompt.host = {prompt.host} overlaps prompt.tier = {prompt.tier}; each block is in one")
+    found = max((stop for start, stop in (prompt.host, prompt.tier) if start < stop), default=0)
+    end_tokens = checked_count(prompt.end_tokens, "prompt.end_tokens", found * block_tokens)
+    checked_count(prompt.num_tokens, "prompt.num_tokens", end_tokens)
+
+
+def best_way(
+    rates: RateSnapshot,
+    prompt: Prompt,
+    chunk_tokens: int,
+    num_layers: int,
+    wait_s: float = 0.0,
+    link_wait_s: float = 0.0,
+    tier_wait_s: float = 0.0,
+) -> Decision:
+    """:func:`decide` of what the library has made itself: unchecked, as it is asked for many times a request."""
     host, tier = prompt.host, prompt.tier
     # In order of position: (start, stop, seconds a block from its source, the source's queue, what comes behind it).
     link_s = rates.link_s

@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
 
-from .checks import checked_count
+from ..values import check_callable
+from .checks import check_number, checked_count
 from .figures import WEIGHT, Pace, Prefill
 
 LINK = "onload"
@@ -146,6 +146,10 @@ class Rates:
         block_tokens: tokens a block.
         clock: seconds, only differences count.
 
+    Raises:
+        TypeError: a clock that cannot be called.
+        ValueError: bytes or tokens that are no integer of at least 1.
+
     Sources have names: "onload" is the link to the device, "offload" the link from it, "tier" the tier below. Each call
     that takes one raises ValueError for another; numbers that are none, or not in their range, are a TypeError or a
     ValueError, and change nothing.
@@ -165,8 +169,9 @@ class Rates:
 
     def __init__(self, block_bytes: int, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
         for name, value in (("block_bytes", block_bytes), ("block_tokens", block_tokens)):
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
+        check_callable(clock, "clock", "a function that gives seconds")
         self.block_bytes, self.block_tokens = block_bytes, block_tokens
         self._clock = clock
         self._lock = threading.Lock()
@@ -336,7 +341,4 @@ class Rates:
 
 def _check_positive(**values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name} is {value!r}; a number is expected")
-        if not LEAST <= value <= MOST:
-            raise ValueError(f"{name} = {value} must be in [{LEAST}, {MOST}]")
+        check_number(value, name, LEAST, MOST)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule.movement import Movement
-from .decision import Decision, Prompt, decide
+from .decision import Decision, Prompt, best_way
 from .pieces import Piece, PieceState
 from .prefetch import Prefetch
 from .rates import RateSnapshot
@@ -99,7 +99,7 @@ class Waits:
 
         def weighed(first: int, wait_s: float, link_wait_s: float) -> Decision:
             """Of the blocks from ``first`` on."""
-            return decide(
+            return best_way(
                 rates,
                 Prompt((first, stop), (stop, tier_stop), tier_stop * block_tokens, num_tokens),
                 chunk_tokens=self._chunk_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .decision import Decision, Prompt, decide
+from .decision import Decision, Prompt, best_way
 from .found import BlockState
 from .rates import LINK, TIER, Rates
 
@@ -27,7 +27,7 @@ def weigh(
         host, tier = (in_tier, stop), (0, in_tier)
     else:
         host, tier = (0, stop - in_tier), (stop - in_tier, stop)
-    return decide(
+    return best_way(
         rates.snapshot(),
         Prompt(host, tier, max(host[1], tier[1]) * rates.block_tokens, num_tokens),
         chunk_tokens=chunk_tokens,

@@ -4,6 +4,8 @@ import gc
 import math
 import random
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -121,6 +123,49 @@ def test_what_is_not_known_is_not_used() -> None:
     assert (no_tier.host_first, no_tier.tier_first) == (0, 20)
     nothing = decided(RateSnapshot(0.001, 0.001, 1e-3, 0.0, 16), Prompt((0, 0), (0, 0), 0, 100))
     assert nothing.choice == "compute" and nothing.compute_s == pytest.approx(0.1)
+
+
+PART = Prompt((0, 3), (3, 5), 80, 100)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"host": (5, 1)}, ValueError, r"prompt\.host\[1\] = 1 must be in \[5, "),
+        ({"tier": (-1, 5)}, ValueError, r"prompt\.tier\[0\] = -1 must be in \[0, "),
+        ({"tier": (3, 4, 5)}, TypeError, r"prompt\.tier is \(3, 4, 5\); \(start, stop\) in blocks is expected"),
+        ({"host": (0, 2.5)}, TypeError, r"prompt\.host\[1\] is 2\.5; an integer is expected"),
+        ({"host": (0, 4)}, ValueError, r"prompt\.host = \(0, 4\) overlaps prompt\.tier = \(3, 5\)"),
+        ({"end_tokens": 79}, ValueError, r"prompt\.end_tokens = 79 must be in \[80, "),
+        ({"num_tokens": 79}, ValueError, r"prompt\.num_tokens = 79 must be in \[80, "),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    rates = RateSnapshot(0.1, 1.0, 0.5, 0.0, 16)
+    assert decided(rates, PART).choice != "compute"
+    with pytest.raises(error, match=f"^{message}"):
+        decided(rates, replace(PART, **given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"host": (3, 3)}, {"host": (1, 1)}, {"host": (9, 9)}, {"tier": (9, 9)}, {"tier": (1, 1)}, {"tier": (5, 9)}],
+)
+def test_an_empty_part_may_be_anywhere_and_parts_need_not_touch(given: dict[str, Any]) -> None:
+    prompt = replace(PART, end_tokens=144, num_tokens=200, **given)
+    assert decided(RateSnapshot(0.1, 1.0, 0.5, 0.0, 16), prompt).choice != "compute"
+
+
+@pytest.mark.parametrize("waits", [(0.0, 0.0, 0.0), (1e100, 1e-100, 1e100)])
+@pytest.mark.parametrize("loads_s", [(1e-100, 1e-100), (math.inf, 1e-100), (1e300, math.inf), (1e100, 1e-100)])
+@pytest.mark.parametrize(("base_s", "slope_s"), [(1e-100, 0.0), (1e100, 1e100), (1e-100, 1e100)])
+def test_the_slowest_and_the_quickest_that_are_taken_stay_numbers(
+    loads_s: tuple[float, float], base_s: float, slope_s: float, waits: tuple[float, float, float]
+) -> None:
+    found = decided(RateSnapshot(*loads_s, base_s, slope_s, 1), Prompt((0, 2**60), (2**60, 2**61), 2**61, 2**62), waits)
+    assert 0 <= found.host_first <= 2**60 <= found.tier_first <= 2**61
+    assert not any(map(math.isnan, (found.compute_s, found.load_s, found.meet_s, found.pass_s)))
+    assert found.compute_s < math.inf
 
 
 def test_a_decision_takes_as_long_for_many_blocks() -> None:

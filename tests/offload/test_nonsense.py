@@ -13,6 +13,7 @@ import pytest
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, PeerError
 from paddle_kv.offload import (
+    POLICIES,
     BlockHasher,
     Directory,
     Event,
@@ -21,10 +22,15 @@ from paddle_kv.offload import (
     Mirror,
     Mover,
     Namespace,
+    Prompt,
+    Rates,
+    RateSnapshot,
     Result,
     Snapshot,
     cache_salt,
+    decide,
     lookup_common,
+    make_policy,
     paddle_all_reduce_min,
     spec_digest,
 )
@@ -56,6 +62,9 @@ ANY_TIME = "None -1 0 5 1.5"  # one that is not positive is over at once
 A_TIME = "-1 0 5 1.5"
 LISTS = "[]"
 ITERABLES = "[] {}"
+A_RATE = "5 1.5 huge"
+RATES = {"link_s": 0.1, "tier_s": 1.0, "base_s": 0.5, "slope_s": 0.0, "block_tokens": 16}
+PROMPT = {"host": (0, 3), "tier": (3, 5), "end_tokens": 80, "num_tokens": 100}
 
 
 class Rig:
@@ -122,6 +131,10 @@ def _directory(method: str) -> Callable[[Rig], Callable[..., Any]]:
 
 def _made(kind: Callable[..., Any]) -> Callable[[Rig], Callable[..., Any]]:
     return lambda rig: kind
+
+
+def _decided(rates: dict[str, Any], prompt: dict[str, Any]) -> Any:
+    return decide(RateSnapshot(**rates), Prompt(**prompt), chunk_tokens=32, num_layers=2)
 
 
 def _closed(kind: Callable[..., Any]) -> Callable[[Rig], Callable[..., Any]]:
@@ -222,6 +235,7 @@ CALLS: dict[str, Call] = {
             "tier": "None",
             "tier_timeout_s": A_TIME,
             "max_events": COUNT,
+            "lender": "None",
         },
     ),
     "manager.block_hashes": (
@@ -282,6 +296,48 @@ CALLS: dict[str, Call] = {
         {"max_tokens": "None 5", "timeout_s": ANY_TIME},
     ),
     "request.wait": (lambda rig: lambda **given: rig.request("wait", **given), {}, {"timeout_s": ANY_TIME}),
+    "decide": (
+        _made(decide),
+        {"rates": RateSnapshot(**RATES), "prompt": Prompt(**PROMPT), "chunk_tokens": 32, "num_layers": 2},  # type: ignore[arg-type]
+        {
+            "rates": "",
+            "prompt": "",
+            "chunk_tokens": POSITIVE,
+            "num_layers": POSITIVE,
+            "wait_s": "0 " + A_RATE,
+            "link_wait_s": "0 " + A_RATE,
+            "tier_wait_s": "0 " + A_RATE,
+        },
+    ),
+    "decide rates": (
+        _made(lambda **given: _decided(given, PROMPT)),
+        RATES,
+        {
+            "link_s": A_RATE + " inf",
+            "tier_s": A_RATE + " inf",
+            "base_s": A_RATE + " None",
+            "slope_s": A_RATE + " 0",
+            "block_tokens": POSITIVE,
+        },
+    ),
+    "decide prompt": (
+        _made(lambda **given: _decided(RATES, given)),
+        PROMPT,
+        {"host": "", "tier": "", "end_tokens": "", "num_tokens": ""},
+    ),
+    "Rates": (
+        _made(Rates),
+        {"block_bytes": 1000, "block_tokens": 16},
+        {"block_bytes": POSITIVE + " huge", "block_tokens": POSITIVE + " huge", "clock": ""},
+    ),
+    **{
+        f"make_policy {name}": (
+            _made(make_policy),
+            {"name": name, "capacity_blocks": 8},
+            {"capacity_blocks": POSITIVE, "clock": ""},
+        )
+        for name in POLICIES
+    },
     "lookup_common": (
         lambda rig: lambda **given: lookup_common(**given).release(),
         {"manager": "@manager", "hashes": RIG_H, "all_reduce_min": int},

@@ -137,3 +137,17 @@ def test_a_policy_that_was_made_for_fewer_blocks_still_finds_the_next_to_go(name
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(ValueError, match=r"'mru' must be one of lru, arc, s3fifo"):
         make_policy("mru", 3)
+
+
+@pytest.mark.parametrize("name", [None, 5, ["lru"]])
+def test_what_is_no_name_is_refused(name: Any) -> None:
+    with pytest.raises(TypeError, match=r"^name is .*; the name of a policy is expected"):
+        make_policy(name, 3)
+
+
+@names
+@pytest.mark.parametrize("capacity", [0, -1])
+def test_a_policy_for_no_blocks_is_refused(name: str, capacity: int) -> None:
+    with pytest.raises(ValueError, match=rf"^capacity_blocks = {capacity} must be in \[1, 2\*\*63\)"):
+        make_policy(name, capacity)
+    assert compare(name, 1, [0, 1, 1, 0, 2]) == 1

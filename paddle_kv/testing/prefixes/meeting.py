@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...offload.decision import Decision, Prompt, decide
+from ...offload.decision import Decision, Prompt, best_way
 from ...offload.pieces import Piece, PieceState
 from ...offload.rates import LINK, TIER, RateSnapshot
 from ...offload.waits import Waits
@@ -144,7 +144,7 @@ class Meeting:
             wait_s += self._lost * rates.prefill_s(
                 self._front * self._block_tokens, (self._front + 1) * self._block_tokens
             )
-        found = decide(
+        found = best_way(
             rates,
             Prompt(left.get(LINK, nowhere), left.get(TIER, nowhere), self._end, self._prompt.num_tokens),
             chunk_tokens=self._chunk_tokens,
