@@ -117,6 +117,9 @@ class Books:
         """Those of the keys that a tier may have. Not in a section."""
         return frozenset()
 
+    def check_names(self, keys: list[bytes]) -> None:
+        """ValueError unless a tier could have each of them."""
+
     def load_s(self, num_blocks: int) -> float:
         """How long it may take until so many blocks have come from there."""
         return 0.0

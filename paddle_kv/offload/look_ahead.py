@@ -39,7 +39,7 @@ class LookAhead:
 
         Raises:
             TypeError: not a list of bytes, or not a number.
-            ValueError: a time that is negative or not finite.
+            ValueError: a time that is negative or not finite; with a tier also a hash that is not of 1 to 64 bytes.
             ClosedError: closed.
 
         Example:
@@ -57,6 +57,7 @@ class LookAhead:
             >>> manager.close(); scheduler.close()
         """
         keys = checked_hashes(hashes)
+        self._books.check_names(keys)
         expectation = change(self._books, functools.partial(self._books.expect, keys, in_seconds))
         return self._books.prefetch_expected(keys, expectation)
 

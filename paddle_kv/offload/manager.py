@@ -208,9 +208,12 @@ class KVOffloadManager(Keeping, LookAhead):
             timeout_s: from now on; what has not come by then stays in the tier.
 
         Raises:
-            TypeError, ValueError, ClosedError: as :meth:`lookup`, and a time that is none.
+            TypeError, ValueError, ClosedError: as :meth:`lookup`, and a time that is none; with a tier also a hash that
+                is not of 1 to 64 bytes.
         """
-        return self._books.prefetch(checked_hashes(hashes), check_time(timeout_s))
+        keys = checked_hashes(hashes)
+        self._books.check_names(keys)
+        return self._books.prefetch(keys, check_time(timeout_s))
 
     def request(
         self,

@@ -68,8 +68,11 @@ class TieredBooks(ReadingBooks):
     def _offer_here(self, keys: list[bytes]) -> None:
         self.offer("evicting", {key: self.index.slots[key] for key in keys if key in self.index.slots})
 
+    def check_names(self, keys: list[bytes]) -> None:
+        check_keys(keys, "hashes")
+
     def forget(self, keys: list[bytes]) -> int:
-        check_keys(keys, "hashes")  # all, before one of them is dropped
+        self.check_names(keys)  # all, before one of them is dropped
 
         def whole() -> int:
             dropped = super(TieredBooks, self).forget(keys)

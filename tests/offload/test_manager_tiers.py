@@ -367,6 +367,22 @@ def test_a_hash_that_no_object_can_have_is_refused_before_others_are_dropped(mak
     rig.check_books()
 
 
+@pytest.mark.parametrize("wrong", [b"", bytes(65)])
+@pytest.mark.parametrize("call", ["expect", "prefetch"])
+def test_what_no_tier_can_bring_is_not_waited_for(make: MakeRig, call: str, wrong: bytes) -> None:
+    rig = make()
+    rig.save(KEYS[:3])
+    rig.forget()
+    before = rig.manager.stats()
+    calls = {"expect": rig.manager.expect, "prefetch": lambda keys: rig.manager.prefetch(keys, timeout_s=WAIT_S)}
+    with pytest.raises(ValueError, match=rf"^hashes\[1\] has {len(wrong)} bytes; 1 to 64 are expected"):
+        calls[call]([KEYS[0], wrong, KEYS[1]])
+    assert rig.manager.stats() == before
+    books = rig.manager._books
+    assert not books.index.expected.by_end and books.num_reading_blocks == 0
+    rig.check_books()
+
+
 def test_a_saver_is_free_when_its_manager_is_closed(make: MakeRig) -> None:
     rig = make()
     with pytest.raises(ValueError, match="tier is a Saver that another manager has"):
