@@ -271,12 +271,13 @@ class Bringing:
         found: Events = resources.take_events(0) if self._behind is None else self._behind
         return found
 
-    def read_next(self, books: Owner, is_alone: Callable[[], bool]) -> None:
-        """From the tier into host memory, from the back."""
+    def read_next(self, books: Owner, turn_s: Callable[[], float | None]) -> None:
+        """From the tier into host memory, from the back. ``turn_s``: until the model comes to this prompt; None: something
+        is still to be brought to others first."""
         while self._below and len(self._reading) < MOST_READING:
             piece = self._below[-1]
             if piece.state in (PieceState.BELOW, PieceState.WAITING):
-                if self._follow_rest(piece, books, is_alone):
+                if self._follow_rest(piece, books, turn_s):
                     break
                 if math.isinf(self._rates.snapshot().tier_s):
                     piece.is_probe = self._rates.take_probe(TIER)
@@ -286,7 +287,7 @@ class Bringing:
             self._below.pop()
         self._join(books)
 
-    def _follow_rest(self, last: Piece, books: Owner, is_alone: Callable[[], bool]) -> bool:
+    def _follow_rest(self, last: Piece, books: Owner, turn_s: Callable[[], float | None]) -> bool:
         """Whether what the tier still has to read is loaded while it reads it, from here on: together with all that is
         left, as one, or by itself if that is one piece. ``last``: the next one to be read."""
         line, rates = self.line, self._rates.snapshot()
@@ -297,17 +298,17 @@ class Bringing:
             return False
         tier_wait_s = max(0, books.num_reading_blocks - line.num_reading) * rates.tier_s
         link_wait_s = max(0.0, books.feed.free_s - time.monotonic())
-        first, stop = line.left() if is_alone() else (0, 0)
-        if first == stop or not self._waits.is_followed_sooner(
-            rates, line.pieces[first:stop], tier_wait_s=tier_wait_s, link_wait_s=link_wait_s
-        ):
+        model_wait_s = turn_s()
+        first, stop = (0, 0) if model_wait_s is None else line.left()
+        is_sooner = functools.partial(self._waits.is_followed_sooner, rates, model_wait_s=model_wait_s or 0.0)
+        if first == stop or not is_sooner(line.pieces[first:stop], tier_wait_s=tier_wait_s, link_wait_s=link_wait_s):
             if others:
                 return False
             first = line.at(last.start)
             stop = first + 1
             tier_wait_s += line.num_reading * rates.tier_s
             link_wait_s += line.num_reading * rates.link_s
-            if not self._waits.is_followed_sooner(rates, [last], tier_wait_s=tier_wait_s, link_wait_s=link_wait_s):
+            if not is_sooner([last], tier_wait_s=tier_wait_s, link_wait_s=link_wait_s):
                 return False
         self._follows = False  # once is enough, whatever comes of it
         return self._follow(first, stop, books, link_wait_s)
@@ -365,6 +366,12 @@ class Bringing:
         piece.expect(prefetch.blocks_until, self._rates, TIER)
         self._asked_until_s = max(self._asked_until_s, piece.due_s)
         self._look_at_reading()
+
+    def over_s(self, begin_s: float) -> float:
+        """From now until the model has computed it, if it begins then, and all is there or on its way."""
+        now_s = time.monotonic()
+        there_s = max((piece.due_s - now_s for piece in self.moving), default=0.0)
+        return self._waits.over_s(self._rates.snapshot(), begin_s, there_s)
 
     @property
     def num_on_link(self) -> int:

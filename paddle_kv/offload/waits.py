@@ -134,7 +134,13 @@ class Waits:
         return others * rates.tier_s < self.pass_s(rates)
 
     def is_followed_sooner(
-        self, rates: RateSnapshot, pieces: Sequence[Piece], *, tier_wait_s: float, link_wait_s: float
+        self,
+        rates: RateSnapshot,
+        pieces: Sequence[Piece],
+        *,
+        tier_wait_s: float,
+        link_wait_s: float,
+        model_wait_s: float,
     ) -> bool:
         """Whether a pass behind these pieces is over sooner if it follows them as they come from the tier, than if the
         model computes the first of them meanwhile: all, or those that lie in the tier.
@@ -142,6 +148,7 @@ class Waits:
         Args:
             pieces: in order.
             tier_wait_s, link_wait_s: until tier and link have done what else they have to do before that pass.
+            model_wait_s: until the model has computed other prompts.
         """
         pass_s, layers = self.pass_s(rates), self._num_layers
         below = sum(piece.tier_blocks for piece in pieces if piece.state is PieceState.BELOW)
@@ -149,8 +156,8 @@ class Waits:
         link_blocks = sum(piece.size for piece in pieces)
         tier_s, link_s = tier_wait_s + tier_blocks * rates.tier_s, link_wait_s + link_blocks * rates.link_s
         first_s = max(tier_s - below * rates.tier_s * (1 - 1 / layers), link_wait_s + (link_s - link_wait_s) / layers)
-        followed_s = max(first_s + pass_s, max(tier_s, link_s) + pass_s / layers)
-        all_s = some_s = 0.0  # of the model, for the first pieces, and for those of them that lie in the tier
+        followed_s = max(max(first_s, model_wait_s) + pass_s, max(tier_s, link_s) + pass_s / layers)
+        all_s = some_s = model_wait_s  # of the model, for the first pieces, and for those of them that lie in the tier
         left_link_s = link_s  # where these alone are computed
         for piece in pieces:
             computed_s = _compute_s(rates, piece.start, piece.stop)
@@ -163,6 +170,11 @@ class Waits:
             if min(max(all_s, tier_s, link_s), max(some_s, tier_s, left_link_s)) + pass_s < followed_s:
                 return False
         return True
+
+    def over_s(self, rates: RateSnapshot, begin_s: float, there_s: float) -> float:
+        """When all behind the prefix is computed, if the model begins then, and all loads are there then."""
+        rest_s = rates.prefill_s(self._num_blocks * rates.block_tokens, self._num_tokens)
+        return max(begin_s + rest_s, there_s + rest_s / self._num_layers)
 
     def pass_s(self, rates: RateSnapshot, piece: Piece | None = None) -> float:
         """Of the pass over the piece, or over what is behind the prefix."""

@@ -189,6 +189,7 @@ class Left:
     link_s: float
     tier_wait_s: float
     link_wait_s: float
+    model_wait_s: float
 
     @property
     def pieces(self) -> list[Piece]:
@@ -205,7 +206,9 @@ class Left:
         """A pass that follows all of it layer by layer."""
         begin_s = self.tier_wait_s + sum(self.reading) * self.tier_s
         moved_s = self.link_wait_s + sum(self.sizes) * self.link_s
-        return passed_s(pass_s, [(begin_s, begin_s + sum(self.below) * self.tier_s), (self.link_wait_s, moved_s)])
+        read_s = begin_s + sum(self.below) * self.tier_s
+        others = (self.model_wait_s, self.model_wait_s)  # the model has none of its layers before
+        return passed_s(pass_s, [(begin_s, read_s), (self.link_wait_s, moved_s), others])
 
     def met_s(self, count: int, *, only_tier: bool) -> float:
         """Until the model has computed the first pieces, or those of them that lie in the tier, and the others came."""
@@ -214,7 +217,7 @@ class Left:
         read = sum(self.below[at] + self.reading[at] for at in numbers if at not in computed)
         moved = sum(self.sizes[at] for at in numbers if at not in computed)
         there_s = self.tier_wait_s + read * self.tier_s, self.link_wait_s + moved * self.link_s
-        return max(sum(self.sizes[at] for at in computed), *there_s)
+        return max(self.model_wait_s + sum(self.sizes[at] for at in computed), *there_s)
 
 
 def some_left(rng: random.Random) -> Left:
@@ -225,7 +228,8 @@ def some_left(rng: random.Random) -> Left:
         for what in ("below", "reading")
     )
     rates = rng.uniform(0.05, 2.0), rng.choice([0.01, 0.3, 0.8])
-    return Left(sizes, below, reading, *rates, rng.choice([0.0, 3.0]), rng.choice([0.0, 2.0]))
+    waits = (rng.choice([0.0, most]) for most in (3.0, 2.0, 4.0))
+    return Left(sizes, below, reading, *rates, *waits)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -242,7 +246,11 @@ def test_the_tier_is_followed_where_that_is_sooner(seed: int) -> None:
         counts = range(1, len(left.sizes) + 1)
         met_s = min(left.met_s(count, only_tier=only) for count in counts for only in (False, True)) + pass_s
         answer = waits.is_followed_sooner(
-            rates, left.pieces, tier_wait_s=left.tier_wait_s, link_wait_s=left.link_wait_s
+            rates,
+            left.pieces,
+            tier_wait_s=left.tier_wait_s,
+            link_wait_s=left.link_wait_s,
+            model_wait_s=left.model_wait_s,
         )
         answers.append(answer)
         slack_s = 2 * max(pass_s, followed_s) / LAYERS

@@ -186,11 +186,11 @@ class Meeting:
         left = part.back - part.first
         block_s = rates.link_s if place == LINK else max(rates.tier_s, rates.link_s)
         layerwise = (rates.link_waits if place == LINK else rates.tier_waits) and (
-            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(rates, alone)
+            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(rates, pass_s - now_s, alone)
         )
         return self._load(part, left if layerwise else min(self._piece_blocks, left), layerwise)
 
-    def _fits_pass(self, rates: RateSnapshot, alone: bool) -> bool:
+    def _fits_pass(self, rates: RateSnapshot, wait_s: float, alone: bool) -> bool:
         """Whether nothing of what is left is to be computed, and it takes no longer than the pass behind the prefix."""
         if self._lost or any(one.first > one.front for one in self._parts):
             return False
@@ -208,7 +208,9 @@ class Meeting:
             pieces.append(piece)
         return self._waits.is_time_to_follow(
             rates, max(0, below - self._piece_blocks)
-        ) and self._waits.is_followed_sooner(rates, pieces, tier_wait_s=0.0, link_wait_s=0.0)
+        ) and self._waits.is_followed_sooner(
+            rates, pieces, tier_wait_s=0.0, link_wait_s=0.0, model_wait_s=max(0.0, wait_s)
+        )
 
     def can_probe(self, place: str) -> bool:
         """Whether a block is left there."""
