@@ -40,6 +40,8 @@ class Owner(Protocol):
 
     def lost_below(self, keys: list[bytes]) -> None: ...
 
+    def count_lost(self, num_blocks: int) -> None: ...
+
     def read_ended(self, job: Job) -> None: ...
 
 
@@ -277,6 +279,8 @@ class Timed:
         ]
         if gone and books is not None:
             change_soon(books, functools.partial(books.lost_below, gone))
+        if job.num_lost and books is not None:  # before the observer hears of it, which may cancel the job
+            change_soon(books, functools.partial(books.count_lost, job.num_lost))
         self._observer.settled(job)
         if books is not None:  # behind what the observer asks of the tier next
             change_soon(books, functools.partial(books.read_ended, job))

@@ -149,5 +149,10 @@ class LoadingBooks(Books):
         """It is known how it went with what the tier was asked for."""
         self.queue.ended(job)
 
+    def count_lost(self, num_blocks: int) -> None:
+        """That the tier was asked for and has not brought."""
+        if not self.closed:
+            self.counts["tier_lost_blocks"] += num_blocks
+
     def _forget_tier(self, keys: Sequence[bytes]) -> None:
         self.directory.tier_removed(self.below.name, keys)

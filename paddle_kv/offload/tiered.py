@@ -117,7 +117,6 @@ class TieredBooks(ReadingBooks):
             if i not in failed and slots.get(key) == job.host_slots[i]
         }
         if job.tier is not None:
-            self.counts["tier_lost_blocks"] += len(failed)
             if self.below.when == "exclusive":
                 self.below.moved_up(list(good))
             if not self._has_events:

@@ -90,6 +90,12 @@ class Job:
         """Whether all blocks were stored, or loaded."""
         return all(outcome is Outcome.DONE for outcome in self.outcomes)
 
+    @property
+    def num_lost(self) -> int:
+        """Blocks that did not come, without those that were dropped since the job was cancelled."""
+        withdrawn = Outcome.DROPPED if self.cancelled else Outcome.DONE
+        return sum(outcome not in (Outcome.DONE, withdrawn) for outcome in self.outcomes)
+
     # ---- what the tier calls ----
     def begin(self, kind: str, num_stages: int, now_s: float) -> None:
         if self.started_s:

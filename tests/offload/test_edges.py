@@ -20,6 +20,7 @@ from paddle_kv.offload.jobs import HOST, Event, Job, Result, Snapshot
 from paddle_kv.offload.joining import Pending, Ranks
 from paddle_kv.offload.prefetch import Prefetch
 from paddle_kv.offload.run import Run
+from paddle_kv.tiers import Job as TierJob
 from paddle_kv.tiers import Outcome
 
 
@@ -291,10 +292,11 @@ def test_a_run_begins_young_and_with_nothing_there() -> None:
     [
         ([Outcome.DONE, Outcome.DONE], 0.5, [("load", "tier", 5000, 0.5)]),
         ([Outcome.DONE, Outcome.DONE], 0.0, []),  # by a coarse clock
-        ([Outcome.DONE, Outcome.MISSING], 0.5, [("failed", "tier"), ("lost", [b"b"])]),
-        ([Outcome.DAMAGED, Outcome.LATE], 0.5, [("failed", "tier"), ("lost", [b"a"])]),
-        ([Outcome.FAILED, Outcome.DONE], 0.5, [("failed", "tier")]),
-        ([Outcome.DONE, Outcome.LATE], 0.5, [("late", "tier", 5000, 0.5)]),
+        ([Outcome.DONE, Outcome.MISSING], 0.5, [("failed", "tier"), ("lost", [b"b"]), ("counted", 1)]),
+        ([Outcome.DAMAGED, Outcome.LATE], 0.5, [("failed", "tier"), ("lost", [b"a"]), ("counted", 2)]),
+        ([Outcome.FAILED, Outcome.DONE], 0.5, [("failed", "tier"), ("counted", 1)]),
+        ([Outcome.DONE, Outcome.LATE], 0.5, [("late", "tier", 5000, 0.5), ("counted", 1)]),
+        ([Outcome.DROPPED, Outcome.DROPPED], 0.5, [("counted", 2)]),
     ],
 )
 @pytest.mark.parametrize("lost", [False, True])
@@ -312,14 +314,21 @@ def test_what_a_load_of_the_tier_says_of_it(
         observe_late=lambda *what: said.append(("late", *what)),
     )
     books: Any = SimpleNamespace(rates=rates, lost_below=lambda keys: said.append(("lost", keys)))
+    books.count_lost = lambda num_blocks: said.append(("counted", num_blocks))
     books.read_ended = lambda job: said.append("ended")
-    observer: Any = SimpleNamespace(settled=lambda job: said.append("settled"))
+
+    def settled(job: TierJob) -> None:
+        said.append("settled")
+        job.cancel()  # as a load does that fails by it
+
+    observer: Any = SimpleNamespace(settled=settled)
     rate = Rate()
     rate.began(3)
     timed = Timed(observer, 2, rate, lambda: None if lost else books)
     clock.now_s += seconds
     done = outcomes == [Outcome.DONE] * 2
-    job: Any = SimpleNamespace(keys=[b"a", b"b"], outcomes=outcomes, done=done)
+    job = TierJob([b"a", b"b"], [0, 1])
+    job.outcomes = [*outcomes]
     timed.settled(job)
     assert said == (["settled"] if lost else [*expected, "settled", "ended"])
     assert rate.seconds(2) == pytest.approx(seconds if done else 0.0)  # behind the three

@@ -292,6 +292,7 @@ def test_a_load_that_is_cancelled_leaves_nothing(make: MakeRig) -> None:
     load.wait_over(WAIT_S)
     assert rig.manager.blocks_to_recompute(load) == [0, 1, 2, 3]
     assert rig.manager.states(KEYS[:4]) == [PRESENT] + [TIER] * 3
+    assert rig.manager.stats()["tier_lost_blocks"] == 0
     rig.check_books()
     rig.load(KEYS[:4], [4, 5, 6, 7]).wait(WAIT_S)
     assert all(rig.right(KEYS[:4], [4, 5, 6, 7]))

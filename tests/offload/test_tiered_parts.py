@@ -645,6 +645,36 @@ def test_what_a_prefetch_lost_is_counted_and_asked_for_anew(make: MakeRig) -> No
     rig.check_books()
 
 
+def test_what_was_withdrawn_is_not_lost(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    make().save(KEYS[:3])
+    rig = make()
+    held: list[Any] = []
+    read = rig.engine.read
+    monkeypatch.setattr(rig.engine, "read", held.extend)
+    needed = section(rig, books_of(rig).read_soon, KEYS[:3])
+    until(lambda: len(held) == 3)
+    [fetching] = needed.fetching
+    needed.cancel()
+    read(held)
+    until(lambda: fetching.known)
+    assert fetching.reading.outcomes == [Outcome.DROPPED] * 3
+    rig.check_books()
+    assert rig.manager.stats()["tier_lost_blocks"] == 0
+    assert rig.manager.states(KEYS[:3]) == [TIER] * 3
+
+
+def test_a_tier_that_drops_what_is_wanted_has_lost_it(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    make().save(KEYS[:3])
+    rig = make()
+    monkeypatch.setattr(rig.engine, "read", lambda items: [item.ended(Outcome.DROPPED) for item in items])
+    assert rig.manager.prefetch(KEYS[:3], timeout_s=WAIT_S).wait(WAIT_S)
+    assert rig.manager.stats()["tier_lost_blocks"] == 3
+    with pytest.raises(TransferError):
+        rig.load(KEYS[:2], [0, 1]).wait(WAIT_S)
+    rig.check_books()
+    assert rig.manager.stats()["tier_lost_blocks"] == 5
+
+
 # ---- what a manager is made of ----
 def test_a_tier_without_a_policy_is_written_through(make: MakeRig) -> None:
     rig = make()

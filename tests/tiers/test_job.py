@@ -189,3 +189,22 @@ def test_an_observer_that_raises_stops_nothing(caplog: pytest.LogCaptureFixture)
     job.let_go()
     assert heard.calls == [STAGES[0], ("settled", True, False, [Outcome.DONE]), ("over", True, True)]
     assert [record.getMessage() for record in caplog.records] == ["an error in the observer of a job"] * 3
+
+
+@pytest.mark.parametrize(
+    ("outcome", "lost", "withdrawn"),
+    [
+        (Outcome.DONE, 0, 0),
+        (Outcome.DROPPED, 1, 0),
+        (Outcome.LATE, 1, 1),
+        (Outcome.MISSING, 1, 1),
+        (Outcome.DAMAGED, 1, 1),
+        (Outcome.FAILED, 1, 1),
+    ],
+)
+def test_what_counts_as_lost(outcome: Outcome, lost: int, withdrawn: int) -> None:
+    job = Job([b"a", b"b"], [3, 5])
+    job.outcomes = [Outcome.DONE, outcome]
+    assert job.num_lost == lost
+    job.cancel()
+    assert job.num_lost == withdrawn
