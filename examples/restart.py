@@ -130,9 +130,9 @@ class Server:
 
     def close(self) -> None:
         self.manager.close()
-        self.scheduler.close(TIMEOUT_S)
         self.tier.close(TIMEOUT_S)
         self.engine.close(TIMEOUT_S)
+        self.scheduler.close(TIMEOUT_S)  # behind the engine: a load is over when that has let go of its blocks
         self.pool.close()
 
 

@@ -50,7 +50,7 @@ def run_server(connection: Any, master: str, prefix: str) -> None:
     cache, pool = DeviceCache(spec, DEVICE_BLOCKS, "cpu"), HostPool(spec, HOST_BLOCKS, layout="block_first")
     engine = MooncakeEngine(master, segment_bytes=SEGMENT_BYTES, prefix=prefix, answer_s=1.0)
     tier = Tier(engine, pool, model=b"pattern@1")
-    with engine, tier, LayerwiseScheduler(cache, pool) as scheduler, KVOffloadManager(scheduler, tier=tier) as manager:
+    with LayerwiseScheduler(cache, pool) as scheduler, engine, tier, KVOffloadManager(scheduler, tier=tier) as manager:
         connection.send("ready")
         while (prompt := connection.recv()) is not None:
             connection.send(serve(cache, scheduler, manager, np.asarray(prompt)))

@@ -172,7 +172,7 @@ class CacheTransferManager:
         Again: does nothing.
 
         Raises:
-            TimeoutError: as :meth:`~paddle_kv.tiers.Tier.close`. Close the engine, then call again.
+            TimeoutError: the engine of the tier still has host blocks. Close the engine, then call again.
         """
         self._loads.wait_over()
         self._saves.wait_over()
@@ -181,6 +181,7 @@ class CacheTransferManager:
         if self._owns_scheduler:
             if self._storage is not None:
                 self._storage.tier.close(CLOSE_S)
+                self._storage.tier.drain(0.0)  # what the engine may still touch is not freed
             self._scheduler.close()
             self._scheduler.host_pool.close()
 

@@ -91,6 +91,12 @@ class Job:
         return all(outcome is Outcome.DONE for outcome in self.outcomes)
 
     @property
+    def left_block_ids(self) -> list[int]:
+        """Those that were not stored, or loaded."""
+        ends = zip(self.block_ids, self.outcomes, strict=True)
+        return [block_id for block_id, outcome in ends if outcome is not Outcome.DONE]
+
+    @property
     def num_lost(self) -> int:
         """Blocks that did not come, without those that were dropped since the job was cancelled."""
         withdrawn = Outcome.DROPPED if self.cancelled else Outcome.DONE

@@ -55,7 +55,7 @@ def load(
         >>> cache, pool = DeviceCache(spec, 5, "cpu"), HostPool(spec, 4, layout="block_first")
         >>> folder = tempfile.TemporaryDirectory()
         >>> engine = FilesEngine({folder.name: 1 << 20})
-        >>> with engine, Tier(engine, pool, model=b"m") as tier, LayerwiseScheduler(cache, pool) as scheduler:
+        >>> with LayerwiseScheduler(cache, pool) as scheduler, engine, Tier(engine, pool, model=b"m") as tier:
         ...     pool.view("key", 1, 0)[...] = 2.5
         ...     tier.store([Job([b"hash"], [0])])
         ...     tier.drain(timeout_s=10)

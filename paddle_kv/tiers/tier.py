@@ -22,7 +22,7 @@ from ..memory import HostPool
 from ..memory.host_rows import block_rows, rows_with_room
 from ..ops import _arguments as arguments
 from ..timeouts import check_timeout
-from ..tracking.group import wake
+from ..tracking.group import change, change_soon, wake
 from ..tracking.keeper import Deadline, Waiter, log
 from ..values import check_methods
 from .counters import Counters
@@ -35,6 +35,7 @@ from .protocol import Engine, Outcome
 _Answer = TypeVar("_Answer")
 MOST_OBJECTS = 1 << 24  # on their way at once: 64 GiB of headers
 _claims = threading.Lock()  # no tier's own: what is freed while it is held may ask for that
+LET_GO_S = 1.0  # for an engine that nobody waits for any more, until a tier is closed without it
 
 
 class Tier:
@@ -119,7 +120,9 @@ class Tier:
         }
         self._lock = threading.Lock()
         self._drains: list[Waiter] = []  # of threads that wait until no job is left
+        self._closers: list[Waiter] = []  # of those that wait until nobody waits for one
         self._jobs: dict[Job, None] = {}  # not over
+        self._kept: set[Job] = set()  # of these when the tier was closed
         self._store_bytes = 0
         self._finished: list[Job] = []
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -214,19 +217,29 @@ class Tier:
             TimeoutError: not after ``timeout_s``.
         """
         check_timeout(timeout_s)
-        waiter = Waiter()
-        self._call(functools.partial(self._await, waiter))
-        if not self.pool.domain.group.host.park(waiter, timeout_s):
-            with contextlib.suppress(ValueError):
-                self._drains.remove(waiter)
+        if not self._wait(self._drains, lambda: not self._jobs, timeout_s):
             raise TimeoutError(f"{len(self._jobs)} jobs of the tier were not over after timeout_s = {timeout_s}")
 
-    def _await(self, waiter: Waiter) -> None:
+    def _wait(self, waiters: list[Waiter], is_so: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Until it is so, which whoever makes it so tells the waiters; False if that takes longer."""
+        waiter = Waiter()
+        self._call(functools.partial(self._await, waiter, waiters, is_so))
+        found = self.pool.domain.group.host.park(waiter, timeout_s)
+        if not found:
+            with contextlib.suppress(ValueError):
+                waiters.remove(waiter)
+        return found
+
+    def _await(self, waiter: Waiter, waiters: list[Waiter], is_so: Callable[[], bool]) -> None:
         with self._lock:
-            if self._jobs:
-                self._drains.append(waiter)
-            else:
+            if is_so():
                 waiter.release()
+            else:
+                waiters.append(waiter)
+
+    def _is_unawaited(self) -> bool:
+        """Under the lock: whether nobody waits for what is left, since its time is over or it was cancelled."""
+        return all(job.settled or job.cancelled for job in self._jobs)
 
     @property
     def reads_layerwise(self) -> bool:
@@ -234,32 +247,64 @@ class Tier:
         return len(self._stages[True]) > 1
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Waits for the jobs, no longer than ``timeout_s``; then drops what has not begun. Again: does nothing.
+        """Waits for the jobs, each until its own time is over, and no longer than ``timeout_s``; then drops what has
+        not begun. Again: does nothing.
 
-        Raises:
-            TimeoutError: the engine still touches blocks after that. The tier stays open: close the engine, then call
-                again.
+        Of a job that is cancelled, or late, it waits a second at most: an engine may have lost the answer, and ends it
+        when it is closed. Until then such blocks are held as by a lease, the pool cannot be closed, and :meth:`drain`
+        waits for them; the log says how many. Close the engine next.
         """
+        check_timeout(timeout_s)
         if self._closed or self._process_id != os.getpid():
             return
         deadline = Deadline(timeout_s)
-        with contextlib.suppress(TimeoutError):
-            self.drain(timeout_s)
+        self._wait(self._closers, self._is_unawaited, timeout_s)
         with self._lock:
             left = list(self._jobs)
         for job in left:
             job.cancel()
-        self.drain(max(1.0, deadline.left_s() or 0.0) if left else 0.0)
+        left_s = deadline.left_s()
+        if left:
+            self._wait(self._drains, lambda: not self._jobs, LET_GO_S if left_s is None else min(LET_GO_S, left_s))
         self._call(self._end)
 
     def _end(self) -> None:
-        self._deadlines.close()  # not under the lock: its thread may be about to take it
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                os.close(self._descriptor)
-                if self._has_room:
-                    self.pool.room_lent = False
+            if self._closed:
+                return
+            self._closed = True
+            os.close(self._descriptor)
+            left = list(self._jobs)
+        for job in left:
+            self._end_all(job, Outcome.DROPPED)
+        self._deadlines.close()  # not under the lock: its thread may be about to take it
+        change(self.pool.domain, functools.partial(self._keep, left))
+        with self._lock:
+            self._kept.update(job for job in left if job in self._jobs)
+            ended = [job for job in left if job not in self._kept]
+            self._free_room()
+        change(self.pool.domain, functools.partial(self._let_go, ended))
+        if len(ended) < len(left):
+            log.warning(
+                "the tier was closed while the engine %s had not let go of %d jobs; their blocks are held until it "
+                "has, or is closed",
+                self.engine.name,
+                len(left) - len(ended),
+            )
+
+    def _keep(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:  # all settled: what was not moved then may still be touched
+            self.pool.domain.add_lease(job.left_block_ids, write=job.kind == "load")
+
+    def _let_go(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.pool.domain.end_lease(job.left_block_ids, write=job.kind == "load")
+        self.pool.domain.group.notify()
+
+    def _free_room(self) -> None:
+        """Under the lock. Once nothing touches the headers any more another tier may have it."""
+        if self._has_room and self._closed and not self._jobs:
+            self.pool.room_lent = self._has_room = False
 
     def __enter__(self) -> Tier:
         return self
@@ -401,15 +446,23 @@ class Tier:
     def _look(self, job: Job) -> None:
         if job.settle():
             self._counters.job(job.kind, time.monotonic() - job.started_s)
-            if not job.observed:
-                with self._lock:
+            with self._lock:
+                if not job.observed:
                     self._finished.append(job)
                     if not self._closed:
                         os.eventfd_write(self._descriptor, 1)
+                if self._closers and self._is_unawaited():
+                    wake(self._closers)
         if job.told:  # over alone is not enough: whoever waits for the tier finds what observers do at the end
             with self._lock:
                 self._jobs.pop(job, None)
+                kept = job in self._kept
+                self._kept.discard(job)
+            if kept:
+                change_soon(self.pool.domain, functools.partial(self._let_go, [job]))
+            with self._lock:
                 if not self._jobs:
+                    self._free_room()
                     wake(self._drains)
 
     def _check_open(self) -> None:

@@ -247,10 +247,15 @@ class BlockDomain:
             conflicts |= self._num_readers[ids] > 0
         if conflicts.any():
             return False
+        self.add_lease(block_ids, write=write)
+        return True
+
+    def add_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
+        """Takes the lease beside whoever has the blocks: for who touches them already."""
+        ids = np.asarray(block_ids, np.int64)
         self._leases[ids] += 1
         self._write_leases[ids] += write
         self._num_leases += ids.size
-        return True
 
     def end_lease(self, block_ids: Sequence[int], *, write: bool) -> None:
         ids = np.asarray(block_ids, np.int64)

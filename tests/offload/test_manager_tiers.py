@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from paddle_kv import CancelledError, ClosedError, TransferError
+from paddle_kv import CancelledError, ClosedError, LeasedError, TransferError
 from paddle_kv.offload import BlockState, KVOffloadManager
-from paddle_kv.tiers import Outcome
+from paddle_kv.testing.tiers import Fault, FaultyEngine
+from paddle_kv.tiers import FilesEngine, Outcome
 from tests.offload.tiered_rig import KEYS, POISON, SHORT_S, SPEC, WAIT_S, Gated, TieredRig, content, until
 from tests.tiers.conftest import Stored, objects
 
@@ -339,6 +341,41 @@ def test_a_request_goes_on_behind_what_came(make: MakeRig) -> None:
     rig.forget()
     rig.load(hashes, table[:6]).wait(WAIT_S)
     assert all(rig.right(hashes, table[:6]))
+
+
+@pytest.mark.parametrize("how", ["load", "chunks", "prefetch"])
+def test_what_an_engine_has_lost_holds_up_no_end(tmp_path: Path, how: str) -> None:
+    """In the order of the documents. The blocks are held until the engine is closed."""
+    engine = FaultyEngine(FilesEngine({tmp_path: 1 << 30}), [])
+    rig = TieredRig(engine, tier_timeout_s=0.2)
+    tokens = np.arange(4 * 16 + 5)
+    hashes = rig.manager.block_hashes(tokens)
+    rig.save(hashes)
+    rig.forget()
+    engine._faults, engine._share = [Fault.LOST], 1.0
+    with rig.scheduler, closing(engine), rig.tier, rig.manager:
+        if how == "load":
+            load = rig.load(hashes, range(4))
+            until(lambda: load.error is not None)
+            assert not load.done()
+        elif how == "prefetch":
+            assert rig.manager.prefetch(hashes, timeout_s=0.2).wait(WAIT_S)
+        else:
+            with rig.manager.request(tokens, range(5), chunk_tokens=16) as request:
+                while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
+                    for save in request.saves:
+                        for layer in range(LAYERS):
+                            save.mark_layer_written(layer)
+                    assert chunk
+        until(lambda: engine.lost)
+        until(lambda: rig.manager.stats()["tier_lost_blocks"] == len(engine.lost))
+        rig.manager.close()
+        rig.tier.close()
+        assert rig.pool.num_free_blocks == rig.pool.num_blocks - len(engine.lost)
+        with pytest.raises(LeasedError):
+            rig.pool.close()
+    assert rig.pool.num_free_blocks == rig.pool.num_blocks
+    rig.pool.close()
 
 
 def test_a_tier_that_is_closed_is_no_tier(make: MakeRig) -> None:

@@ -181,9 +181,9 @@ class TieredRig:
         if isinstance(self.engine, Gated):
             self.engine.open()
         self.manager.close()
-        self.scheduler.close(WAIT_S)
         self.tier.close(WAIT_S)
         self.engine.close(WAIT_S)
+        self.scheduler.close(WAIT_S)
         self.pool.close()
 
 

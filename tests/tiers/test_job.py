@@ -206,5 +206,6 @@ def test_what_counts_as_lost(outcome: Outcome, lost: int, withdrawn: int) -> Non
     job = Job([b"a", b"b"], [3, 5])
     job.outcomes = [Outcome.DONE, outcome]
     assert job.num_lost == lost
+    assert job.left_block_ids == ([] if outcome is Outcome.DONE else [5])
     job.cancel()
     assert job.num_lost == withdrawn

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_kv import ClosedError, HostPool
+from paddle_kv import ClosedError, HostPool, LeasedError
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S, Rig, keys
 from paddle_kv.tiers import Job, Outcome, Saver, Tier
+from paddle_kv.tiers import tier as tier_module
 from tests.tiers.conftest import MakeRig
 
 
@@ -161,6 +162,123 @@ def test_a_deadline_while_the_tier_is_closed(rig: Rig) -> None:
     go.set()
     closing.join(5.0)
     assert not closing.is_alive()
+
+
+# ---- closing while the engine has something ----
+@pytest.mark.parametrize("kind", ["load", "store"])
+@pytest.mark.parametrize("how", ["late", "cancelled", "live"])
+def test_a_tier_closes_without_what_the_engine_does_not_let_go_of(
+    rig: Rig, caplog: pytest.LogCaptureFixture, kind: str, how: str
+) -> None:
+    """In the time of the job, or that of the call, and a second; the blocks stay held."""
+    pool = rig.pool
+    pool.allocate(4)
+    job, item = begun(rig, kind, timeout_s=0.5 if how == "late" else WAIT_S)
+    other, its = begun(rig, kind)  # of the same block
+    assert item.buffers(*((0,) if kind == "load" else ())) is not None
+    its.ended(Outcome.FAILED)
+    if how == "cancelled":
+        job.cancel()
+    began_s = time.monotonic()
+    rig.tier.close(0.2 if how == "live" else None)
+    took_s = time.monotonic() - began_s
+    assert took_s < (0.9 if how == "live" else 3.0)
+    assert job.outcomes == [Outcome.LATE if how == "late" else Outcome.DROPPED]
+    assert (job.over, other.over) == (False, True)
+    assert item.buffers(*((0,) if kind == "load" else ())) is None
+    assert "the engine silent had not let go of 1 jobs; their blocks are held" in caplog.text
+    pool.free(range(4))
+    assert pool.allocate(3) == [0, 1, 3]
+    with pytest.raises(MemoryError):
+        pool.allocate(1)
+    with pytest.raises(LeasedError, match="1 blocks"):
+        pool.close()
+    with pytest.raises(TimeoutError, match=r"1 jobs of the tier were not over after timeout_s = 0\.01"):
+        rig.tier.drain(0.01)
+    rig.tier.close()
+    item.ended(Outcome.DONE)
+    item.ended(Outcome.DONE)
+    assert job.over
+    rig.tier.drain(0.0)
+    assert pool.allocate(1) == [2]
+    assert pool.domain._num_leases == 0
+    pool.close()
+
+
+def test_a_tier_waits_for_what_still_has_time(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    job, item = begun(rig, "store", timeout_s=WAIT_S)
+    closing = threading.Thread(target=rig.tier.close, daemon=True)
+    closing.start()
+    until(lambda: bool(rig.tier._closers))
+    closing.join(0.1)
+    assert closing.is_alive()
+    assert item.buffers() is not None
+    item.ended(Outcome.DONE)
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert job.done
+    assert not caplog.records
+    rig.pool.close()
+
+
+def test_a_second_for_what_is_late_and_comes(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    job, item = begun(rig, "load", timeout_s=0.02)
+    until(lambda: job.settled)
+    threading.Timer(0.1, item.ended, [Outcome.DONE]).start()
+    rig.tier.close()
+    assert job.over
+    assert not caplog.records
+    rig.pool.close()
+
+
+@pytest.mark.parametrize("timeout_s", ["1", True, float("nan")])
+def test_a_time_that_is_none_closes_nothing(rig: Rig, timeout_s: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="timeout_s"):
+        rig.tier.close(timeout_s)
+    assert rig.tier.finished() == []
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_what_the_engine_has_let_go_of_is_free_beside_the_rest(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
+    job = Job(keys(2), [1, 2], timeout_s=0.3)
+    (rig.tier.load if kind == "load" else rig.tier.store)([job])
+    first, second = rig.tier.engine.items  # type: ignore[attr-defined]
+    if kind == "load":
+        _, [header, _] = first.buffers(0)
+        rig.tier.format.write_headers([(header, job.keys[0], rig.tier.payload(1))])
+        assert first.buffers(0) is not None
+        assert all(first.arrived(stage) for stage in range(first.num_stages))
+    first.ended(Outcome.DONE)
+    rig.tier.close()
+    assert job.outcomes == [Outcome.DONE, Outcome.LATE]
+    assert rig.pool.domain.busy(range(4)) == [2]
+    with pytest.raises(TimeoutError), rig.pool.lease([2], write=True, timeout_s=0.01):
+        pass
+    second.ended(Outcome.FAILED)
+    until(lambda: not rig.pool.domain.busy(range(4)))
+    rig.pool.close()
+
+
+def test_the_room_of_a_closed_tier_is_its_own_until_nobody_writes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
+    rig = Rig(Silent(), num_blocks=4, room_bytes=4096)
+    job, item = begun(rig, "load", timeout_s=0.02)
+    rig.tier.close()
+    second = Tier(Silent(), rig.pool, model=b"m")
+    assert not second._has_room
+    second.close()
+    assert rig.pool.room_lent
+    item.ended(Outcome.DROPPED)
+    assert job.over
+    assert not rig.pool.room_lent
+    third = Tier(Silent(), rig.pool, model=b"m")
+    assert third._has_room
+    third.close()
+    rig.pool.close()
 
 
 def test_an_observer_that_raises_holds_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
