@@ -137,8 +137,12 @@ def test_storage_that_never_answers_keeps_the_blocks(server: Server) -> None:
     assert task.wait(WAIT_S) and "late" in str(task.error)
     with pytest.raises(LeasedError, match="block 1 of the host pool"):
         server.manager.evict_to_host_async([0], [1])  # it may still be written
+    with pytest.raises(TimeoutError, match="1 jobs of the tier were not over"):
+        server.manager.close()
+    assert not server.pool.closed
     server.engine.close(WAIT_S)
     server.manager.close()
+    assert server.pool.closed
 
 
 def test_a_call_goes_on_as_soon_as_another_one_lets_go_of_its_block(server: Server) -> None:
