@@ -1,11 +1,12 @@
 """The library's thread that submits transfers to a GPU, so that the calling thread is not held.
 
 Called through ctypes, but for ``submit`` and ``submit_by_marks``, which have so many arguments that ctypes would take
-longer than the call, ``mark``, ``is_capturing``, ``record``, ``wait_stream``, ``enqueued`` and ``submitted``, which are
-called for every layer of a model or start of a transfer, and ``hear``, in which handlers of signals run: an operator call of Paddle costs 10 to
-40 us. ctypes gives up the GIL for the time of a call; those that only look into the queue, under a lock that nobody
-holds while CUDA works, keep it: to get it back costs more than they do. So do the calls for a layer, unless they have
-to wait. Streams and events are handles. The C side is ``custom_ops/include/paddle_kv/transfer/queue_api.h``.
+longer than the call, ``mark``, ``is_capturing``, ``record``, ``wait_stream``, ``enqueued`` and ``submitted``, which
+are called for every layer of a model or start of a transfer, and ``hear``, in which handlers of signals run: an
+operator call of Paddle costs 10 to 40 us. ctypes gives up the GIL for the time of a call; those that only look into the
+queue, under a lock that nobody holds while CUDA works, keep it: to get it back costs more than they do. So do the calls
+for a layer, unless they have to wait. Streams and events are handles. The C side is
+``custom_ops/include/paddle_kv/transfer/queue_api.h``.
 """
 
 from __future__ import annotations

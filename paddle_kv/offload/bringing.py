@@ -272,8 +272,8 @@ class Bringing:
         return found
 
     def read_next(self, books: Owner, turn_s: Callable[[], float | None]) -> None:
-        """From the tier into host memory, from the back. ``turn_s``: until the model comes to this prompt; None: something
-        is still to be brought to others first."""
+        """From the tier into host memory, from the back. ``turn_s``: until the model comes to this prompt; None:
+        something is still to be brought to others first."""
         while self._below and len(self._reading) < MOST_READING:
             piece = self._below[-1]
             if piece.state in (PieceState.BELOW, PieceState.WAITING):
