@@ -2,9 +2,9 @@
 
 ``python -m tests.offload.real_times``: link and tier are throttled, and the model is a sleep for each layer, so that a
 block takes as many times as long to be loaded as to be computed as on a server (Llama-3.1-70B on 8 ranks, 60,000 tokens
-a second). One request at a time, which may come some time before its turn: its first blocks lie in host memory, the
-next ones in the tier, and the last ones nowhere; all bytes are compared. Loading all is not run where it takes more
-than three times as long by its rates.
+a second). One request at a time, which may come some time before its turn, or several that come at once and are
+computed one behind the other: the first blocks of each lie in host memory, the next ones in the tier, and the last ones
+nowhere; all bytes are compared. Loading all is not run where it takes more than three times as long by its rates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,9 @@ class Server:
         shape: Shape = Shape(),
         ahead_s: float = 0.0,
         host_blocks: int | None = None,
+        at_once: int = 1,
     ) -> None:
-        """``host_blocks``: None: for all."""
+        """``host_blocks``: None: for all. ``at_once``: prompts that come at once, at most."""
         self.link, self.tier, self.block_s, self.shape, self._ahead_s = Channel(), Channel(), block_s, shape, ahead_s
         self.spec = spec = replace(SPEC, num_layers=shape.layers, head_dim=shape.head_dim)
         self.asleep = True
@@ -114,14 +116,19 @@ class Server:
             copy(number, plan, layers)
 
         self._copy, binding.copy = copy, slow_copy
+        size = shape.total + 1
+        self.tables = [list(range(first, first + size)) for first in range(0, at_once * size, size)]
         self.rig = ChunkRig(
-            Slow(folder, self.tier), host_blocks=host_blocks or 64 * num_prompts, pause=self._compute, spec=spec
+            Slow(folder, self.tier),
+            host_blocks=host_blocks or 64 * num_prompts,
+            device_blocks=max(64, at_once * size),
+            pause=self._compute,
+            spec=spec,
         )
         self.prompts = [[number] * (shape.total * SIZE + 1) for number in range(num_prompts)]
         self.expected = [contents(prompt, spec) for prompt in self.prompts]
-        self.table = list(range(shape.total + 1))
         for prompt in self.prompts:
-            self.rig.prefill(prompt, self.table, chunk_tokens=shape.chunk * SIZE)
+            self.rig.prefill(prompt, self.tables[0], chunk_tokens=shape.chunk * SIZE)
             self.rig.check_books()
         books: Any = self.rig.manager._books
         books.rates = self._unknown()
@@ -135,33 +142,48 @@ class Server:
         return Rates(self.spec.block_bytes * self.spec.num_layers, SIZE)
 
     def first_token_s(self, number: int, how: Any) -> float:
-        rig, prompt = self.rig, self.prompts[number]
+        [taken_s] = self.first_tokens_s([number], how)
+        return taken_s
+
+    def first_tokens_s(self, numbers: Sequence[int], how: Any) -> list[float]:
+        """Of prompts that come at once."""
+        rig, shape = self.rig, self.shape
         books: Any = rig.manager._books
         known, books.rates = books.rates, self._unknown()  # what follows says nothing of link and tier
         speeds = self.link.block_s, self.tier.block_s
         self.link.block_s = self.tier.block_s = 0.0
         rig.check_books()
         rig.manager.evict(1 << 20)
-        hashes, shape = rig.manager.block_hashes(prompt), self.shape
-        rig.manager.drop(hashes[shape.host + shape.tier :])  # what the last request has computed of it
-        rig.manager.prefetch(hashes[: shape.host], timeout_s=WAIT_S).wait(WAIT_S)
+        for number in numbers:
+            hashes = rig.manager.block_hashes(self.prompts[number])
+            rig.manager.drop(hashes[shape.host + shape.tier :])  # what the last request has computed of it
+            rig.manager.prefetch(hashes[: shape.host], timeout_s=WAIT_S).wait(WAIT_S)
         rig.check_books()
         self.link.block_s, self.tier.block_s = speeds
         books.rates = known
-        return self.serve(number, how)
+        return self.serve_all(numbers, how)
 
     def serve(self, number: int, how: Any) -> float:
-        """Seconds from its turn to the first token, after all was compared."""
-        rig, prompt = self.rig, self.prompts[number]
-        rig.poison(self.table)
-        begun = time.monotonic() + self._ahead_s
-        with rig.manager.request(prompt, self.table, chunk_tokens=self.shape.chunk * SIZE, how=how) as request:
-            if self._ahead_s:
-                time.sleep(max(0.0, begun - time.monotonic()))  # others are computed
-            while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
-                rig.run_or_fail(request, chunk, self.table, self.expected[number])
-        taken_s = time.monotonic() - begun
-        rig.check(self.table, self.expected[number])
+        [taken_s] = self.serve_all([number], how)
+        return taken_s
+
+    def serve_all(self, numbers: Sequence[int], how: Any) -> list[float]:
+        """Seconds from the turn of the first one to each first token, after all was compared."""
+        rig, chunk_tokens = self.rig, self.shape.chunk * SIZE
+        served = [(self.prompts[number], table) for number, table in zip(numbers, self.tables, strict=False)]
+        for _, table in served:
+            rig.poison(table)
+        begun, taken_s = time.monotonic() + self._ahead_s, []
+        requests = [rig.manager.request(*one, chunk_tokens=chunk_tokens, how=how) for one in served]
+        if self._ahead_s:
+            time.sleep(max(0.0, begun - time.monotonic()))  # others are computed
+        for number, request, (_, table) in zip(numbers, requests, served, strict=True):
+            with request:
+                while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
+                    rig.run_or_fail(request, chunk, table, self.expected[number])
+            taken_s.append(time.monotonic() - begun)
+        for number, (_, table) in zip(numbers, served, strict=True):
+            rig.check(table, self.expected[number])
         return taken_s
 
     def close(self) -> None:
@@ -184,6 +206,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=SPEC.num_layers)
     parser.add_argument("--head-dim", type=int, default=SPEC.head_dim, help="512: a tier reads layer by layer")
     parser.add_argument("--ahead-blocks", type=float, default=0.0, help="that are computed of others before its turn")
+    parser.add_argument("--at-once", type=int, default=1, help="requests that come together")
     chosen = parser.parse_args()
     gc.collect()
     gc.freeze()  # else a full collection goes through all of Paddle's objects, and takes as long as a load
@@ -193,7 +216,10 @@ def main() -> None:
     for link, tier in itertools.product(chosen.link_gbps, chosen.tier_gbps):
         with tempfile.TemporaryDirectory() as folder:
             block_s = chosen.block_ms / 1e3
-            server = Server(Path(folder), block_s, 4, shape, chosen.ahead_blocks * block_s)
+            num_prompts = max(4, 2 * chosen.at_once)
+            server = Server(
+                Path(folder), block_s, num_prompts, shape, chosen.ahead_blocks * block_s, at_once=chosen.at_once
+            )
             server.link.block_s, server.tier.block_s = (
                 server.block_s * GB_S_AS_COMPUTED / rate for rate in (link, tier)
             )
@@ -201,9 +227,10 @@ def main() -> None:
             slow = whole_s > NOT_RUN * server.block_s * (shape.host + shape.tier)
             ways = ("compute", "sooner") if slow else ("compute", "load", "sooner")
             found: dict[str, list[float]] = {way: [] for way in ways}
-            for number in range(chosen.before + chosen.requests):
+            for first in range(chosen.before + chosen.requests):
+                numbers = [(first * chosen.at_once + number) % num_prompts for number in range(chosen.at_once)]
                 for way in ways:  # in turns
-                    found[way].append(server.first_token_s(number % 4, way))
+                    found[way].append(float(np.mean(server.first_tokens_s(numbers, way))))
             server.close()
         figures = {}
         for way, taken in found.items():

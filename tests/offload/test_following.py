@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paddle_kv.offload import bringing
+from paddle_kv.offload import bringing, feed
 from paddle_kv.offload.feeding import Meeting
 from paddle_kv.offload.pieces import PieceState
 from paddle_kv.offload.rates import LATE_S, LINK, TIER
@@ -120,6 +121,76 @@ def test_beside_another_prompt_the_last_piece_is_followed_by_itself(bench: Bench
     bench.fill()
     assert states_of(meeting) == ["loading", "loading", "reading"]
     assert [positions(one)[0] for one in bench.reads] == [8, 4, 100]
+
+
+def test_prompts_behind_one_to_which_nothing_is_to_be_brought_any_more_follow_too(bench: Bench) -> None:
+    followed(bench)
+    other = bench.meeting([HERE] * BLOCKS + [BELOW] * 2 * BLOCKS, first_key=100, end_blocks=BLOCKS)
+    bench.fill()
+    assert (states_of(other), bench.loaded) == (["loading"], [[0, 11], [100, 111]])
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_while_the_model_computes_others_it_cannot_compute_what_the_tier_brings(bench: Bench, begun: bool) -> None:
+    """Two passes of 16 s come first, in which the tier reads all; else the model would compute the four blocks itself,
+    in 16 s, where the tier brings them in 24."""
+    bench.know(0.1, 4.0, 2.0)
+    first, second = (bench.meeting([BELOW] * BLOCKS, first_key=key, end_blocks=BLOCKS) for key in (0, 10))
+    bench.fill()
+    third = bench.meeting([BELOW] * BLOCKS, first_key=20, end_blocks=1)
+    third.begun = begun
+    bench.fill()
+    assert states_of(first) == states_of(second) == ["loading"]
+    assert states_of(third) == ["reading" if begun else "loading"]
+
+
+def test_when_a_prompt_is_computed_that_needs_nothing_more(bench: Bench) -> None:
+    """Behind the last layer of what comes to it, or when the model has gone through its end."""
+    meeting, copy, _ = followed(bench)
+    bench.now_s = 1.0
+    due_s = meeting.line.pieces[0].due_s
+    assert meeting.over_s(0.0) == pytest.approx(16.0)
+    assert meeting.over_s(5.0) == pytest.approx(21.0)
+    meeting.line.pieces[0].due_s = 31.0
+    assert meeting.over_s(5.0) == pytest.approx(30.0 + 16.0 / 4)
+    meeting.line.pieces[0].due_s = due_s
+    copy.end()
+    bench.fill()
+    assert meeting.over_s(2.0) == pytest.approx(18.0)
+
+
+def prompt(left: int, *, begun: bool = False, takes_s: float = 8.0, moving: int = 0) -> Any:
+    """With so many blocks that are not on their way."""
+    line = SimpleNamespace(num_to_compute=left)
+    return SimpleNamespace(line=line, begun=begun, moving=dict.fromkeys(range(moving)), over_s=lambda at: at + takes_s)
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "begun", "turn_s"),
+    [
+        ([], [], False, 0.0),
+        ([prompt(0), prompt(0, takes_s=3.0)], [], False, 11.0),
+        ([prompt(0), prompt(1)], [], False, None),
+        ([prompt(0)], [prompt(5)], False, 8.0),
+        ([prompt(0)], [prompt(0, begun=True, takes_s=2.0)], False, 10.0),
+        ([], [prompt(1, begun=True)], False, None),
+        ([prompt(0), prompt(0, begun=True)], [], True, 0.0),
+        ([prompt(0), prompt(2, begun=True)], [], True, None),
+    ],
+)
+def test_when_the_model_comes_to_a_prompt(before: list[Any], behind: list[Any], begun: bool, turn_s: Any) -> None:
+    """Those that it computes come first, then the others in order of their beginning."""
+    asked = prompt(3, begun=begun)
+    assert feed._turn_s(asked, [*before, asked, *behind]) == turn_s
+
+
+@pytest.mark.parametrize(
+    ("others", "alone"),
+    [([], True), ([prompt(0)], True), ([prompt(1)], False), ([prompt(0, moving=1)], False)],
+)
+def test_who_is_alone(others: list[Any], alone: bool) -> None:
+    asked = prompt(3, moving=2)
+    assert feed._is_alone(asked, [*others, asked, prompt(2)]) is alone
 
 
 def test_of_a_piece_in_both_only_what_lies_in_the_tier_counts(bench: Bench) -> None:

@@ -258,6 +258,20 @@ def test_the_tier_is_followed_where_that_is_sooner(seed: int) -> None:
     assert 0.2 < sum(answers) / len(answers) < 0.95
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_when_a_prompt_is_computed_of_which_all_is_there_or_comes(seed: int) -> None:
+    """Within two layers of what going through all layers says, for loads that begin no later than the pass."""
+    rng = random.Random(seed)
+    for _ in range(300):
+        end_blocks, begin_s = rng.randint(1, 12), rng.choice([0.0, rng.uniform(0.0, 20.0)])
+        there_s = rng.choice([0.0, rng.uniform(0.0, 30.0)])
+        waits, rates = waits_of(8, end_blocks)
+        expected_s = passed_s(end_blocks, [(begin_s, begin_s), (min(begin_s, there_s), there_s)])
+        assert waits.over_s(rates, begin_s, there_s) == pytest.approx(
+            expected_s, abs=2 * max(there_s, end_blocks) / LAYERS
+        )
+
+
 @pytest.mark.parametrize(("others", "is_time"), [(3, True), (4, False), (0, True)])
 def test_when_the_tier_is_to_be_followed(others: int, is_time: bool) -> None:
     """A pass of four blocks: what is left can still be read in it."""
