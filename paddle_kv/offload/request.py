@@ -199,7 +199,8 @@ class Request:
 
     def cancel(self) -> None:
         """Cancels what has not begun of its transfers: for a prompt that is aborted. Behind ``wait_over`` of each the
-        blocks may go to somebody else."""
+        blocks may go to somebody else: to another request as they are, and to others behind ``mark_rewritten`` of the
+        device cache, which a request calls for all blocks that its passes write."""
         for transfer in [*self.loads, *self.saves]:
             transfer.cancel()
 

@@ -57,10 +57,11 @@ class _Writing:
 class _Reading:
     """A read between its stages."""
 
-    __slots__ = ("at", "buffers", "item", "outcome", "slab", "slot", "stage")
+    __slots__ = ("at", "buffers", "call", "item", "outcome", "slab", "slot", "stage")
 
-    def __init__(self, item: Read) -> None:
+    def __init__(self, item: Read, call: _Call) -> None:
         self.item = item
+        self.call = call
         self.stage = 0
         self.slab: Slab | None = None  # from its beginning on
         self.slot = self.at = 0
@@ -78,11 +79,22 @@ class _Reading:
         return True
 
 
+class _Call:
+    """What is read together, layer by layer. Changes under the lock."""
+
+    __slots__ = ("left", "queued")
+
+    def __init__(self, items: Sequence[Read]) -> None:
+        self.queued = deque(_Reading(item, self) for item in items)
+        self.left = len(self.queued)  # that are not over
+
+
 _Work = Callable[[], object]
 
 
 class Root:
-    """Reads come before writes. Every item is ended, whatever happens."""
+    """Reads come before writes, in order of the calls: what was asked for first is there first, and not all at the end.
+    Every item is ended, whatever happens."""
 
     def __init__(self, folder: Folder, num_threads: int) -> None:
         self.folder = folder
@@ -94,7 +106,8 @@ class Root:
         self.queued_bytes = 0
         self.most_batched = MOST_BATCHED
         self._lock = threading.Lock()
-        self._reads: deque[_Reading] = deque()
+        self._calls: deque[_Call] = deque()  # for reads, in order; the first one is not over
+        self._num_reads = 0  # that are queued
         self._writes: deque[Write] = deque()
         self._deleted: deque[Spot] = deque()
         self._handed: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # to threads that wait; None: the end
@@ -127,15 +140,24 @@ class Root:
             ended([(item, Outcome.DROPPED) for item in items])
 
     def read(self, items: Sequence[Read]) -> None:
-        if not self._queue_reads([_Reading(item) for item in items]):
+        call = _Call(items)
+        with self._lock:
+            taken = not self._closed
+            if taken and items:
+                self._calls.append(call)
+                self._num_reads += call.left
+                self._hand_out()
+        if not taken:
             ended([(item, Outcome.DROPPED) for item in items])
 
-    def _queue_reads(self, readings: Sequence[_Reading], *, mine: int = 0) -> bool:
-        """``mine``: how many are left to this thread at least, which comes back for them."""
+    def _queue_again(self, readings: Sequence[_Reading]) -> bool:
+        """For their next stages. By a thread that comes back for one of them at least."""
         with self._lock:
             if not self._closed:
-                self._reads.extend(readings)
-                self._hand_out(mine)
+                for one in readings:
+                    one.call.queued.append(one)
+                self._num_reads += len(readings)
+                self._hand_out(mine=1)
             return not self._closed
 
     def delete(self, names: Iterable[bytes]) -> None:
@@ -151,7 +173,7 @@ class Root:
 
     def _hand_out(self, mine: int = 0) -> None:
         """Work to the threads that wait for some. Under the lock."""
-        while self._num_idle and len(self._reads) + len(self._writes) + len(self._deleted) > mine:
+        while self._num_idle and self._num_reads + len(self._writes) + len(self._deleted) > mine:
             work = self._next(self._num_idle + mine)
             if work is None:
                 return
@@ -193,20 +215,30 @@ class Root:
             deleted = list(self._deleted)
             self._deleted.clear()
             return functools.partial(self._clear, deleted)
-        if self._reads:
-            most = min(self.most_batched, -(-len(self._reads) // threads))
-            reads: list[_Reading] = []
-            first = self._reads[0]
-            room = BATCH_BYTES if first.stage or first.item.num_stages == 1 else FIRST_BATCH_BYTES
-            while len(reads) < most and room > 0:
-                reads.append(self._reads.popleft())
-                room -= reads[-1].item.stage_bytes(reads[-1].stage)
+        if self._num_reads:
+            reads = self._take_reads(min(self.most_batched, -(-self._num_reads // threads)))
             return functools.partial(self._read, reads)
         if self._writes:
             writes = _batch(self._writes, self.most_batched)
             self.queued_bytes -= sum(item.size_bytes for item in writes)
             return functools.partial(self._write, writes)
         return None
+
+    def _take_reads(self, most: int) -> list[_Reading]:
+        """Of the first call whose objects are not all with other threads, and of those behind it."""
+        reads: list[_Reading] = []
+        room = BATCH_BYTES
+        for call in self._calls:
+            while call.queued and len(reads) < most and room > 0:
+                one = call.queued.popleft()
+                if not reads and not one.stage and one.item.num_stages > 1:
+                    room = FIRST_BATCH_BYTES
+                reads.append(one)
+                room -= one.item.stage_bytes(one.stage)
+            if len(reads) == most or room <= 0:
+                break
+        self._num_reads -= len(reads)
+        return reads
 
     def _clear(self, deleted: Sequence[Spot]) -> None:
         failure = self.folder.clear(deleted)
@@ -352,8 +384,13 @@ class Root:
         finally:
             left = [one for one in readings if one.outcome is None]
             over = [one for one in readings if one.outcome is not None]  # before another thread goes on with the others
-            if left and not self._queue_reads(left, mine=1):
+            if left and not self._queue_again(left):
                 over += left
+            with self._lock:
+                for one in over:
+                    one.call.left -= 1
+                while self._calls and not self._calls[0].left:
+                    self._calls.popleft()
             self.folder.end_read([(one.slab, one.slot) for one in over if one.slab is not None])
             ended([(one.item, one.outcome or Outcome.DROPPED) for one in over])
 

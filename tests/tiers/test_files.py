@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import logging
 import mmap
 import os
@@ -1064,17 +1065,14 @@ def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage
     rig = make_rig()
     rig.store(keys(4))
     [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
-    queue = root._queue_reads
 
-    def at_once(readings: Any, **options: int) -> bool:
-        if threading.current_thread() in root._threads:
-            root._read(list(readings))
-            return True
-        return bool(queue(readings, **options))
+    def at_once(readings: Any) -> bool:
+        root._read(list(readings))
+        return True
 
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    monkeypatch.setattr(root, "_queue_reads", at_once)
+    monkeypatch.setattr(root, "_queue_again", at_once)
     job = Job(keys(4), range(10, 14), layerwise=True)
     rig.tier.load([job])
     rig.tier.drain(WAIT_S)
@@ -1083,6 +1081,51 @@ def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage
     rig.tier.close(WAIT_S)
     rig.tier.engine.close(WAIT_S)
     assert raised == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_was_asked_for_first_is_read_first(tmp_path: Path, threads: int) -> None:
+    """All layers of it: it would be there last of all, if the first layers of others came before its second ones."""
+    go_on, order, seen = threading.Event(), list[int](), threading.Lock()
+
+    class Watched:
+        def __init__(self, item: Any, number: int) -> None:
+            self._item, self._number = item, number
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._item, name)
+
+        def arrived(self, stage: int) -> bool:
+            go_on.wait(WAIT_S)
+            with seen:
+                order.append(self._number)
+            return bool(self._item.arrived(stage))
+
+    engine = FilesEngine({tmp_path: 1 << 30}, threads_per_root=threads)
+    engine.roots[0].most_batched = 1
+    rig = Rig(engine, num_blocks=40)
+    rig.store(keys(12))
+    read, calls = engine.read, itertools.count()
+
+    def watched(items: Any) -> None:
+        number = next(calls)
+        read([Watched(item, number) for item in items])  # type: ignore[misc]
+
+    engine.read = watched  # type: ignore[method-assign]
+    jobs = [Job(keys(12)[first : first + 4], range(20 + first, 24 + first), layerwise=True) for first in (0, 4, 8)]
+    for job in jobs:
+        rig.tier.load([job])
+    go_on.set()
+    rig.tier.drain(WAIT_S)
+    assert all(job.done and rig.wrong(job) == [] for job in jobs)
+    [root] = engine.roots
+    assert (len(root._calls), root._num_reads) == (0, 0)
+    stages = len(order) // 12
+    assert stages > 1 and sorted(order) == [number for number in range(3) for _ in range(4 * stages)]
+    if threads == 1:
+        assert order == sorted(order)
+    rig.close()
+    engine.close(WAIT_S)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, SystemExit, KeyboardInterrupt])
