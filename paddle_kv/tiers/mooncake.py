@@ -21,6 +21,7 @@ from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline, log
 from ..tracking.worker import Worker
 from . import at_exit
+from .call_order import CallOrder
 from .health import Health
 from .mooncake_store import GIVES_UP_S, SIZE_CODES, MooncakeError, Move, connect, is_fault, outcome_of
 from .protocol import Outcome, Read, Write, arrived, buffers_of, ended
@@ -42,8 +43,9 @@ _METRICS = {
 class _Work:
     """Objects that are stored, or read stage by stage, together."""
 
-    def __init__(self, items: list[Any], *, whole: bool = False) -> None:
+    def __init__(self, items: list[Any], call: int, *, whole: bool = False) -> None:
         self.items = items
+        self.call = call
         self.stage = 0
         self.whole = whole  # without a session, all stages at once
         self.session: list[str] = []  # names of which the store has been asked where they are
@@ -112,7 +114,7 @@ class MooncakeEngine:
         self._writing = threading.Lock()
         self._preparing = threading.Lock()
         self._in_session: set[str] = set()
-        self._reads: deque[_Work] = deque()
+        self._reads: CallOrder[_Work] = CallOrder()
         self._writes: deque[_Work] = deque()
         self._ready: deque[_Work] = deque()  # the next store; one more where two threads meet
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()  # one for each piece of work; False: the end
@@ -238,14 +240,17 @@ class MooncakeEngine:
         self._counts = {ours: float(told.get(theirs, 0)) for theirs, ours in _METRICS.items()}
 
     # ---- work ----
-    def _queue(self, items: Sequence[Any], health: Health, work: deque[_Work], call_bytes: int) -> None:
+    def _queue(
+        self, items: Sequence[Any], health: Health, work: CallOrder[_Work] | deque[_Work], call_bytes: int
+    ) -> None:
         refused = list(items)
         most = max(1, min(self._objects_per_call, call_bytes // max((item.size_bytes for item in items), default=1)))
         step = -(-len(items) // max(1, -(-len(items) // most)))  # calls of one size: each costs as much as any other
         with self._lock:
             if not (self._closed or health.resting):
+                call = self._reads.new_call()
                 for first in range(0, len(items), step):
-                    work.append(_Work(refused[first : first + step]))
+                    work.append(_Work(refused[first : first + step], call))
                     self._tickets.put(True)
                 return
         for item in refused:
@@ -341,7 +346,7 @@ class MooncakeEngine:
         if left := [move.item for move in moves[len(codes) :]]:
             moves = moves[: len(codes)]
             if work.stage == 0:
-                self._again(_Work(left, whole=True))  # all that is on the dead node fails at once
+                self._again(_Work(left, work.call, whole=True))  # all that is on the dead node fails at once
             else:
                 self._end([(item, Outcome.FAILED) for item in left])
         ends = []
@@ -394,7 +399,7 @@ class MooncakeEngine:
                 self._in_session.update(mine)
         work.items = list(mine.values())
         if later:
-            self._again(_Work(later, whole=True))
+            self._again(_Work(later, work.call, whole=True))
         if work.session:
             start = self.store.batch_get_session_start
             codes, _ = self._call(self.reads, work.session, lambda: start(work.session))

@@ -24,6 +24,7 @@ from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
 from ..tracking.worker import Worker
 from . import at_exit
+from .call_order import CallOrder
 from .health import Health
 from .protocol import Outcome, Read, Write
 
@@ -130,6 +131,7 @@ class _Open:
 class _Work:
     items: list[Any] = field(default_factory=list)
     files: list[_Open] = field(default_factory=list)
+    call: int = 0
     stage: int = 0
     reading: bool = False
 
@@ -161,7 +163,7 @@ class NixlEngine:
         self.reads, self.writes = Health(f"reading from {folder}"), Health(f"writing to {folder}")
         self._memory: list[tuple[int, int]] = []
         self._lock = threading.Lock()
-        self._reads: deque[_Work] = deque()
+        self._reads: CallOrder[_Work] = CallOrder()
         self._writes: deque[_Work] = deque()
         self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._process_id = os.getpid()
@@ -231,13 +233,14 @@ class NixlEngine:
     def __exit__(self, *raised: object) -> None:
         self.close(30.0)
 
-    def _queue(self, items: Sequence[Any], health: Health, works: deque[_Work]) -> None:
+    def _queue(self, items: Sequence[Any], health: Health, works: CallOrder[_Work] | deque[_Work]) -> None:
         check_process(self._process_id, "engine")
         refused, step = list(items), self._objects_per_call
         with self._lock:
             if not (self._closed or health.resting):
+                call = self._reads.new_call()
                 for first in range(0, len(refused), step):
-                    works.append(_Work(refused[first : first + step], reading=works is self._reads))
+                    works.append(_Work(refused[first : first + step], call=call, reading=works is self._reads))
                     self._tickets.put(True)
                 return
         for item in refused:
