@@ -66,9 +66,14 @@ class Feed:
         if books.closed:
             return
         meetings = [one for one in self.meetings.values() if not one.ended]
-        for meeting in meetings:
+        before: list[Any] | None = []  # to which nothing is to be brought any more; None: to one of them something is
+        for meeting in sorted(meetings, key=_is_begun_later):
             meeting.look()
-            meeting.read_next(books, functools.partial(_turn_s, meeting, meetings))
+            meeting.read_next(books, functools.partial(_turn_s, meeting, before))
+            if meeting.line.num_to_compute:
+                before = None
+            elif before is not None:
+                before.append(meeting)
         loading = sum(meeting.num_on_link for meeting in meetings)
         if not any(meeting.moving for meeting in meetings):
             self.free_s = 0.0
@@ -80,21 +85,29 @@ class Feed:
             loading += first.load_next(books, whole=_is_alone(first, meetings))
 
 
-def _turn_s(meeting: Any, meetings: Sequence[Any]) -> float | None:
+def _is_begun_later(meeting: Any) -> bool:
+    """The model comes to those first that it has begun, then to the others in order."""
+    return not meeting.begun
+
+
+def _turn_s(meeting: Any, before: Sequence[Any] | None) -> float | None:
     """Until the model comes to it, as far as one can know. None: something is still to be brought to one to which it
-    comes first; what is under way is not overtaken."""
-    comes_later, turn_s = False, 0.0
-    for one in meetings:
-        if one is meeting:
-            comes_later = True
-        elif one.begun or not comes_later:
-            if one.line.num_to_compute:
-                return None
-            turn_s = one.over_s(turn_s)
-    return 0.0 if meeting.begun else turn_s
+    comes first, and what is under way is not overtaken."""
+    if before is None:
+        return None
+    turn_s = 0.0
+    for one in () if meeting.begun else before:
+        turn_s = one.over_s(turn_s)
+    return turn_s
 
 
 def _is_alone(meeting: Any, meetings: Sequence[Any]) -> bool:
-    """Whether it may load all that host memory has at once: besides, no other one has a load under way, which would
-    come later by that."""
-    return _turn_s(meeting, meetings) is not None and not any(one.moving for one in meetings if one is not meeting)
+    """Whether it may load all that host memory has at once. What is under way is not overtaken, so it stays short where
+    the model comes to others first, as far as one can know, and where another one has something under way."""
+    comes_later = False
+    for one in meetings:
+        if one is meeting:
+            comes_later = True
+        elif one.moving or (one.line.num_to_compute and (one.begun or not comes_later)):
+            return False
+    return True

@@ -114,13 +114,20 @@ def test_where_something_else_is_left_the_last_piece_is_followed_by_itself(bench
     assert bench.loaded == [[8, 11], [0, 3]]
 
 
+def to_compute(bench: Bench) -> None:
+    """Another prompt that the model has begun, and some of which is lost."""
+    other = bench.meeting([BELOW] * BLOCKS, first_key=100)
+    other.begun = True
+    other.line.set(other.line.pieces[0], PieceState.LOST)
+
+
 def test_beside_another_prompt_the_last_piece_is_followed_by_itself(bench: Bench) -> None:
     bench.know(0.1, 4.0, 1.0)
     meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * 2 * BLOCKS, end_blocks=BLOCKS)
-    bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
+    to_compute(bench)
     bench.fill()
     assert states_of(meeting) == ["loading", "loading", "reading"]
-    assert [positions(one)[0] for one in bench.reads] == [8, 4, 100]
+    assert [positions(one)[0] for one in bench.reads] == [8, 4]
 
 
 def test_prompts_behind_one_to_which_nothing_is_to_be_brought_any_more_follow_too(bench: Bench) -> None:
@@ -166,31 +173,48 @@ def prompt(left: int, *, begun: bool = False, takes_s: float = 8.0, moving: int 
 
 
 @pytest.mark.parametrize(
-    ("before", "behind", "begun", "turn_s"),
-    [
-        ([], [], False, 0.0),
-        ([prompt(0), prompt(0, takes_s=3.0)], [], False, 11.0),
-        ([prompt(0), prompt(1)], [], False, None),
-        ([prompt(0)], [prompt(5)], False, 8.0),
-        ([prompt(0)], [prompt(0, begun=True, takes_s=2.0)], False, 10.0),
-        ([], [prompt(1, begun=True)], False, None),
-        ([prompt(0), prompt(0, begun=True)], [], True, 0.0),
-        ([prompt(0), prompt(2, begun=True)], [], True, None),
-    ],
+    ("before", "begun", "turn_s"),
+    [([], False, 0.0), ([8.0, 3.0], False, 11.0), ([8.0, 3.0], True, 0.0), (None, False, None), (None, True, None)],
 )
-def test_when_the_model_comes_to_a_prompt(before: list[Any], behind: list[Any], begun: bool, turn_s: Any) -> None:
-    """Those that it computes come first, then the others in order of their beginning."""
-    asked = prompt(3, begun=begun)
-    assert feed._turn_s(asked, [*before, asked, *behind]) == turn_s
+def test_when_the_model_comes_to_a_prompt(before: Any, begun: bool, turn_s: float | None) -> None:
+    others = before and [prompt(0, takes_s=takes_s) for takes_s in before]
+    assert feed._turn_s(prompt(3, begun=begun), others) == turn_s
+
+
+def test_those_that_the_model_has_begun_come_first(bench: Bench) -> None:
+    """Then the others in order of their beginning, up to the first one to which something is to be brought."""
+    bench.know(0.1, 4.0, 2.0)
+    found: list[tuple[int, float | None]] = []
+    meetings = [bench.meeting([HERE], first_key=key) for key in range(4)]
+    for number, (meeting, left) in enumerate(zip(meetings, (0, 3, 0, 0), strict=True)):
+        me: Any = meeting
+        me.begun = number == 2
+        me.line = SimpleNamespace(num_to_compute=left)
+        me.look = lambda: None
+        me.over_s = lambda begin_s: begin_s + 5.0
+        me.read_next = lambda books, turn_s, number=number: found.append((number, turn_s()))
+    bench.feed.free_s = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Meeting, "next_load", None)
+        bench.fill()
+    assert found == [(2, 0.0), (0, 5.0), (1, 10.0), (3, None)]
 
 
 @pytest.mark.parametrize(
-    ("others", "alone"),
-    [([], True), ([prompt(0)], True), ([prompt(1)], False), ([prompt(0, moving=1)], False)],
+    ("before", "behind", "alone"),
+    [
+        ([], [prompt(2)], True),
+        ([prompt(0)], [], True),
+        ([prompt(1)], [], False),
+        ([prompt(0, moving=1)], [], False),
+        ([], [prompt(0, moving=1)], False),
+        ([], [prompt(1, begun=True)], False),
+        ([], [prompt(0, begun=True)], True),
+    ],
 )
-def test_who_is_alone(others: list[Any], alone: bool) -> None:
+def test_who_is_alone(before: list[Any], behind: list[Any], alone: bool) -> None:
     asked = prompt(3, moving=2)
-    assert feed._is_alone(asked, [*others, asked, prompt(2)]) is alone
+    assert feed._is_alone(asked, [*before, asked, *behind]) is alone
 
 
 def test_of_a_piece_in_both_only_what_lies_in_the_tier_counts(bench: Bench) -> None:
@@ -483,7 +507,7 @@ def test_the_last_piece_is_followed_behind_what_is_read_before_it(
     """By tier or link, eight blocks of its own, and then four: in 12 s and a layer of a pass."""
     bench.know(link_s, compute_s, tier_s)
     meeting = bench.meeting([BELOW] * 3 * BLOCKS, end_blocks=1)
-    bench.meeting([BELOW] * BLOCKS, first_key=100).begun = True
+    to_compute(bench)
     bench.fill()
     assert states_of(meeting) == ["loading" if follows else "reading", "reading", "reading"]
 
