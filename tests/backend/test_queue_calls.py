@@ -124,6 +124,20 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     }
     monkeypatch.setattr(transfer_queue, "_by_address", by_address.__getitem__)
 
+    def asking(name: str) -> Any:
+        def function() -> int:
+            made.calls.append((False, name, ()))
+            return int(made.answers.get(name, lambda: 0)())
+
+        return ctypes.CFUNCTYPE(one)(function)
+
+    asked = {name: asking(name) for name in ("enqueued", "submitted")}
+    ask = {
+        name: functools.partial(FUNCTIONS["ask"], ctypes.cast(function, ctypes.c_void_p).value)
+        for name, function in asked.items()
+    }
+    monkeypatch.setattr(transfer_queue, "_ask", ask.__getitem__)
+
     def hear(*given: int) -> int:
         made.calls.append((True, "hear", given))
         return int(made.answers.get("hear", lambda *_: 0)(*given))
@@ -139,7 +153,8 @@ def test_functions_and_structure_are_those_of_the_header(library: Library) -> No
     transfer_queue._functions()
     declared = c_header.functions(HEADER)
     assert len(declared) == 25
-    by_no_ctypes = ("submit", "submit_by_marks", "mark", "is_capturing", "record", "wait_stream", "hear", "end_hearing")
+    by_address = ("submit", "submit_by_marks", "mark", "is_capturing", "record", "wait_stream", "hear", "end_hearing")
+    by_no_ctypes = (*by_address, "enqueued", "submitted")
     for name in by_no_ctypes:
         declared.pop(f"paddle_kv_queue_{name}")
     typed = {name: (function.restype, function.argtypes) for name, function in library.functions.items()}
@@ -337,6 +352,8 @@ def test_arguments_of_a_submission_that_cannot_be_right_reach_nobody(at: int, wr
         FUNCTIONS["wait_stream"](address, 1, 2, 3)
     with pytest.raises(TypeError, match="4 arguments"):
         FUNCTIONS["record"](address, 1, 2)
+    with pytest.raises(TypeError, match="1 argument"):
+        FUNCTIONS["ask"]()
     assert len(called) == 1
 
 
