@@ -156,7 +156,8 @@ class Waits:
         link_blocks = sum(piece.size for piece in pieces)
         tier_s, link_s = tier_wait_s + tier_blocks * rates.tier_s, link_wait_s + link_blocks * rates.link_s
         first_s = max(tier_s - below * rates.tier_s * (1 - 1 / layers), link_wait_s + (link_s - link_wait_s) / layers)
-        followed_s = max(max(first_s, model_wait_s) + pass_s, max(tier_s, link_s) + pass_s / layers)
+        # That it begins later where the model is not free says nothing: what is computed meanwhile does too.
+        followed_s = max(first_s + pass_s, max(tier_s, link_s) + pass_s / layers)
         all_s = some_s = model_wait_s  # of the model, for the first pieces, and for those of them that lie in the tier
         left_link_s = link_s  # where these alone are computed
         for piece in pieces:

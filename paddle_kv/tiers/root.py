@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import heapq
 import itertools
 import os
 import queue
@@ -80,13 +81,13 @@ class _Reading:
 
 
 class _Call:
-    """What is read together, layer by layer. Changes under the lock."""
+    """What is read together, layer by layer: what of it waits for its next stage."""
 
-    __slots__ = ("left", "queued")
+    __slots__ = ("number", "queued")
 
-    def __init__(self, items: Sequence[Read]) -> None:
+    def __init__(self, number: int, items: Sequence[Read]) -> None:
+        self.number = number
         self.queued = deque(_Reading(item, self) for item in items)
-        self.left = len(self.queued)  # that are not over
 
 
 _Work = Callable[[], object]
@@ -106,8 +107,9 @@ class Root:
         self.queued_bytes = 0
         self.most_batched = MOST_BATCHED
         self._lock = threading.Lock()
-        self._calls: deque[_Call] = deque()  # for reads, in order; the first one is not over
-        self._num_reads = 0  # that are queued
+        self._numbers = itertools.count()
+        self._calls: list[tuple[int, _Call]] = []  # for reads, of which something waits: a heap
+        self._num_reads = 0  # that wait
         self._writes: deque[Write] = deque()
         self._deleted: deque[Spot] = deque()
         self._handed: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()  # to threads that wait; None: the end
@@ -140,12 +142,12 @@ class Root:
             ended([(item, Outcome.DROPPED) for item in items])
 
     def read(self, items: Sequence[Read]) -> None:
-        call = _Call(items)
+        call = _Call(next(self._numbers), items)
         with self._lock:
             taken = not self._closed
             if taken and items:
-                self._calls.append(call)
-                self._num_reads += call.left
+                heapq.heappush(self._calls, (call.number, call))
+                self._num_reads += len(items)
                 self._hand_out()
         if not taken:
             ended([(item, Outcome.DROPPED) for item in items])
@@ -155,6 +157,8 @@ class Root:
         with self._lock:
             if not self._closed:
                 for one in readings:
+                    if not one.call.queued:
+                        heapq.heappush(self._calls, (one.call.number, one.call))
                     one.call.queued.append(one)
                 self._num_reads += len(readings)
                 self._hand_out(mine=1)
@@ -225,18 +229,16 @@ class Root:
         return None
 
     def _take_reads(self, most: int) -> list[_Reading]:
-        """Of the first call whose objects are not all with other threads, and of those behind it."""
+        """Of the first call of which something waits, and of those behind it."""
+        first = self._calls[0][1].queued[0]
+        room = BATCH_BYTES if first.stage or first.item.num_stages == 1 else FIRST_BATCH_BYTES
         reads: list[_Reading] = []
-        room = BATCH_BYTES
-        for call in self._calls:
-            while call.queued and len(reads) < most and room > 0:
-                one = call.queued.popleft()
-                if not reads and not one.stage and one.item.num_stages > 1:
-                    room = FIRST_BATCH_BYTES
-                reads.append(one)
-                room -= one.item.stage_bytes(one.stage)
-            if len(reads) == most or room <= 0:
-                break
+        while self._calls and len(reads) < most and room > 0:
+            queued = self._calls[0][1].queued
+            reads.append(queued.popleft())
+            room -= reads[-1].item.stage_bytes(reads[-1].stage)
+            if not queued:
+                heapq.heappop(self._calls)
         self._num_reads -= len(reads)
         return reads
 
@@ -386,11 +388,6 @@ class Root:
             over = [one for one in readings if one.outcome is not None]  # before another thread goes on with the others
             if left and not self._queue_again(left):
                 over += left
-            with self._lock:
-                for one in over:
-                    one.call.left -= 1
-                while self._calls and not self._calls[0].left:
-                    self._calls.popleft()
             self.folder.end_read([(one.slab, one.slot) for one in over if one.slab is not None])
             ended([(one.item, one.outcome or Outcome.DROPPED) for one in over])
 

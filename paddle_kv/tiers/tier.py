@@ -258,7 +258,11 @@ class Tier:
         if self._closed or self._process_id != os.getpid():
             return
         deadline = Deadline(timeout_s)
-        self._wait(self._closers, self._is_unawaited, timeout_s)
+        is_unawaited = False
+        while not (is_unawaited or deadline.over):  # nobody tells when a job is cancelled
+            left_s = deadline.left_s()
+            wait_s = LET_GO_S / 4 if left_s is None else min(LET_GO_S / 4, left_s)
+            is_unawaited = self._wait(self._closers, self._is_unawaited, wait_s)
         with self._lock:
             left = list(self._jobs)
         for job in left:
@@ -363,8 +367,9 @@ class Tier:
                 check_distinct("block_ids", job.block_ids)
         self._deadlines.start()  # may fail: nothing has begun yet
         for job in jobs:
-            job.begin(kind, len(self._stages[job.layerwise]), time.monotonic())
             with self._lock:
+                self._check_open()  # what begins behind a close would not be ended by it
+                job.begin(kind, len(self._stages[job.layerwise]), time.monotonic())
                 self._jobs[job] = None
             items = items_of(job)
             dropped = range(len(items), len(job.keys))

@@ -80,3 +80,35 @@ def test_a_use_that_nobody_ended_tells_those_who_wait_for_it() -> None:
     assert told == []
     del use
     assert told == [True]
+
+
+def test_events_go_back_with_the_end_of_their_transfer(rig: Rig) -> None:
+    """Also while somebody keeps the handle: the next start finds them there."""
+    backend = InBatches()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+        loads = []
+        for _ in range(100):  # whoever reports an end may still hold its events when that is noted
+            loads.append(scheduler.onload([4, 2], [1, 3]))
+            loads[-1].wait(WAIT_S)
+            if len(backend.alive) == 1:
+                break
+        assert len(backend.alive) == 1
+        assert all(load.done() for load in loads)
+
+
+def test_a_transfer_ends_although_its_events_cannot_be_given_back(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is lost."""
+    backend = InBatches()
+    with LayerwiseScheduler(rig.cache, rig.pool, backend=backend) as scheduler:
+
+        def lost(events: Any) -> None:
+            raise OSError("lost")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(scheduler.resources, "_destroy_events", lost)
+            load = scheduler.onload([4, 2], [1, 3])
+            load.wait(WAIT_S)
+            assert load.state.value == "done"
+        rig.expect_onload([4, 2], [1, 3])
+        assert scheduler.in_flight() == []
+    rig.check()

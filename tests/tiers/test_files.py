@@ -1086,7 +1086,7 @@ def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_was_asked_for_first_is_read_first(tmp_path: Path, threads: int) -> None:
     """All layers of it: it would be there last of all, if the first layers of others came before its second ones."""
-    go_on, order, seen = threading.Event(), list[int](), threading.Lock()
+    go_on, order, seen = threading.Event(), list[tuple[int, int]](), threading.Lock()
 
     class Watched:
         def __init__(self, item: Any, number: int) -> None:
@@ -1098,7 +1098,7 @@ def test_what_was_asked_for_first_is_read_first(tmp_path: Path, threads: int) ->
         def arrived(self, stage: int) -> bool:
             go_on.wait(WAIT_S)
             with seen:
-                order.append(self._number)
+                order.append((self._number, stage))
             return bool(self._item.arrived(stage))
 
     engine = FilesEngine({tmp_path: 1 << 30}, threads_per_root=threads)
@@ -1121,9 +1121,48 @@ def test_what_was_asked_for_first_is_read_first(tmp_path: Path, threads: int) ->
     [root] = engine.roots
     assert (len(root._calls), root._num_reads) == (0, 0)
     stages = len(order) // 12
-    assert stages > 1 and sorted(order) == [number for number in range(3) for _ in range(4 * stages)]
+    assert stages > 1
+    assert sorted(order) == [(number, stage) for number in range(3) for stage in range(stages) for _ in range(4)]
     if threads == 1:
         assert order == sorted(order)
+    rig.close()
+    engine.close(WAIT_S)
+
+
+def test_behind_a_read_that_hangs_others_are_read_together_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of one object each."""
+    engine = FilesEngine({tmp_path: 1 << 30}, threads_per_root=2)
+    rig = Rig(engine, num_blocks=60)
+    rig.store(keys(40))
+    [root] = engine.roots
+    hangs, read, batches = threading.Event(), object_file.read_ranges, list[int]()
+
+    def slow(ranges: Any) -> Any:
+        batches.append(len(ranges))
+        if len(batches) <= 2:  # one for each thread; the second one goes on when all is queued
+            hangs.wait(WAIT_S) if len(batches) == 1 else queued.wait(WAIT_S)
+        return read(ranges)
+
+    queued = threading.Event()
+    monkeypatch.setattr(object_file, "read_ranges", slow)
+    jobs = [Job([key], [20 + number]) for number, key in enumerate(keys(40))]
+    for job in jobs:
+        rig.tier.load([job])
+        if len(batches) < 2:
+            until = time.monotonic() + WAIT_S
+            while len(batches) <= min(1, jobs.index(job)) and time.monotonic() < until:
+                time.sleep(0.001)
+    queued.set()
+    until = time.monotonic() + WAIT_S
+    while sum(job.over for job in jobs) < 39 and time.monotonic() < until:
+        time.sleep(0.001)
+    assert (len(root._calls), root._num_reads, sum(job.over for job in jobs)) == (0, 0, 39)
+    assert max(batches) > 8  # and not one by one
+    hangs.set()
+    rig.tier.drain(WAIT_S)
+    assert all(job.done and rig.wrong(job) == [] for job in jobs)
     rig.close()
     engine.close(WAIT_S)
 

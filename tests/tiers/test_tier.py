@@ -187,6 +187,12 @@ def test_a_tier_closes_without_what_the_engine_does_not_let_go_of(
     assert (job.over, other.over) == (False, True)
     assert item.buffers(*((0,) if kind == "load" else ())) is None
     assert "the engine silent had not let go of 1 jobs; their blocks are held" in caplog.text
+    # What the engine still writes nobody reads; what it reads anybody may.
+    read = pool.domain.try_lease([2], write=False)
+    assert read == (kind == "store")
+    if read:
+        pool.domain.end_lease([2], write=False)
+    assert not pool.domain.try_lease([2], write=True)
     pool.free(range(4))
     assert pool.allocate(3) == [0, 1, 3]
     with pytest.raises(MemoryError):
@@ -202,7 +208,59 @@ def test_a_tier_closes_without_what_the_engine_does_not_let_go_of(
     rig.tier.drain(0.0)
     assert pool.allocate(1) == [2]
     assert pool.domain._num_leases == 0
+    assert not pool.domain._write_leases.any() and not rig.tier._kept
     pool.close()
+
+
+def test_what_ends_while_the_tier_is_closed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the engine answers in the middle of it."""
+    monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
+    rig = Rig(Silent(), num_blocks=4, room_bytes=4096)
+    job, item = begun(rig, "load", timeout_s=0.02)
+    keep = rig.tier._keep
+
+    def ends(jobs: Any) -> None:
+        keep(jobs)
+        item.ended(Outcome.FAILED)
+
+    monkeypatch.setattr(rig.tier, "_keep", ends)
+    rig.tier.close()
+    assert job.over
+    assert rig.pool.domain._num_leases == 0
+    assert not rig.tier._kept and not rig.pool.room_lent
+    rig.pool.close()
+
+
+def test_a_job_that_is_cancelled_while_the_tier_is_closed_is_not_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "LET_GO_S", 0.05)
+    job, item = begun(rig, "load", timeout_s=WAIT_S)
+    closing = threading.Thread(target=rig.tier.close, daemon=True)
+    closing.start()
+    until(lambda: bool(rig.tier._closers))
+    job.cancel()
+    closing.join(WAIT_S / 4)
+    assert not closing.is_alive()
+    item.ended(Outcome.DROPPED)
+    rig.pool.close()
+
+
+def test_nothing_begins_behind_a_close(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may have looked whether the tier is open before that."""
+    start = rig.tier._deadlines.start
+
+    def closes() -> None:
+        start()
+        rig.tier.close()
+
+    monkeypatch.setattr(rig.tier._deadlines, "start", closes)
+    job = Job(keys(1), [2], timeout_s=WAIT_S)
+    with pytest.raises(ClosedError):
+        rig.tier.load([job])
+    assert not rig.tier._jobs and not job.started_s
+    assert rig.tier.engine.items == []  # type: ignore[attr-defined]
+    rig.pool.close()
 
 
 def test_a_tier_waits_for_what_still_has_time(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
