@@ -52,6 +52,8 @@ class Machine(RuleBasedStateMachine):
         self.domain = BlockDomain(num_blocks=16)
         self.blocks: dict[int, Block] = defaultdict(Block)
         self.poison: set[int] = set()
+        self.live: set[Move] = set()
+        self.met: set[Move] = set()  # those that were beside another one
 
     def refusal(self, ids: list[int], writes: bool) -> tuple[type[Exception], str] | None:
         for block_id in ids:
@@ -66,7 +68,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=moves, ids=some, form=as_given)
     def read(self, ids: list[int], form: Any) -> Move:
-        move = Move(ids, writes=False)
+        move = self.begun(Move(ids, writes=False))
         writers = {self.blocks[i].writer for i in ids} - {None}
         assert self.domain.read(form(ids), move) == writers
         for block_id in ids:
@@ -75,7 +77,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=moves, ids=distinct, form=as_given)
     def write(self, ids: list[int], form: Any) -> Move:
-        move = Move(ids, writes=True)
+        move = self.begun(Move(ids, writes=True))
         before = {self.blocks[i].writer for i in ids} - {None}
         before.update(*(self.blocks[i].readers for i in ids))
         assert self.domain.write(form(ids), move) == before
@@ -103,8 +105,15 @@ class Machine(RuleBasedStateMachine):
         self.domain.poison(move.ids, move, "broken")
         self.poison.update(i for i in move.ids if self.blocks[i].writer is move)
 
+    def begun(self, move: Move) -> Move:
+        if self.live:
+            self.met |= {*self.live, move}
+        self.live.add(move)
+        return move
+
     @rule(move=consumes(moves))
     def release(self, move: Move) -> None:
+        self.live.discard(move)
         written = move.writes and not move.spoiled
         self.domain.release(move, written=written)
         for block_id, block in self.blocks.items():
@@ -169,7 +178,7 @@ class Machine(RuleBasedStateMachine):
         writers = {self.blocks[i].writer for i in ids} - {None}
         readers = {reader for i in ids for reader in self.blocks[i].readers}
         assert writers <= set(found) <= writers | readers
-        if len({move for block in self.blocks.values() for move in (block.writer, *block.readers)} - {None}) == 1:
+        if not self.live & self.met:  # of one that reads beside others, the last one to end will be heard of
             assert set(found) == writers | readers
 
     def teardown(self) -> None:
