@@ -77,15 +77,10 @@ def _submit() -> Any:
 
 
 @functools.cache
-def _by_address(name: str) -> Any:
+def _by_address(name: str, caller: str = "") -> Any:
+    """``caller``: what calls it, where that has another name."""
     address = ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value
-    return functools.partial(_library.queue_functions()[name], address)
-
-
-@functools.cache
-def _ask(name: str) -> Any:
-    address = ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value
-    return functools.partial(_library.queue_functions()["ask"], address)
+    return functools.partial(_library.queue_functions()[caller or name], address)
 
 
 @functools.cache
@@ -289,12 +284,12 @@ def take_completions() -> list[int]:
 
 def enqueued() -> int:
     """How many transfers were enqueued in this process."""
-    return int(_ask("enqueued")())
+    return int(_by_address("enqueued", "ask")())
 
 
 def submitted() -> int:
     """How many of the first of them are submitted: none of those waits for an event any more that is not recorded."""
-    return int(_ask("submitted")())
+    return int(_by_address("submitted", "ask")())
 
 
 def flush(stream: int, timeout_s: float | None = None) -> bool:

@@ -122,7 +122,6 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         name: functools.partial(FUNCTIONS[name], ctypes.cast(function, ctypes.c_void_p).value)
         for name, function in called_by_address.items()
     }
-    monkeypatch.setattr(transfer_queue, "_by_address", by_address.__getitem__)
 
     def asking(name: str) -> Any:
         def function() -> int:
@@ -132,11 +131,11 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         return ctypes.CFUNCTYPE(one)(function)
 
     asked = {name: asking(name) for name in ("enqueued", "submitted")}
-    ask = {
+    by_address |= {
         name: functools.partial(FUNCTIONS["ask"], ctypes.cast(function, ctypes.c_void_p).value)
         for name, function in asked.items()
     }
-    monkeypatch.setattr(transfer_queue, "_ask", ask.__getitem__)
+    monkeypatch.setattr(transfer_queue, "_by_address", lambda name, caller="": by_address[name])
 
     def hear(*given: int) -> int:
         made.calls.append((True, "hear", given))
