@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from numbers import Real
+from sys import float_info
 from threading import TIMEOUT_MAX
+
+FLOAT_MAX = float_info.max  # an integer may be larger
 
 
 def check_time(timeout_s: float, name: str = "timeout_s") -> float:
@@ -23,5 +26,7 @@ def check_timeout(timeout_s: float | None, *, positive: bool = False, name: str 
         raise TypeError(f"{name} is {timeout_s!r}; a number of seconds or None is expected")
     if not timeout_s <= TIMEOUT_MAX:
         raise ValueError(f"{name} = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")
+    if timeout_s < -FLOAT_MAX:
+        raise ValueError(f"{name} = {timeout_s} must be at least {-FLOAT_MAX} seconds, or None")
     if positive and not timeout_s > 0:
         raise ValueError(f"{name} = {timeout_s} must be positive")

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..checks import check_distinct, check_ids, check_process
 from ..errors import ClosedError
+from ..lists import listed
 from ..tiers import Job, Outcome, Tier
 from ..tiers.job import check_keys
 from ..tracking import stamps
@@ -35,10 +36,10 @@ def part_of(metadata: Any, name: str) -> Any:
 
 def keys_of(hash_values: Any) -> list[bytes]:
     """One string is no list of hashes, though its letters could pass for one: ``check_keys`` refuses it."""
-    values = hash_values
-    if isinstance(values, Iterable) and not isinstance(values, (bytes, str)):
-        values = [value.encode() if isinstance(value, str) else value for value in values]
-    return check_keys(values, "metadata.hash_values")
+    values = listed(hash_values)
+    if values is None:
+        return check_keys(hash_values, "metadata.hash_values")
+    return check_keys([value.encode() if isinstance(value, str) else value for value in values], "metadata.hash_values")
 
 
 class StorageTask:

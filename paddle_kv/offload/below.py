@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from ..errors import ClosedError, ForkedError
 from ..tiers import Job, Observer, Outcome, Saver, Tier
+from ..tiers.job import check_keys
 from ..tracking.group import MemoryGroup, change, change_soon
 from ..tracking.keeper import Living, log
 from .rates import TIER, Rates
@@ -136,7 +137,7 @@ class Below:
         except (ClosedError, ForkedError):
             return frozenset()
         except Exception as error:  # noqa: BLE001  whatever it is: serving goes on without the tier
-            if not self._told_of_error:
+            if not self._told_of_error and _are_names(keys):
                 self._told_of_error = True
                 log.warning("the tier %s could not be asked what it has (%s); serving goes on", self.name, error)
             return frozenset()
@@ -298,6 +299,15 @@ class Timed:
 
     def over(self, job: Job) -> None:
         self._observer.over(job)
+
+
+def _are_names(keys: Sequence[bytes]) -> bool:
+    """Whether a tier could have each of these: it is no error of the tier if not."""
+    try:
+        check_keys(keys)
+    except ValueError:
+        return False
+    return True
 
 
 def _serve(tasks: queue.SimpleQueue[Callable[[], object] | None]) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from math import inf
 from numbers import Real
 from typing import Any
 
+from ..lists import listed
+from ..timeouts import FLOAT_MAX
 from .jobs import HOST
 
 # Made once: a call that has them in its body makes them each time, and each request is checked several times.
@@ -52,17 +55,16 @@ def check_number(value: float, name: str, least: float, most: float) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; a number is expected")
-    if not least <= value <= most:
+    if not least <= value <= most or FLOAT_MAX < abs(value) < inf:
         raise ValueError(f"{name} = {value} must be in [{least}, {most}]")
 
 
 def checked_list(values: Iterable[Any], name: str, of: str) -> list[Any]:
     """What can be gone through, as a list; else TypeError. A string is no list of its letters."""
-    if isinstance(values, LISTS):
-        return list(values)
-    if isinstance(values, (bytes, bytearray, str)) or not isinstance(values, Iterable):
+    found = listed(values)
+    if found is None:
         raise TypeError(f"{name} is {type(values).__name__}; a list of {of} is expected")
-    return list(values)
+    return found
 
 
 def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
@@ -97,6 +99,6 @@ def check_seconds(seconds: float | None, name: str) -> float:
         return 0.0
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise TypeError(f"{name} is {seconds!r}; a number of seconds or None is expected")
-    if not 0 <= seconds < float("inf"):
+    if not 0 <= seconds <= FLOAT_MAX:
         raise ValueError(f"{name} = {seconds} must be a finite number of seconds, at least 0")
     return float(seconds)

@@ -147,8 +147,8 @@ class Rates:
         clock: seconds, only differences count.
 
     Raises:
-        TypeError: a clock that cannot be called.
-        ValueError: bytes or tokens that are no integer of at least 1.
+        TypeError: a clock that cannot be called; bytes or tokens that are no integer.
+        ValueError: bytes or tokens that are not in [1, 2**63).
 
     Sources have names: "onload" is the link to the device, "offload" the link from it, "tier" the tier below. Each call
     that takes one raises ValueError for another; numbers that are none, or not in their range, are a TypeError or a
@@ -168,11 +168,9 @@ class Rates:
     """
 
     def __init__(self, block_bytes: int, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        for name, value in (("block_bytes", block_bytes), ("block_tokens", block_tokens)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} = {value!r} must be an integer of at least 1")
         check_callable(clock, "clock", "a function that gives seconds")
-        self.block_bytes, self.block_tokens = block_bytes, block_tokens
+        self.block_bytes = checked_count(block_bytes, "block_bytes", least=1)
+        self.block_tokens = checked_count(block_tokens, "block_tokens", least=1)
         self._clock = clock
         self._lock = threading.Lock()
         self._sources = {LINK: Source(), LINK_UP: Source(), TIER: Source()}

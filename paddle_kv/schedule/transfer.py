@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from numbers import Integral
 from typing import Any
 
 from ..backend.work import Event, Stream, TransferPlan
 from ..errors import CancelledError, TransferError
+from ..lists import listed
 from ..timeouts import check_timeout
 from ..tracking.group import change, note
 from ..tracking.keeper import NO_END, Deadline, Waiter, log, nothing
@@ -485,16 +486,14 @@ def _tell(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> None
 
 def transfer_list(given: Any, name: str) -> list[Transfer]:
     """An argument as a list, whatever iterates; TypeError unless all of it are transfers."""
-    found: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes)) else [None]
-    if not all(isinstance(one, Transfer) for one in found):
+    found = listed(given)
+    if found is None or not all(isinstance(one, Transfer) for one in found):
         raise TypeError(f"{name} is {given!r}; a list of Transfer is expected")
     return found
 
 
 def _text_of(layers: list[int]) -> str:
     """``layer 3``, or ``layers 3, 4 and 12 more``."""
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
     shown = layers if len(layers) <= 4 else layers[:3]
     rest = f" and {len(layers) - len(shown)} more" if len(shown) < len(layers) else ""
-    return f"layers {', '.join(map(str, shown))}{rest}"
+    return f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, shown))}{rest}"

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from ..lists import listed
 from ..ops import _arguments as arguments
 from ..timeouts import check_time
 from ..tracking.keeper import Deadline, Living
@@ -174,9 +175,9 @@ def check_blocks(keys: Any, block_ids: Any) -> tuple[list[bytes], list[int]]:
 
 def check_keys(keys: Any, name: str = "keys") -> list[bytes]:
     """The keys as a list of bytes; TypeError or ValueError that names the argument unless they are that."""
-    if isinstance(keys, (bytes, str)) or not isinstance(keys, Iterable):
+    found = listed(keys)
+    if found is None:
         raise TypeError(f"{name} is {type(keys).__name__}; a list of bytes is expected")
-    found: list[Any] = list(keys)
     for position, key in enumerate(found):
         if not isinstance(key, bytes):
             raise TypeError(f"{name}[{position}] is {type(key).__name__}; bytes are expected")

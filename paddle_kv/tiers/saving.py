@@ -103,6 +103,7 @@ class Saver:
 
     def _store(self, blocks: list[tuple[bytes, int]]) -> Job | None:
         """Those that the tier does not have, and that nobody is writing."""
+        self.tier.check_open()  # or the engine would be said to have raised
         # An engine that raises is asked to store them all the same: it knows what it has.
         there = self.tier.ask(lambda: self.tier.exists([key for key, _ in blocks]), [False] * len(blocks))
         found = [block for block, has in zip(blocks, there, strict=True) if not has]

@@ -155,12 +155,12 @@ class Tier:
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether objects are there: a hint, at the cost of no access to storage. A load may find otherwise. What
         the engine raises is its caller's."""
-        self._check_open()
+        self.check_open()
         return self.engine.exists([self.format.name_of(key) for key in check_keys(keys)])
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Deletes objects that are there: from now on they are not found."""
-        self._check_open()
+        self.check_open()
         names = [self.format.name_of(key) for key in check_keys(keys)]
         self._call(lambda: self.ask(lambda: self.engine.delete(names), None))
 
@@ -171,7 +171,7 @@ class Tier:
             NotImplementedError: see :meth:`check_clear`.
         """
         self.check_clear()
-        self._check_open()
+        self.check_open()
         self.engine.clear()  # type: ignore[attr-defined]
 
     def check_clear(self) -> None:
@@ -183,7 +183,7 @@ class Tier:
 
     def fileno(self) -> int:
         """A descriptor (eventfd) that can be read from when a job was settled since the last :meth:`finished`."""
-        self._check_open()
+        self.check_open()
         return self._descriptor
 
     def finished(self) -> list[Job]:
@@ -193,7 +193,7 @@ class Tier:
 
     def _take_finished(self) -> list[Job]:
         with self._lock:
-            self._check_open()
+            self.check_open()
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._descriptor)
             taken, self._finished = self._finished, []
@@ -282,23 +282,26 @@ class Tier:
         for job in left:
             self._end_all(job, Outcome.DROPPED)
         self._deadlines.close()  # not under the lock: its thread may be about to take it
-        change(self.pool.domain, functools.partial(self._keep, left))
+        kept = change(self.pool.domain, functools.partial(self._keep, left))
         with self._lock:
-            self._kept.update(job for job in left if job in self._jobs)
-            ended = [job for job in left if job not in self._kept]
             self._free_room()
-        change(self.pool.domain, functools.partial(self._let_go, ended))
-        if len(ended) < len(left):
+        if kept:
             log.warning(
                 "the tier was closed while the engine %s had not let go of %d jobs; their blocks are held until it "
                 "has, or is closed",
                 self.engine.name,
-                len(left) - len(ended),
+                kept,
             )
 
-    def _keep(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:  # all settled: what was not moved then may still be touched
+    def _keep(self, jobs: Sequence[Job]) -> int:
+        """How many of these, which are all settled, the engine may still be at. The blocks of the others may be
+        anybody's by now."""
+        with self._lock:
+            kept = [job for job in jobs if job in self._jobs and not job.over]
+            self._kept.update(kept)
+        for job in kept:  # one that is over from here on lets go behind this section
             self.pool.domain.add_lease(job.left_block_ids, write=job.kind == "load")
+        return len(kept)
 
     def _let_go(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -358,7 +361,7 @@ class Tier:
         items_of: Callable[[Job], list[Any]],
         submit: Callable[[list[Any]], None],
     ) -> None:
-        self._check_open()
+        self.check_open()
         if not isinstance(jobs, (list, tuple)) or not all(isinstance(job, Job) for job in jobs):
             raise TypeError(f"jobs is {jobs!r}; a list of Job is expected")
         for job in jobs:
@@ -368,7 +371,7 @@ class Tier:
         self._deadlines.start()  # may fail: nothing has begun yet
         for job in jobs:
             with self._lock:
-                self._check_open()  # what begins behind a close would not be ended by it
+                self.check_open()  # what begins behind a close would not be ended by it
                 job.begin(kind, len(self._stages[job.layerwise]), time.monotonic())
                 self._jobs[job] = None
             items = items_of(job)
@@ -470,7 +473,8 @@ class Tier:
                     self._free_room()
                     wake(self._drains)
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """ClosedError or ForkedError unless jobs can be handed to it."""
         check_process(self._process_id, "tier")
         if self._closed:
             raise ClosedError("the tier is closed")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paddle_kv import DeviceCache, HostPool, KVCacheSpec, LayerwiseScheduler, PeerError
@@ -55,6 +56,9 @@ VALUES: dict[str, Any] = {
     "[]": [],
     "{}": {},
     "object": object(),
+    "10**400": 10**400,  # more than a float can be
+    "-10**400": -(10**400),
+    "array": np.array(0.5),  # iterable by its type, and there is nothing to go through
 }
 POSITIVE = "5"
 COUNT = "0 5"
@@ -209,12 +213,12 @@ CALLS: dict[str, Call] = {
     "Mirror.restore number": (
         _made(lambda number: Mirror().restore(Snapshot(number))),
         {},
-        {"number": COUNT + " huge"},
+        {"number": COUNT + " huge 10**400"},
     ),
     "Mirror.apply number": (
         _made(lambda number: Mirror().apply([Event(number, "stored", "disk")])),
         {},
-        {"number": POSITIVE + " huge"},
+        {"number": POSITIVE + " huge 10**400"},
     ),
     "Mover": (
         _closed(Mover),
@@ -328,7 +332,7 @@ CALLS: dict[str, Call] = {
     "Rates": (
         _made(Rates),
         {"block_bytes": 1000, "block_tokens": 16},
-        {"block_bytes": POSITIVE + " huge", "block_tokens": POSITIVE + " huge", "clock": ""},
+        {"block_bytes": POSITIVE, "block_tokens": POSITIVE, "clock": ""},
     ),
     **{
         f"make_policy {name}": (
@@ -388,7 +392,7 @@ CALLS: dict[str, Call] = {
             "model": "b''",
             "rank": COUNT,
             "group": COUNT,
-            "max_store_bytes": POSITIVE + " huge",
+            "max_store_bytes": POSITIVE + " huge 10**400",
             "max_objects": POSITIVE,
         },
     ),
@@ -423,9 +427,9 @@ CALLS: dict[str, Call] = {
         {
             "tier": "",
             "when": "",
-            "uses": POSITIVE + " huge",
+            "uses": POSITIVE + " huge 10**400",
             "timeout_s": A_TIME,
-            "most_counted": POSITIVE + " huge",
+            "most_counted": POSITIVE + " huge 10**400",
         },
     ),
 }

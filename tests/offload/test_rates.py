@@ -308,7 +308,7 @@ def test_rates_set_by_hand(rates: Rates) -> None:
         lambda rates: rates.compute_s(-1, 3),
         lambda rates: rates.compute_s(3, 2),
         lambda rates: Rates(0, 16),
-        lambda rates: Rates(1000, 1.5),
+        lambda rates: Rates(1000, -1),
     ],
 )
 def test_what_is_no_rate_is_refused(rates: Rates, call: Callable[[Rates], object]) -> None:

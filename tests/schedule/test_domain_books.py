@@ -104,3 +104,21 @@ def test_no_blocks(domain):
     domain.end_lease([], write=True)
     domain.mark_rewritten([])
     assert domain.lone_holders([]) == domain.holders([]) == []
+
+
+def test_what_could_not_be_written_down_whole_leaves_nothing(domain, monkeypatch):
+    """It is in use all the same, and free when it is over."""
+
+    class Full:
+        def __setitem__(self, ids, value):
+            if not isinstance(ids, slice):
+                raise MemoryError
+
+    alone = Moves(7)
+    domain.read([2, 3], alone)
+    with monkeypatch.context() as patch:
+        patch.setattr(domain, "_reader", Full())
+        with pytest.raises(MemoryError):
+            domain.busy([2])
+    domain.release(alone, written=False)
+    assert domain.busy(range(16)) == []

@@ -34,7 +34,7 @@ from paddle_kv.tiers import FilesEngine, Job, Outcome, health, object_file, reco
 from paddle_kv.tiers.folder import Folder
 from paddle_kv.tiers.slab import Slab, create
 from paddle_kv.tiers.space import Place
-from paddle_kv.tracking.keeper import keeper
+from paddle_kv.tracking.keeper import Deadline, keeper
 from tests.peers.conftest import until
 from tests.tiers.conftest import MakeRig, objects, wait_for_recovery
 
@@ -1081,6 +1081,40 @@ def test_another_thread_may_end_a_read_before_the_one_that_queued_its_next_stage
     rig.tier.close(WAIT_S)
     rig.tier.engine.close(WAIT_S)
     assert raised == []
+
+
+def test_an_engine_that_is_closed_between_two_layers_lets_go(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig()
+    rig.store(keys(1))
+    [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
+    queue_again = root._queue_again
+
+    def behind_a_close(readings: Any) -> bool:
+        threading.Thread(target=rig.tier.engine.close, args=[WAIT_S]).start()
+        until(lambda: root._closed)
+        return bool(queue_again(readings))
+
+    monkeypatch.setattr(root, "_queue_again", behind_a_close)
+    job = Job(keys(1), [10], layerwise=True, timeout_s=WAIT_S)
+    rig.tier.load([job])
+    rig.tier.drain(WAIT_S / 4)
+    assert job.outcomes == [Outcome.DROPPED]
+    rig.close()
+    rig.pool.close()
+
+
+def test_what_is_deleted_behind_a_close_stays_deleted(make_rig: MakeRig) -> None:
+    """By a thread that ends: it has found an object damaged."""
+    rig = make_rig()
+    rig.store(keys(3))
+    [root] = rig.tier.engine.roots  # type: ignore[attr-defined]
+    assert root.close(Deadline(WAIT_S))
+    root.delete([rig.tier.format.name_of(keys(3)[1])])
+    rig = make_rig()
+    wait_for_recovery(rig.tier.engine)
+    assert rig.tier.exists(keys(3)) == [True, False, True]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv import DeviceCache, LayerwiseScheduler, LeasedError, TransferError
+from paddle_kv import ClosedError, DeviceCache, LayerwiseScheduler, LeasedError, TransferError
 from paddle_kv.testing.tiers.rig import ALIGNED, WAIT_S, Rig, keys
 from paddle_kv.tiers import FilesEngine, Outcome, Saver, Write
 
@@ -238,6 +238,15 @@ def test_a_store_that_fails_holds_blocks_only_while_it_runs(rig: Rig, monkeypatc
     lent[0].ended(Outcome.DONE)
     rig.tier.drain(WAIT_S)
     assert rig.pool.domain.busy(range(12)) == []
+
+
+def test_a_tier_that_is_closed_is_no_error_of_its_engine(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    saver = Saver(rig.tier, "write_through")
+    rig.tier.close(WAIT_S)
+    with pytest.raises(ClosedError, match="the tier is closed"):
+        saver.saved(keys(1), [0])
+    assert rig.pool.domain.busy(range(12)) == []
+    assert not caplog.records
 
 
 def test_bad_policies(rig: Rig) -> None:

@@ -212,21 +212,41 @@ def test_a_tier_closes_without_what_the_engine_does_not_let_go_of(
     pool.close()
 
 
-def test_what_ends_while_the_tier_is_closed_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what the engine answers in the middle of it."""
+@pytest.mark.parametrize("where", ["before it is held", "while it is held", "behind that"])
+def test_what_ends_while_the_tier_is_closed_is_free(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Also what the engine answers in the middle of it: from then on its block is whoever's."""
     monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
     rig = Rig(Silent(), num_blocks=4, room_bytes=4096)
+    domain, keep = rig.pool.domain, rig.tier._keep
     job, item = begun(rig, "load", timeout_s=0.02)
-    keep = rig.tier._keep
+    held: list[list[int]] = []
+    add_lease = domain.add_lease
 
-    def ends(jobs: Any) -> None:
-        keep(jobs)
-        item.ended(Outcome.FAILED)
+    def answers() -> None:
+        threading.Thread(target=item.ended, args=[Outcome.FAILED]).start()
+        until(lambda: job.over)  # what is to be done behind that may have to wait for this section
 
-    monkeypatch.setattr(rig.tier, "_keep", ends)
+    def add(block_ids: Sequence[int], *, write: bool) -> None:
+        if where == "while it is held":
+            answers()
+        add_lease(block_ids, write=write)
+
+    def keeps(jobs: Any) -> int:
+        if where == "before it is held":
+            answers()
+        found = keep(jobs)
+        held.append(domain.busy(range(4)))
+        if where == "behind that":
+            answers()
+        return found
+
+    monkeypatch.setattr(rig.tier, "_keep", keeps)
+    monkeypatch.setattr(domain, "add_lease", add)
     rig.tier.close()
-    assert job.over
-    assert rig.pool.domain._num_leases == 0
+    assert held == [[] if where == "before it is held" else [2]]
+    until(lambda: job.told and not rig.tier._jobs)
+    until(lambda: domain._num_leases == 0)
+    assert not domain.busy(range(4))
     assert not rig.tier._kept and not rig.pool.room_lent
     rig.pool.close()
 
