@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Rational, Real
 from sys import float_info
 from threading import TIMEOUT_MAX
-
-FLOAT_MAX = float_info.max  # an integer may be larger
 
 
 def check_time(timeout_s: float, name: str = "timeout_s") -> float:
@@ -26,7 +24,13 @@ def check_timeout(timeout_s: float | None, *, positive: bool = False, name: str 
         raise TypeError(f"{name} is {timeout_s!r}; a number of seconds or None is expected")
     if not timeout_s <= TIMEOUT_MAX:
         raise ValueError(f"{name} = {timeout_s} must be at most {TIMEOUT_MAX:.0f} seconds, or None")
-    if timeout_s < -FLOAT_MAX:
-        raise ValueError(f"{name} = {timeout_s} must be at least {-FLOAT_MAX} seconds, or None")
+    if is_no_float(timeout_s):
+        raise ValueError(f"{name} = {timeout_s} must be at least {-float_info.max} seconds, or None")
     if positive and not timeout_s > 0:
         raise ValueError(f"{name} = {timeout_s} must be positive")
+
+
+def is_no_float(value: Real | float) -> bool:
+    """Whether it is an integer, or a fraction, that is larger than a float can be. (Numbers of NumPy are not compared
+    with one that is too large for them: it would warn.)"""
+    return isinstance(value, Rational) and not -float_info.max <= value <= float_info.max

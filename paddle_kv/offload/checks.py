@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from math import inf
 from numbers import Real
 from typing import Any
 
 from ..lists import listed
-from ..timeouts import FLOAT_MAX
+from ..timeouts import is_no_float
 from .jobs import HOST
 
 # Made once: a call that has them in its body makes them each time, and each request is checked several times.
@@ -55,7 +54,7 @@ def check_number(value: float, name: str, least: float, most: float) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}; a number is expected")
-    if not least <= value <= most or FLOAT_MAX < abs(value) < inf:
+    if not least <= value <= most or is_no_float(value):
         raise ValueError(f"{name} = {value} must be in [{least}, {most}]")
 
 
@@ -99,6 +98,6 @@ def check_seconds(seconds: float | None, name: str) -> float:
         return 0.0
     if isinstance(seconds, bool) or not isinstance(seconds, Real):
         raise TypeError(f"{name} is {seconds!r}; a number of seconds or None is expected")
-    if not 0 <= seconds <= FLOAT_MAX:
+    if not 0 <= seconds < float("inf") or is_no_float(seconds):
         raise ValueError(f"{name} = {seconds} must be a finite number of seconds, at least 0")
     return float(seconds)
