@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Rational, Real
 from sys import float_info
 from threading import TIMEOUT_MAX
+from typing import Any
 
 
 def check_time(timeout_s: float, name: str = "timeout_s") -> float:
@@ -30,7 +31,9 @@ def check_timeout(timeout_s: float | None, *, positive: bool = False, name: str 
         raise ValueError(f"{name} = {timeout_s} must be positive")
 
 
-def is_no_float(value: Real | float) -> bool:
+def is_no_float(value: Any) -> bool:
     """Whether it is an integer, or a fraction, that is larger than a float can be. (Numbers of NumPy are not compared
     with one that is too large for them: it would warn.)"""
-    return isinstance(value, Rational) and not -float_info.max <= value <= float_info.max
+    if type(value) is float or not isinstance(value, Rational):
+        return False
+    return bool(abs(value) > float_info.max)
