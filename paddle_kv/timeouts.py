@@ -34,6 +34,5 @@ def check_timeout(timeout_s: float | None, *, positive: bool = False, name: str 
 def is_no_float(value: Any) -> bool:
     """Whether it is an integer, or a fraction, that is larger than a float can be. (Numbers of NumPy are not compared
     with one that is too large for them: it would warn.)"""
-    if type(value) is float or not isinstance(value, Rational):
-        return False
-    return bool(abs(value) > float_info.max)
+    is_exact = isinstance(value, Rational)
+    return is_exact and not -float_info.max <= value <= float_info.max
