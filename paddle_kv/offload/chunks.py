@@ -198,16 +198,21 @@ class ChunkedRequest(Request):
             self._lease.release()
 
     def cancel(self) -> None:
+        self._end_early()
+        super().cancel()
+
+    def _end_early(self) -> None:
+        """``loads`` and ``saves`` have all that may still touch the blocks."""
         self.loads = [*self._used, *map(_handle, self._meeting.under_way if self._meeting is not None else ())]
         self.saves = self._all_saves
         self._finish()
-        super().cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._finish()
+        if not self._ended:  # left by break, say
+            self._end_early()
 
 
 def _handle(movement: Movement) -> Transfer:

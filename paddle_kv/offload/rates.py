@@ -175,6 +175,7 @@ class Rates:
         self._lock = threading.Lock()
         self._sources = {LINK: Source(), LINK_UP: Source(), TIER: Source()}
         self._prefill = Prefill()
+        self._begun_tokens = self._waiting_passes = 0  # of all prompts
         self._snapshot: RateSnapshot | None = None
 
     # ---- what was seen ----
@@ -226,6 +227,24 @@ class Rates:
         with self._lock:
             self._prefill.observe(start_token, num_tokens, seconds)
             self._snapshot = None
+
+    def begin_pass(self, num_tokens: int, *, waits: bool) -> tuple[int, int]:
+        """The model computes these tokens of a prompt next; ``waits``: for loads. Returns what :meth:`share_since`
+        takes."""
+        with self._lock:
+            begun = self._begun_tokens, self._waiting_passes + waits
+            self._begun_tokens += num_tokens
+            self._waiting_passes += waits
+            return begun
+
+    def share_since(self, begun: tuple[int, int], num_tokens: int) -> float | None:
+        """What of the time since the pass over so many tokens began was that of the pass, and not of others that began
+        since: prompts may be computed in turns, or in one pass. None: others had to wait for loads meanwhile."""
+        begun_tokens, waiting_passes = begun
+        with self._lock:
+            if self._waiting_passes != waiting_passes or self._begun_tokens < begun_tokens + num_tokens:
+                return None  # or these are other rates than the pass began with
+            return num_tokens / (self._begun_tokens - begun_tokens)
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

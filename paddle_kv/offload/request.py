@@ -59,6 +59,7 @@ class Request:
         self._num_tokens, self._table, self._block_size = num_tokens, list(table), block_size
         self._handed_out: range | None = None  # what the model computes now
         self._since_s = 0.0
+        self._begun = (0, 0)
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
         found = self._begin(how)
@@ -163,13 +164,16 @@ class Request:
 
     def _hand_out(self, tokens: range) -> range:
         self.start, self._handed_out, self._since_s = tokens.start, tokens, time.monotonic()
+        self._begun = self._manager._books.rates.begin_pass(len(tokens), waits=bool(self.loads))
         return tokens
 
     def _note_computed(self) -> None:
         """What it took says how long others will take, unless the model had to wait for loads."""
         seconds = time.monotonic() - self._since_s
         if self._handed_out and not self.loads and seconds > 0:
-            self._manager.observe_prefill(self._handed_out, seconds)
+            share = self._manager._books.rates.share_since(self._begun, len(self._handed_out))
+            if share is not None:
+                self._manager.observe_prefill(self._handed_out, seconds * share)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is the first token that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -98,6 +99,54 @@ def test_a_with_block_that_raises_cancels_what_has_not_begun(rig: ChunkRig) -> N
     with pytest.raises(CancelledError):
         request.saves[0].wait(WAIT_S)
     rig.check_books()
+
+
+def test_of_a_with_block_that_is_left_all_loads_are_named(rig: ChunkRig, copies: Copies) -> None:
+    """By break: whoever waits for them may give the blocks to somebody else."""
+    rig.prefill(TOKENS, TABLE, chunk_tokens=CHUNK)
+    rig.scheduler.drain(WAIT_S)
+    know(rig.manager, 2.0, 1.0)
+    copies.hold("onload", 1)
+    with rig.manager.request(TOKENS, TABLE[::-1], chunk_tokens=CHUNK) as request:
+        assert request.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
+        assert request.loads == [] and len(rig.scheduler.in_flight()) == 2  # its save is none of these
+    under_way = [one._movement for one in rig.scheduler.in_flight()]
+    assert [load._movement for load in request.loads] == under_way != []
+    copies.go_on()
+    for transfer in [*request.loads, *request.saves]:
+        transfer.wait_over(WAIT_S)
+    assert not rig.cache.domain.busy(TABLE)
+    rig.cache.mark_rewritten(TABLE)
+    rig.check_books()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts_in_turns_measure_the_model_and_not_each_other(together: bool) -> None:
+    """A pass of one or of all: else a link that is slower than the model would seem to be quicker."""
+    block_s, num = 2e-3, 4
+    rig = ChunkRig(device_blocks=64, pause=lambda chunk: time.sleep(len(chunk) / SIZE * block_s / SPEC.num_layers))
+    prompts = [[number] * (8 * SIZE) for number in range(num)]
+    tables = [list(range(8 * number, 8 * number + 8)) for number in range(num)]
+    with contextlib.ExitStack() as stack:
+        requests = [
+            stack.enter_context(rig.manager.request(*one, chunk_tokens=CHUNK))
+            for one in zip(prompts, tables, strict=True)
+        ]
+        expected = [contents(prompt) for prompt in prompts]
+        for _ in range(8 * SIZE // CHUNK):
+            chunks = []
+            for number, request in enumerate(requests):
+                chunk = request.next_chunk(timeout_s=WAIT_S)
+                assert chunk is not None
+                chunks.append(chunk)
+                if not together:
+                    rig.run(request, chunk, tables[number], expected[number])
+            for number, chunk in enumerate(chunks if together else ()):
+                rig.run(requests[number], chunk, tables[number], expected[number])
+        assert [request.next_chunk(timeout_s=WAIT_S) for request in requests] == [None] * num
+    found_s = rig.manager.rates.compute_s(0, 1)
+    assert found_s is not None and 0.5 * block_s < found_s < 2.5 * block_s
+    rig.close()
 
 
 def test_a_load_that_several_chunks_read_is_waited_for_once(rig: ChunkRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,19 @@ def test_a_pause_of_the_process_is_not_the_model(rates: Rates) -> None:
     assert rates.compute_s(0, 1000) == pytest.approx(0.64, rel=0.1)
 
 
+def test_passes_that_began_meanwhile_share_the_time(rates: Rates) -> None:
+    first = rates.begin_pass(100, waits=False)
+    assert rates.share_since(first, 100) == 1.0
+    second = rates.begin_pass(300, waits=False)
+    assert (rates.share_since(first, 100), rates.share_since(second, 300)) == (0.25, 1.0)
+    waiting = rates.begin_pass(100, waits=True)
+    assert [rates.share_since(one, 100) for one in (first, second)] == [None, None]
+    assert rates.share_since(waiting, 100) == 1.0
+    last = rates.begin_pass(100, waits=False)
+    assert rates.share_since(last, 100) == 1.0
+    assert Rates(1000, 16).share_since(last, 100) is None  # of other rates
+
+
 def test_saves_stand_for_loads_until_one_was_made(rates: Rates) -> None:
     rates.observe_save(1000, 0.5)
     assert rates.load_s(2) == pytest.approx(1.0) and rates.load_s(2, "tier") is None
