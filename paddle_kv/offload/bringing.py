@@ -27,7 +27,7 @@ from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
 from .rates import LINK, TIER, Rates
 from .waits import Waits
-from .weighing import weigh
+from .weighing import tier_blocks_of, weigh
 
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
 LATE_S = 1e-3  # behind the time at which a load is late somebody looks
@@ -89,7 +89,7 @@ class Bringing:
         self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
         self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
-            self._below = [one for one in self._below if one.stop > worth.tier_first] or self._below[-1:]
+            self._below = _last_of(self._below, tier_blocks_of(worth, states)) or self._below[-1:]
         if worth.choice == "compute" and not math.isinf(worth.load_s):
             self._here = self._here[-1:]  # now and then, so that it is heard of when the link is quicker again
         self._reading: dict[Piece, Prefetch] = {}
@@ -390,6 +390,15 @@ class Bringing:
             prefetch.cancel()
         for movement in self.moving.values():
             settling.progress(submission.cancel(movement))
+
+
+def _last_of(pieces: Sequence[Piece], tier_blocks: int) -> list[Piece]:
+    """Those in which the last so many blocks of the tier lie."""
+    first = len(pieces)
+    while first and tier_blocks > 0:
+        first -= 1
+        tier_blocks -= pieces[first].tier_blocks
+    return list(pieces[first:])
 
 
 def _look_at_late(books: Callable[[], Owner | None], movement: Movement) -> None:

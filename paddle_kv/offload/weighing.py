@@ -22,17 +22,25 @@ def weigh(
     Those of host memory and those of the tier count as if each were together, in the order in which the first ones are:
     where they alternate, that is not quite so.
     """
-    stop, in_tier = len(states), states.count(BlockState.TIER)
-    if states and states[0] is BlockState.TIER:
-        host, tier = (in_tier, stop), (0, in_tier)
-    else:
-        host, tier = (0, stop - in_tier), (stop - in_tier, stop)
+    host, tier = _together(states)
     return best_way(
         rates.snapshot(),
         Prompt(host, tier, max(host[1], tier[1]) * rates.block_tokens, num_tokens),
         chunk_tokens=chunk_tokens,
         num_layers=num_layers,
     )
+
+
+def tier_blocks_of(worth: Decision, states: Sequence[BlockState]) -> int:
+    """How many blocks of the tier are to be loaded by that: the last ones, wherever they stand."""
+    return _together(states)[1][1] - worth.tier_first
+
+
+def _together(states: Sequence[BlockState]) -> tuple[tuple[int, int], tuple[int, int]]:
+    stop, in_tier = len(states), states.count(BlockState.TIER)
+    if states and states[0] is BlockState.TIER:
+        return (in_tier, stop), (0, in_tier)
+    return (0, stop - in_tier), (stop - in_tier, stop)
 
 
 def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, num_layers: int) -> bool:

@@ -249,6 +249,16 @@ def test_so_many_pieces_of_a_prompt_are_read_at_a_time_and_then_loaded(
     assert bench.cancelled == bench.copies
 
 
+
+@pytest.mark.parametrize("tier_s", [0.5, 8.0])
+def test_a_piece_with_a_gap_in_front_of_what_host_memory_has_is_read_too(bench: Bench, tier_s: float) -> None:
+    """Each has one block in the tier: what a block is worth there does not depend on where the others stand."""
+    bench.know(0.01, 1.0, tier_s)
+    meeting = bench.meeting([HERE, HERE, HERE, BELOW] * 5, end_blocks=1)
+    wanted = {piece.start for piece in [*meeting._below, *meeting._reading]}
+    assert wanted == ({4, 8, 12, 16} if tier_s < 1 else {16})
+
+
 def test_what_the_tier_has_at_once_is_loaded_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.know(0.5, 1.0, 1.0)
     worth(monkeypatch, choice="meet", load_s=9.0, tier_first=0)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from paddle_kv.offload.decision import Decision, Prompt, decide
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.rates import LINK, TIER, Rates
-from paddle_kv.offload.weighing import LEAST_GAIN, TRY_BLOCKS, TRY_S, is_load_sooner, to_bring, weigh
+from paddle_kv.offload.weighing import LEAST_GAIN, TRY_BLOCKS, TRY_S, is_load_sooner, tier_blocks_of, to_bring, weigh
 
 BLOCK_BYTES, BLOCK_TOKENS, LINK_S, TIER_S = 1000, 16, 0.01, 0.02
 HOST, BELOW = BlockState.PRESENT, BlockState.TIER
@@ -69,6 +70,23 @@ def test_the_end_of_the_prompt_begins_behind_all_that_was_found() -> None:
     assert (found.host_first, found.tier_first) == (0, 2)
     assert found.load_s == pytest.approx(1.0 + TIER_S + LINK_S)  # of the tier, and over the link
     assert weighed([BELOW, HOST, HOST]).load_s == pytest.approx(1.0 + max(TIER_S + LINK_S, 3 * LINK_S))
+
+
+@pytest.mark.parametrize(
+    ("states", "starts", "blocks"),
+    [
+        ([HOST, BELOW] * 3, (0, 4), 2),
+        ([BELOW, HOST] * 3, (3, 1), 2),
+        ([HOST, HOST], (1, 2), 0),
+        ([BELOW, BELOW], (2, 0), 2),
+        ([], (0, 0), 0),
+    ],
+)
+def test_of_the_tier_the_last_blocks_are_loaded_wherever_they_stand(
+    states: list[BlockState], starts: tuple[int, int], blocks: int
+) -> None:
+    worth = replace(weighed(states), host_first=starts[0], tier_first=starts[1])
+    assert tier_blocks_of(worth, states) == blocks
 
 
 # ---- is_load_sooner ----
