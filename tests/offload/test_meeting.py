@@ -249,7 +249,6 @@ def test_so_many_pieces_of_a_prompt_are_read_at_a_time_and_then_loaded(
     assert bench.cancelled == bench.copies
 
 
-
 @pytest.mark.parametrize("tier_s", [0.5, 8.0])
 def test_a_piece_with_a_gap_in_front_of_what_host_memory_has_is_read_too(bench: Bench, tier_s: float) -> None:
     """Each has one block in the tier: what a block is worth there does not depend on where the others stand."""
