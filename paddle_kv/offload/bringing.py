@@ -213,19 +213,17 @@ class Bringing:
         return self._load(books, self._rest_until(piece, books) if whole else piece)
 
     def _rest_until(self, last: Piece, books: Owner) -> Piece:
-        """All that is left of the prefix, as one, if it comes within the pass behind the prefix: whenever that begins,
-        nothing is sooner than to load it layer by layer. Else the last piece of it."""
-        left = self.line.num_to_compute
-        start = last.stop - left
+        """All that is left of the prefix, as one, if it comes within the pass behind the prefix, which follows it layer
+        by layer, or else sooner than the model could compute the first of it: whenever that begins. Else the last piece
+        of it."""
+        start = last.stop - self.line.num_to_compute
         first = self.line.at(start)
-        if (
-            not self._is_loaded
-            or not self._waits.fits_pass(self._rates.snapshot(), left)
-            or self.line.pieces[first].start != start
-            or self.line.waiting_stop(start) != last.stop
-        ):
+        if not self._is_loaded or self.line.pieces[first].start != start or self.line.waiting_stop(start) != last.stop:
             return last
         number = self.line.at(last.start) + 1
+        link_wait_s = max(0.0, books.feed.free_s - time.monotonic())
+        if not self._waits.is_loaded_sooner(self._rates.snapshot(), start, last.stop, link_wait_s):
+            return last
         if not all(self._is_here(piece, books) for piece in self.line.pieces[first:number]):
             return last
         self._whole = self.line.join(first, number)

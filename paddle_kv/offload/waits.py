@@ -118,12 +118,30 @@ class Waits:
         computed_s = self._behind_s(others_s, _compute_s(rates, start, first_stop))
         return loaded_s <= weighed(first_stop, computed_s, link_wait_s).expected_s
 
-    def fits_pass(self, rates: RateSnapshot, num_blocks: int) -> bool:
-        """Whether so many blocks are loaded in the time of the pass behind the prefix: that follows them layer by
-        layer, and ends as if they had been there, but for a layer."""
+    def is_loaded_sooner(self, rates: RateSnapshot, start: int, stop: int, link_wait_s: float) -> bool:
+        """Whether the pass behind the prefix, if it follows a load of these blocks, of which none is under way, layer
+        by layer, is over as if they had been there, but for a layer, or sooner than if the model computes some of the
+        first of them meanwhile.
+
+        Args:
+            link_wait_s: until the link has done what comes before.
+        """
         if rates.base_s is None or not rates.link_waits:
             return False
-        return num_blocks * rates.link_s <= self.pass_s(rates)
+        pass_s, layers, link_s = self.pass_s(rates), self._num_layers, rates.link_s
+        left_s = (stop - start) * link_s
+        if left_s <= pass_s:
+            return True
+        loaded_s = max(link_wait_s + left_s / layers + pass_s, link_wait_s + left_s + pass_s / layers)
+        computed_s, left_s = 0.0, link_wait_s + left_s
+        while start < stop and computed_s < left_s:  # behind that the others are there, and it only takes longer
+            end = min(self._stop_of_pass(start * rates.block_tokens) // rates.block_tokens, stop)
+            computed_s += _compute_s(rates, start, end)
+            left_s -= (end - start) * link_s
+            if max(computed_s, left_s) + pass_s < loaded_s:
+                return False
+            start = end
+        return True
 
     def is_time_to_follow(self, rates: RateSnapshot, others: int) -> bool:
         """Whether the tier would read what is left behind the next piece, so many blocks, in less than the pass that

@@ -677,7 +677,7 @@ def test_what_is_asked_of_each_piece_knows_of_the_longest_load_before_it(bench: 
     """The first one is there last."""
     bench.know(0.5, 2.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
-    meeting._waits.fits_pass = lambda rates, num_blocks: False  # type: ignore[method-assign]
+    meeting._waits.is_loaded_sooner = lambda *_: False  # type: ignore[method-assign]
     bench.fill()
     first, second, third, _ = meeting.line.pieces
     loads = dict(zip((first, second), bench.copies, strict=True))
@@ -726,7 +726,7 @@ def test_of_what_lies_below_only_what_is_behind_the_rest_counts(bench: Bench, mo
 def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None:
     bench.know(0.5, 2.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
-    meeting._waits.fits_pass = lambda rates, num_blocks: False  # type: ignore[method-assign]
+    meeting._waits.is_loaded_sooner = lambda *_: False  # type: ignore[method-assign]
     bench.fill()
     for piece in meeting.moving:
         meeting.line.set(piece, PieceState.WAITING)
@@ -742,11 +742,12 @@ def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None
 
 
 # ---- all that is left ----
-def test_what_is_left_comes_as_one_as_soon_as_it_takes_no_longer_than_the_pass_behind_it(bench: Bench) -> None:
-    bench.know(1.0, 2.1)
+def test_what_is_left_comes_as_one_as_soon_as_nothing_of_it_is_worth_computing_meanwhile(bench: Bench) -> None:
+    bench.know(1.5, 2.1)  # of 24 seconds 16.8 of computing are worth it, of the last 12 not even 8.4
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
     bench.fill()
     assert bench.loaded == [[12, 15], [8, 11]]
+    bench.now_s = 12.0
     bench.copies[0].end()
     bench.fill()
     assert (bench.loaded[2:], bench.copies[-1].urgent) == ([[0, 7]], None)
@@ -757,11 +758,12 @@ def test_what_is_left_comes_as_one_as_soon_as_it_takes_no_longer_than_the_pass_b
 
 
 def test_what_is_left_behind_what_the_model_computes_comes_as_one(bench: Bench) -> None:
-    bench.know(1.0, 2.1)
+    bench.know(1.5, 2.1)
     meeting = bench.meeting([HERE] * 5 * BLOCKS, end_blocks=BLOCKS)
     meeting._waits.for_rest = lambda *_, **__: False  # type: ignore[method-assign]
     bench.fill()
     assert bench.next(meeting).piece is meeting.line.pieces[0]
+    bench.now_s = 12.0
     bench.copies[0].end()
     bench.fill()
     assert bench.loaded == [[16, 19], [12, 15], [4, 11]]
@@ -864,7 +866,7 @@ def test_a_failure_of_the_device_loses_all_of_it(bench: Bench) -> None:
 def test_it_comes_piece_by_piece_where_the_model_has_something_to_compute(bench: Bench, other: str, at: int) -> None:
     bench.know(1.0, 4.0)
     meeting = bench.meeting([HERE] * 3 * BLOCKS, end_blocks=BLOCKS)
-    assert meeting._waits.fits_pass(bench.rates.snapshot(), 3 * BLOCKS)
+    assert meeting._waits.is_loaded_sooner(bench.rates.snapshot(), 0, 3 * BLOCKS, 0.0)
     meeting.line.set(meeting.line.pieces[at], PieceState(other))
     bench.fill()
     loaded = [[0, 3], [4, 7], [8, 11]]

@@ -163,19 +163,43 @@ def test_loads_that_fit_into_the_pass_behind_them_cost_next_to_nothing(aligned: 
         room = CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS if aligned else CHUNK_BLOCKS
         pass_s, layer_s = float(min(end_blocks, room)), left * load_s / LAYERS
         behind_s = passed_s(pass_s, [(-rng.uniform(0.0, left * load_s), left * load_s)])
-        fits = waits.fits_pass(rates, left)
-        assert fits == (left * load_s <= pass_s)
-        if fits:
+        if left * load_s <= pass_s:
+            assert waits.is_loaded_sooner(rates, num_blocks - left, num_blocks, 0.0)
             assert behind_s <= pass_s + layer_s + 1e-9
-        answers.append(fits)
+        answers.append(left * load_s <= pass_s)
     assert 100 < sum(answers) < 400
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_load_of_all_that_is_left_is_sooner_than_to_compute_some_of_it_meanwhile(aligned: bool) -> None:
+    """Where it takes longer than the pass: what is computed meanwhile is whole passes."""
+    rng = random.Random(6)
+    answers = []
+    for _ in range(1000):
+        num_blocks, end_blocks, load_s = rng.randint(1, 40), rng.randint(1, 12), rng.uniform(0.05, 1.5)
+        waits, rates = waits_of(num_blocks, end_blocks, load_s=load_s, aligned=aligned)
+        start, wait_s = rng.randint(0, num_blocks - 1), rng.choice([0.0, rng.uniform(0.0, 9.0)])
+        room = CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS if aligned else CHUNK_BLOCKS
+        pass_s, all_s = float(min(end_blocks, room)), (num_blocks - start) * load_s
+        if all_s <= pass_s:
+            continue
+        loaded_s = passed_s(pass_s, [(wait_s, wait_s + all_s)])
+        starts, at = [], start
+        while at < num_blocks:
+            at = min(num_blocks, (at // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS if aligned else at + CHUNK_BLOCKS)
+            starts.append(at)
+        meets_s = min(max(one - start, wait_s + (num_blocks - one) * load_s) + pass_s for one in starts)
+        answer = waits.is_loaded_sooner(rates, start, num_blocks, wait_s)
+        assert answer == (loaded_s <= meets_s), (start, num_blocks, load_s, pass_s, wait_s)
+        answers.append(answer)
+    assert 100 < sum(answers) < len(answers) - 100
 
 
 def test_nothing_fits_where_the_model_is_not_known_or_the_link_is_not_trusted() -> None:
     waits, rates = waits_of(8, 8)
-    assert waits.fits_pass(rates, 8)
-    assert not waits.fits_pass(replace(rates, base_s=None), 8)
-    assert not waits.fits_pass(replace(rates, link_waits=False), 8)
+    assert waits.is_loaded_sooner(rates, 0, 8, 0.0)
+    assert not waits.is_loaded_sooner(replace(rates, base_s=None), 0, 8, 0.0)
+    assert not waits.is_loaded_sooner(replace(rates, link_waits=False), 0, 8, 0.0)
 
 
 @dataclass(frozen=True)

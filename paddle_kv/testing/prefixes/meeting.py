@@ -194,10 +194,9 @@ class Meeting:
         """Whether nothing of what is left is to be computed, and it takes no longer than the pass behind the prefix."""
         if self._lost or any(one.first > one.front for one in self._parts):
             return False
-        left = sum(one.back - one.front for one in self._parts)
         below = sum(one.back - one.front for one in self._parts if one.place == TIER)
         if not below:
-            return self._waits.fits_pass(rates, left)
+            return self._waits.is_loaded_sooner(rates, self._parts[0].front, self._parts[-1].back, 0.0)
         if not alone:
             return False
         pieces = []
