@@ -177,7 +177,7 @@ class Meeting:
         """The next load from there, or None; it is under way from now on.
 
         ``pass_s``: when the model should come to what is behind the part, see :meth:`needed_s`. If what is left takes
-        until then, or no longer than the pass behind the prefix, it comes as one load, layer by layer. From a tier the
+        until then, or nothing of it is worth computing meanwhile, it comes as one load, layer by layer. From a tier the
         latter only ``alone``, where no prompt before this one needs the tier.
         """
         part = self._of.get(place)
@@ -186,12 +186,12 @@ class Meeting:
         left = part.back - part.first
         block_s = rates.link_s if place == LINK else max(rates.tier_s, rates.link_s)
         layerwise = (rates.link_waits if place == LINK else rates.tier_waits) and (
-            now_s + left * block_s / self._num_layers >= pass_s or self._fits_pass(rates, pass_s - now_s, alone)
+            now_s + left * block_s / self._num_layers >= pass_s or self._comes_as_one(rates, pass_s - now_s, alone)
         )
         return self._load(part, left if layerwise else min(self._piece_blocks, left), layerwise)
 
-    def _fits_pass(self, rates: RateSnapshot, wait_s: float, alone: bool) -> bool:
-        """Whether nothing of what is left is to be computed, and it takes no longer than the pass behind the prefix."""
+    def _comes_as_one(self, rates: RateSnapshot, wait_s: float, alone: bool) -> bool:
+        """Whether nothing of what is left is to be computed, nor worth computing while it comes."""
         if self._lost or any(one.first > one.front for one in self._parts):
             return False
         below = sum(one.back - one.front for one in self._parts if one.place == TIER)
