@@ -196,7 +196,7 @@ class Meeting:
             return False
         below = sum(one.back - one.front for one in self._parts if one.place == TIER)
         if not below:
-            return self._waits.is_loaded_sooner(rates, self._parts[0].front, self._parts[-1].back, 0.0)
+            return self._waits.is_loaded_sooner(rates, self._of[LINK].front, self._of[LINK].back, 0.0)
         if not alone:
             return False
         pieces = []
