@@ -117,10 +117,14 @@ class Meeting(Bringing):
     def _is_quicker(self, first: Piece, stop: int, books: Owner, others_s: float) -> bool:
         now_s, rates, reading = time.monotonic(), self._rates.snapshot(), self.line.num_reading
         behind = self.line.num_to_compute - (stop - first.start)  # before it nothing is to be computed
-        from_tier = 0
+        from_tier, tier_wait_s = 0, 0.0
         if rates.tier_waits:
             below = max(0, self._below[-1].stop - max(stop, self._below[0].start)) if self._below else 0
             from_tier = min(reading + below, behind)
+        if from_tier:
+            tier_wait_s = max(0, books.num_reading_blocks - reading) * rates.tier_s
+            if not below:  # what others have asked for since stands behind it
+                tier_wait_s = min(tier_wait_s, max(0.0, self._asked_until_s - now_s - reading * rates.tier_s))
         return self._waits.for_rest(
             rates,
             first.start,
@@ -129,7 +133,7 @@ class Meeting(Bringing):
             tier_blocks=from_tier,
             behind_blocks=behind - from_tier,
             link_wait_s=max(0.0, books.feed.free_s - now_s),
-            tier_wait_s=max(0, books.num_reading_blocks - reading) * rates.tier_s if from_tier else 0.0,
+            tier_wait_s=tier_wait_s,
             others_s=max(0.0, others_s - now_s),
         )
 

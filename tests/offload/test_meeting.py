@@ -723,6 +723,21 @@ def test_of_what_lies_below_only_what_is_behind_the_rest_counts(bench: Bench, mo
     assert (here.state, brought.state) == (PieceState.COMPUTED, PieceState.WAITING)
 
 
+@pytest.mark.parametrize(("before", "since", "wait_s"), [(0, 40, 0.0), (40, 0, 20.0), (8, 40, 4.0)])
+def test_what_others_have_asked_the_tier_for_since_is_not_waited_for(
+    bench: Bench, before: int, since: int, wait_s: float
+) -> None:
+    bench.know(0.05, 1.0, 0.5)
+    meeting = bench.meeting([HERE] * BLOCKS + [BELOW] * BLOCKS, end_blocks=1)
+    bench.others_blocks = before
+    meeting.read_next(bench, lambda: None)  # type: ignore[arg-type]
+    bench.others_blocks += since
+    asked: list[float] = []
+    meeting._waits.for_rest = lambda rates, *given, **figures: asked.append(figures["tier_wait_s"])  # type: ignore
+    bench.next(meeting)
+    assert asked == [pytest.approx(wait_s)]
+
+
 def test_the_rest_is_loaded_beside_what_is_awaited_with_it(bench: Bench) -> None:
     bench.know(0.5, 2.0)
     meeting = bench.meeting([HERE] * 4 * BLOCKS, end_blocks=BLOCKS)
