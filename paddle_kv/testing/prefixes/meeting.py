@@ -96,8 +96,8 @@ class Meeting:
         >>> chunk.start_token, chunk.stop_token
         (0, 32)
         >>> load = meeting.next_load("onload", 0.0, 0.032, rates)
-        >>> load.start, load.stop
-        (3, 4)
+        >>> load.start, load.stop  # as one: it would be there as soon as one more block were computed
+        (2, 4)
     """
 
     def __init__(
