@@ -320,6 +320,16 @@ def test_a_chunk_whose_save_cannot_begin_is_handed_out_by_the_next_call(clock: A
     assert request.next_chunk(SIZE) == range(CHUNK, CHUNK + SIZE)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_others_know_whether_a_pass_meanwhile_had_to_wait_for_loads(clock: Any, waits: bool) -> None:
+    log: list[Any] = []
+    loads = (ChunkLoad(log, "load"),) if waits else ()
+    manager = ChunkManager([HERE] * 4, [Step(piece_of(0, 2), loads)], log)  # type: ignore[arg-type]
+    begun = manager.rates.begin_pass(SIZE, waits=False)
+    assert chunked(manager).next_chunk() == range(CHUNK)
+    assert manager.rates.share_since(begun, SIZE) == (None if waits else SIZE / (SIZE + CHUNK))
+
+
 def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:
     log: list[Any] = []
     load, slow = ChunkLoad(log, "load"), ChunkLoad(log, "slow")
