@@ -13,6 +13,7 @@ def listed(values: Any) -> list[Any] | None:
     if isinstance(values, (bytes, bytearray, str)) or not isinstance(values, Iterable):
         return None
     try:
-        return list(values)
+        found = iter(values)
     except TypeError:  # an array without dimensions
         return None
+    return list(found)

@@ -203,16 +203,17 @@ class ChunkedRequest(Request):
 
     def _end_early(self) -> None:
         """``loads`` and ``saves`` have all that may still touch the blocks."""
-        self.loads = [*self._used, *map(_handle, self._meeting.under_way if self._meeting is not None else ())]
+        meeting = self._meeting
+        self._finish()  # until then more may begin
+        self.loads = [*self._used, *map(_handle, meeting.under_way if meeting is not None else ())]
         self.saves = self._all_saves
-        self._finish()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
-        if not self._ended:  # left by break, say
+        if error is None and not self._ended:  # left by break, say
             self._end_early()
+        super().__exit__(kind, error, trace)
 
 
 def _handle(movement: Movement) -> Transfer:

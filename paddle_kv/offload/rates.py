@@ -16,6 +16,7 @@ import enum
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ FIRST_PROBATION = 3  # loads in time; twice as many after each fault
 LONGEST_PROBATION = 200
 LATE_FACTOR = 1.5  # a load is late behind so many times what was expected, or what the spread makes of it, ...
 LATE_S = 0.005  # ... and so many seconds, which threads need to wake up
+TOGETHER = 0.1  # of the time of a pass: what began so shortly before it is computed with it
+MOST_BEGUN = 256  # passes that are remembered
+Begun = tuple[float, int, int]  # when a pass began; the tokens of passes before it, and how many of them waited
 LEAST, MOST = 1e-30, 1e30  # of what is observed or set: nothing that follows from it overflows
 
 
@@ -175,7 +179,8 @@ class Rates:
         self._lock = threading.Lock()
         self._sources = {LINK: Source(), LINK_UP: Source(), TIER: Source()}
         self._prefill = Prefill()
-        self._begun_tokens = self._waiting_passes = 0  # of all prompts
+        self._begun: deque[Begun] = deque(maxlen=MOST_BEGUN)  # of all prompts
+        self._begun_tokens = self._waiting_passes = 0  # the same
         self._snapshot: RateSnapshot | None = None
 
     # ---- what was seen ----
@@ -228,22 +233,29 @@ class Rates:
             self._prefill.observe(start_token, num_tokens, seconds)
             self._snapshot = None
 
-    def begin_pass(self, num_tokens: int, *, waits: bool) -> tuple[int, int]:
-        """The model computes these tokens of a prompt next; ``waits``: for loads. Returns what :meth:`share_since`
-        takes."""
+    def begin_pass(self, num_tokens: int, now_s: float, *, waits: bool) -> Begun:
+        """The model computes these tokens of a prompt next; ``waits``: for loads. Returns what :meth:`share_of` takes."""
         with self._lock:
-            begun = self._begun_tokens, self._waiting_passes + waits
+            begun = now_s, self._begun_tokens, self._waiting_passes
+            self._begun.append(begun)
             self._begun_tokens += num_tokens
             self._waiting_passes += waits
             return begun
 
-    def share_since(self, begun: tuple[int, int], num_tokens: int) -> float | None:
-        """What of the time since the pass over so many tokens began was that of the pass, and not of others that began
-        since: prompts may be computed in turns, or in one pass. None: others had to wait for loads meanwhile."""
-        begun_tokens, waiting_passes = begun
+    def share_of(self, begun: Begun, num_tokens: int, seconds: float) -> float | None:
+        """What of the seconds since the pass over so many tokens began was that of the pass, and not of others that
+        began since, or shortly before: prompts may be computed in turns, or in one pass. None: others had to wait for
+        loads meanwhile."""
+        began_s, begun_tokens, waiting_passes = begun
         with self._lock:
-            if self._waiting_passes != waiting_passes or self._begun_tokens < begun_tokens + num_tokens:
-                return None  # or these are other rates than the pass began with
+            if self._begun_tokens < begun_tokens + num_tokens:
+                return None  # these are other rates than the pass began with
+            for at_s, tokens, passes in reversed(self._begun):
+                if at_s < began_s - TOGETHER * seconds:
+                    break
+                begun_tokens, waiting_passes = min(begun_tokens, tokens), min(waiting_passes, passes)
+            if self._waiting_passes != waiting_passes:
+                return None
             return num_tokens / (self._begun_tokens - begun_tokens)
 
     # ---- by hand ----

@@ -59,7 +59,7 @@ class Request:
         self._num_tokens, self._table, self._block_size = num_tokens, list(table), block_size
         self._handed_out: range | None = None  # what the model computes now
         self._since_s = 0.0
-        self._begun = (0, 0)
+        self._begun = (0.0, 0, 0)
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
         found = self._begin(how)
@@ -164,14 +164,15 @@ class Request:
 
     def _hand_out(self, tokens: range) -> range:
         self.start, self._handed_out, self._since_s = tokens.start, tokens, time.monotonic()
-        self._begun = self._manager._books.rates.begin_pass(len(tokens), waits=bool(self.loads))
+        rates = self._manager._books.rates
+        self._begun = rates.begin_pass(len(tokens), self._since_s, waits=bool(self.loads))
         return tokens
 
     def _note_computed(self) -> None:
         """What it took says how long others will take, unless the model had to wait for loads."""
         seconds = time.monotonic() - self._since_s
         if self._handed_out and not self.loads and seconds > 0:
-            share = self._manager._books.rates.share_since(self._begun, len(self._handed_out))
+            share = self._manager._books.rates.share_of(self._begun, len(self._handed_out), seconds)
             if share is not None:
                 self._manager.observe_prefill(self._handed_out, seconds * share)
 
@@ -216,6 +217,10 @@ class Request:
     ) -> None:
         if error is not None:
             self.cancel()
+            return
+        for save in self.saves:
+            if save.unmarked_layers:  # of a pass that was not run
+                save.cancel()
 
 
 def full_table(ids: list[int], num_tokens: int, block_size: int) -> list[int]:

@@ -132,10 +132,10 @@ class Waits:
         left_s = (stop - start) * link_s
         if left_s <= pass_s:
             return True
-        loaded_s = max(link_wait_s + left_s / layers + pass_s, link_wait_s + left_s + pass_s / layers)
         computed_s, left_s = 0.0, link_wait_s + left_s
+        loaded_s = left_s + pass_s / layers
         while start < stop and computed_s < left_s:  # behind that the others are there, and it only takes longer
-            end = min(self._stop_of_pass(start * rates.block_tokens) // rates.block_tokens, stop)
+            end = min(max(self._stop_of_pass(start * rates.block_tokens) // rates.block_tokens, start + 1), stop)
             computed_s += _compute_s(rates, start, end)
             left_s -= (end - start) * link_s
             if max(computed_s, left_s) + pass_s < loaded_s:

@@ -120,6 +120,25 @@ def test_of_a_with_block_that_is_left_all_loads_are_named(rig: ChunkRig, copies:
     rig.check_books()
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, CHUNK])
+@pytest.mark.parametrize("num_passes", [0, 1])
+def test_of_a_with_block_that_is_left_before_a_pass_its_save_is_cancelled(
+    rig: ChunkRig, chunk_tokens: int | None, num_passes: int
+) -> None:
+    """Nobody would mark its layers any more."""
+    with rig.manager.request(TOKENS, TABLE, chunk_tokens=chunk_tokens) as request:
+        for number in range(num_passes + (chunk_tokens is not None)):
+            chunk = request.next_chunk(timeout_s=WAIT_S)
+            if chunk is not None and number < num_passes:
+                rig.run(request, chunk, TABLE, contents(TOKENS))
+    whole = num_passes if chunk_tokens is None else 0
+    for number, save in enumerate(request.saves):
+        save.wait_over(WAIT_S)
+        assert (save.state.value == "done") == (number < num_passes or whole > 0)
+    assert request.saves
+    rig.check_books()
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_prompts_in_turns_measure_the_model_and_not_each_other(together: bool) -> None:
     """A pass of one or of all: else a link that is slower than the model would seem to be quicker."""

@@ -117,16 +117,29 @@ def test_a_pause_of_the_process_is_not_the_model(rates: Rates) -> None:
 
 
 def test_passes_that_began_meanwhile_share_the_time(rates: Rates) -> None:
-    first = rates.begin_pass(100, waits=False)
-    assert rates.share_since(first, 100) == 1.0
-    second = rates.begin_pass(300, waits=False)
-    assert (rates.share_since(first, 100), rates.share_since(second, 300)) == (0.25, 1.0)
-    waiting = rates.begin_pass(100, waits=True)
-    assert [rates.share_since(one, 100) for one in (first, second)] == [None, None]
-    assert rates.share_since(waiting, 100) == 1.0
-    last = rates.begin_pass(100, waits=False)
-    assert rates.share_since(last, 100) == 1.0
-    assert Rates(1000, 16).share_since(last, 100) is None  # of other rates
+    first = rates.begin_pass(100, 1.0, waits=False)
+    assert rates.share_of(first, 100, 1.0) == 1.0
+    second = rates.begin_pass(300, 2.0, waits=False)
+    assert (rates.share_of(first, 100, 2.0), rates.share_of(second, 300, 1.0)) == (0.25, 1.0)
+    rates.begin_pass(100, 3.0, waits=True)
+    assert [rates.share_of(*one) for one in ((first, 100, 3.0), (second, 300, 2.0))] == [None, None]
+    last = rates.begin_pass(100, 4.0, waits=False)
+    assert rates.share_of(last, 100, 1.0) == 1.0
+    assert Rates(1000, 16).share_of(last, 100, 1.0) is None  # of other rates
+
+
+@pytest.mark.parametrize("num", [2, 4, 8])
+def test_passes_that_began_together_share_the_time_whoever_is_asked_last(rates: Rates, num: int) -> None:
+    """Also of the last ones of prompts that end with it, behind which no other pass begins."""
+    rates.begin_pass(500, 1.0, waits=True)
+    begun = [rates.begin_pass(100, 2.0 + 0.001 * number, waits=False) for number in range(num)]
+    assert [rates.share_of(one, 100, 1.0) for one in begun] == [1 / num] * num
+    rates.begin_pass(100, 3.0, waits=True)
+    beside = rates.begin_pass(100, 3.01, waits=False)
+    assert rates.share_of(beside, 100, 1.0) is None  # the other one had to wait
+    for number in range(300):  # as many as are remembered do no harm
+        last = rates.begin_pass(100, 4.0 + number, waits=False)
+    assert rates.share_of(last, 100, 1.0) == 1.0
 
 
 def test_saves_stand_for_loads_until_one_was_made(rates: Rates) -> None:

@@ -51,6 +51,12 @@ def test_loads_come_from_the_back_and_chunks_from_the_front_until_they_meet() ->
     assert meeting.done and meeting.next_chunk(0.0, RATES) is None and meeting.num_computed == 4
 
 
+def test_a_chunk_of_less_than_a_block_is_one_block() -> None:
+    meeting = meeting_of(4, chunk_tokens=8)
+    meeting.load_from(0, 0)
+    assert next_of(meeting) == (2, 4, False)
+
+
 def next_of(meeting: Meeting, rates: RateSnapshot = RATES) -> tuple[int, int, bool] | None:
     load = meeting.next_load(LINK, 0.0, 9.0, rates)
     return load and (load.start, load.stop, load.layerwise)

@@ -320,14 +320,41 @@ def test_a_chunk_whose_save_cannot_begin_is_handed_out_by_the_next_call(clock: A
     assert request.next_chunk(SIZE) == range(CHUNK, CHUNK + SIZE)
 
 
+@pytest.mark.parametrize("how", ["cancelled", "left"])
+def test_what_begins_until_it_has_ended_is_among_its_loads(clock: Any, how: str) -> None:
+    log: list[Any] = []
+    manager, last = ChunkManager([HERE] * 4, [Step(piece_of(0, 2))], log), ChunkLoad(log, "last")
+    manager._books.end_meeting = lambda meeting: meeting.under_way.append(last)
+    with chunked(manager) as request:
+        assert request.next_chunk() == range(CHUNK)
+        if how == "cancelled":
+            request.cancel()
+    assert list(request.loads) == [last]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_others_know_whether_a_pass_meanwhile_had_to_wait_for_loads(clock: Any, waits: bool) -> None:
     log: list[Any] = []
     loads = (ChunkLoad(log, "load"),) if waits else ()
     manager = ChunkManager([HERE] * 4, [Step(piece_of(0, 2), loads)], log)  # type: ignore[arg-type]
-    begun = manager.rates.begin_pass(SIZE, waits=False)
+    begun = manager.rates.begin_pass(SIZE, 0.0, waits=False)
     assert chunked(manager).next_chunk() == range(CHUNK)
-    assert manager.rates.share_since(begun, SIZE) == (None if waits else SIZE / (SIZE + CHUNK))
+    assert manager.rates.share_of(begun, SIZE, 1.0) == (None if waits else SIZE / (SIZE + CHUNK))
+
+
+def test_a_pass_beside_one_that_had_to_wait_says_nothing_of_the_model(clock: Any) -> None:
+    log: list[Any] = []
+    manager = ChunkManager([], [], log)
+    request = chunked(manager)
+    assert request.next_chunk() == range(CHUNK)
+    clock.now_s += 1.0
+    manager.rates.begin_pass(SIZE, clock.now_s, waits=True)
+    clock.now_s += 1.0
+    assert request.next_chunk() == range(CHUNK, 2 * CHUNK)
+    assert not [entry for entry in log if isinstance(entry, tuple) and isinstance(entry[0], range)]
+    clock.now_s += 5.0
+    assert request.next_chunk() == range(2 * CHUNK, 3 * CHUNK)
+    assert (range(CHUNK, 2 * CHUNK), 5.0) in log
 
 
 def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:

@@ -213,7 +213,9 @@ def test_a_tier_closes_without_what_the_engine_does_not_let_go_of(
 
 
 @pytest.mark.parametrize("where", ["before it is held", "while it is held", "behind that"])
-def test_what_ends_while_the_tier_is_closed_is_free(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_what_ends_while_the_tier_is_closed_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
     """Also what the engine answers in the middle of it: from then on its block is whoever's."""
     monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
     rig = Rig(Silent(), num_blocks=4, room_bytes=4096)
@@ -244,6 +246,7 @@ def test_what_ends_while_the_tier_is_closed_is_free(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(domain, "add_lease", add)
     rig.tier.close()
     assert held == [[] if where == "before it is held" else [2]]
+    assert ("had not let go of" in caplog.text) == (where != "before it is held")
     until(lambda: job.told and not rig.tier._jobs)
     until(lambda: domain._num_leases == 0)
     assert not domain.busy(range(4))
