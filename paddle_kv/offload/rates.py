@@ -234,7 +234,7 @@ class Rates:
             self._snapshot = None
 
     def begin_pass(self, num_tokens: int, now_s: float, *, waits: bool) -> Begun:
-        """The model computes these tokens of a prompt next; ``waits``: for loads. Returns what :meth:`share_of` takes."""
+        """The model computes these tokens of a prompt next; ``waits``: for loads. What :meth:`share_of` takes."""
         with self._lock:
             begun = now_s, self._begun_tokens, self._waiting_passes
             self._begun.append(begun)
@@ -244,19 +244,21 @@ class Rates:
 
     def share_of(self, begun: Begun, num_tokens: int, seconds: float) -> float | None:
         """What of the seconds since the pass over so many tokens began was that of the pass, and not of others that
-        began since, or shortly before: prompts may be computed in turns, or in one pass. None: others had to wait for
-        loads meanwhile."""
+        began since, or shortly before, and not just now: prompts may be computed in turns, or in one pass. None: others
+        had to wait for loads meanwhile."""
         began_s, begun_tokens, waiting_passes = begun
         with self._lock:
-            if self._begun_tokens < begun_tokens + num_tokens:
+            end_tokens, end_passes = self._begun_tokens, self._waiting_passes
+            if end_tokens < begun_tokens + num_tokens:
                 return None  # these are other rates than the pass began with
             for at_s, tokens, passes in reversed(self._begun):
                 if at_s < began_s - TOGETHER * seconds:
                     break
-                begun_tokens, waiting_passes = min(begun_tokens, tokens), min(waiting_passes, passes)
-            if self._waiting_passes != waiting_passes:
-                return None
-            return num_tokens / (self._begun_tokens - begun_tokens)
+                if at_s > began_s + (1 - TOGETHER) * seconds:
+                    end_tokens, end_passes = tokens, passes
+                else:
+                    begun_tokens, waiting_passes = min(begun_tokens, tokens), min(waiting_passes, passes)
+            return None if end_passes != waiting_passes else num_tokens / (end_tokens - begun_tokens)
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

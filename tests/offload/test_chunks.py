@@ -109,9 +109,9 @@ def test_of_a_with_block_that_is_left_all_loads_are_named(rig: ChunkRig, copies:
     copies.hold("onload", 1)
     with rig.manager.request(TOKENS, TABLE[::-1], chunk_tokens=CHUNK) as request:
         assert request.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
-        assert request.loads == [] and len(rig.scheduler.in_flight()) == 2  # its save is none of these
-    under_way = [one._movement for one in rig.scheduler.in_flight()]
-    assert [load._movement for load in request.loads] == under_way != []
+        under_way = [one._movement for one in rig.scheduler.in_flight()]
+        assert request.loads == [] and {one.direction for one in under_way} == {"onload"}
+    assert [load._movement for load in request.loads] == under_way
     copies.go_on()
     for transfer in [*request.loads, *request.saves]:
         transfer.wait_over(WAIT_S)
@@ -142,7 +142,7 @@ def test_of_a_with_block_that_is_left_before_a_pass_its_save_is_cancelled(
 @pytest.mark.parametrize("together", [False, True])
 def test_prompts_in_turns_measure_the_model_and_not_each_other(together: bool) -> None:
     """A pass of one or of all: else a link that is slower than the model would seem to be quicker."""
-    block_s, num = 2e-3, 4
+    block_s, num = 8e-3, 4
     rig = ChunkRig(device_blocks=64, pause=lambda chunk: time.sleep(len(chunk) / SIZE * block_s / SPEC.num_layers))
     prompts = [[number] * (8 * SIZE) for number in range(num)]
     tables = [list(range(8 * number, 8 * number + 8)) for number in range(num)]

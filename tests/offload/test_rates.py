@@ -134,11 +134,16 @@ def test_passes_that_began_together_share_the_time_whoever_is_asked_last(rates: 
     rates.begin_pass(500, 1.0, waits=True)
     begun = [rates.begin_pass(100, 2.0 + 0.001 * number, waits=False) for number in range(num)]
     assert [rates.share_of(one, 100, 1.0) for one in begun] == [1 / num] * num
-    rates.begin_pass(100, 3.0, waits=True)
-    beside = rates.begin_pass(100, 3.01, waits=False)
+    shares = []
+    for number, one in enumerate(begun):  # and go on with the next one, which that pass did not have
+        shares.append(rates.share_of(one, 100, 0.98 - 0.001 * number))
+        rates.begin_pass(100, 2.98 + 0.001 * number, waits=number == 0)
+    assert shares == [1 / num] * num
+    rates.begin_pass(100, 9.0, waits=True)
+    beside = rates.begin_pass(100, 9.01, waits=False)
     assert rates.share_of(beside, 100, 1.0) is None  # the other one had to wait
     for number in range(300):  # as many as are remembered do no harm
-        last = rates.begin_pass(100, 4.0 + number, waits=False)
+        last = rates.begin_pass(100, 19.0 + number, waits=False)
     assert rates.share_of(last, 100, 1.0) == 1.0
 
 

@@ -337,7 +337,7 @@ def test_others_know_whether_a_pass_meanwhile_had_to_wait_for_loads(clock: Any, 
     log: list[Any] = []
     loads = (ChunkLoad(log, "load"),) if waits else ()
     manager = ChunkManager([HERE] * 4, [Step(piece_of(0, 2), loads)], log)  # type: ignore[arg-type]
-    begun = manager.rates.begin_pass(SIZE, 0.0, waits=False)
+    begun = manager.rates.begin_pass(SIZE, clock.now_s, waits=False)
     assert chunked(manager).next_chunk() == range(CHUNK)
     assert manager.rates.share_of(begun, SIZE, 1.0) == (None if waits else SIZE / (SIZE + CHUNK))
 
