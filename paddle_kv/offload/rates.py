@@ -248,13 +248,12 @@ class Rates:
         had to wait for loads meanwhile."""
         began_s, begun_tokens, waiting_passes = begun
         with self._lock:
-            end_tokens, end_passes = self._begun_tokens, self._waiting_passes
-            if end_tokens < begun_tokens + num_tokens:
-                return None  # these are other rates than the pass began with
+            end_tokens, end_passes, is_behind = self._begun_tokens, self._waiting_passes, True
             for at_s, tokens, passes in reversed(self._begun):
                 if at_s < began_s - TOGETHER * seconds:
                     break
-                if at_s > began_s + (1 - TOGETHER) * seconds:
+                is_behind &= at_s > began_s + (1 - TOGETHER) * seconds
+                if is_behind:
                     end_tokens, end_passes = tokens, passes
                 else:
                     begun_tokens, waiting_passes = min(begun_tokens, tokens), min(waiting_passes, passes)

@@ -60,6 +60,7 @@ class Request:
         self._handed_out: range | None = None  # what the model computes now
         self._since_s = 0.0
         self._begun = (0.0, 0, 0)
+        self._rates = manager._books.rates  # with which it was
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
         found = self._begin(how)
@@ -164,15 +165,15 @@ class Request:
 
     def _hand_out(self, tokens: range) -> range:
         self.start, self._handed_out, self._since_s = tokens.start, tokens, time.monotonic()
-        rates = self._manager._books.rates
-        self._begun = rates.begin_pass(len(tokens), self._since_s, waits=bool(self.loads))
+        self._rates = self._manager._books.rates
+        self._begun = self._rates.begin_pass(len(tokens), self._since_s, waits=bool(self.loads))
         return tokens
 
     def _note_computed(self) -> None:
         """What it took says how long others will take, unless the model had to wait for loads."""
         seconds = time.monotonic() - self._since_s
         if self._handed_out and not self.loads and seconds > 0:
-            share = self._manager._books.rates.share_of(self._begun, len(self._handed_out), seconds)
+            share = self._rates.share_of(self._begun, len(self._handed_out), seconds)
             if share is not None:
                 self._manager.observe_prefill(self._handed_out, seconds * share)
 

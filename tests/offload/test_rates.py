@@ -125,7 +125,16 @@ def test_passes_that_began_meanwhile_share_the_time(rates: Rates) -> None:
     assert [rates.share_of(*one) for one in ((first, 100, 3.0), (second, 300, 2.0))] == [None, None]
     last = rates.begin_pass(100, 4.0, waits=False)
     assert rates.share_of(last, 100, 1.0) == 1.0
-    assert Rates(1000, 16).share_of(last, 100, 1.0) is None  # of other rates
+
+
+def test_passes_of_several_threads_may_be_noted_in_another_order_than_they_began(rates: Rates) -> None:
+    rates.begin_pass(300, 1.0 + 1e-6, waits=True)  # began later, and was first
+    own = rates.begin_pass(100, 1.0, waits=False)
+    assert rates.share_of(own, 100, 1e-6) is None
+    assert rates.share_of(own, 100, 2.0) is None
+    own = rates.begin_pass(100, 5.0, waits=False)
+    rates.begin_pass(100, 6.0, waits=True)
+    assert rates.share_of(own, 100, 1.0) == 1.0
 
 
 @pytest.mark.parametrize("num", [2, 4, 8])
