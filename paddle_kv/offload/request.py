@@ -58,7 +58,6 @@ class Request:
         self._manager = manager
         self._num_tokens, self._table, self._block_size = num_tokens, list(table), block_size
         self._handed_out: range | None = None  # what the model computes now
-        self._since_s = 0.0
         self._begun = (0.0, 0, 0)
         self._rates = manager._books.rates  # with which it was
         self.loads: list[Transfer] = []
@@ -164,14 +163,14 @@ class Request:
         return self._hand_out(range(self.start, self._num_tokens))
 
     def _hand_out(self, tokens: range) -> range:
-        self.start, self._handed_out, self._since_s = tokens.start, tokens, time.monotonic()
+        self.start, self._handed_out = tokens.start, tokens
         self._rates = self._manager._books.rates
-        self._begun = self._rates.begin_pass(len(tokens), self._since_s, waits=bool(self.loads))
+        self._begun = self._rates.begin_pass(len(tokens), time.monotonic(), waits=bool(self.loads))
         return tokens
 
     def _note_computed(self) -> None:
         """What it took says how long others will take, unless the model had to wait for loads."""
-        seconds = time.monotonic() - self._since_s
+        seconds = time.monotonic() - self._begun[0]
         if self._handed_out and not self.loads and seconds > 0:
             share = self._rates.share_of(self._begun, len(self._handed_out), seconds)
             if share is not None:

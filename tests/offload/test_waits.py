@@ -31,6 +31,12 @@ def waits_of(
     return waits, rates.snapshot()
 
 
+def end_pass_s(num_blocks: int, end_blocks: int, aligned: bool) -> float:
+    """Of the first pass behind the prefix."""
+    room = CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS if aligned else CHUNK_BLOCKS
+    return float(min(end_blocks, room))
+
+
 def passed_s(compute_s: float, loads: list[tuple[float, float]]) -> float:
     """When a pass ends of which each layer begins when that layer of all loads is there; each has a beginning and an
     end."""
@@ -160,8 +166,7 @@ def test_loads_that_fit_into_the_pass_behind_them_cost_next_to_nothing(aligned: 
         num_blocks, end_blocks, load_s = rng.randint(1, 40), rng.randint(1, 12), rng.uniform(0.05, 1.5)
         waits, rates = waits_of(num_blocks, end_blocks, load_s=load_s, aligned=aligned)
         left = rng.randint(1, num_blocks)
-        room = CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS if aligned else CHUNK_BLOCKS
-        pass_s, layer_s = float(min(end_blocks, room)), left * load_s / LAYERS
+        pass_s, layer_s = end_pass_s(num_blocks, end_blocks, aligned), left * load_s / LAYERS
         behind_s = passed_s(pass_s, [(-rng.uniform(0.0, left * load_s), left * load_s)])
         if left * load_s <= pass_s:
             assert waits.is_loaded_sooner(rates, num_blocks - left, num_blocks, 0.0)
@@ -179,8 +184,7 @@ def test_a_load_of_all_that_is_left_is_sooner_than_to_compute_some_of_it_meanwhi
         num_blocks, end_blocks, load_s = rng.randint(1, 40), rng.randint(1, 12), rng.uniform(0.05, 1.5)
         waits, rates = waits_of(num_blocks, end_blocks, load_s=load_s, aligned=aligned)
         start, wait_s = rng.randint(0, num_blocks - 1), rng.choice([0.0, rng.uniform(0.0, 9.0)])
-        room = CHUNK_BLOCKS - num_blocks % CHUNK_BLOCKS if aligned else CHUNK_BLOCKS
-        pass_s, all_s = float(min(end_blocks, room)), (num_blocks - start) * load_s
+        pass_s, all_s = end_pass_s(num_blocks, end_blocks, aligned), (num_blocks - start) * load_s
         if all_s <= pass_s:
             continue
         loaded_s = passed_s(pass_s, [(wait_s, wait_s + all_s)])

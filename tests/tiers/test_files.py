@@ -1182,16 +1182,11 @@ def test_behind_a_read_that_hangs_others_are_read_together_and_leave_nothing(
     queued = threading.Event()
     monkeypatch.setattr(object_file, "read_ranges", slow)
     jobs = [Job([key], [20 + number]) for number, key in enumerate(keys(40))]
-    for job in jobs:
+    for number, job in enumerate(jobs):
         rig.tier.load([job])
-        if len(batches) < 2:
-            until = time.monotonic() + WAIT_S
-            while len(batches) <= min(1, jobs.index(job)) and time.monotonic() < until:
-                time.sleep(0.001)
+        until(lambda number=number: len(batches) > min(1, number))  # type: ignore[misc]
     queued.set()
-    until = time.monotonic() + WAIT_S
-    while sum(job.over for job in jobs) < 39 and time.monotonic() < until:
-        time.sleep(0.001)
+    until(lambda: sum(job.over for job in jobs) >= 39)
     assert (len(root._calls), root._num_reads, sum(job.over for job in jobs)) == (0, 0, 39)
     assert max(batches) > 8  # and not one by one
     hangs.set()
