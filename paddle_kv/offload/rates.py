@@ -244,8 +244,8 @@ class Rates:
 
     def share_of(self, begun: Begun, num_tokens: int, seconds: float) -> float | None:
         """What of the seconds since the pass over so many tokens began was that of the pass, and not of others that
-        began since, or shortly before, and not just now: prompts may be computed in turns, or in one pass. None: others
-        had to wait for loads meanwhile."""
+        began since, or shortly before, and not just now: prompts may be computed in turns, or in one pass. None: one of
+        them had to wait for loads."""
         began_s, begun_tokens, waiting_passes = begun
         with self._lock:
             end_tokens, end_passes, is_behind = self._begun_tokens, self._waiting_passes, True

@@ -165,13 +165,14 @@ class Request:
     def _hand_out(self, tokens: range) -> range:
         self.start, self._handed_out = tokens.start, tokens
         self._rates = self._manager._books.rates
-        self._begun = self._rates.begin_pass(len(tokens), time.monotonic(), waits=bool(self.loads))
+        waits = any(load.failed or not load.done() for load in self.loads)
+        self._begun = self._rates.begin_pass(len(tokens), time.monotonic(), waits=waits)
         return tokens
 
     def _note_computed(self) -> None:
         """What it took says how long others will take, unless the model had to wait for loads."""
         seconds = time.monotonic() - self._begun[0]
-        if self._handed_out and not self.loads and seconds > 0:
+        if self._handed_out and seconds > 0:
             share = self._rates.share_of(self._begun, len(self._handed_out), seconds)
             if share is not None:
                 self._manager.observe_prefill(self._handed_out, seconds * share)

@@ -168,6 +168,30 @@ def test_prompts_in_turns_measure_the_model_and_not_each_other(together: bool) -
     rig.close()
 
 
+def test_a_prompt_that_was_loaded_as_a_whole_does_not_keep_others_from_measuring_the_model(rig: ChunkRig) -> None:
+    block_s = 8e-3
+    rig.prefill(TOKENS[: 2 * CHUNK + 1], TABLE, chunk_tokens=CHUNK)
+    rig.scheduler.drain(WAIT_S)
+    know(rig.manager, None, None)
+    rig.pause = lambda chunk: time.sleep(len(chunk) / SIZE * block_s / SPEC.num_layers)
+    prompts, tables = [TOKENS, [99] * (3 * CHUNK)], [range(20, 40), range(40, 60)]
+    with contextlib.ExitStack() as stack:
+        requests = [
+            stack.enter_context(rig.manager.request(tokens, table, chunk_tokens=CHUNK, how="load"))
+            for tokens, table in zip(prompts, tables, strict=True)
+        ]
+        for load in requests[0].loads:
+            load.wait(WAIT_S)
+        assert requests[0].loads
+        for _ in range(3):
+            for request, tokens, table in zip(requests, prompts, tables, strict=True):
+                chunk = request.next_chunk(timeout_s=WAIT_S)
+                assert chunk is not None
+                rig.run(request, chunk, table, contents(tokens))
+    found_s = rig.manager.rates.compute_s(0, 1)
+    assert found_s is not None and 0.5 * block_s < found_s < 2.5 * block_s
+
+
 def test_a_load_that_several_chunks_read_is_waited_for_once(rig: ChunkRig, monkeypatch: pytest.MonkeyPatch) -> None:
     with rig.manager.request(TOKENS, TABLE, chunk_tokens=CHUNK) as request:
         made: Any = request

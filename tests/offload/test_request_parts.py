@@ -31,7 +31,10 @@ class Load:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.fails = False
+        self.fails = self.failed = self.over = False
+
+    def done(self) -> bool:
+        return self.over
 
     def wait(self, timeout_s: float | None) -> None:
         if self.fails:
@@ -202,7 +205,6 @@ class ChunkLoad(Load):
     def __init__(self, log: list[Any], name: str) -> None:
         super().__init__()
         self.log, self.name = log, name
-        self.failed = False
 
     def handle(self) -> ChunkLoad:
         return self
@@ -330,6 +332,34 @@ def test_what_begins_until_it_has_ended_is_among_its_loads(clock: Any, how: str)
         if how == "cancelled":
             request.cancel()
     assert list(request.loads) == [last]
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, CHUNK])
+@pytest.mark.parametrize("over", ["no", "in the middle", "before it", "failed"])
+def test_a_pass_waits_for_loads_that_are_not_over_when_it_begins(
+    clock: Any, over: str, chunk_tokens: int | None
+) -> None:
+    log: list[Any] = []
+    manager = ChunkManager([HERE] * 4, [], log)
+    if chunk_tokens is None:
+        request: Request = Request(manager, LONG_KEYS, LONG_TOKENS, LONG_TABLE, SIZE, "load")
+    else:
+        request = chunked(manager, "load")
+    load: Any = request.loads[0]
+    load.over, load.failed = over in ("before it", "failed"), over == "failed"
+    beside = manager.rates.begin_pass(SIZE, clock.now_s, waits=False)
+    chunk = request.next_chunk()
+    assert chunk is not None
+    if over == "failed":
+        assert chunk_tokens is None or chunk.start == 0  # of a chunk it was seen, and none of it is left
+    load.over = over != "no"
+    clock.now_s += 1.0
+    waits = over in ("no", "in the middle") or (over == "failed" and chunk_tokens is None)
+    share = None if waits else SIZE / (SIZE + len(chunk))
+    assert manager.rates.share_of(beside, SIZE, 1.0) == share
+    with contextlib.suppress(TransferError):
+        request.next_chunk()
+    assert ((chunk, pytest.approx(len(chunk) / (SIZE + len(chunk)))) in log) == (not waits)
 
 
 @pytest.mark.parametrize("waits", [False, True])
