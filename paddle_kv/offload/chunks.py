@@ -88,7 +88,6 @@ class ChunkedRequest(Request):
             raise ClosedError("the request was cancelled, or its with block was left; make another one")
         deadline = Deadline(timeout_s)
         self._note_computed()
-        self._handed_out = None
         if any(load.failed for load in self._used):
             self.wait(deadline.left_s())
         while not self._rest:

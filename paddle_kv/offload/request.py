@@ -14,6 +14,7 @@ from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
 from .found import BlockState
 from .lease import Lease
+from .rates import Begun
 from .weighing import is_load_sooner, to_bring
 
 
@@ -58,8 +59,8 @@ class Request:
         self._manager = manager
         self._num_tokens, self._table, self._block_size = num_tokens, list(table), block_size
         self._handed_out: range | None = None  # what the model computes now
-        self._begun = (0.0, 0, 0)
-        self._rates = manager._books.rates  # with which it was
+        self._begun: Begun | None = None  # its pass, until what that takes is noted
+        self._rates = manager._books.rates  # with which it began
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
         found = self._begin(how)
@@ -170,12 +171,15 @@ class Request:
         return tokens
 
     def _note_computed(self) -> None:
-        """What it took says how long others will take, unless the model had to wait for loads."""
-        seconds = time.monotonic() - self._begun[0]
-        if self._handed_out and seconds > 0:
-            share = self._rates.share_of(self._begun, len(self._handed_out), seconds)
-            if share is not None:
-                self._manager.observe_prefill(self._handed_out, seconds * share)
+        """What it took says how long others will take, unless the model had to wait for loads. Once: whoever calls
+        again has done something else since."""
+        begun, self._begun = self._begun, None
+        if begun is None or self._handed_out is None:
+            return
+        seconds = time.monotonic() - begun[0]
+        share = self._rates.share_of(begun, len(self._handed_out), seconds) if seconds > 0 else None
+        if share is not None:
+            self._manager.observe_prefill(self._handed_out, seconds * share)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is the first token that

@@ -158,6 +158,23 @@ def test_the_time_of_a_pass_is_learned_unless_it_has_waited_for_loads(monkeypatc
     assert learned("load", 0.5) == []
 
 
+@pytest.mark.parametrize("how", ["load", "compute"])
+def test_a_pass_is_learned_once_however_often_the_end_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
+    monkeypatch.setattr(module, "time", clock)
+    manager = Manager([HERE] * 4)
+    request = made(manager, how)
+    manager.load.over = True
+    manager.calls.clear()
+    request.next_chunk()
+    for _ in range(3):
+        clock.now_s += 0.5
+        assert request.next_chunk() is None
+    assert manager.calls == [(range(request.start, NUM_TOKENS), 0.5)]
+
+
 def test_without_chunks_all_that_is_left_is_one_pass() -> None:
     request = made(Manager([HERE] * 4), "load")
     left = NUM_TOKENS - 4 * SIZE
