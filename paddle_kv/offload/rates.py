@@ -37,7 +37,6 @@ LATE_FACTOR = 1.5  # a load is late behind so many times what was expected, or w
 LATE_S = 0.005  # ... and so many seconds, which threads need to wake up
 TOGETHER = 0.1  # of the time of a pass: what began so shortly before it is computed with it
 MOST_BEGUN = 256  # passes that are remembered
-Begun = tuple[float, int, int]  # when a pass began; the tokens of passes before it, and how many of them waited
 LEAST, MOST = 1e-30, 1e30  # of what is observed or set: nothing that follows from it overflows
 
 
@@ -48,6 +47,22 @@ class Standing(enum.Enum):
     PROBATION = "probation"
     TRUSTED = "trusted"
     RESTING = "resting"
+
+
+@dataclass(slots=True, eq=False)
+class Begun:
+    """A pass of the model that has begun.
+
+    Attributes:
+        at_s: when.
+        tokens, waiting: of the passes before it: the tokens, and how many of them waited for loads.
+        is_aborted: nobody knows how much of it was computed.
+    """
+
+    at_s: float
+    tokens: int
+    waiting: int
+    is_aborted: bool = False
 
 
 class Source:
@@ -236,28 +251,37 @@ class Rates:
     def begin_pass(self, num_tokens: int, now_s: float, *, waits: bool) -> Begun:
         """The model computes these tokens of a prompt next; ``waits``: for loads. What :meth:`share_of` takes."""
         with self._lock:
-            begun = now_s, self._begun_tokens, self._waiting_passes
+            begun = Begun(now_s, self._begun_tokens, self._waiting_passes)
             self._begun.append(begun)
             self._begun_tokens += num_tokens
             self._waiting_passes += waits
             return begun
 
+    def abort_pass(self, begun: Begun) -> None:
+        """Its prompt is aborted, and passes that share their time with it say nothing of the model. What it takes of
+        that depends on the server: one may not have come to it yet, or stop in the middle, or go on with it to the end
+        of the pass. To guess wrong may make the others twice as quick, or as slow, as they are."""
+        with self._lock:
+            begun.is_aborted = True
+
     def share_of(self, begun: Begun, num_tokens: int, seconds: float) -> float | None:
         """What of the seconds since the pass over so many tokens began was that of the pass, and not of others that
         began since, or shortly before, and not just now: prompts may be computed in turns, or in one pass. None: one of
-        them had to wait for loads."""
-        began_s, begun_tokens, waiting_passes = begun
+        them had to wait for loads, or was aborted."""
+        first_tokens, first_waiting = begun.tokens, begun.waiting
         with self._lock:
-            end_tokens, end_passes, is_behind = self._begun_tokens, self._waiting_passes, True
-            for at_s, tokens, passes in reversed(self._begun):
-                if at_s < began_s - TOGETHER * seconds:
+            end_tokens, end_waiting, is_behind = self._begun_tokens, self._waiting_passes, True
+            for one in reversed(self._begun):
+                if one.at_s < begun.at_s - TOGETHER * seconds:
                     break
-                is_behind &= at_s > began_s + (1 - TOGETHER) * seconds
+                is_behind &= one.at_s > begun.at_s + (1 - TOGETHER) * seconds
                 if is_behind:
-                    end_tokens, end_passes = tokens, passes
+                    end_tokens, end_waiting = one.tokens, one.waiting
+                elif one.is_aborted:
+                    return None
                 else:
-                    begun_tokens, waiting_passes = min(begun_tokens, tokens), min(waiting_passes, passes)
-            return None if end_passes != waiting_passes else num_tokens / (end_tokens - begun_tokens)
+                    first_tokens, first_waiting = min(first_tokens, one.tokens), min(first_waiting, one.waiting)
+            return None if end_waiting != first_waiting else num_tokens / (end_tokens - first_tokens)
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

@@ -176,10 +176,15 @@ class Request:
         begun, self._begun = self._begun, None
         if begun is None or self._handed_out is None:
             return
-        seconds = time.monotonic() - begun[0]
+        seconds = time.monotonic() - begun.at_s
         share = self._rates.share_of(begun, len(self._handed_out), seconds) if seconds > 0 else None
         if share is not None:
             self._manager.observe_prefill(self._handed_out, seconds * share)
+
+    def _abort_pass(self) -> None:
+        """The server may have computed it, or some of it, or nothing."""
+        if self._begun is not None:
+            self._rates.abort_pass(self._begun)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Behind the pass: whether its result is valid. If not, the load has failed: ``start`` is the first token that
@@ -211,6 +216,7 @@ class Request:
         """Cancels what has not begun of its transfers: for a prompt that is aborted. Behind ``wait_over`` of each the
         blocks may go to somebody else: to another request as they are, and to others behind ``mark_rewritten`` of the
         device cache, which a request calls for all blocks that its passes write."""
+        self._abort_pass()
         for transfer in [*self.loads, *self.saves]:
             transfer.cancel()
 
@@ -225,6 +231,7 @@ class Request:
             return
         for save in self.saves:
             if save.unmarked_layers:  # of a pass that was not run
+                self._abort_pass()
                 save.cancel()
 
 

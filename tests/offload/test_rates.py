@@ -156,6 +156,19 @@ def test_passes_that_began_together_share_the_time_whoever_is_asked_last(rates: 
     assert rates.share_of(last, 100, 1.0) == 1.0
 
 
+def test_a_pass_that_shared_its_time_with_one_that_was_aborted_says_nothing(rates: Rates) -> None:
+    early = rates.begin_pass(100, 0.0, waits=False)
+    first = rates.begin_pass(100, 1.0, waits=False)
+    aborted = rates.begin_pass(100, 1.05, waits=False)
+    own = rates.begin_pass(100, 1.1, waits=False)
+    late = rates.begin_pass(100, 3.0, waits=False)
+    assert rates.share_of(first, 100, 1.0) == rates.share_of(own, 100, 1.0) == 1 / 3
+    rates.abort_pass(aborted)
+    assert [rates.share_of(one, 100, 1.0) for one in (first, aborted, own)] == [None] * 3
+    assert rates.share_of(early, 100, 1.0) == rates.share_of(late, 100, 1.0) == 1.0  # with which it did not share
+    assert rates.share_of(first, 100, 0.05) == 1.0  # it began just then
+
+
 def test_saves_stand_for_loads_until_one_was_made(rates: Rates) -> None:
     rates.observe_save(1000, 0.5)
     assert rates.load_s(2) == pytest.approx(1.0) and rates.load_s(2, "tier") is None

@@ -404,6 +404,42 @@ def test_a_pass_beside_one_that_had_to_wait_says_nothing_of_the_model(clock: Any
     assert (range(CHUNK, 2 * CHUNK), 5.0) in log
 
 
+@pytest.mark.parametrize("chunk_tokens", [None, CHUNK])
+@pytest.mark.parametrize("how", ["cancelled", "raises", "left before it", "left behind it"])
+def test_beside_a_prompt_that_is_aborted_the_model_is_not_taken_for_quicker(
+    clock: Any, monkeypatch: pytest.MonkeyPatch, how: str, chunk_tokens: int | None
+) -> None:
+    """A pass of both takes two seconds, and one of the other alone takes one."""
+    log: list[Any] = []
+    manager = ChunkManager([], [], log)
+    monkeypatch.setattr(ChunkLoad, "unmarked_layers", range(4 if how == "left before it" else 0))
+    other = chunked(manager)
+
+    def learned_behind(seconds: float) -> list[float]:
+        clock.now_s += seconds
+        other.next_chunk()
+        return [entry[1] for entry in log if isinstance(entry[0], range)]
+
+    assert learned_behind(0.0) == []
+    if chunk_tokens is None:
+        request: Request = Request(manager, LONG_KEYS[:2], CHUNK, LONG_TABLE, SIZE, "compute")
+    else:
+        request = chunked(manager)
+    with contextlib.suppress(ZeroDivisionError), request:
+        request.next_chunk()
+        clock.now_s += 0.5
+        if how == "cancelled":
+            request.cancel()
+        if how == "raises":
+            raise ZeroDivisionError
+    if how == "left behind it":
+        assert learned_behind(1.5) == [1.0]
+        assert learned_behind(1.0) == [1.0] * 2
+    else:
+        assert learned_behind(0.5) == []
+        assert learned_behind(1.0) == [1.0]
+
+
 def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:
     log: list[Any] = []
     load, slow = ChunkLoad(log, "load"), ChunkLoad(log, "slow")
