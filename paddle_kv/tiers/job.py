@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ..lists import listed
@@ -71,6 +71,7 @@ class Job:
         self.started_s = 0.0
         self.kind = ""  # "store" or "load"
         self._observer = observer
+        self._tell_tier: Callable[[], object] | None = None  # that it is cancelled
         self._lock = threading.Lock()
         self._num_unknown = len(self.keys)
         self._held = len(self.keys) + 1  # blocks that the tier may touch; and until it is settled
@@ -80,6 +81,9 @@ class Job:
     def cancel(self) -> None:
         """What has not begun is dropped. May be called in the middle of anything."""
         self.cancelled = True
+        tell = self._tell_tier
+        if tell is not None:
+            tell()
 
     @property
     def observed(self) -> bool:
@@ -104,13 +108,15 @@ class Job:
         return sum(outcome not in (Outcome.DONE, withdrawn) for outcome in self.outcomes)
 
     # ---- what the tier calls ----
-    def begin(self, kind: str, num_stages: int, now_s: float) -> None:
+    def begin(self, kind: str, num_stages: int, now_s: float, cancelled: Callable[[], object] | None = None) -> None:
+        """``cancelled`` is called when it is cancelled before it is over, in the middle of anything."""
         if self.started_s:
             raise ValueError("the job was handed to a tier before; make another one")
         self.kind = kind
         self.started_s = now_s
         self.deadline = Deadline(self.timeout_s)
         self._arrived = [0] * num_stages
+        self._tell_tier = cancelled
 
     def stage_arrived(self, stage: int, stages: Sequence[range]) -> None:
         """Of one more block."""
@@ -155,6 +161,7 @@ class Job:
             if self._held:
                 return
             self.over = True
+        self._tell_tier = None
         self._tell("over")
         self.told = True
 

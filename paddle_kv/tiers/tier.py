@@ -232,14 +232,23 @@ class Tier:
 
     def _await(self, waiter: Waiter, waiters: list[Waiter], is_so: Callable[[], bool]) -> None:
         with self._lock:
+            waiters.append(waiter)  # before it is asked: what is cancelled without the lock looks for whom to tell
             if is_so():
-                waiter.release()
-            else:
-                waiters.append(waiter)
+                wake(waiters)
 
     def _is_unawaited(self) -> bool:
         """Under the lock: whether nobody waits for what is left, since its time is over or it was cancelled."""
         return all(job.settled or job.cancelled for job in self._jobs)
+
+    def _cancelled(self) -> None:
+        """A job was, in the middle of anything, also of what the lock is held for."""
+        if self._closers and self._process_id == os.getpid():
+            self.pool.domain.group.host.post(self._look_at_closers)
+
+    def _look_at_closers(self) -> None:
+        with self._lock:
+            if self._is_unawaited():
+                wake(self._closers)
 
     @property
     def reads_layerwise(self) -> bool:
@@ -258,11 +267,7 @@ class Tier:
         if self._closed or self._process_id != os.getpid():
             return
         deadline = Deadline(timeout_s)
-        is_unawaited = False
-        while not (is_unawaited or deadline.over):  # nobody tells when a job is cancelled
-            left_s = deadline.left_s()
-            wait_s = LET_GO_S / 4 if left_s is None else min(LET_GO_S / 4, left_s)
-            is_unawaited = self._wait(self._closers, self._is_unawaited, wait_s)
+        self._wait(self._closers, self._is_unawaited, timeout_s)
         with self._lock:
             left = list(self._jobs)
         for job in left:
@@ -372,7 +377,7 @@ class Tier:
         for job in jobs:
             with self._lock:
                 self.check_open()  # what begins behind a close would not be ended by it
-                job.begin(kind, len(self._stages[job.layerwise]), time.monotonic())
+                job.begin(kind, len(self._stages[job.layerwise]), time.monotonic(), self._cancelled)
                 self._jobs[job] = None
             items = items_of(job)
             dropped = range(len(items), len(job.keys))
@@ -459,8 +464,8 @@ class Tier:
                     self._finished.append(job)
                     if not self._closed:
                         os.eventfd_write(self._descriptor, 1)
-                if self._closers and self._is_unawaited():
-                    wake(self._closers)
+            if self._closers:
+                self._look_at_closers()
         if job.told:  # over alone is not enough: whoever waits for the tier finds what observers do at the end
             with self._lock:
                 self._jobs.pop(job, None)

@@ -67,6 +67,19 @@ def test_a_job_before_and_when_it_begins() -> None:
     assert heard.calls == []
 
 
+def test_its_tier_is_told_that_it_is_cancelled_until_it_is_over() -> None:
+    job, _ = made(1)
+    told: list[bool] = []
+    job.begin("load", 1, 1.0, lambda: told.append(job.cancelled))
+    job.cancel()
+    assert told == [True]
+    job.end([(0, Outcome.DROPPED)])
+    job.settle()
+    job.let_go()
+    job.cancel()
+    assert job.over and told == [True]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_layers_are_told_when_all_blocks_have_them_and_in_order(seed: int) -> None:
     rng = random.Random(seed)

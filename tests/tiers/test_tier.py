@@ -156,12 +156,12 @@ def test_a_deadline_while_the_tier_is_closed(rig: Rig) -> None:
     rig.tier.store([job])
     assert entered.wait(WAIT_S)
     rig.tier.engine.items.pop().ended(Outcome.DONE)  # type: ignore[attr-defined]
-    closing = threading.Thread(target=rig.tier.close, daemon=True)
-    closing.start()
+    thread = threading.Thread(target=rig.tier.close, daemon=True)
+    thread.start()
     until(lambda: rig.tier._deadlines._closed)
     go.set()
-    closing.join(5.0)
-    assert not closing.is_alive()
+    thread.join(5.0)
+    assert not thread.is_alive()
 
 
 # ---- closing while the engine has something ----
@@ -254,19 +254,84 @@ def test_what_ends_while_the_tier_is_closed_is_free(
     rig.pool.close()
 
 
+def closing(rig: Rig) -> threading.Thread:
+    thread = threading.Thread(target=rig.tier.close, daemon=True)
+    thread.start()
+    until(lambda: bool(rig.tier._closers))
+    return thread
+
+
 def test_a_job_that_is_cancelled_while_the_tier_is_closed_is_not_waited_for(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "LET_GO_S", 0.05)
+    """It tells the tier itself: also in the middle of what the tier does, as a finalizer may."""
+    monkeypatch.setattr(tier_module, "LET_GO_S", WAIT_S)  # nobody would look sooner
     job, item = begun(rig, "load", timeout_s=WAIT_S)
-    closing = threading.Thread(target=rig.tier.close, daemon=True)
-    closing.start()
-    until(lambda: bool(rig.tier._closers))
-    job.cancel()
-    closing.join(WAIT_S / 4)
-    assert not closing.is_alive()
+    other, its = begun(rig, "store", timeout_s=WAIT_S)
+    thread = closing(rig)
+    with rig.tier._lock:
+        job.cancel()
+    thread.join(0.1)
+    assert rig.tier._closers and not other.cancelled  # whose time is not over
+    other.cancel()
+    until(lambda: bool(rig.tier._drains))
+    assert not rig.tier._closers
+    item.ended(Outcome.DROPPED)
+    its.ended(Outcome.DROPPED)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    rig.pool.close()
+
+
+def test_while_a_tier_is_closed_nobody_looks_again_and_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
+    asked: list[bool] = []
+    is_unawaited = rig.tier._is_unawaited
+    monkeypatch.setattr(rig.tier, "_is_unawaited", lambda: asked.append(is_unawaited()) or asked[-1])
+    _, item = begun(rig, "store", timeout_s=WAIT_S)
+    thread = closing(rig)
+    thread.join(0.2)
+    assert asked == [False]
+    item.ended(Outcome.DONE)
+    thread.join(WAIT_S)
+    assert asked == [False, True] and not thread.is_alive()
+    rig.pool.close()
+
+
+def test_what_is_cancelled_before_somebody_could_be_told_is_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes the tier stands in the list before it asks."""
+    monkeypatch.setattr(tier_module, "LET_GO_S", 0.01)
+    job, item = begun(rig, "load", timeout_s=WAIT_S)
+    is_unawaited = rig.tier._is_unawaited
+
+    def cancels_behind_it() -> bool:
+        found = is_unawaited()
+        job.cancel()
+        return found
+
+    monkeypatch.setattr(rig.tier, "_is_unawaited", cancels_behind_it)
+    began_s = time.monotonic()
+    rig.tier.close()
+    assert time.monotonic() - began_s < WAIT_S / 4
     item.ended(Outcome.DROPPED)
     rig.pool.close()
+
+
+def test_in_a_forked_child_nobody_is_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks may be held there by threads that it has not."""
+    job, item = begun(rig, "load")
+    posted: list[Any] = []
+    monkeypatch.setattr(rig.pool.domain.group.host, "post", posted.append)
+    monkeypatch.setattr(rig.tier, "_closers", [None])
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tier, "_process_id", -1)
+        job.cancel()
+        assert not posted
+    job.cancel()
+    assert len(posted) == 1
+    monkeypatch.undo()
+    item.ended(Outcome.DROPPED)
+    rig.close()
 
 
 def test_nothing_begins_behind_a_close(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,15 +353,13 @@ def test_nothing_begins_behind_a_close(rig: Rig, monkeypatch: pytest.MonkeyPatch
 
 def test_a_tier_waits_for_what_still_has_time(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     job, item = begun(rig, "store", timeout_s=WAIT_S)
-    closing = threading.Thread(target=rig.tier.close, daemon=True)
-    closing.start()
-    until(lambda: bool(rig.tier._closers))
-    closing.join(0.1)
-    assert closing.is_alive()
+    thread = closing(rig)
+    thread.join(0.1)
+    assert thread.is_alive()
     assert item.buffers() is not None
     item.ended(Outcome.DONE)
-    closing.join(WAIT_S)
-    assert not closing.is_alive()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
     assert job.done
     assert not caplog.records
     rig.pool.close()
