@@ -282,6 +282,14 @@ class Books:
         self.counts["dropped_save_blocks"] += 0 if takes else num_blocks
         return takes
 
+    def save_chunk(
+        self, written: list[int], keys: list[bytes], device_ids: list[int], loads: list[Transfer], compute: Stream
+    ) -> Transfer | None:
+        """A pass writes the blocks ``written`` next, and fills those of the keys, which are saved layer by layer; None:
+        they are dropped. All of it in one section, since it is done for each chunk while the model waits."""
+        self.scheduler.device_cache.domain.mark_rewritten(written)
+        return self.save(keys, device_ids, loads, True, compute) if self.takes_saves(len(keys)) else None
+
     def evict(self, num_blocks: int) -> int:
         self.settle()
         return self.directory.evict(num_blocks)

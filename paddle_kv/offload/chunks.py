@@ -144,16 +144,19 @@ class ChunkedRequest(Request):
 
     def _save_chunk(self, tokens: range) -> None:
         """The blocks that it fills."""
-        self._note_written(tokens)
-        size = self._block_size
-        first, stop = tokens.start // size, min(tokens.stop // size, len(self.hashes))
-        wanted = [number for number in range(first, stop) if self._is_to_be_saved(number)]
-        save = None
-        books = self._manager._books
-        if wanted and change(books, functools.partial(books.takes_saves, len(wanted))):
-            hashes, ids = [self.hashes[number] for number in wanted], [self._table[number] for number in wanted]
-            save = self._manager.blocks_full(hashes, ids, layerwise=True, computed_from=self._used)
-        self.saves = [] if save is None else [save]
+        size, manager = self._block_size, self._manager
+        full = range(tokens.start // size, min(tokens.stop // size, len(self.hashes)))
+        wanted = [number for number in full if self._is_to_be_saved(number)] if manager.write_through else []
+        self.saves = []
+        if not wanted:
+            self._note_written(tokens)
+            return
+        hashes, ids = [self.hashes[number] for number in wanted], [self._table[number] for number in wanted]
+        compute = manager._scheduler.compute_stream(None)  # of this thread
+        start = functools.partial(manager._books.save_chunk, self._blocks_of(tokens), hashes, ids, self._used, compute)
+        save = change(manager._books, start)
+        if save is not None:
+            self.saves = [manager._scheduler.check_started(save)]
         self._all_saves += self.saves
 
     def _is_to_be_saved(self, number: int) -> bool:

@@ -102,8 +102,11 @@ class Request:
     def _note_written(self, tokens: range) -> None:
         """The next pass writes their blocks, whatever a load has left in them: of this prompt, or of another one that
         had them before and was aborted."""
-        first, stop = tokens.start // self._block_size, -(-tokens.stop // self._block_size)
-        self._manager.device_cache.mark_rewritten(self._table[first:stop])
+        self._manager.device_cache.mark_rewritten(self._blocks_of(tokens))
+
+    def _blocks_of(self, tokens: range) -> list[int]:
+        """On the device, also of some of their tokens alone."""
+        return self._table[tokens.start // self._block_size : -(-tokens.stop // self._block_size)]
 
     def _save(self, found: int) -> None:
         self._note_written(range(found * self._block_size, self._num_tokens))

@@ -168,6 +168,24 @@ def test_saves_are_taken_while_those_on_their_way_are_soon_through(
     assert books.counts["dropped_save_blocks"] == (0 if takes else 6)
 
 
+@pytest.mark.parametrize("takes", [True, False])
+def test_what_a_chunk_writes_is_usable_also_where_its_save_is_dropped(
+    rig: Rig, manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch, takes: bool
+) -> None:
+    books, domain = manager._books, rig.cache.domain
+    monkeypatch.setattr(books, "takes_saves", lambda num_blocks: takes and num_blocks == 2)
+    domain._poisoned[[4, 1, 8, 3]] = True
+    domain._why_poisoned.update(dict.fromkeys([4, 1, 8, 3], "lost"))
+    load, compute = manager.onload([], []), manager._scheduler.compute_stream(None)
+    save = change(books, lambda: books.save_chunk([4, 1, 8], hashes(2), [4, 1], [load], compute))
+    assert domain.poisoned(range(9)) == [3]
+    assert (save is not None) == takes
+    if save is not None:
+        assert save.layerwise and list(save.plan.device_ids) == [4, 1]
+        assert save._movement.computed_from == (load._movement,)
+        save.cancel()
+
+
 def test_what_a_transfer_took_is_learned_once_it_is_known(
     manager: KVOffloadManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

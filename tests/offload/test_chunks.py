@@ -18,6 +18,7 @@ from paddle_kv import CancelledError
 from paddle_kv.offload import chunks
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine
+from paddle_kv.tracking.group import MemoryGroup
 from tests.offload.chunk_clauses import Stalling
 from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig, contents, know, until
 from tests.schedule.rig import Copies
@@ -39,6 +40,38 @@ def test_without_anything_found_each_chunk_is_computed_once(rig: ChunkRig) -> No
     assert chunks == [range(start, min(start + CHUNK, len(TOKENS))) for start in range(0, len(TOKENS), CHUNK)]
     rig.check_books()
     assert rig.manager.stats()["saved_blocks"] == 10
+
+
+def test_a_chunk_with_its_save_is_one_section(rig: ChunkRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one takes as long as a tenth of all that a chunk takes."""
+    sections: list[Any] = []
+    run = MemoryGroup.run
+
+    def counted(group: MemoryGroup, function: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            sections.append(function)
+        return run(group, function)
+
+    monkeypatch.setattr(MemoryGroup, "run", counted)
+    with rig.manager.request(TOKENS, TABLE, chunk_tokens=CHUNK) as request:
+        for start in (0, CHUNK):
+            sections.clear()
+            assert request.next_chunk(timeout_s=WAIT_S) == range(start, start + CHUNK)
+            assert len(sections) == 1 and len(request.saves) == 1
+            request.saves[0].cancel()
+
+
+def test_with_write_back_a_chunk_saves_nothing() -> None:
+    rig = ChunkRig(write_through=False)
+    domain = rig.cache.domain
+    domain._poisoned[TABLE] = True
+    domain._why_poisoned.update(dict.fromkeys(TABLE, "lost"))
+    with rig.manager.request(TOKENS, TABLE, chunk_tokens=CHUNK) as request:
+        assert request.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
+        assert request.saves == []
+        assert domain.poisoned(TABLE) == TABLE[2:]
+    rig.check_books()
+    rig.close()
 
 
 def test_what_is_there_is_not_computed(rig: ChunkRig, copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_a_chunk_whose_save_could_not_begin_is_handed_out_again(rig: ChunkRig, m
     computed = []
     with rig.manager.request(TOKENS, TABLE, chunk_tokens=2 * SIZE) as request:
         with monkeypatch.context() as patch:
-            patch.setattr(rig.manager, "blocks_full", _raise)
+            patch.setattr(rig.manager._books, "save_chunk", _raise)
             with pytest.raises(MemoryError):
                 request.next_chunk(timeout_s=WAIT_S)
         while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:

@@ -50,6 +50,8 @@ class Load:
 class Manager:
     """Writes down what it is asked for."""
 
+    write_through = True
+
     def __init__(self, states: list[BlockState]) -> None:
         self.states = states
         self.rates = Rates(1000, SIZE, lambda: 0.0)
@@ -159,9 +161,7 @@ def test_the_time_of_a_pass_is_learned_unless_it_has_waited_for_loads(monkeypatc
 
 
 @pytest.mark.parametrize("how", ["load", "compute"])
-def test_a_pass_is_learned_once_however_often_the_end_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_a_pass_is_learned_once_however_often_the_end_is_asked_for(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     clock = SimpleNamespace(monotonic=lambda: clock.now_s, now_s=100.0)
     monkeypatch.setattr(module, "time", clock)
     manager = Manager([HERE] * 4)
@@ -252,7 +252,7 @@ class ChunkManager(Manager):
         self.log = log
         self.takes = True
         self.device_cache.mark_rewritten = lambda ids: log.append(("rewritten", ids))
-        self._scheduler = SimpleNamespace(compute_stream=lambda _: "stream")
+        self._scheduler = SimpleNamespace(compute_stream=lambda _: "stream", check_started=self._check_started)
         self.meeting = SimpleNamespace(
             next=lambda books: steps.pop(0),
             lost_blocks=set(),
@@ -263,7 +263,7 @@ class ChunkManager(Manager):
             rates=self.rates,
             begin_meeting=self._begin,
             end_meeting=lambda meeting: log.append("end"),
-            takes_saves=self._takes,
+            save_chunk=self._save_chunk,
         )
 
     def _lookup(self, hashes: list[bytes], num_tokens: int, *, joins: bool) -> Any:
@@ -277,9 +277,16 @@ class ChunkManager(Manager):
         self.log.append((table, [(piece.start, piece.stop) for piece in pieces], compute, tokens, chunk))
         return self.meeting
 
-    def _takes(self, num_blocks: int) -> bool:
-        self.log.append(("takes", num_blocks))
-        return self.takes
+    def _save_chunk(self, written: list[int], hashes: list[bytes], ids: list[int], loads: Any, compute: Any) -> Any:
+        self.device_cache.mark_rewritten(written)
+        self.log.append(("takes", len(hashes)))
+        assert compute == "stream"
+        return self.blocks_full(hashes, ids, layerwise=True, computed_from=loads) if self.takes else None
+
+    def _check_started(self, save: Any) -> Any:
+        if self.refuses:
+            raise TransferError("no copy could begin")
+        return save
 
     def onload(self, hashes: list[bytes], ids: list[int]) -> Any:
         return ChunkLoad(self.log, "load")
@@ -337,6 +344,18 @@ def test_a_chunk_whose_save_cannot_begin_is_handed_out_by_the_next_call(clock: A
         patch.setattr(manager, "blocks_full", lambda *_, **__: 1 // 0)  # a policy raises
         request.next_chunk(SIZE)
     assert request.next_chunk(SIZE) == range(CHUNK, CHUNK + SIZE)
+
+
+def test_a_chunk_of_whose_save_no_copy_could_begin_raises_and_has_no_save(clock: Any) -> None:
+    manager = ChunkManager([], [], [])
+    request = chunked(manager)
+    assert request.next_chunk() == range(CHUNK) and request.saves
+    manager.refuses = True
+    with pytest.raises(TransferError, match="no copy could begin"):
+        request.next_chunk()
+    assert request.saves == []
+    manager.refuses = False
+    assert request.next_chunk() == range(CHUNK, 2 * CHUNK)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "left"])
