@@ -27,7 +27,7 @@ from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
 from .rates import LINK, TIER, Rates
 from .waits import Waits
-from .weighing import tier_blocks_of, weigh
+from .weighing import weigh
 
 MOST_READING = 4  # pieces of one prompt that are read from the tier at a time
 LATE_S = 1e-3  # behind the time at which a load is late somebody looks
@@ -76,7 +76,9 @@ class Bringing:
         self.lost_blocks: set[int] = set()
         num_layers = books.scheduler.device_cache.spec.num_layers
         self._waits = Waits(len(keys), num_tokens, chunk_tokens, num_layers)
-        worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers)
+        worth, tier_blocks = weigh(
+            rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers
+        )
         for piece in pieces:
             piece.tier_blocks = states[piece.start : piece.stop].count(BlockState.TIER)
             if piece.tier_blocks:
@@ -89,7 +91,7 @@ class Bringing:
         self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
         self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
-            self._below = _last_of(self._below, tier_blocks_of(worth, states)) or self._below[-1:]
+            self._below = _last_of(self._below, tier_blocks) or self._below[-1:]
         if worth.choice == "compute" and not math.isinf(worth.load_s):
             self._here = self._here[-1:]  # now and then, so that it is heard of when the link is quicker again
         self._reading: dict[Piece, Prefetch] = {}

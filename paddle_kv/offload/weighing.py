@@ -16,36 +16,29 @@ TRY_S = 30.0
 
 def weigh(
     rates: Rates, states: Sequence[BlockState], *, num_tokens: int, chunk_tokens: int, num_layers: int
-) -> Decision:
-    """Of the first blocks of a prompt, which were found there, and are not loaded yet.
+) -> tuple[Decision, int]:
+    """Of the first blocks of a prompt, which were found there, and are not loaded yet; and how many blocks of the tier
+    are to be loaded by that: the last ones, wherever they stand.
 
     Those of host memory and those of the tier count as if each were together, in the order in which the first ones are:
     where they alternate, that is not quite so.
     """
-    host, tier = _together(states)
-    return best_way(
+    stop, in_tier = len(states), states.count(BlockState.TIER)
+    host, tier = (0, stop - in_tier), (stop - in_tier, stop)
+    if states and states[0] is BlockState.TIER:
+        host, tier = (in_tier, stop), (0, in_tier)
+    worth = best_way(
         rates.snapshot(),
-        Prompt(host, tier, max(host[1], tier[1]) * rates.block_tokens, num_tokens),
+        Prompt(host, tier, stop * rates.block_tokens, num_tokens),
         chunk_tokens=chunk_tokens,
         num_layers=num_layers,
     )
-
-
-def tier_blocks_of(worth: Decision, states: Sequence[BlockState]) -> int:
-    """How many blocks of the tier are to be loaded by that: the last ones, wherever they stand."""
-    return _together(states)[1][1] - worth.tier_first
-
-
-def _together(states: Sequence[BlockState]) -> tuple[tuple[int, int], tuple[int, int]]:
-    stop, in_tier = len(states), states.count(BlockState.TIER)
-    if states and states[0] is BlockState.TIER:
-        return (in_tier, stop), (0, in_tier)
-    return (0, stop - in_tier), (stop - in_tier, stop)
+    return worth, tier[1] - worth.tier_first
 
 
 def is_load_sooner(rates: Rates, states: Sequence[BlockState], num_tokens: int, num_layers: int) -> bool:
     """Whether a model that computes the prompt in one pass should wait for these blocks of host memory."""
-    worth = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=num_tokens, num_layers=num_layers)
+    worth, _ = weigh(rates, states, num_tokens=num_tokens, chunk_tokens=num_tokens, num_layers=num_layers)
     if worth.load_s < (1 - LEAST_GAIN) * worth.compute_s:
         return True
     # Nothing else would find out that a link which has failed works again.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,4 +207,8 @@ def wait_as_long_as_computing(bench: Bench, meeting: Meeting) -> None:
 
 
 def worth(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
-    monkeypatch.setattr(bringing, "weigh", lambda *_, **__: SimpleNamespace(**fields))
+    def weigh(rates: Any, states: Sequence[BlockState], **_: Any) -> tuple[Any, int]:
+        tier_stop = states.count(BlockState.TIER) if states[0] is BlockState.TIER else len(states)
+        return SimpleNamespace(**fields), tier_stop - fields["tier_first"]
+
+    monkeypatch.setattr(bringing, "weigh", weigh)

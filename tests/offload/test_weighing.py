@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
 from paddle_kv.offload.decision import Decision, Prompt, decide
 from paddle_kv.offload.found import BlockState
 from paddle_kv.offload.rates import LINK, TIER, Rates
-from paddle_kv.offload.weighing import LEAST_GAIN, TRY_BLOCKS, TRY_S, is_load_sooner, tier_blocks_of, to_bring, weigh
+from paddle_kv.offload.weighing import LEAST_GAIN, TRY_BLOCKS, TRY_S, is_load_sooner, to_bring, weigh
 
 BLOCK_BYTES, BLOCK_TOKENS, LINK_S, TIER_S = 1000, 16, 0.01, 0.02
 HOST, BELOW = BlockState.PRESENT, BlockState.TIER
@@ -40,8 +39,8 @@ def rates(
     return found
 
 
-def weighed(states: list[BlockState]) -> Decision:
-    return weigh(rates(), states, num_tokens=len(states) * 16 + 16, chunk_tokens=16, num_layers=1)
+def weighed(states: list[BlockState], tier_s: float = TIER_S) -> tuple[Decision, int]:
+    return weigh(rates(tier_s=tier_s), states, num_tokens=len(states) * 16 + 16, chunk_tokens=16, num_layers=1)
 
 
 # ---- weigh ----
@@ -61,32 +60,35 @@ def test_blocks_of_each_kind_count_as_if_they_were_together(
     states: list[BlockState], host: tuple[int, int], tier: tuple[int, int]
 ) -> None:
     prompt = Prompt(host, tier, 16 * len(states), 16 * len(states) + 16)
-    assert weighed(states) == decide(rates().snapshot(), prompt, chunk_tokens=16, num_layers=1)
+    assert weighed(states)[0] == decide(rates().snapshot(), prompt, chunk_tokens=16, num_layers=1)
 
 
 def test_the_end_of_the_prompt_begins_behind_all_that_was_found() -> None:
-    found = weighed([HOST, HOST, BELOW])  # three blocks and an end of one
+    found, _ = weighed([HOST, HOST, BELOW])  # three blocks and an end of one
     assert found.compute_s == pytest.approx(4.0) and found.choice == "load"
     assert (found.host_first, found.tier_first) == (0, 2)
     assert found.load_s == pytest.approx(1.0 + TIER_S + LINK_S)  # of the tier, and over the link
-    assert weighed([BELOW, HOST, HOST]).load_s == pytest.approx(1.0 + max(TIER_S + LINK_S, 3 * LINK_S))
+    assert weighed([BELOW, HOST, HOST])[0].load_s == pytest.approx(1.0 + max(TIER_S + LINK_S, 3 * LINK_S))
 
 
 @pytest.mark.parametrize(
-    ("states", "starts", "blocks"),
+    ("states", "tier_s", "first", "blocks"),
     [
-        ([HOST, BELOW] * 3, (0, 4), 2),
-        ([BELOW, HOST] * 3, (3, 1), 2),
-        ([HOST, HOST], (1, 2), 0),
-        ([BELOW, BELOW], (2, 0), 2),
-        ([], (0, 0), 0),
+        ([HOST, BELOW] * 3, 0.9, 4, 2),
+        ([BELOW, HOST] * 3, 0.5, 1, 2),
+        ([BELOW, HOST] * 3, 2.0, 2, 1),
+        ([BELOW] * 4, 0.5, 1, 3),
+        ([BELOW] * 4, TIER_S, 0, 4),
+        ([HOST] * 4 + [BELOW] * 4, 2.0, 7, 1),
+        ([HOST, HOST], TIER_S, 2, 0),
+        ([], TIER_S, 0, 0),
     ],
 )
 def test_of_the_tier_the_last_blocks_are_loaded_wherever_they_stand(
-    states: list[BlockState], starts: tuple[int, int], blocks: int
+    states: list[BlockState], tier_s: float, first: int, blocks: int
 ) -> None:
-    worth = replace(weighed(states), host_first=starts[0], tier_first=starts[1])
-    assert tier_blocks_of(worth, states) == blocks
+    worth, tier_blocks = weighed(states, tier_s)
+    assert (worth.tier_first, tier_blocks) == (first, blocks)
 
 
 # ---- is_load_sooner ----
@@ -106,7 +108,7 @@ def test_a_gain_of_less_than_a_hundredth_is_no_reason_to_wait() -> None:
         known = Rates(1, 96, Clock())
         known.set_load(LINK, 1 / link_s)
         known.set_prefill(1.0)
-        worth = weigh(known, [HOST], num_tokens=100, chunk_tokens=100, num_layers=1)
+        worth, _ = weigh(known, [HOST], num_tokens=100, chunk_tokens=100, num_layers=1)
         assert worth.compute_s == pytest.approx(100.0) and worth.load_s == pytest.approx(link_s + 4)
         assert is_load_sooner(known, [HOST], 100, 1) is sooner
 
