@@ -60,7 +60,7 @@ class Request:
         self._num_tokens, self._table, self._block_size = num_tokens, list(table), block_size
         self._handed_out: range | None = None  # what the model computes now
         self._begun: Begun | None = None  # its pass, until what that takes is noted
-        self._rates = manager._books.rates  # with which it began
+        self._rates = manager._books.rates
         self.loads: list[Transfer] = []
         self.saves: list[Transfer] = []
         found = self._begin(how)
@@ -168,7 +168,6 @@ class Request:
 
     def _hand_out(self, tokens: range) -> range:
         self.start, self._handed_out = tokens.start, tokens
-        self._rates = self._manager._books.rates
         waits = any(load.failed or not load.done() for load in self.loads)
         self._begun = self._rates.begin_pass(len(tokens), time.monotonic(), waits=waits)
         return tokens

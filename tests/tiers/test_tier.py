@@ -317,11 +317,15 @@ def test_what_is_cancelled_before_somebody_could_be_told_is_seen(rig: Rig, monke
     rig.pool.close()
 
 
-def test_in_a_forked_child_nobody_is_told(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Locks may be held there by threads that it has not."""
+def test_where_nobody_closes_the_tier_and_in_a_forked_child_nobody_is_told(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a child locks may be held by threads that it has not."""
     job, item = begun(rig, "load")
     posted: list[Any] = []
     monkeypatch.setattr(rig.pool.domain.group.host, "post", posted.append)
+    job.cancel()
+    assert not posted
     monkeypatch.setattr(rig.tier, "_closers", [None])
     with monkeypatch.context() as patch:
         patch.setattr(rig.tier, "_process_id", -1)
