@@ -20,6 +20,15 @@ constexpr int kTold = 0, kNotInTime = 1, kInterrupted = 2, kElsewhere = 3;  // w
   throw PythonError();
 }
 
+// What is raised already is raised once more, whatever the call raises.
+template <class Call>
+void KeepingError(Call call) {
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  call();
+  PyErr_Restore(type, value, traceback);
+}
+
 Py_ssize_t AppendArray(PyObject* from, std::vector<std::int64_t>* to) {
   PythonBuffers held;
   const Py_buffer* const array = held.TryTake(from, PyBUF_ND);
@@ -49,6 +58,15 @@ const std::int64_t* IdsIn(PyObject* object, PythonBuffers* held, std::int64_t* c
   if (ids == nullptr) throw PythonError();
   if (ids->ndim != 1 || ids->itemsize != sizeof(std::int64_t)) Refuse("ids of int64 in one dimension are expected");
   *count = ids->shape[0];
+  return static_cast<const std::int64_t*>(ids->buf);
+}
+
+const std::int64_t* IdsInBytes(PyObject* object, PythonBuffers* held, std::int64_t* count) {
+  constexpr auto kIdBytes = static_cast<Py_ssize_t>(sizeof(std::int64_t));
+  const Py_buffer* const ids = held->TryTake(object, PyBUF_SIMPLE);
+  if (ids == nullptr) throw PythonError();
+  if (ids->len % kIdBytes != 0) Refuse("bytes of int64 are expected");
+  *count = ids->len / kIdBytes;
   return static_cast<const std::int64_t*>(ids->buf);
 }
 
@@ -98,6 +116,82 @@ PyObject* Submit(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const int result = function(&of.transfer);
     if (state != nullptr) PyEval_RestoreThread(state);
     return PyLong_FromLong(result);
+  });
+}
+
+// Whether the object has that attribute with that value, as the caller saw it.
+bool IsStill(PyObject* object, const char* name, PyObject* value) {
+  PyObject* const found = PyObject_GetAttrString(object, name);
+  if (found == nullptr) throw PythonError();
+  const int is_equal = PyObject_RichCompareBool(found, value, Py_EQ);
+  Py_DECREF(found);
+  if (is_equal < 0) throw PythonError();
+  return is_equal != 0;
+}
+
+// Who has to know of a transfer that is alone, from the moment on in which it is submitted.
+struct Knowing {
+  PyObject *reports, *token, *report, *group, *sections, *alone;
+
+  bool IsGroupAsItWas() const {
+    return IsStill(group, "sections", sections) && IsStill(group, "_inside", Py_None) &&
+           IsStill(group, "alone", Py_None);
+  }
+  void Tell() const {
+    if (PyDict_SetItem(reports, token, report) != 0) throw PythonError();
+    if (PyObject_SetAttrString(group, "alone", alone) == 0) return;
+    KeepingError([&] { PyDict_DelItem(reports, token); });
+    throw PythonError();
+  }
+  void TakeBack() const {
+    if (PyObject_SetAttrString(group, "alone", Py_None) != 0) PyErr_Clear();
+    if (PyDict_DelItem(reports, token) != 0) PyErr_Clear();
+  }
+};
+
+// Does not let go of the interpreter's lock: no other thread, and no handler of a signal, finds half of it.
+PyObject* SubmitAlone(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  return GuardedFromPython([&]() -> PyObject* {
+    constexpr std::int64_t kCompute = 0, kStart = 1, kFirstGroup = 2;  // among the events
+    if (count != 21) Refuse("submit_alone takes 21 arguments");
+    const auto submit = reinterpret_cast<int (*)(const PaddleKvTransfer*)>(IntegerIn(given[0]));
+    const auto is_capturing = reinterpret_cast<int (*)(int, std::int64_t)>(IntegerIn(given[1]));
+    const auto record = reinterpret_cast<int (*)(int, std::int64_t, std::int64_t)>(IntegerIn(given[2]));
+    PaddleKvTransfer transfer = {};
+    PythonBuffers held;
+    std::int64_t host_count = 0;
+    transfer.plan = IntegerIn(given[3]);
+    transfer.direction = IntegerIn(given[4]);
+    transfer.engine = IntegerIn(given[5]);
+    transfer.device_ids = IdsInBytes(given[6], &held, &transfer.block_count);
+    transfer.host_ids = IdsInBytes(given[7], &held, &host_count);
+    if (host_count != transfer.block_count) Refuse("as many device ids as host ids are expected");
+    transfer.end_layer = IntegerIn(given[8]);
+    transfer.layers_per_event = IntegerIn(given[9]);
+    std::vector<std::int64_t> events;
+    const Py_ssize_t groups = AppendIntegers(given[10], &events) - kFirstGroup;
+    const bool has_layers = transfer.end_layer > 0 && transfer.layers_per_event > 0;
+    if (!has_layers || groups != (transfer.end_layer - 1) / transfer.layers_per_event + 1) {
+      Refuse("events of the compute stream, of the start and of each group are expected");
+    }
+    std::vector<std::int64_t> waits_per_group(groups);
+    waits_per_group.front() = 1;
+    transfer.waits_per_group = waits_per_group.data();
+    transfer.wait_events = &events[kCompute];
+    transfer.start_event = events[kStart];
+    transfer.record_events = &events[kFirstGroup];
+    transfer.stream = IntegerIn(given[11]);
+    transfer.token = IntegerIn(given[12]);
+    const auto device = static_cast<int>(IntegerIn(given[13]));
+    const std::int64_t compute = IntegerIn(given[14]);
+    transfer.watch = IntegerIn(given[16]);
+    const Knowing knowing = {given[15], given[16], given[17], given[18], given[19], given[20]};
+    // 0: not captured. Before anything else is done with the stream: it would break the capture.
+    if (!knowing.IsGroupAsItWas() || is_capturing(device, compute) != 0) return PyBool_FromLong(0);
+    knowing.Tell();
+    const bool is_submitted = record(device, events[kCompute], compute) >= 0 && submit(&transfer) >= 0;
+    if (!is_submitted) knowing.TakeBack();
+    return PyBool_FromLong(is_submitted);
   });
 }
 
@@ -157,15 +251,6 @@ PyObject* WaitStream(PyObject*, PyObject* const* given, Py_ssize_t count) {
     }
     return PyLong_FromLong(result);
   });
-}
-
-// What is raised already is raised once more, whatever the call raises.
-template <class Call>
-void KeepingError(Call call) {
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  call();
-  PyErr_Restore(type, value, traceback);
 }
 
 struct Hearing {
@@ -229,6 +314,8 @@ void* paddle_kv_queue_functions() {
   using namespace paddle_kv;
   static PyMethodDef methods[] = {
       {"submit", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Submit)), METH_FASTCALL, nullptr},
+      {"submit_alone", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&SubmitAlone)), METH_FASTCALL,
+       nullptr},
       {"submit_by_marks", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&SubmitByMarks)), METH_FASTCALL,
        nullptr},
       {"ask", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&Ask)), METH_FASTCALL, nullptr},

@@ -41,6 +41,13 @@ def expect(report: Callable[[], Later | None]) -> int:
     return token
 
 
+def place() -> tuple[dict[int, Callable[[], Later | None]], int]:
+    """Where a report is put for which the library watches, and under which token: by the call that has it watched."""
+    if _thread is None:
+        _start()
+    return _reports, next(_tokens)
+
+
 def forget(token: int) -> None:
     """Nobody watches for it."""
     del _reports[token]

@@ -152,11 +152,20 @@ class CupyBackend:
             runtime.eventDestroy(self._idle_events.pop())
 
     def compute_stream(self, stream: Any) -> int:
-        named, handle = self._named
-        if stream is None or stream is not named:
+        known = self._known_stream(stream)
+        if known is None:
             return self._look_up(stream)
-        self._check_not_captured(handle)
-        return handle
+        self._check_not_captured(known)
+        return known
+
+    def _known_stream(self, stream: Any) -> int | None:
+        """The handle, where nothing has to be done for it: the stream that was named last, or Paddle's current one."""
+        if stream is not None:
+            named, handle = self._named
+            return handle if stream is named else None
+        if runtime.getDevice() != self._device_id or streams.cupy_stream() is not None:
+            return None
+        return streams.paddle_stream(self._device_id)
 
     @_on_device
     def _look_up(self, stream: Any) -> int:
@@ -194,6 +203,33 @@ class CupyBackend:
             completions.forget(work.watch)
             raise
         return work.watch
+
+    def start_alone(self, binding: int, transfer: Any, group: Any, sections: int) -> bool:
+        scheduler = transfer.scheduler
+        compute = self._known_stream(scheduler.default_stream)
+        stream = scheduler.resources.streams.get(transfer.direction)
+        if compute is None or stream is None:  # none: another thread has closed it
+            return False
+        reports, transfer.token = completions.place()
+        return transfer_queue.submit_alone(
+            binding,
+            bindings.DIRECTION_CODES[transfer.direction],
+            ENGINES.index(scheduler.engine),
+            *transfer.ids,
+            scheduler.device_cache.spec.num_layers,
+            scheduler.layers_per_event,
+            transfer.held.events,
+            stream.ptr,
+            transfer.number,
+            self._device_id,
+            compute,
+            reports,
+            transfer.token,
+            transfer.reporter(),
+            group,
+            sections,
+            transfer,
+        )
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:
         plan = work.plan

@@ -104,6 +104,14 @@ class Backend(Protocol):
         A backend may also have ``copy_and_watch``, which takes ``report`` as well: it does what :meth:`watch` does with
         the last record event, and returns what that does. If it raises, nobody calls ``report``.
 
+        A backend may also have ``start_alone(binding, transfer, group, sections)``, for a transfer that comes while
+        nothing else is in flight (:class:`~paddle_kv.schedule.alone.Alone`). It records the first of the events of the
+        transfer on the compute stream of its scheduler, enqueues all layers behind it, has the last event watched, with
+        the report that the transfer gives, and makes it the one that is ``alone`` in the group. All of this is one
+        step: no other thread and no signal handler comes in between. It returns False, and nothing has happened, if
+        more ``sections`` have begun in the group, or if the stream is captured, or for any other reason. In
+        ``transfer.token`` it notes what ``watch`` would return.
+
         A backend may also have these, for layerwise saves whose marks need no more than a call:
 
         ``submit_by_marks(binding, work, starts, stream)``: each group of the work is enqueued by itself once its layers

@@ -25,7 +25,6 @@ NO_END = -1
 NUM_COSTS = 3 * 2 * 2 * 7  # engines, ways, alone and beside compute, sizes
 FEW_BLOCKS = 8192  # copied in less time than it takes to get the GIL back
 _MARKED = (True, True, False, None)  # of what paddle_kv_queue_mark gives
-_HEAR = ("hear", "end_hearing")
 FEW_EVENTS = 4  # asked for in less: beside a thread that launches kernels that may take 5 ms
 
 
@@ -83,10 +82,19 @@ def _by_address(name: str, caller: str = "") -> Any:
     return functools.partial(_library.queue_functions()[caller or name], address)
 
 
+def _by_addresses(caller: str, *names: str) -> Any:
+    addresses = [ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value for name in names]
+    return functools.partial(_library.queue_functions()[caller], *addresses)
+
+
 @functools.cache
 def _hear() -> Any:
-    addresses = [ctypes.cast(getattr(_functions(), f"paddle_kv_queue_{name}"), ctypes.c_void_p).value for name in _HEAR]
-    return functools.partial(_library.queue_functions()["hear"], *addresses)
+    return _by_addresses("hear", "hear", "end_hearing")
+
+
+@functools.cache
+def _submit_alone() -> Any:
+    return _by_addresses("submit_alone", "submit", "is_capturing", "record")
 
 
 def checked(result: int) -> int:
@@ -218,6 +226,18 @@ def submit_by_marks(
             -1,
         )
     )
+
+
+def submit_alone(*given: Any) -> bool:
+    """:func:`submit` of all layers of a transfer behind an event that is recorded on a compute stream, unless that
+    is being captured, a section of the group has begun, or something cannot be right: then False, and nothing was
+    enqueued. By one step of C code: who has to know of it (``reports``, as of :func:`hear`, and the group) does so from
+    then on.
+
+    ``given``: plan, direction, engine, ids of the device and of the host as bytes of int64, layers, layers an event,
+    the events (of compute, of the start, of each group), stream, number; device and compute stream; ``reports``, token
+    and report; the group, how many of its sections had begun, and what becomes its ``alone``."""
+    return bool(_submit_alone()(*given))
 
 
 def mark(token: int, layer: int, compute_stream: int) -> bool | None:

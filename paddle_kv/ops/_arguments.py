@@ -46,7 +46,7 @@ _is_plain: Callable[[Any], Any] = facts.get("is_plain", _nothing)
 _device: Callable[[Any], Any] = facts.get("device", _nothing)
 _strided: Callable[[Any], Any] = facts.get("strided", _nothing)
 # The same for ids: all that is to be checked of a list of them.
-_plain_ids: Callable[[Any, int, bool], Any] = _library.id_functions().get("plain_ids", _nothing)
+plain_ids: Callable[[Any, int, bool], Any] = _library.id_functions().get("plain_ids", _nothing)
 _TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
@@ -82,7 +82,7 @@ def block_id_array(ids: Any, name: str) -> np.ndarray:
 def plain_id_array(ids: Any, num_blocks: int, *, distinct: bool) -> np.ndarray | None:
     """:func:`block_id_array` of ids to which nothing can be objected: each lies in [0, num_blocks), and is there once
     if they are to be ``distinct``. None: ask for everything one by one."""
-    found = _plain_ids(ids, num_blocks, distinct)
+    found = plain_ids(ids, num_blocks, distinct)
     return None if found is None else np.frombuffer(found, np.int64)
 
 

@@ -17,6 +17,11 @@ class Finished:
         self._transfers: list[Transfer] | None = None
         self._descriptor: int | None = None
 
+    @property
+    def collects(self) -> bool:
+        """Whether somebody has asked."""
+        return self._transfers is not None
+
     def add(self, movement: Movement) -> None:
         if self._transfers is not None:
             self._transfers.append(movement.handle() or Transfer(movement))

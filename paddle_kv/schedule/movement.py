@@ -134,17 +134,27 @@ class Owner(Protocol):
     resources: DeviceResources
     engine: str
     bytes_per_block: int
+    layers_per_event: int
     record_layer_times: bool
     observer: Any
 
     def compute_stream(self, stream: Any) -> Stream:
         """The stream that the caller means; None stands for that of the scheduler."""
 
+    def check_open(self) -> None:
+        """Raises unless calls are taken."""
+
     def note_start(self, movement: Movement) -> None:
         """The transfer is about to be submitted."""
 
+    def forget_start(self, movement: Movement) -> None:
+        """Takes that back."""
+
     def note_end(self, movement: Movement) -> None:
         """The transfer is over."""
+
+    def note_alone(self, alone: Any) -> None:
+        """The one that was :mod:`.alone` is over."""
 
     def look_at(self, movement: Movement) -> None:
         """Asks the device how far it is."""
@@ -155,7 +165,7 @@ class Owner(Protocol):
 
 # All that are not retired: what keeps the memory of a transfer alive, whoever forgets it.
 movements: dict[int, Movement] = {}
-_numbers = itertools.count(1)
+numbers = itertools.count(1)
 
 
 class Movement:
@@ -194,14 +204,14 @@ class Movement:
         reading: Reading | None = None,
         follows: bool = False,
     ) -> None:
-        self.number = next(_numbers)
+        self.number = next(numbers)
         self.scheduler = scheduler  # keeps the pools: their memory must not go away under a copy
         self.plan = plan
         bytes_per_layer = scheduler.bytes_per_block // plan.num_layers
         self.bytes: int = len(plan.device_ids) * bytes_per_layer * plan.num_moved_layers
         self.stream = stream
         self.layerwise = layerwise
-        self.queued = stream is scheduler.resources.streams["onload"]  # behind other loads: counted by the scheduler
+        self.queued = stream is scheduler.resources.streams.get("onload")  # behind other loads: the scheduler counts it
         # Submission
         self.unmarked: dict[int, Event] = {}  # layer -> the event that its mark records
         ring = scheduler.device_cache.layer_buffers

@@ -60,6 +60,7 @@ class DeviceResources:
         self._destroy_events = getattr(backend, "destroy_events", functools.partial(_one_by_one, backend.destroy_event))
         self.streams: dict[str, Stream] = {}
         self.closers: list[Callable[[], object]] = []  # of what else lives on the device as long
+        self.reserve: list[Events] = []  # of the next transfer that comes alone: see :mod:`.alone`
         self._num_events = 0
         self._ties: set[_Tie] = set()
         self._given_back: deque[_Tie] = deque()
@@ -84,7 +85,12 @@ class DeviceResources:
     def num_events(self) -> int:
         """Those that were taken and are still in use."""
         self.collect_events()
-        return self._num_events
+        return self._num_events - sum(len(events.events) for events in self.reserve)
+
+    def keep_reserve(self, count: int) -> None:
+        """So many events for one that has no time to take them, unless there are some."""
+        if not self.reserve:
+            self.reserve.append(self.take_events(count))
 
     def take_events(self, count: int) -> Events:
         """So many. Only under the lock, as all of this."""
@@ -132,6 +138,7 @@ class DeviceResources:
             steps.callback(self.backend.close)
             steps.callback(self.backend.unbind, self.binding)
             self._own_events = None
+            self.reserve.clear()
             steps.callback(in_section, self.collect_events)
             while self.closers:
                 steps.callback(self.closers.pop())

@@ -18,10 +18,11 @@ from ..layout import check_positive
 from ..memory import DeviceCache, HostPool
 from ..ops import _arguments as arguments
 from ..ops import _check
-from ..tracking.group import change, unite
+from ..tracking.group import OnItsWay, change, unite
 from ..tracking.memories import check_access
 from ..values import check_bool, check_choice
-from . import checksum, settling
+from . import alone, checksum, settling
+from .alone import Alone
 from .gates import Gates
 from .lifetime import Lifetime
 from .movement import Movement, Reading
@@ -110,7 +111,7 @@ class LayerwiseScheduler(Lifetime):
         self.engine = engine
         self.record_layer_times = record_layer_times
         self.default_stream = compute_stream
-        self._layers_per_event = min(layers_per_event, device_cache.spec.num_layers)  # it has to fit in 64 bits
+        self.layers_per_event = min(layers_per_event, device_cache.spec.num_layers)  # it has to fit in 64 bits
         self._statistics = Statistics()
         host = getattr(self.backend, "host", None)
         if host is not None:
@@ -119,6 +120,10 @@ class LayerwiseScheduler(Lifetime):
         self.observer = (
             checksum.ChecksumObserver(host_pool) if checksum.enabled() and host_pool.in_host_memory else None
         )
+        # Of each layer's copy, of a ring's marks, and of checksums there is more to note.
+        needs_books = record_layer_times or device_cache.is_ring or self.observer is not None
+        self._may_be_alone = getattr(self.backend, "start_alone", None) is not None and not needs_books
+        self._num_groups = -(-device_cache.spec.num_layers // self.layers_per_event)
         self.group.host.call(self._open)
 
     # ---- transfers ----
@@ -163,6 +168,8 @@ class LayerwiseScheduler(Lifetime):
             [1.0, 2.0]
         """
         check_bool(layerwise, "layerwise")
+        if not layerwise and (started := alone.start(self, "offload", device_block_ids, host_block_ids)):
+            return started
         return self._start(self.plan("offload", device_block_ids, host_block_ids), layerwise=layerwise)
 
     def onload(
@@ -197,6 +204,8 @@ class LayerwiseScheduler(Lifetime):
         """
         if urgent is not None:
             check_choice(urgent, "urgent")
+        if not urgent and layers is None and (started := alone.start(self, "onload", device_block_ids, host_block_ids)):
+            return started
         return self._start(self.plan("onload", device_block_ids, host_block_ids, layers), urgent=urgent)
 
     def _start(self, plan: TransferPlan, *, layerwise: bool = False, urgent: bool | None = False) -> Transfer:
@@ -222,7 +231,7 @@ class LayerwiseScheduler(Lifetime):
             device,
             host,
             num_layers=self.device_cache.spec.num_layers,
-            layers_per_event=self._layers_per_event,
+            layers_per_event=self.layers_per_event,
             layers=None if layers is None else arguments.block_ids(layers, "layers"),
         )
 
@@ -333,6 +342,7 @@ class LayerwiseScheduler(Lifetime):
 
     def _open_descriptor(self) -> int:
         self.check_open()
+        self.resources.reserve.clear()  # it has to hear of all from now on
         return self._finished.open_descriptor()
 
     def finished(self) -> list[Transfer]:
@@ -351,7 +361,11 @@ class LayerwiseScheduler(Lifetime):
             ...     scheduler.finished() == [save], scheduler.finished()
             (True, [])
         """
-        return list(change(self, functools.partial(self._finished.take, self)).take())
+        return list(change(self, self._take_finished).take())
+
+    def _take_finished(self) -> OnItsWay:
+        self.resources.reserve.clear()  # as above
+        return self._finished.take(self)
 
     def in_flight(self) -> list[Transfer]:
         """The transfers that are not over, in order of submission, also those whose handle was lost."""
@@ -367,7 +381,7 @@ class LayerwiseScheduler(Lifetime):
         - ``onload_us``, ``offload_us``: sum of :attr:`Transfer.elapsed_ms` of those that have arrived
         - ``failed``, ``cancelled``: transfers that did not move everything
         - ``in_flight``: transfers that are not over
-        - ``events``, ``streams``: that it holds
+        - ``events``, ``streams``: that it holds, but for events that are kept ready for the next transfer
         - ``pinned_bytes``: that its host pool holds
 
         Example:
@@ -405,10 +419,16 @@ class LayerwiseScheduler(Lifetime):
         """In a section: the transfer is about to be submitted. Again: does nothing."""
         if movement in self._in_flight:
             return
-        self._in_flight[movement] = None
         self._statistics.started(movement)
+        self._in_flight[movement] = None
         if self.observer is not None:
             self.observer.started(movement)
+
+    def forget_start(self, movement: Movement) -> None:
+        """In a section: takes that back, if it was done."""
+        if movement in self._in_flight:
+            del self._in_flight[movement]
+            self._statistics.started(movement, -1)
 
     def note_end(self, movement: Movement) -> None:
         """In a section: the transfer is over."""
@@ -417,8 +437,20 @@ class LayerwiseScheduler(Lifetime):
             return
         self._statistics.ended(movement)
         self._finished.add(movement)
-        with contextlib.suppress(Exception):  # of a lost device; now, so that the next start need not
+        self._prepare_next()
+
+    def note_alone(self, one: Alone) -> None:
+        """In a section: it is over, and has not been noted."""
+        self._statistics.started(one)
+        self._statistics.ended(one)
+        self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Now, so that the next start need not do it."""
+        with contextlib.suppress(Exception):  # of a lost device, or of memory
             self.resources.collect_events()
+            if self._may_be_alone and not self._finished.collects:
+                self.resources.keep_reserve(alone.FIRST_GROUP + self._num_groups)
 
     def look_at(self, movement: Movement) -> None:
         """In a section: asks the device how far it is."""

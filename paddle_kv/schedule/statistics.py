@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, Protocol
 
-from .movement import Movement, State
+from .movement import State
+
+
+class Counted(Protocol):
+    """A transfer."""
+
+    bytes: int
+    queued: bool
+    elapsed_ms: float
+
+    @property
+    def direction(self) -> str: ...
+
+    @property
+    def failure(self) -> Any: ...
+
+    @property
+    def state(self) -> State: ...
 
 
 class Statistics:
@@ -21,14 +39,15 @@ class Statistics:
         )
         self._copying_ms = {"onload": 0.0, "offload": 0.0}
 
-    def started(self, movement: Movement) -> None:
+    def started(self, movement: Counted, change: Literal[1, -1] = 1) -> None:
+        """``change``: -1 takes it back."""
         direction = movement.direction
-        self._counts[f"{direction}_transfers"] += 1
-        self._counts[f"{direction}_bytes"] += movement.bytes
+        self._counts[f"{direction}_transfers"] += change
+        self._counts[f"{direction}_bytes"] += change * movement.bytes
         if movement.queued:
-            self.queued_bytes += movement.bytes
+            self.queued_bytes += change * movement.bytes
 
-    def ended(self, movement: Movement) -> None:
+    def ended(self, movement: Counted) -> None:
         if movement.queued:
             self.queued_bytes -= movement.bytes
         if movement.failure is not None:

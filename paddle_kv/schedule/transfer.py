@@ -19,7 +19,7 @@ from ..lists import listed
 from ..timeouts import check_timeout
 from ..tracking.group import change, note
 from ..tracking.keeper import NO_END, Deadline, Waiter, log, nothing
-from . import behind, hearing, marking, settling, submission
+from . import behind, hearing, marking, missing, settling, submission
 from .movement import Movement, State
 from .resources import Events
 from .uses import holding
@@ -59,10 +59,25 @@ class Transfer:
         ('done', None, 'cancelled', True)
     """
 
-    def __init__(self, movement: Movement) -> None:
-        self.bytes: int = movement.bytes
-        self._movement: Movement = movement
-        self._scheduler = movement.scheduler
+    _alone: Any = None  # of :mod:`.alone`, of one that was started so
+    _movement: Movement
+
+    def __init__(self, movement: Movement | None, alone: Any = None) -> None:
+        if movement is None:
+            self._alone = alone
+        else:
+            self._movement = movement
+        known = movement or alone
+        self.bytes: int = known.bytes
+        self._scheduler = known.scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_movement":  # whoever asks for it needs all of it
+            alone = self._alone
+            found = self.__dict__.get(name) if alone is None else alone.written_down()
+            if found is not None:  # by another thread, perhaps, since it was not found
+                return found
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         """Does not look at the device: a transfer that nobody has waited for or asked may be further than it says."""
@@ -96,8 +111,12 @@ class Transfer:
         """
         layer = self._layer_index(layer)
         check_timeout(timeout_s)
-        self._check_lies_there(layer)
-        self._wait_layer(layer, self._scheduler.compute_stream(stream), timeout_s)
+        alone = self._alone
+        if alone is None:
+            self._check_lies_there(layer)
+        compute = self._scheduler.compute_stream(stream)
+        if alone is None or not alone.wait_layer(layer, compute, timeout_s):
+            self._wait_layer(layer, compute, timeout_s)
 
     def _check_lies_there(self, layer: int) -> None:
         movement = self._movement
@@ -206,7 +225,8 @@ class Transfer:
             TransferError, CancelledError: it failed or was cancelled; ``__cause__`` says what the device reported.
         """
         self.wait_over(timeout_s)
-        self._movement.raise_if_failed()
+        if self._alone is None:  # else nothing has gone wrong
+            self._movement.raise_if_failed()
 
     def wait_over(self, timeout_s: float | None = None) -> None:
         """:meth:`wait`, whatever its end: behind it nothing of the transfer touches memory any more.
@@ -216,6 +236,9 @@ class Transfer:
         """
         check_timeout(timeout_s)
         deadline = Deadline(timeout_s)
+        alone = self._alone
+        if alone is not None and alone.wait(deadline):
+            return
         movement = self._movement
         movement.target.group.check_outside()
         if not movement.over:
@@ -225,7 +248,7 @@ class Transfer:
             self._look()
             if not movement.over:
                 if movement.num_unsubmitted and not movement.failed:
-                    raise self._not_submitted(timeout_s, None)
+                    raise missing.not_submitted(movement, timeout_s, None)
                 raise TimeoutError(f"the transfer was not over after timeout_s = {timeout_s}")
 
     def done(self) -> bool:
@@ -290,7 +313,7 @@ class Transfer:
     @property
     def num_layers(self) -> int:
         """Layers that it moves, each with a :meth:`wait_layer`."""
-        return self._movement.plan.num_layers
+        return int(self._scheduler.device_cache.spec.num_layers)
 
     @property
     def layerwise(self) -> bool:
@@ -399,7 +422,7 @@ class Transfer:
             return movement.over or movement.spoiled or event_of() is not None
 
         if event_of() is None and not self._wait_for(submitted, deadline, movement.layer_waiters):
-            raise self._not_submitted(timeout_s, layer)
+            raise missing.not_submitted(movement, timeout_s, layer)
         event = event_of()
         held: tuple[Events, ...] = movement.held  # keeps the event until the end of this call
         try:
@@ -419,36 +442,15 @@ class Transfer:
             del held  # an exception would keep it with this frame
         movement.ordered.setdefault(queue, set()).update(groups)
 
-    def _not_submitted(self, timeout_s: float | None, layer: int | None) -> TimeoutError:
-        what = "a layer" if layer is None else f"layer {layer}"
-        missing = self._what_is_missing(layer)
-        return TimeoutError(f"{what} was not submitted within timeout_s = {timeout_s}; {missing}")
-
-    def _what_is_missing(self, layer: int | None) -> str:
-        plan = self._movement.plan
-        asked = range(plan.num_layers) if layer is None else plan.layers_of(plan.group_of(layer))
-        unmarked = [one for one in asked if one in self._movement.unmarked]
-        if unmarked and self._movement.layerwise:
-            return f"mark_layer_written was not called for {_text_of(unmarked)}"
-        if unmarked:
-            layers = [one - self._movement.ring for one in unmarked]
-            return f"mark_layer_read was not called for {_text_of(layers)}"
-        if self._movement.unread:
-            return "it is still being read into host memory"
-        return f"it waits for {self._what_is_not_marked()} of the same blocks, of which layers are not marked"
-
-    def _what_is_not_marked(self) -> str:
-        loads = [one for one in list(self._movement.depends_on) if one.unmarked and one.direction == "onload"]
-        return "a load into the same layer buffers" if loads else "a layerwise offload"
-
     def _layer_index(self, layer: Any) -> int:
-        if type(layer) is int and 0 <= layer < self._movement.plan.num_layers:  # the rule
+        num_layers = self._scheduler.device_cache.spec.num_layers
+        if type(layer) is int and 0 <= layer < num_layers:  # the rule
             return layer
         if isinstance(layer, bool) or not isinstance(layer, Integral):  # tensors have an index, floats of theirs too
             raise TypeError(f"layer is {layer!r}; an integer is expected")
         found = int(layer)
-        if not 0 <= found < self._movement.plan.num_layers:
-            raise IndexError(f"layer = {found} must be in [0, {self._movement.plan.num_layers})")
+        if not 0 <= found < num_layers:
+            raise IndexError(f"layer = {found} must be in [0, {num_layers})")
         return found
 
 
@@ -490,10 +492,3 @@ def transfer_list(given: Any, name: str) -> list[Transfer]:
     if found is None or not all(isinstance(one, Transfer) for one in found):
         raise TypeError(f"{name} is {given!r}; a list of Transfer is expected")
     return found
-
-
-def _text_of(layers: list[int]) -> str:
-    """``layer 3``, or ``layers 3, 4 and 12 more``."""
-    shown = layers if len(layers) <= 4 else layers[:3]
-    rest = f" and {len(layers) - len(shown)} more" if len(shown) < len(layers) else ""
-    return f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, shown))}{rest}"

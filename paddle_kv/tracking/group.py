@@ -48,6 +48,17 @@ class Tracked(Protocol):
         """Whether work on the stream waits for this layer."""
 
 
+class Alone(Protocol):
+    """A transfer of which nothing stands in the books: it was started while nothing else was in flight. What is asked
+    for in a section may have to do with it, so each section but the one that ends it has it written down first."""
+
+    def __call__(self) -> None:
+        """The section that ends it, if it is over."""
+
+    def write_down(self, *, is_guarded: bool = True) -> None:
+        """In a section: makes it one of ``transfers``. ``is_guarded``: it is heard of when its handle goes."""
+
+
 class MemoryGroup:
     """Memories that can meet, and who waits for what of them.
 
@@ -55,6 +66,9 @@ class MemoryGroup:
         lock: of the group; nobody waits for a device or for another thread while it is held.
         host: runs sections and waits.
         transfers: those that hold blocks, by number.
+        alone: the one in flight that is not among them. It comes without a section, in one step of C code, if no
+            section has begun since whoever starts it has looked at all of this.
+        sections: how many have begun; negative: the group has been absorbed by another one.
         waiters: of threads that wait for any change.
     """
 
@@ -63,6 +77,8 @@ class MemoryGroup:
         self.lock = threading.RLock()
         self.host: Host = keeper
         self.transfers: dict[int, Tracked] = {}
+        self.alone: Alone | None = None
+        self.sections = 0
         self.waiters: list[Waiter] = []
         self._members: weakref.WeakSet[Any] = weakref.WeakSet([member])
         self._inside: int | None = None  # the thread that runs a section
@@ -73,6 +89,13 @@ class MemoryGroup:
     def inside(self) -> bool:
         """Whether the calling thread runs a section of this group."""
         return self._inside == threading.get_ident()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight and nothing is left to be done. Asked outside of sections: it holds until
+        ``sections`` has changed."""
+        host = self.host
+        has_work = self.transfers or self.alone or self._noted or host.dropped or host.behind
+        return not has_work and self._inside is None and self.sections >= 0
 
     def notify(self) -> None:
         """Something has changed: all who wait look again."""
@@ -87,9 +110,12 @@ class MemoryGroup:
         if self._inside is not None:
             self._refuse()
         self._inside = threading.get_ident()
+        self.sections += 1
         try:
             if self._noted or self.host.dropped:
                 self.do_what_was_noted()
+            if self.alone is not None and self.alone is not function:
+                self.alone.write_down()
             return function()
         finally:
             try:
@@ -98,13 +124,23 @@ class MemoryGroup:
             finally:
                 self._inside = None
 
+    def write_down_alone(self, *, is_guarded: bool = True) -> None:
+        """Under the lock, where no function of a section runs."""
+        if self.alone is None:
+            return
+        before, self._inside = self._inside, threading.get_ident()  # a finalizer may come
+        try:
+            self.alone.write_down(is_guarded=is_guarded)
+        finally:
+            self._inside = before
+
     def check_outside(self) -> None:
         """Before a wait: one that a section waits in would hold the lock meanwhile.
 
         Raises:
             ReentryError: the calling thread runs a section of this group.
         """
-        if self.inside:
+        if self._inside == threading.get_ident():
             self._refuse()
 
     @staticmethod
@@ -116,6 +152,8 @@ class MemoryGroup:
 
     def do_what_was_noted(self) -> None:
         """In a section."""
+        if self.alone is not None:
+            self.alone.write_down()
         while self.host.dropped:
             with contextlib.suppress(IndexError):  # another thread was quicker
                 guard = self.host.dropped.popleft()
@@ -127,6 +165,10 @@ class MemoryGroup:
                 self._noted.popleft()()
 
     def _absorb(self, other: MemoryGroup) -> None:
+        self.sections += 1
+        other.sections = -1
+        for group in (self, other):
+            group.write_down_alone()
         for member in list(other._members):
             member.group = self
             self._members.add(member)
@@ -310,6 +352,9 @@ def _after_fork_in_child() -> None:
     _held_for_fork.clear()
     for guard in list(_guards):  # they tell the parent's keeper, and would keep what is the parent's
         guard.cancel()
+    for group in _groups:
+        group.sections += group.sections >= 0  # a start out of whose middle a handler has forked goes on in the child
+        group.write_down_alone(is_guarded=False)
     transfers = {number: transfer for group in _groups for number, transfer in group.transfers.items()}
     for number in sorted(transfers, reverse=True):  # none must be seen as ready by an earlier one that ends
         transfers[number].abandon()

@@ -84,9 +84,11 @@ class Host(Protocol):
 
     Attributes:
         dropped: what finalizers leave to the next section, see :class:`.group.Guard`.
+        behind: the main thread may have left something to the thread of the library, and wait for it no more.
     """
 
     dropped: deque[Any]
+    behind: bool
 
     def call(self, function: Callable[[], Any]) -> Any:
         """The function's result. Whatever is raised into the caller meanwhile, the function runs to its end."""
@@ -187,7 +189,7 @@ class Keeper:
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._ended = False
-        self._behind = False  # the main thread may have left something to the thread, and wait for it no more
+        self.behind = False
         self.dropped: deque[Any] = deque()
         self.at_end: list[Callable[[], object]] = []  # what ends other threads of the library
         self._choosing = threading.Lock()
@@ -197,16 +199,16 @@ class Keeper:
         if not self.defers:
             return function()
         job = _Job(function)
-        self._behind = True
+        self.behind = True
         self._put(job)
         self.park(job.over, None)
-        self._behind = False
+        self.behind = False
         return job.take()
 
     def call_here(self, function: Callable[[], Any]) -> Any:
         if threading.get_ident() != _main_thread:
             return function()
-        if self._behind:
+        if self.behind:
             self.call(nothing)
         return self.call(function) if self.undisturbed is None else self.undisturbed(function)
 

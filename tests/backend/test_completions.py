@@ -290,3 +290,15 @@ def test_a_report_that_raises_stops_no_other(
     assert heard.get(timeout=WAIT_S) == "later"
     told = [record.exc_info[0] for record in caplog.records if record.exc_info]
     assert told == [kind, kind]
+
+
+def test_a_place_for_a_report(library: Library) -> None:
+    """Whoever puts one there has the library watch for the token."""
+    reports, token = completions.place()
+    others, other = completions.place()
+    assert reports is others is completions._reports and token != other and library.opened == 1
+    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+    reports[token] = functools.partial(heard.put, 5)
+    library.report(token)
+    assert heard.get(timeout=WAIT_S) == 5
+    assert reports == {}

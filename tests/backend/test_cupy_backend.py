@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -262,7 +263,7 @@ def test_the_compute_stream_is_the_one_that_is_named(gpu: Gpu, backend: Any) -> 
     assert gpu.asked() == [("cupy_stream",), ("paddle_stream", DEVICE), ("is_capturing", DEVICE, 81)]
     gpu.answers["cupy_stream"] = SimpleNamespace(ptr=83)  # of a with block: it is made to wait for Paddle's
     assert backend.compute_stream(None) == 82
-    assert gpu.asked() == [("cupy_stream",), ("is_capturing", DEVICE, 83), ("resolve_on", None, DEVICE)]
+    assert gpu.asked() == [("cupy_stream",)] * 2 + [("is_capturing", DEVICE, 83), ("resolve_on", None, DEVICE)]
 
 
 def test_a_stream_of_another_gpu_is_refused(gpu: Gpu, backend: Any) -> None:
@@ -513,6 +514,45 @@ def test_a_whole_transfer_is_watched_by_its_submission(gpu: Gpu, backend: Any, m
     assert backend.copy_and_watch(31, work, SimpleNamespace(ptr=71), print) == 33
     [(name, given)] = gpu.asked()
     assert name == "submit" and given["watch"] == 33 and given["record_events"] == [15, 16]
+
+
+@pytest.mark.parametrize("direction", ["offload", "onload"])
+def test_one_that_comes_alone_is_the_queues(
+    gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    reports: dict[int, Any] = {}
+    given: list[Any] = []
+    monkeypatch.setattr(completions, "place", lambda: (reports, 33))
+    monkeypatch.setattr(transfer_queue, "submit_alone", lambda *asked: given.append(asked) or True)
+    stream = SimpleNamespace(ptr=5)
+    assert backend.compute_stream(stream) == 5
+    scheduler = SimpleNamespace(
+        default_stream=stream,
+        engine="kernel",
+        layers_per_event=2,
+        device_cache=SimpleNamespace(spec=SimpleNamespace(num_layers=7)),
+        resources=SimpleNamespace(streams={direction: SimpleNamespace(ptr=71)}),
+    )
+    ids, events, report = (bytearray(8), bytearray(16)), array("q", [11, 12]), object()
+    held = SimpleNamespace(events=events)
+    transfer = SimpleNamespace(
+        scheduler=scheduler, direction=direction, ids=ids, held=held, number=18, reporter=lambda: report
+    )
+    assert backend.start_alone(31, transfer, "group", 9) is True
+    code = {"offload": 0, "onload": 1}[direction]
+    assert given == [(31, code, 2, *ids, 7, 2, events, 71, 18, DEVICE, 5, reports, 33, report, "group", 9, transfer)]
+    assert transfer.token == 33 and reports == {}
+    scheduler.default_stream = SimpleNamespace(ptr=6)  # not named before: it has to be looked up
+    assert backend.start_alone(31, transfer, "group", 9) is False and len(given) == 1
+    scheduler.default_stream = None
+    assert backend.start_alone(31, transfer, "group", 9) is True and given[-1][10:12] == (DEVICE, 81)
+    gpu.current = DEVICE + 1
+    assert backend.start_alone(31, transfer, "group", 9) is False
+    gpu.current, gpu.answers["cupy_stream"] = DEVICE, SimpleNamespace(ptr=7)
+    assert backend.start_alone(31, transfer, "group", 9) is False
+    gpu.answers["cupy_stream"] = None
+    scheduler.resources.streams.clear()  # closed by another thread
+    assert backend.start_alone(31, transfer, "group", 9) is False and len(given) == 2
 
 
 def test_a_backend_that_copies_in_its_own_way_does_so_watched_too(

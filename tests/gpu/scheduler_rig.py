@@ -31,6 +31,7 @@ class Watched(CupyBackend):
     lie on a compute stream."""
 
     submit_by_marks: Any = None
+    start_alone: Any = None
 
     def __init__(self) -> None:
         super().__init__(0)

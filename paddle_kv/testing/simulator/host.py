@@ -31,6 +31,7 @@ class SimulatedHost:
         self._device = device
         self._posted: deque[Callable[[], object]] = deque()
         self.dropped: deque[Any] = deque()
+        self.behind = False
         self._callbacks = Callbacks(self.post)
         self._depth = 0
         self._ending = False
