@@ -195,6 +195,17 @@ class CupyBackend:
         if not transfer_queue.wait_stream(self._device_id, _handle(stream), event, timeout_s):
             raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
 
+    def wait_on_compute(self, stream: Any, event: int, timeout_s: float | None) -> int:
+        known = self._known_stream(stream)
+        if known is None:
+            known = self._look_up(stream)
+        is_behind = transfer_queue.wait_uncaptured(self._device_id, known, event, timeout_s)
+        if is_behind is None:
+            self._check_not_captured(known)
+        if not is_behind:
+            raise TimeoutError(f"the layer was not submitted within timeout_s = {timeout_s}")
+        return known
+
     def copy_and_watch(self, binding: int, work: LayerWork, stream: Any, report: Callable[[], Later | None]) -> int:
         work.watch = completions.expect(report)
         try:

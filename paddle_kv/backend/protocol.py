@@ -110,7 +110,8 @@ class Backend(Protocol):
         the report that the transfer gives, and makes it the one that is ``alone`` in the group. All of this is one
         step: no other thread and no signal handler comes in between. It returns False, and nothing has happened, if
         more ``sections`` have begun in the group, or if the stream is captured, or for any other reason. In
-        ``transfer.token`` it notes what ``watch`` would return.
+        ``transfer.token`` it notes what ``watch`` would return. It has ``wait_on_compute(stream, event, timeout_s)``
+        too: :meth:`compute_stream` and :meth:`wait_on_stream` in one; it returns what the former would.
 
         A backend may also have these, for layerwise saves whose marks need no more than a call:
 

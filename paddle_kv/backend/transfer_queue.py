@@ -333,6 +333,17 @@ def wait_stream(device_id: int, stream: int, event: int, timeout_s: float | None
     return checked(_by_address("wait_stream")(device_id, stream, event, _microseconds(timeout_s))) == 0
 
 
+def wait_uncaptured(device_id: int, stream: int, event: int, timeout_s: float | None) -> bool | None:
+    """:func:`wait_stream`, unless the stream is being captured: then None. For each layer of a model, so without
+    functions in between."""
+    captured = _by_address("is_capturing")(device_id, stream)
+    if captured:
+        return None if checked(captured) else False
+    timeout_us = NO_END if timeout_s is None else _microseconds(timeout_s)
+    result = _by_address("wait_stream")(device_id, stream, event, timeout_us)
+    return not result or checked(result) == 0
+
+
 def query(device_id: int, *events: int) -> bool:
     """Whether all of the events were passed; asks up to the first that was not.
 

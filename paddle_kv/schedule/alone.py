@@ -187,15 +187,18 @@ class Alone:
         return self.over
 
     @holding(lambda names: names["self"].scheduler)
-    def wait_layer(self, layer: int, compute: Stream, timeout_s: float | None) -> bool:
+    def wait_layer(self, layer: int, stream: Any, timeout_s: float | None) -> bool:
         """Of a layer that there is: work submitted to the stream from now on runs behind it. False: it is written down,
-        or has to be."""
-        held, group = self.held, layer // self.scheduler.layers_per_event
-        self.group.check_outside()
+        or nothing is to be waited for."""
+        scheduler, held = self.scheduler, self.held
+        scheduler.host_pool.domain.group.check_outside()
         if held is None:
-            return self.over
+            return False
+        backend: Any = scheduler.backend
+        group = layer // scheduler.layers_per_event
         try:
-            self.scheduler.backend.wait_on_stream(compute, held.events[FIRST_GROUP + group], timeout_s)
+            named = scheduler.default_stream if stream is None else stream
+            compute = backend.wait_on_compute(named, held.events[FIRST_GROUP + group], timeout_s)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
         except Exception:  # of the device, or of a signal handler: the device knows

@@ -135,6 +135,7 @@ class Owner(Protocol):
     engine: str
     bytes_per_block: int
     layers_per_event: int
+    default_stream: Any
     record_layer_times: bool
     observer: Any
 

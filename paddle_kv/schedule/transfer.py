@@ -110,13 +110,13 @@ class Transfer:
             TransferError, CancelledError: the transfer failed or was cancelled.
         """
         layer = self._layer_index(layer)
-        check_timeout(timeout_s)
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         alone = self._alone
-        if alone is None:
-            self._check_lies_there(layer)
-        compute = self._scheduler.compute_stream(stream)
-        if alone is None or not alone.wait_layer(layer, compute, timeout_s):
-            self._wait_layer(layer, compute, timeout_s)
+        if alone is not None and alone.wait_layer(layer, stream, timeout_s):
+            return
+        self._check_lies_there(layer)
+        self._wait_layer(layer, self._scheduler.compute_stream(stream), timeout_s)
 
     def _check_lies_there(self, layer: int) -> None:
         movement = self._movement

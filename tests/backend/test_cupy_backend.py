@@ -516,6 +516,27 @@ def test_a_whole_transfer_is_watched_by_its_submission(gpu: Gpu, backend: Any, m
     assert name == "submit" and given["watch"] == 33 and given["record_events"] == [15, 16]
 
 
+def test_a_wait_on_the_compute_stream_asks_as_little_as_it_can(
+    gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = [True, True, False, None, True]
+    waits: list[Any] = []
+    monkeypatch.setattr(transfer_queue, "wait_uncaptured", lambda *given: waits.append(given) or answers.pop(0))
+    stream = SimpleNamespace(ptr=77)
+    assert backend.wait_on_compute(stream, 5, None) == 77
+    assert gpu.asked() == [("is_capturing", DEVICE, 77)]  # looked up
+    assert backend.wait_on_compute(stream, 6, 1.5) == 77
+    with pytest.raises(TimeoutError, match="not submitted within timeout_s"):
+        backend.wait_on_compute(stream, 7, 1.5)
+    gpu.answers["is_capturing"] = True
+    with pytest.raises(CaptureError):
+        backend.wait_on_compute(stream, 8, None)
+    assert gpu.asked() == [("is_capturing", DEVICE, 77)]
+    assert backend.wait_on_compute(None, 9, None) == 81
+    assert waits == [(DEVICE, 77, 5, None), (DEVICE, 77, 6, 1.5), (DEVICE, 77, 7, 1.5), (DEVICE, 77, 8, None),
+                     (DEVICE, 81, 9, None)]  # fmt: skip
+
+
 @pytest.mark.parametrize("direction", ["offload", "onload"])
 def test_one_that_comes_alone_is_the_queues(
     gpu: Gpu, backend: Any, monkeypatch: pytest.MonkeyPatch, direction: str

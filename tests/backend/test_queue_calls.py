@@ -737,6 +737,28 @@ def test_what_went_wrong_is_raised_with_the_words_of_the_library(
     assert library.calls == [(True, "close", (1,)), (True, "error", ("pointer", "pointer"))]
 
 
+@pytest.mark.parametrize(("timeout_s", "timeout_us"), [(None, -1), (0.0, 0), (0.25, 250_000)])
+def test_a_wait_of_a_stream_that_may_be_captured(library: Library, timeout_s: float | None, timeout_us: int) -> None:
+    assert transfer_queue.wait_uncaptured(3, 71, 5, timeout_s) is True
+    assert library.calls[0] == (False, "is_capturing", (3, 71))
+    assert {name for _, name, _ in library.calls[1:]} == {"wait_stream"}
+    library.answers["wait_stream"] = lambda *_: 1
+    library.calls.clear()
+    assert transfer_queue.wait_uncaptured(3, 71, 5, 0.0) is False
+    assert library.calls[-1] == (False, "wait_stream", (3, 71, 5, 0))
+    if timeout_us > 0:
+        assert transfer_queue.wait_uncaptured(3, 71, 5, timeout_s) is False
+        assert library.calls[-1] == (False, "wait_stream", (3, 71, 5, timeout_us))
+    library.answers["is_capturing"] = lambda *_: 1
+    library.calls.clear()
+    assert transfer_queue.wait_uncaptured(3, 71, 5, timeout_s) is None
+    assert library.calls == [(False, "is_capturing", (3, 71))]
+    for name in ("wait_stream", "is_capturing"):
+        library.answers.update({"is_capturing": lambda *_: 0, name: lambda *_: -1, "error": lambda *_: b"wrong"})
+        with pytest.raises(RuntimeError, match="wrong"):
+            transfer_queue.wait_uncaptured(3, 71, 5, timeout_s)
+
+
 def test_every_call_reports_what_went_wrong(library: Library) -> None:
     """One that swallowed it would be taken for a success."""
     ids = np.arange(1)

@@ -43,8 +43,8 @@ class BehindAnotherStream(Counting):
 
 
 class WithoutLayerWait(Counting):
-    def wait_on_stream(self, stream, event, timeout_s) -> None:
-        pass
+    def wait_on_compute(self, stream, event, timeout_s) -> int:
+        return self.compute_stream(stream)
 
 
 @pytest.fixture

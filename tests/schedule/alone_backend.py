@@ -14,6 +14,11 @@ class AloneBackend(CpuBackend):
 
     started_alone = 0
 
+    def wait_on_compute(self, stream, event, timeout_s):
+        compute = self.compute_stream(stream)
+        self.wait_on_stream(compute, event, timeout_s)
+        return compute
+
     def start_alone(self, binding, transfer, group, sections):
         return group.host.call_here(lambda: self._start_alone(binding, transfer, group, sections))
 

@@ -65,7 +65,14 @@ def warm_up(rig, scheduler):
     scheduler.offload([0], [0]).wait(WAIT_S)
     rig.expect_offload([0], [0])
     assert settles(lambda: scheduler.resources.reserve)
-    assert settles(scheduler.group.is_idle)
+    quiet(scheduler)
+
+
+def quiet(scheduler):
+    """Nobody enters a section any more: a handle that goes in the moment in which its transfer ends has one called."""
+    for _ in range(3):
+        keeper.call(list)
+        assert settles(scheduler.group.is_idle)
 
 
 def is_alone(transfer):
@@ -476,6 +483,7 @@ def test_a_done_callback_that_waits_for_it(rig, copies, scheduler):
     save = scheduler.offload([3], [2])
     save.wait(WAIT_S)
     assert settles(lambda: scheduler.resources.reserve)
+    quiet(scheduler)
     load = scheduler.onload([5], [4])
     assert is_alone(load)
     threading.Timer(0.05, copies.go_on).start()
@@ -661,12 +669,13 @@ def broken_at(number, function):
 
 def test_an_error_at_each_line_while_it_is_written_down(rig, copies):
     """As for want of memory: the next section does it."""
-    for number in range(1, 500):
+    number = 0
+    for _ in range(1000):
+        number += 1
         with LayerwiseScheduler(rig.cache, rig.pool, backend=AloneBackend()) as scheduler:
             warm_up(rig, scheduler)
             copies.hold("onload", 4)
             load = scheduler.onload([5, 3], [2, 4])
-            assert is_alone(load)
             is_broken = broken_at(number, lambda load=load, one=scheduler: change(one, lambda: load))
             save = scheduler.offload([2], [3])
             assert save._movement.reads_from == {load._movement}, number
@@ -679,9 +688,10 @@ def test_an_error_at_each_line_while_it_is_written_down(rig, copies):
             assert change(rig.cache.domain, rig.cache.domain.is_quiet)
         rig.expect_onload([5, 3], [2, 4])
         rig.expect_offload([2], [3])
-        if not is_broken:
+        if not is_broken and number > 60:
             break
-    assert number > 60
+        number -= not is_broken  # another thread has written it down
+    assert 60 < number < 200
     rig.check()
 
 
@@ -809,9 +819,9 @@ def test_what_was_left_to_the_next_section_comes_first(rig, backend, scheduler, 
     if left == "noted":
         group.note(lambda: done.append(group.alone))
     elif left == "dropped":
-        owner = Rig
-        guard = groups.Guard.over(lambda: owner, rig.pool.domain, lambda: done.append(group.alone))
-        assert guard in group.host.dropped or group.host.dropped
+        owner = Rig(device_blocks=1, host_blocks=1)
+        guard = groups.Guard.over(owner, rig.pool.domain, lambda: done.append(group.alone))
+        group.host.dropped.append(guard)  # as if the owner were gone; but the keeper is not told
     else:
         keeper.behind = True
         done.append(None)
