@@ -5,7 +5,8 @@
 Three ways in turn in one process: "alone" is a transfer that comes while nothing else is in flight, as the scheduler
 starts it; "noted" the same with all of it noted in the tracker first, as others are; "bare" nothing but the calls that
 no start can do without (ids checked, whether the compute stream is captured, an event on it, the submission with events
-that are there already). Microseconds on the host's clock: medians, and the mean of the quickest tenth. ``--stream
+that are there already). "wait_layer" is the median over the layers of one load, all of which are submitted and most in
+flight. Microseconds on the host's clock: medians, and the mean of the quickest tenth. ``--stream
 paddle``: the scheduler looks for Paddle's current stream at each call. ``--out`` gets bench_starts.csv and
 bench_starts.json.
 """
@@ -109,6 +110,18 @@ def one_step(scheduler: Any, way: str, compute: int, ids: tuple[list[int], list[
         if is_alone == (way == "alone"):  # else the keeper was quicker to tell of the end before: a start as any other
             yield name, begun - started
             yield f"{name} and wait", over - started
+    if way == "noted":
+        scheduler.resources.reserve.clear()
+    load = scheduler.onload(*ids)
+    load.wait_layer(load.num_layers - 1)  # all of it is submitted from here on
+    is_alone, taken_s = load._alone is not None, []
+    for layer in range(load.num_layers - 1):
+        started = time.perf_counter()
+        load.wait_layer(layer)
+        taken_s.append(time.perf_counter() - started)
+    load.wait()
+    if taken_s and is_alone == (way == "alone"):
+        yield "wait_layer", statistics.median(taken_s)
 
 
 def measure(given: argparse.Namespace) -> Times:

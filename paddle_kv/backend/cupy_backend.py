@@ -152,11 +152,14 @@ class CupyBackend:
             runtime.eventDestroy(self._idle_events.pop())
 
     def compute_stream(self, stream: Any) -> int:
-        known = self._known_stream(stream)
-        if known is None:
-            return self._look_up(stream)
-        self._check_not_captured(known)
-        return known
+        named, handle = self._named
+        if stream is None or stream is not named:
+            known = self._known_stream(stream)
+            if known is None:
+                return self._look_up(stream)
+            handle = known
+        self._check_not_captured(handle)
+        return handle
 
     def _known_stream(self, stream: Any) -> int | None:
         """The handle, where nothing has to be done for it: the stream that was named last, or Paddle's current one."""

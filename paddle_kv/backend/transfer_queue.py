@@ -319,7 +319,8 @@ def flush(stream: int, timeout_s: float | None = None) -> bool:
 
 def is_capturing(device_id: int, stream: int) -> bool:
     """Whether the stream is being captured into a CUDA graph. Does nothing else with it."""
-    return checked(_by_address("is_capturing")(device_id, stream)) == 1
+    result = _by_address("is_capturing")(device_id, stream)
+    return result != 0 and checked(result) == 1
 
 
 def record(device_id: int, event: int, stream: int) -> None:
