@@ -131,7 +131,7 @@ bool IsStill(PyObject* object, const char* name, PyObject* value) {
 
 // Who has to know of a transfer that is alone, from the moment on in which it is submitted.
 struct Knowing {
-  PyObject *reports, *token, *report, *group, *sections, *alone;
+  PyObject *reports, *token, *report, *group, *sections, *alone, *reserve;
 
   bool IsGroupAsItWas() const {
     return IsStill(group, "sections", sections) && IsStill(group, "_inside", Py_None) &&
@@ -143,6 +143,10 @@ struct Knowing {
     KeepingError([&] { PyDict_DelItem(reports, token); });
     throw PythonError();
   }
+  // Its events, which are the only ones in there, are in use from now on.
+  void TakeReserve() const {
+    if (PyList_SetSlice(reserve, 0, PyList_Size(reserve), nullptr) != 0) PyErr_Clear();
+  }
   void TakeBack() const {
     if (PyObject_SetAttrString(group, "alone", Py_None) != 0) PyErr_Clear();
     if (PyDict_DelItem(reports, token) != 0) PyErr_Clear();
@@ -153,7 +157,7 @@ struct Knowing {
 PyObject* SubmitAlone(PyObject*, PyObject* const* given, Py_ssize_t count) {
   return GuardedFromPython([&]() -> PyObject* {
     constexpr std::int64_t kCompute = 0, kStart = 1, kFirstGroup = 2;  // among the events
-    if (count != 21) Refuse("submit_alone takes 21 arguments");
+    if (count != 22) Refuse("submit_alone takes 22 arguments");
     const auto submit = reinterpret_cast<int (*)(const PaddleKvTransfer*)>(IntegerIn(given[0]));
     const auto is_capturing = reinterpret_cast<int (*)(int, std::int64_t)>(IntegerIn(given[1]));
     const auto record = reinterpret_cast<int (*)(int, std::int64_t, std::int64_t)>(IntegerIn(given[2]));
@@ -185,12 +189,13 @@ PyObject* SubmitAlone(PyObject*, PyObject* const* given, Py_ssize_t count) {
     const auto device = static_cast<int>(IntegerIn(given[13]));
     const std::int64_t compute = IntegerIn(given[14]);
     transfer.watch = IntegerIn(given[16]);
-    const Knowing knowing = {given[15], given[16], given[17], given[18], given[19], given[20]};
+    const Knowing knowing = {given[15], given[16], given[17], given[18], given[19], given[20], given[21]};
+    if (!PyList_Check(knowing.reserve)) Refuse("reserve is no list");
     // 0: not captured. Before anything else is done with the stream: it would break the capture.
     if (!knowing.IsGroupAsItWas() || is_capturing(device, compute) != 0) return PyBool_FromLong(0);
     knowing.Tell();
     const bool is_submitted = record(device, events[kCompute], compute) >= 0 && submit(&transfer) >= 0;
-    if (!is_submitted) knowing.TakeBack();
+    is_submitted ? knowing.TakeReserve() : knowing.TakeBack();
     return PyBool_FromLong(is_submitted);
   });
 }

@@ -243,6 +243,7 @@ class CupyBackend:
             group,
             sections,
             transfer,
+            scheduler.resources.reserve,
         )
 
     def copy_layers(self, binding: int, work: LayerWork, stream: Any) -> None:

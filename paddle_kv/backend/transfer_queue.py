@@ -236,7 +236,8 @@ def submit_alone(*given: Any) -> bool:
 
     ``given``: plan, direction, engine, ids of the device and of the host as bytes of int64, layers, layers an event,
     the events (of compute, of the start, of each group), stream, number; device and compute stream; ``reports``, token
-    and report; the group, how many of its sections had begun, and what becomes its ``alone``."""
+    and report; the group, how many of its sections had begun, what becomes its ``alone``, and the list of which
+    the events are taken: it is empty from then on."""
     return bool(_submit_alone()(*given))
 
 

@@ -169,35 +169,43 @@ class Alone:
 
     def wait(self, deadline: Deadline) -> bool:
         """Waits for its end where the backend tells of it. Whether it is over, without having been written down."""
-        group, backend, held = self.group, self.scheduler.backend, self.held
-        if held is None:
-            return self.over
+        group, backend = self.group, self.scheduler.backend
         group.check_outside()
+        event = self._last_event()
+        if event is None:
+            return self.over
+        # Nobody keeps the event meanwhile: once it stands for something else, the section finds that this has ended.
         try:
-            is_over = backend.is_complete(held.events[-1])
-        except Exception:  # noqa: BLE001  as above
-            return False
-        finally:
-            del held  # an exception would keep it with this frame
+            is_over = backend.is_complete(event)
+        except Exception:  # of the device, or of a signal handler: the section knows
+            change(self, self)
+            if self.movement is not None and self.movement.failed:
+                return False
+            raise
         hear = getattr(backend, "hear", None)
         if is_over:
             change(self, self)
-        elif hear is not None and not group.host.serves:  # see :mod:`.hearing`
+        elif hear is not None and self.movement is None and not group.host.serves:  # see :mod:`.hearing`
             hear(self.token, deadline.left_s(), functools.partial(change, self, self), self.reporter())
         return self.over
+
+    def _last_event(self) -> Event:
+        held = self.held
+        return None if held is None else held.events[-1]
 
     @holding(lambda names: names["self"].scheduler)
     def wait_layer(self, layer: int, stream: Any, timeout_s: float | None) -> bool:
         """Of a layer that there is: work submitted to the stream from now on runs behind it. False: it is written down,
         or nothing is to be waited for."""
-        scheduler, held = self.scheduler, self.held
+        scheduler = self.scheduler
         scheduler.host_pool.domain.group.check_outside()
-        if held is None:
-            return False
         backend: Any = scheduler.backend
         group = layer // scheduler.layers_per_event
+        named = scheduler.default_stream if stream is None else stream
+        held = self.held
         try:
-            named = scheduler.default_stream if stream is None else stream
+            if held is None:
+                return False
             compute = backend.wait_on_compute(named, held.events[FIRST_GROUP + group], timeout_s)
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
@@ -234,11 +242,10 @@ def start(scheduler: Owner, direction: Direction, device_ids: Any, host_ids: Any
     host = arguments.plain_ids(host_ids, host_pool.num_blocks, to_host)
     if not device or not host or len(device) != len(host) or len(device) > MOST_BLOCKS * ID_BYTES:
         return None
-    try:
-        held = resources.reserve.pop()
+    try:  # they stay in there until the step takes them, so an exception that keeps this frame keeps none from others
+        alone = Alone(scheduler, direction, (device, host), resources.reserve[0])
     except IndexError:  # another thread was quicker
         return None
-    alone = Alone(scheduler, direction, (device, host), held)
     transfer = Transfer(None, alone)
     alone.handle = weakref.ref(transfer)
     backend: Any = scheduler.backend

@@ -36,6 +36,7 @@ class Queue:
     def __init__(self) -> None:
         self.group = SimpleNamespace(sections=5, _inside=None, alone=None)
         self.reports: dict[int, Any] = {7: "another one"}
+        self.reserve: list[Any] = ["events"]
         self.asked: list[Any] = []
         self.capturing_result = self.record_result = self.submit_result = 0
         one = ctypes.c_int64
@@ -70,7 +71,7 @@ class Queue:
         functions = [ctypes.cast(one, ctypes.c_void_p).value for one in (self._submit, self._capturing, self._record)]
         events = array("q", [11, 12, 13, 14, 15])
         plan = [1, 0, 2, id_bytes(3, 4), id_bytes(6, 5), 6, 2, events, 21, 22, 23, 24]
-        return [*functions, *plan, self.reports, 25, "report", self.group, 5, "the transfer"]
+        return [*functions, *plan, self.reports, 25, "report", self.group, 5, "the transfer", self.reserve]
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_it_is_known_of_when_it_is_submitted_behind_the_compute_stream(queue: Qu
     }
     asked = ("capturing", (23, 24), None, {7: "another one"})
     assert queue.asked == [asked, ("record", (23, 11, 24), *known), ("submit", submitted, *known)]
-    assert (queue.group.alone, queue.reports) == known
+    assert (queue.group.alone, queue.reports) == known and queue.reserve == []
 
 
 CHANGES: dict[str, Callable[[SimpleNamespace], None]] = {
@@ -118,6 +119,7 @@ def test_nothing_happens_if_the_group_is_not_as_it_was(queue: Queue, change: str
     before = vars(queue.group).copy()
     assert SUBMIT_ALONE(*queue.arguments()) is False
     assert queue.asked == [] and vars(queue.group) == before and queue.reports == {7: "another one"}
+    assert queue.reserve == ["events"]
 
 
 @pytest.mark.parametrize("call", ["record", "submit"])
@@ -171,6 +173,7 @@ def test_a_group_that_cannot_be_told_is_an_error(queue: Queue) -> None:
         (15, [], "argument|call|expected"),
         (16, "token", "int"),
         (18, None, "no attribute"),
+        (21, None, "no list"),
     ],
 )
 def test_arguments_that_cannot_be_right_reach_nobody(queue: Queue, at: int, wrong: Any, words: str) -> None:
@@ -178,7 +181,7 @@ def test_arguments_that_cannot_be_right_reach_nobody(queue: Queue, at: int, wron
     given[at] = wrong
     with pytest.raises((TypeError, ValueError, OverflowError, BufferError, AttributeError, SystemError), match=words):
         SUBMIT_ALONE(*given)
-    with pytest.raises(TypeError, match="21 arguments"):
+    with pytest.raises(TypeError, match="22 arguments"):
         SUBMIT_ALONE(*given[:-1])
     assert queue.moved == [] and queue.group.alone is None and queue.reports == {7: "another one"}
 

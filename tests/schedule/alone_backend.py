@@ -37,6 +37,7 @@ class AloneBackend(CpuBackend):
             self.record(events[alone.COMPUTE], self.compute_stream(scheduler.default_stream))
             self.copy_layers(binding, work, scheduler.resources.streams[transfer.direction])
             group.alone = transfer
+            scheduler.resources.reserve.clear()
             self.started_alone += 1
         transfer.token = self.watch(events[-1:], report)
         return True

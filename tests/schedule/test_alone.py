@@ -13,6 +13,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 
@@ -482,13 +483,17 @@ def test_a_done_callback_that_waits_for_it(rig, copies, scheduler):
     heard = queue.SimpleQueue()
     save = scheduler.offload([3], [2])
     save.wait(WAIT_S)
-    assert settles(lambda: scheduler.resources.reserve)
     quiet(scheduler)
-    load = scheduler.onload([5], [4])
-    assert is_alone(load)
-    threading.Timer(0.05, copies.go_on).start()
-    save.add_done_callback(lambda _: (load.wait(WAIT_S), heard.put(load.state.value)))
-    assert heard.get(timeout=WAIT_S) == "done"
+
+    def wait(_):
+        load = scheduler.onload([5], [4])
+        was_alone = is_alone(load)
+        threading.Timer(0.05, copies.go_on).start()
+        load.wait(WAIT_S)
+        heard.put((was_alone, load.state.value))
+
+    save.add_done_callback(wait)
+    assert heard.get(timeout=WAIT_S) == (True, "done")
     assert "paddle_kv-keeper" not in getattr(scheduler.backend, "hearers", [])
 
 
@@ -673,6 +678,7 @@ def test_an_error_at_each_line_while_it_is_written_down(rig, copies):
             copies.hold("onload", 4)
             load = scheduler.onload([5, 3], [2, 4])
             is_broken = broken_at(number, lambda load=load, one=scheduler: change(one, lambda: load))
+            assert load.state.value == "arriving", number
             save = scheduler.offload([2], [3])
             assert save._movement.reads_from == {load._movement}, number
             copies.go_on()
@@ -863,9 +869,11 @@ def test_a_wait_out_of_the_section_that_would_end_it_is_refused(copies, backend,
 
     def waiting(*events):
         backend.is_complete = inner
+        began = time.monotonic()
         with pytest.raises(ReentryError):
             load.wait(WAIT_S) if call == "wait" else load.wait_layer(4, timeout_s=WAIT_S)
         refused.append(call)
+        assert time.monotonic() - began < WAIT_S / 2
         return inner(*events)
 
     backend.is_complete = waiting
@@ -1035,4 +1043,119 @@ def test_a_start_out_of_whose_middle_a_handler_forks(scheduler):
     if result == [0]:
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(result[0], 0)[1]) == 0
+    load.wait(WAIT_S)
+
+
+@pytest.mark.parametrize(("timeout_s", "error"), [("soon", TypeError), (float("nan"), ValueError)])
+def test_a_time_that_is_none(copies, scheduler, timeout_s, error):
+    copies.hold("onload", 4)
+    load = scheduler.onload([5], [2])
+    for call in (lambda: load.wait_layer(0, timeout_s=timeout_s), lambda: load.wait(timeout_s)):
+        with pytest.raises(error):
+            call()
+    assert is_alone(load)
+    copies.go_on()
+    load.wait(WAIT_S)
+
+
+# ---- exceptions of signal handlers, which somebody may keep ----
+def lines_of(function):
+    lines, first = inspect.getsourcelines(function)
+    return range(first, first + len(lines))
+
+
+def raising_at(code, number):
+    """A trace function: raises once, before that line of that code."""
+    left = [number]
+
+    def at_line(frame, event, given):
+        if event == "line" and frame.f_lineno in left:
+            left.clear()
+            raise Handled
+        return at_line
+
+    return lambda frame, event, given: at_line if frame.f_code is code else None
+
+
+@pytest.mark.parametrize("call", ["start", "wait", "wait_layer"])
+def test_an_exception_at_any_line_keeps_no_events(rig, copies, backend, call):
+    """Whoever keeps the exception may close: nothing is about to be used any more."""
+    function = alone_module.start if call == "start" else getattr(alone_module.Alone, call)
+    function = inspect.unwrap(function)
+    num_raised = 0
+    for number in lines_of(function):
+        scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=type(backend)())
+        warm_up(rig, scheduler)
+        load = None if call == "start" else scheduler.onload([5], [2])
+        calls = {
+            "start": lambda one=scheduler: one.onload([5], [2]),
+            "wait": lambda one=load: one.wait(WAIT_S),
+            "wait_layer": lambda one=load: one.wait_layer(4, timeout_s=WAIT_S),
+        }
+        kept = None
+        try:
+            traced(raising_at(function.__code__, number), calls[call])
+        except Handled as error:
+            kept = error
+            num_raised += 1
+        is_at_the_edge = function is not alone_module.start and kept is not None and holds_a_line(kept, function)
+        if is_at_the_edge:  # of the statement that takes the events, or lets go of them
+            kept = None
+        scheduler.close(WAIT_S)
+        del kept
+    assert num_raised >= 5
+
+
+def holds_a_line(error, function):
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is function.__code__:
+            frames.append(trace.tb_frame.f_locals.get("held"))
+        trace = trace.tb_next
+    return any(frames)
+
+
+@pytest.mark.parametrize("call", ["start", "wait"])
+def test_a_handler_that_closes_in_the_middle(rig, backend, call):
+    scheduler = LayerwiseScheduler(rig.cache, rig.pool, backend=backend)
+    warm_up(rig, scheduler)
+    if call == "start":
+        inner = backend.start_alone
+
+        def closing(*given):
+            scheduler.close(WAIT_S)
+            return inner(*given)
+
+        backend.start_alone = closing
+        with pytest.raises(ClosedError):
+            scheduler.onload([5], [2])
+        return
+    load = scheduler.onload([5], [2])
+    inner_complete = backend.is_complete
+
+    def closing_first(*events):
+        backend.is_complete = inner_complete
+        scheduler.close(WAIT_S)
+        return inner_complete(*events)
+
+    backend.is_complete = closing_first
+    with contextlib.suppress(CancelledError):
+        load.wait(WAIT_S)
+    assert scheduler._released
+
+
+def test_what_a_handler_raises_in_a_wait_goes_on(copies, backend, scheduler):
+    copies.hold("onload", 4)
+    load = scheduler.onload([5], [2])
+    inner = backend.is_complete
+
+    def interrupted(*events):
+        backend.is_complete = inner
+        raise Handled
+
+    backend.is_complete = interrupted
+    with pytest.raises(Handled):
+        load.wait(WAIT_S)
+    copies.go_on()
     load.wait(WAIT_S)
