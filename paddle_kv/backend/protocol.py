@@ -108,10 +108,11 @@ class Backend(Protocol):
         nothing else is in flight (:class:`~paddle_kv.schedule.alone.Alone`). It records the first of the events of the
         transfer on the compute stream of its scheduler, enqueues all layers behind it, has the last event watched, with
         the report that the transfer gives, makes it the one that is ``alone`` in the group, and empties the reserve of
-        the scheduler's resources, of which it has its events. All of this is one step: no other thread and no signal handler comes in between. It returns False, and nothing has happened, if
-        more ``sections`` have begun in the group, or if the stream is captured, or for any other reason. In
-        ``transfer.token`` it notes what ``watch`` would return. It has ``wait_on_compute(stream, event, timeout_s)``
-        too: :meth:`compute_stream` and :meth:`wait_on_stream` in one; it returns what the former would.
+        the scheduler's resources, of which it has its events. All of this is one step: no other thread and no signal
+        handler comes in between. It returns False, and nothing has happened, if more ``sections`` have begun in the
+        group, or if the stream is captured, or for any other reason. In ``transfer.token`` it notes what ``watch``
+        would return. It has ``wait_on_compute(stream, event, timeout_s)`` too: :meth:`compute_stream` and
+        :meth:`wait_on_stream` in one; it returns what the former would.
 
         A backend may also have these, for layerwise saves whose marks need no more than a call:
 

@@ -561,7 +561,8 @@ def test_one_that_comes_alone_is_the_queues(
     )
     assert backend.start_alone(31, transfer, "group", 9) is True
     code = {"offload": 0, "onload": 1}[direction]
-    assert given == [(31, code, 2, *ids, 7, 2, events, 71, 18, DEVICE, 5, reports, 33, report, "group", 9, transfer, [1])]
+    known = (reports, 33, report, "group", 9, transfer, [1])
+    assert given == [(31, code, 2, *ids, 7, 2, events, 71, 18, DEVICE, 5, *known)]
     assert transfer.token == 33 and reports == {}
     scheduler.default_stream = SimpleNamespace(ptr=6)  # not named before: it has to be looked up
     assert backend.start_alone(31, transfer, "group", 9) is False and len(given) == 1
