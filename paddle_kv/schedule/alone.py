@@ -169,29 +169,14 @@ class Alone:
 
     def wait(self, deadline: Deadline) -> bool:
         """Waits for its end where the backend tells of it. Whether it is over, without having been written down."""
-        group, backend = self.group, self.scheduler.backend
+        group = self.group
         group.check_outside()
-        event = self._last_event()
-        if event is None:
-            return self.over
-        # Nobody keeps the event meanwhile: once it stands for something else, the section finds that this has ended.
-        try:
-            is_over = backend.is_complete(event)
-        except Exception:  # of the device, or of a signal handler: the section knows
-            change(self, self)
-            if self.movement is not None and self.movement.failed:
-                return False
-            raise
-        hear = getattr(backend, "hear", None)
-        if is_over:
-            change(self, self)
-        elif hear is not None and self.movement is None and not group.host.serves:  # see :mod:`.hearing`
+        change(self, self)
+        hear = getattr(self.scheduler.backend, "hear", None)
+        is_in_flight = not self.over and self.movement is None
+        if is_in_flight and hear is not None and not group.host.serves:  # see :mod:`.hearing`
             hear(self.token, deadline.left_s(), functools.partial(change, self, self), self.reporter())
         return self.over
-
-    def _last_event(self) -> Event:
-        held = self.held
-        return None if held is None else held.events[-1]
 
     @holding(lambda names: names["self"].scheduler)
     def wait_layer(self, layer: int, stream: Any, timeout_s: float | None) -> bool:
