@@ -171,11 +171,12 @@ class Alone:
         """Waits for its end where the backend tells of it. Whether it is over, without having been written down."""
         group = self.group
         group.check_outside()
-        change(self, self)
         hear = getattr(self.scheduler.backend, "hear", None)
         is_in_flight = not self.over and self.movement is None
         if is_in_flight and hear is not None and not group.host.serves:  # see :mod:`.hearing`
             hear(self.token, deadline.left_s(), functools.partial(change, self, self), self.reporter())
+        if not self.over:  # the time is over, or somebody else is told, perhaps only soon
+            change(self, self)
         return self.over
 
     @holding(lambda names: names["self"].scheduler)
