@@ -172,8 +172,7 @@ class Alone:
         group = self.group
         group.check_outside()
         hear = getattr(self.scheduler.backend, "hear", None)
-        is_in_flight = not self.over and self.movement is None
-        if is_in_flight and hear is not None and not group.host.serves:  # see :mod:`.hearing`
+        if hear is not None and not group.host.serves and self.held is not None:  # see :mod:`.hearing`
             hear(self.token, deadline.left_s(), functools.partial(change, self, self), self.reporter())
         if not self.over:  # the time is over, or somebody else is told, perhaps only soon
             change(self, self)

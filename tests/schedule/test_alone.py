@@ -924,12 +924,13 @@ def test_what_a_handler_raises_in_a_wait_for_a_layer_goes_on(copies, backend, sc
 def test_a_failure_of_which_nobody_reports(copies, backend, scheduler, call):
     copies.fail("onload", 3, RuntimeError("broken"))
     backend.watch = lambda events, report: None
+    backend.hear = lambda *given: None
     load = scheduler.onload([5], [2])
     event = load._alone.held.events[-1]
     assert event.wait(WAIT_S) and is_alone(load)
     with pytest.raises(TransferError, match="layer 3: broken"):
         load.wait(WAIT_S) if call == "wait" else load.wait_layer(4)
-    del backend.watch
+    del backend.watch, backend.hear
     assert scheduler.stats()["failed"] == 1
 
 
