@@ -34,10 +34,8 @@ def watch(device_id: int, events: Sequence[int], report: Callable[[], Later | No
 
 def expect(report: Callable[[], Later | None]) -> int:
     """:func:`watch`, by a call that has the library watch for the token: it is made next, or :func:`forget` is."""
-    if _thread is None:
-        _start()
-    token = next(_tokens)
-    _reports[token] = report
+    reports, token = place()
+    reports[token] = report
     return token
 
 

@@ -22,7 +22,7 @@ from ..tracking.keeper import Deadline, nothing
 from . import settling
 from .movement import Movement, Owner, State, movements, numbers
 from .resources import Events
-from .transfer import Transfer, let_go
+from .transfer import Transfer, let_go, raise_if_device_failed
 from .uses import holding
 
 MOST_BLOCKS = 8192  # sorted by the call that starts it, which lets no other thread run meanwhile
@@ -195,9 +195,7 @@ class Alone:
         except TimeoutError:
             raise TimeoutError(f"a layer was not there after timeout_s = {timeout_s}") from None
         except Exception:  # of the device, or of a signal handler: the device knows
-            movement = self.written_down()
-            change(movement, functools.partial(settling.look_for_failure, movement))
-            movement.raise_if_failed()
+            raise_if_device_failed(self.written_down())
             raise
         finally:
             del held  # an exception would keep it with this frame

@@ -435,8 +435,7 @@ class Transfer:
         except (TransferError, CancelledError):
             raise
         except Exception:  # of the device, or of a signal handler: the device knows
-            change(movement, functools.partial(settling.look_for_failure, movement))
-            movement.raise_if_failed()
+            raise_if_device_failed(movement)
             raise
         finally:
             del held  # an exception would keep it with this frame
@@ -452,6 +451,12 @@ class Transfer:
         if not 0 <= found < num_layers:
             raise IndexError(f"layer = {found} must be in [0, {num_layers})")
         return found
+
+
+def raise_if_device_failed(movement: Movement) -> None:
+    """Outside of sections: raises what the device tells of it."""
+    change(movement, functools.partial(settling.look_for_failure, movement))
+    movement.raise_if_failed()
 
 
 # ---- sections ----

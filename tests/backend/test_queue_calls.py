@@ -37,6 +37,10 @@ class Transfer(ctypes.Structure):
     _fields_ = c_header.members(HEADER, "PaddleKvTransfer")
 
 
+def numbers(address: int, count: int) -> list[int]:
+    return (ctypes.c_int64 * count).from_address(address)[:]
+
+
 class Function:
     def __init__(self, name: str, call: Callable[..., Any]) -> None:
         self.name, self._call = name, call
@@ -165,9 +169,6 @@ def test_functions_and_structure_are_those_of_the_header(library: Library) -> No
 def test_what_a_submission_hands_over(library: Library) -> None:
     seen: list[Any] = []
 
-    def numbers(address: int, count: int) -> list[int]:
-        return (ctypes.c_int64 * count).from_address(address)[:]
-
     def submit(given: Any) -> int:
         pointers = {"device_ids": 3, "host_ids": 3, "wait_events": 3, "waits_per_group": 2, "record_events": 2}
         fields = {name: getattr(given, name) for name, _ in given._fields_}
@@ -196,9 +197,6 @@ def test_what_a_submission_hands_over(library: Library) -> None:
 
 def test_what_a_save_by_marks_hands_over(library: Library) -> None:
     seen: list[Any] = []
-
-    def numbers(address: int, count: int) -> list[int]:
-        return (ctypes.c_int64 * count).from_address(address)[:]
 
     def submit(given: Any, starts: Any) -> int:
         lists = {"device_ids": 2, "wait_events": 3, "record_events": 2}

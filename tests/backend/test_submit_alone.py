@@ -12,17 +12,9 @@ import pytest
 
 from paddle_kv.backend import transfer_queue
 from paddle_kv.ops import _library
-from tests import c_header
+from tests.backend.test_queue_calls import Transfer, numbers
 
 SUBMIT_ALONE = _library.queue_functions()["submit_alone"]
-
-
-class Transfer(ctypes.Structure):
-    _fields_ = c_header.members("transfer/queue_api.h", "PaddleKvTransfer")
-
-
-def numbers(address: int, count: int) -> list[int]:
-    return (ctypes.c_int64 * count).from_address(address)[:]
 
 
 def id_bytes(*ids: int) -> bytearray:
