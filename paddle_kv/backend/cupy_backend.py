@@ -224,6 +224,8 @@ class CupyBackend:
         stream = scheduler.resources.streams.get(transfer.direction)
         if compute is None or stream is None:  # none: another thread has closed it
             return False
+        if transfer.num_blocks > transfer_queue.FEW_BLOCKS:
+            return False  # the step would copy them with the GIL
         reports, transfer.token = completions.place()
         return transfer_queue.submit_alone(
             binding,

@@ -25,7 +25,6 @@ from .resources import Events
 from .transfer import Transfer, let_go, raise_if_device_failed
 from .uses import holding
 
-MOST_BLOCKS = 8192  # sorted by the call that starts it, which lets no other thread run meanwhile
 ID_BYTES = 8
 COMPUTE, START, FIRST_GROUP = range(3)  # in the events of one: of the compute stream, of its start, of each group
 
@@ -53,7 +52,8 @@ class Alone:
         self.direction = direction
         self.ids = ids  # of the device, of the host
         self.held: Events | None = held
-        self.bytes = len(ids[0]) // ID_BYTES * scheduler.bytes_per_block
+        self.num_blocks = len(ids[0]) // ID_BYTES
+        self.bytes = self.num_blocks * scheduler.bytes_per_block
         self.queued = direction == "onload"
         self.ordered: dict[Stream, set[int]] = {}
         # What is set later lies here: that takes no memory then.
@@ -223,7 +223,7 @@ def start(scheduler: Owner, direction: Direction, device_ids: Any, host_ids: Any
     to_host = direction == "offload"
     device = arguments.plain_ids(device_ids, device_cache.num_blocks, not to_host)
     host = arguments.plain_ids(host_ids, host_pool.num_blocks, to_host)
-    if not device or not host or len(device) != len(host) or len(device) > MOST_BLOCKS * ID_BYTES:
+    if not device or not host or len(device) != len(host):
         return None
     try:  # they stay in there until the step takes them, so an exception that keeps this frame keeps none from others
         alone = Alone(scheduler, direction, (device, host), resources.reserve[0])

@@ -557,7 +557,7 @@ def test_one_that_comes_alone_is_the_queues(
     ids, events, report = (bytearray(8), bytearray(16)), array("q", [11, 12]), object()
     held = SimpleNamespace(events=events)
     transfer = SimpleNamespace(
-        scheduler=scheduler, direction=direction, ids=ids, held=held, number=18, reporter=lambda: report
+        scheduler=scheduler, direction=direction, ids=ids, held=held, number=18, reporter=lambda: report, num_blocks=1
     )
     assert backend.start_alone(31, transfer, "group", 9) is True
     code = {"offload": 0, "onload": 1}[direction]
@@ -573,8 +573,12 @@ def test_one_that_comes_alone_is_the_queues(
     gpu.current, gpu.answers["cupy_stream"] = DEVICE, SimpleNamespace(ptr=7)
     assert backend.start_alone(31, transfer, "group", 9) is False
     gpu.answers["cupy_stream"] = None
-    scheduler.resources.streams.clear()  # closed by another thread
+    transfer.num_blocks = transfer_queue.FEW_BLOCKS + 1
     assert backend.start_alone(31, transfer, "group", 9) is False and len(given) == 2
+    transfer.num_blocks = transfer_queue.FEW_BLOCKS
+    assert backend.start_alone(31, transfer, "group", 9) is True and len(given) == 3
+    scheduler.resources.streams.clear()  # closed by another thread
+    assert backend.start_alone(31, transfer, "group", 9) is False and len(given) == 3
 
 
 def test_a_backend_that_copies_in_its_own_way_does_so_watched_too(

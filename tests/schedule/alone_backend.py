@@ -13,6 +13,7 @@ class AloneBackend(CpuBackend):
     """Counts the transfers that were ``started_alone``."""
 
     started_alone = 0
+    most_blocks = 1 << 20  # of one; tests of large ones make it small
 
     def wait_on_compute(self, stream, event, timeout_s):
         compute = self.compute_stream(stream)
@@ -25,6 +26,8 @@ class AloneBackend(CpuBackend):
     def _start_alone(self, binding, transfer, group, sections):
         scheduler, report = transfer.scheduler, transfer.reporter()
         with group.lock:
+            if transfer.num_blocks > self.most_blocks:
+                return False
             if group.sections != sections or group._inside is not None or group.alone is not None:
                 return False
             device, host = (np.frombuffer(ids, np.int64) for ids in transfer.ids)

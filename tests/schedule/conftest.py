@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def how_started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if getattr(request, "param", "noted") == "alone":
-        for name in ("start_alone", "_start_alone", "started_alone", "wait_on_compute"):
+        for name in ("start_alone", "_start_alone", "started_alone", "most_blocks", "wait_on_compute"):
             monkeypatch.setattr(CpuBackend, name, getattr(AloneBackend, name), raising=False)
 
 

@@ -274,7 +274,7 @@ def test_what_is_more_than_a_plain_transfer_has_to_be_noted(scheduler, kind):
 
 
 def test_many_blocks_are_sorted_by_another_thread(rig, monkeypatch, scheduler, backend):
-    monkeypatch.setattr(alone_module, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(backend, "most_blocks", 3)
     not_started(scheduler, backend, lambda one: one.onload([5, 6, 7, 8], [1, 2, 3, 4])).wait(WAIT_S)
     assert settles(lambda: scheduler.resources.reserve)
     load = scheduler.onload([5, 6, 7], [1, 2, 3])
