@@ -72,8 +72,8 @@ class Channel:
 
 
 class Slow(FilesEngine):
-    def __init__(self, folder: Path, channel: Channel) -> None:
-        super().__init__({folder: 1 << 28}, threads_per_root=4)
+    def __init__(self, folder: Path, channel: Channel, room_bytes: int = 1 << 28) -> None:
+        super().__init__({folder: room_bytes}, threads_per_root=4)
         self.roots[0].most_batched = 1
         self._channel = channel
 
