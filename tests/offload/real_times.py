@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,22 @@ class Channel:
             time.sleep(max(0.0, end_s - time.monotonic()))
 
 
+def throttle(link: Channel, num_layers: int) -> Callable[[], None]:
+    """From now on whatever the CPU backend loads takes its time on ``link``; returns what ends that."""
+    copy = binding.copy
+
+    def slow_copy(number: int, plan: Any, layers: range) -> None:
+        if plan.direction == "onload":
+            link.move(len(plan.device_ids) * len(layers) / num_layers)
+        copy(number, plan, layers)
+
+    def restore() -> None:
+        binding.copy = copy
+
+    binding.copy = slow_copy
+    return restore
+
+
 class Slow(FilesEngine):
     def __init__(self, folder: Path, channel: Channel, room_bytes: int = 1 << 28) -> None:
         super().__init__({folder: room_bytes}, threads_per_root=4)
@@ -108,14 +124,7 @@ class Server:
         self.link, self.tier, self.block_s, self.shape, self._ahead_s = Channel(), Channel(), block_s, shape, ahead_s
         self.spec = spec = replace(SPEC, num_layers=shape.layers, head_dim=shape.head_dim)
         self.asleep = True
-        copy = binding.copy
-
-        def slow_copy(number: int, plan: Any, layers: range) -> None:
-            if plan.direction == "onload":
-                self.link.move(len(plan.device_ids) * len(layers) / spec.num_layers)
-            copy(number, plan, layers)
-
-        self._copy, binding.copy = copy, slow_copy
+        self._unthrottle = throttle(self.link, spec.num_layers)
         size = shape.total + 1
         self.tables = [list(range(first, first + size)) for first in range(0, at_once * size, size)]
         self.rig = ChunkRig(
@@ -189,7 +198,7 @@ class Server:
     def close(self) -> None:
         self.link.block_s = self.tier.block_s = 0.0
         self.rig.close()
-        binding.copy = self._copy
+        self._unthrottle()
 
 
 def main() -> None:

@@ -4,6 +4,8 @@
 in :mod:`tests.offload.real_times`. Requests come when the trace says, are computed one behind the other, and up to
 ``--queue`` of those that wait may load ahead. What is found is what was kept of the requests before: the first ones,
 ``--warm-up``, are served without sleeps, and then nothing is known of any rate. All bytes are compared.
+``--fault``: behind ``LEARNT`` requests that do not count the tier is ten times slower, holds each read for ten seconds,
+or fails each, and what counts begins with the third request behind that; then "load" is not run.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import csv
 import gc
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,19 +27,21 @@ from typing import Any
 import numpy as np
 
 from paddle_kv import CancelledError, TransferError
-from paddle_kv.backend import binding
 from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload.rates import Rates
 from paddle_kv.testing.prefixes.conversations import conversations
 from paddle_kv.testing.prefixes.replay import Costs, replay
 from paddle_kv.testing.prefixes.trace import Request, read_trace
 from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig
-from tests.offload.real_times import GB_S_AS_COMPUTED, Channel, Slow
+from tests.offload.real_times import GB_S_AS_COMPUTED, Channel, Slow, throttle
 
 WAYS = ("without", "load", "sooner")
 SERVED_TOKENS_S = 60_000.0  # at the beginning of a prompt, of the server that the rates are of
 BLOCK_TOKENS = 512  # of the trace
 DOUBLES_AT_BLOCK = 50_000 / BLOCK_TOKENS  # a block takes twice as long as the first one
+FAULTS = ("slow", "stall", "fail")
+LEARNT = 30
+STALLED_S = 10.0
 HOPELESS = 2.0  # all that is found takes so many times as long to be loaded as to be computed
 
 
@@ -73,21 +78,34 @@ class Setup:
         return self.block_s * SERVED_TOKENS_S / BLOCK_TOKENS
 
 
+class Storage(Channel):
+    """``fault``: one of ``FAULTS``, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fault: str | None = None
+        self._closed = threading.Event()
+
+    def move(self, blocks: float) -> None:
+        if self.fault == "fail":
+            raise OSError("a fault that was asked for")
+        if self.fault == "stall":
+            self._closed.wait(STALLED_S)
+        super().move(blocks * (10 if self.fault == "slow" else 1))
+
+    def close(self) -> None:
+        self.block_s = 0.0
+        self._closed.set()
+
+
 class Server:
     """Serves one prompt at a time. Device blocks are given out again when nothing moves in them any more."""
 
     def __init__(self, folder: Path, setup: Setup, device_blocks: int) -> None:
-        self.link, self.tier, self.setup = Channel(), Channel(), setup
+        self.link, self.tier, self.setup = Channel(), Storage(), setup
         self.spec = spec = replace(SPEC, num_layers=setup.layers, head_dim=setup.head_dim)
         self.asleep = True
-        copy = binding.copy
-
-        def slow_copy(number: int, plan: Any, layers: range) -> None:
-            if plan.direction == "onload":
-                self.link.move(len(plan.device_ids) * len(layers) / spec.num_layers)
-            copy(number, plan, layers)
-
-        self._copy, binding.copy = copy, slow_copy
+        self._unthrottle = throttle(self.link, spec.num_layers)
         room = 2 * setup.tier_blocks * spec.block_bytes * spec.num_layers
         self.rig = ChunkRig(
             Slow(folder, self.tier, room),
@@ -155,28 +173,28 @@ class Server:
         table, expected = self._table(len(prompt.block_ids) + 1), self.contents(prompt)
         if way == "without":
             return table, expected, None
-        tokens = np.repeat(prompt.block_ids, SIZE).tolist() + [0]
+        tokens = [*np.repeat(prompt.block_ids, SIZE).tolist(), 0]
         chunk_tokens = self.setup.chunk_blocks * SIZE
         return table, expected, self.rig.manager.request(tokens, table, chunk_tokens=chunk_tokens, how=way)
 
     def _prefill(self, prompt: Request, table: list[int], expected: np.ndarray, request: Any, after: Any) -> list[Any]:
-        transfers: list[Any] = []
-        total, size = len(prompt.block_ids) * SIZE + 1, self.setup.chunk_blocks * SIZE
+        """``after`` is called behind each chunk; returns the transfers."""
+        num_layers, transfers = self.spec.num_layers, []
         if request is None:
+            total, size = len(prompt.block_ids) * SIZE + 1, self.setup.chunk_blocks * SIZE
             for first in range(0, total, size):
-                chunk = range(first, min(first + size, total))
-                for layer in range(self.spec.num_layers):
-                    self._layer(chunk, table, expected, layer)
+                for layer in range(num_layers):
+                    self._layer(range(first, min(first + size, total)), table, expected, layer)
                 after()
             return transfers
         with request:
             while (chunk := request.next_chunk(timeout_s=WAIT_S)) is not None:
                 transfers += [*request.loads, *request.saves]
-                with suppress(TransferError, CancelledError):  # the next chunk is what did not come
-                    with ForwardPass(request.loads, request.saves, timeout_s=WAIT_S) as layers:
-                        for layer in range(self.spec.num_layers):
-                            with layers.layer(layer):
-                                self._layer(chunk, table, expected, layer)
+                layers = ForwardPass(request.loads, request.saves, timeout_s=WAIT_S)
+                with suppress(TransferError, CancelledError), layers:  # the next chunk is what did not come
+                    for layer in range(num_layers):
+                        with layers.layer(layer):
+                            self._layer(chunk, table, expected, layer)
                 after()
         return transfers
 
@@ -195,13 +213,21 @@ class Server:
             assert np.array_equal(there, expected[blocks.start : blocks.stop, layer, number]), (layer, blocks)
 
     def close(self) -> None:
-        self.link.block_s = self.tier.block_s = 0.0
+        self.link.block_s = 0.0
+        self.tier.close()
         self.rig.close()
-        binding.copy = self._copy
+        self._unthrottle()
 
 
-def measure(requests: Sequence[Request], warm_up: int, setup: Setup, rates: tuple[float, float], way: str) -> np.ndarray:
-    """Seconds to the first tokens, behind ``warm_up``; ``rates``: of link and tier in GB/s."""
+def measure(
+    requests: Sequence[Request],
+    warm_up: int,
+    setup: Setup,
+    rates: tuple[float, float],
+    way: str,
+    fault: str | None = None,
+) -> np.ndarray:
+    """Seconds to the first tokens that count; ``rates``: of link and tier in GB/s."""
     longest = max(len(one.block_ids) + 1 for one in requests)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder), setup, (setup.queue + 3) * longest)
@@ -210,7 +236,11 @@ def measure(requests: Sequence[Request], warm_up: int, setup: Setup, rates: tupl
             server.forget_rates()
             server.asleep = False
             server.link.block_s, server.tier.block_s = (setup.block_s * GB_S_AS_COMPUTED / rate for rate in rates)
-            return np.array(server.run(requests[warm_up:], way))
+            if fault is None:
+                return np.array(server.run(requests[warm_up:], way))
+            server.run(requests[warm_up : warm_up + LEARNT], way)
+            server.tier.fault = fault
+            return np.array(server.run(requests[warm_up + LEARNT :], way)[2:])
         finally:
             server.close()
 
@@ -223,12 +253,14 @@ def is_hopeless(requests: Sequence[Request], warm_up: int, setup: Setup, rates: 
     return max(found * GB_S_AS_COMPUTED / link, below * GB_S_AS_COMPUTED / tier) > HOPELESS * found
 
 
-def row_of(requests: Sequence[Request], warm_up: int, setup: Setup, link: float, tier: float) -> Row:
+def row_of(
+    requests: Sequence[Request], warm_up: int, setup: Setup, link: float, tier: float, fault: str | None = None
+) -> Row:
     found = {way: (float("nan"),) * 2 for way in WAYS}
     for way in WAYS:
-        if way == "load" and is_hopeless(requests, warm_up, setup, (link, tier)):
+        if way == "load" and (fault or is_hopeless(requests, warm_up, setup, (link, tier))):
             continue
-        taken_s = measure(requests, warm_up, setup, (link, tier), way)
+        taken_s = measure(requests, warm_up, setup, (link, tier), way, fault)
         found[way] = float(taken_s.mean()), float(np.percentile(taken_s, 99))
     ratios = [found["sooner"][i] / np.nanmin([found["without"][i], found["load"][i]]) for i in range(2)]
     return Row(link, tier, *found["without"], *found["load"], *found["sooner"], *ratios)
@@ -247,11 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tier-blocks", type=int, default=Setup.tier_blocks)
     parser.add_argument("--chunk-blocks", type=int, default=Setup.chunk_blocks)
     parser.add_argument("--queue", type=int, default=0, help="waiting prompts that may load ahead")
+    parser.add_argument("--fault", choices=FAULTS, help="of the tier")
     parser.add_argument("--csv", type=Path)
     chosen = parser.parse_args(arguments)
     gc.collect()
     gc.freeze()  # else a full collection goes through all of Paddle's objects, and takes as long as a load
-    total = chosen.warm_up + chosen.requests
+    total = chosen.warm_up + chosen.requests + (LEARNT + 2 if chosen.fault else 0)
     requests = read_trace(chosen.trace, total) if chosen.trace else conversations(total, chosen.requests_per_s)
     blocks = chosen.host_blocks, chosen.tier_blocks, chosen.chunk_blocks
     setup = Setup(chosen.block_ms / 1e3, *blocks, queue=chosen.queue)
@@ -259,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("link, tier in GB/s | mean, p99 in s: without, loaded, decided | decided / better")
     for link in chosen.link_gbps:
         for tier in chosen.tier_gbps:
-            rows.append(row := row_of(requests, chosen.warm_up, setup, link, tier))
+            rows.append(row := row_of(requests, chosen.warm_up, setup, link, tier, chosen.fault))
             values = [f"{getattr(row, field.name):.3f}" for field in fields(Row)[2:]]
             parts = [" ".join(values[first : first + 2]) for first in range(0, 8, 2)]
             print(f"{link:5.1f} {tier:5.2f} | {' | '.join(parts)}", flush=True)
