@@ -6,9 +6,11 @@ replace  an absent block, in the place of an evicted one
 evict    a block that goes for nothing in particular
 trace    all of these as a trace has them (--trace, one JSON object per request), by its clock: a policy that learns
          when blocks come back learns what it would in a server
+decide   the same with the decision to load or to compute, wherever something is found: the second half of it in a tier
 
 Keys are 32-byte hashes, as a server's. Times are processor time of this process, the best and the median of --repeats;
 of a trace, the best is the sum of what each prompt took at best, since other work of the machine gets into any repeat.
+With --trace there is also the cost of a prompt and of a block, by a line through the best times of all prompts.
 """
 
 from __future__ import annotations
@@ -24,12 +26,17 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
+
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # a checkout in which the operators were built in place
 
 from paddle_kv.offload import POLICIES, BlockIndex, make_policy
-from paddle_kv.testing.prefixes.trace import read_trace
+from paddle_kv.offload.decision import Prompt, decide
+from paddle_kv.offload.rates import RateSnapshot
+from paddle_kv.testing.prefixes.trace import TOKENS_PER_BLOCK, read_trace
 
 PROMPT_BLOCKS = 64
+RATES = RateSnapshot(1e-3, 3e-3, 1 / 60_000, 1 / 60_000 / 50_000, TOKENS_PER_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Row:
     blocks: int
     best_us_per_block: float
     median_us_per_block: float
+    line_us: tuple[float, float] | None = None  # a prompt, and a block more, of the best times
 
 
 def hash_of(number: int) -> bytes:
@@ -84,21 +92,33 @@ def measure(policy: str, capacity: int, repeats: int) -> list[Row]:
     return [row_of(operation, policy, capacity, blocks, times) for operation, times in found.items()]
 
 
-def measure_trace(policy: str, capacity: int, repeats: int, prompts: list[tuple[float, list[bytes]]]) -> Row:
-    blocks = sum(len(prompt) for _, prompt in prompts)
-    times: list[list[float]] = []
+def measure_trace(
+    policy: str, capacity: int, repeats: int, prompts: list[tuple[float, list[bytes]]], decides: bool
+) -> Row:
+    sizes = np.array([len(prompt) for _, prompt in prompts])
+    times_us = np.empty((repeats, len(prompts)))
     now_s = [0.0]
-    for _ in range(repeats):
+    for repeat in range(repeats):
         index: BlockIndex[bytes] = BlockIndex(make_policy(policy, capacity, lambda: now_s[0]), capacity)
         free_slots = list(range(capacity))
-        times.append([])
-        for now_s[0], prompt in prompts:
+        for number, (now_s[0], prompt) in enumerate(prompts):
             start = time.process_time()
-            index.admit(prompt[index.lookup(prompt) :], free_slots)
-            times[-1].append((time.process_time() - start) * 1e6 / blocks)
-    best = sum(map(min, zip(*times, strict=True)))
+            found = index.lookup(prompt)
+            if decides and found:
+                tokens = TOKENS_PER_BLOCK * found, TOKENS_PER_BLOCK * len(prompt)
+                decide(RATES, Prompt((0, found // 2), (found // 2, found), *tokens), chunk_tokens=4096, num_layers=80)
+            index.admit(prompt[found:], free_slots)
+            times_us[repeat, number] = (time.process_time() - start) * 1e6
+    best, blocks = times_us.min(axis=0), int(sizes.sum())
+    (a_prompt, a_block), *_ = np.linalg.lstsq(np.stack([np.ones(len(sizes)), sizes], axis=1), best, rcond=None)
     return Row(
-        "trace", policy, capacity, blocks, round(best, 3), round(statistics.median([sum(one) for one in times]), 3)
+        "decide" if decides else "trace",
+        policy,
+        capacity,
+        blocks,
+        round(float(best.sum()) / blocks, 3),
+        round(float(np.median(times_us.sum(axis=1))) / blocks, 3),
+        (round(float(a_prompt), 1), round(float(a_block), 2)),
     )
 
 
@@ -121,12 +141,13 @@ def main() -> None:
     for capacity in given.capacity:
         for policy in POLICIES:
             measured = measure(policy, capacity, given.repeats)
-            if prompts:
-                measured.append(measure_trace(policy, capacity, given.repeats, prompts))
+            for decides in (False, True) if prompts else ():
+                measured.append(measure_trace(policy, capacity, given.repeats, prompts, decides))
             for row in measured:
                 print(
                     f"{row.policy:8}{row.capacity_blocks:10} {row.operation:10}"
                     f"{row.best_us_per_block:14.2f}{row.median_us_per_block:9.2f}"
+                    + (f"    {row.line_us[0]} us a prompt and {row.line_us[1]} us a block" if row.line_us else "")
                 )
             rows += measured
     if given.csv:

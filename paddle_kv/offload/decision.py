@@ -23,6 +23,7 @@ from .rates import RateSnapshot
 
 Choice = Literal["compute", "load", "meet"]
 HALVINGS = 12  # the first token's time is found up to 1/4096 of what can be gained
+CLOSE = 1.001  # what takes no longer than that is as good
 LEAST_GAIN = 0.01  # of the time of computing: for less nothing is moved
 LEAST_S, MOST_S = 1e-100, 1e100  # of what a caller gives: nothing that follows from it overflows
 
@@ -162,41 +163,39 @@ def best_way(
     end_s = rates.prefill_s(prompt.end_tokens, prompt.num_tokens)
     first_pass = min(prompt.end_tokens + chunk_tokens, prompt.num_tokens)
     tail_s = end_s - rates.prefill_s(prompt.end_tokens, first_pass) * (1 - 1 / num_layers)
-
-    def computed_s(start: int, stop: int) -> float:
-        return (stop - start) * tokens * (base_s + half_slope * (start + stop) * tokens)
-
-    compute_s = wait_s + computed_s(a_start, a_stop) + computed_s(b_start, b_stop) + end_s
+    base_s, slope_s = base_s * tokens, half_slope * tokens * tokens  # a block, and for each block before it
+    least_s = wait_s + end_s  # nothing of what was found is computed
+    all_computed_s = a_size * (base_s + slope_s * (a_start + a_stop)) + b_size * (base_s + slope_s * (b_start + b_stop))
+    compute_s = least_s + all_computed_s
     if min(a_s if a_size else math.inf, b_s if b_size else math.inf) == math.inf:
         return Decision("compute", host[1], tier[1], compute_s, math.inf, math.inf, compute_s - end_s)
-
-    def possible(seconds: float) -> tuple[int, int, float]:
-        """How much of each part can be loaded, and how long the model computes then."""
+    load_s = _all_s(first, second, link_s, link_wait_s, tail_s, least_s, end_s, num_layers)
+    low, high = least_s, min(compute_s, load_s)
+    meet_s, loaded, busy_s = high, (0, 0), compute_s  # if it stays so, all is loaded or computed
+    for _ in range(HALVINGS):
+        if high <= low * CLOSE:  # or all is loaded, or computed, and nothing is better by as much
+            break
+        seconds = (low + high) / 2
+        # If the first token comes then: how much of each part can be loaded, and how long the model computes.
         until_s = seconds - tail_s
         room = max(0, int((until_s - link_wait_s) / link_s))
         b_load = max(0, min(b_size, room, int((until_s - b_wait - b_more) / b_s)))
-        b_compute_s = computed_s(b_start, b_stop - b_load)
-        if b_load < b_size:
-            until_s = seconds - end_s - b_compute_s
+        left = b_size - b_load
+        needed_s = least_s + left * (base_s + slope_s * (b_start + b_stop - b_load))
+        if left:
+            until_s = seconds - needed_s + wait_s
         a_load = max(0, min(a_size, room - b_load, int((until_s - a_wait - a_more) / a_s)))
-        return a_load, b_load, wait_s + computed_s(a_start, a_stop - a_load) + b_compute_s + end_s
-
-    load_s = _all_s(first, second, link_s, link_wait_s, tail_s, wait_s + end_s, end_s, num_layers)
-    low, high = wait_s + end_s, min(compute_s, load_s)
-    meet_s, loaded, busy_s = high, (0, 0), compute_s  # if it stays so, all is loaded or computed
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        a_load, b_load, needed_s = possible(middle)
-        if needed_s <= middle:
-            high = meet_s = middle
+        needed_s += (a_size - a_load) * (base_s + slope_s * (a_start + a_stop - a_load))
+        if needed_s <= seconds:
+            high = meet_s = seconds
             loaded, busy_s = (a_load, b_load), needed_s
         else:
-            low = middle
+            low = seconds
     choice: Choice = "meet"
     if meet_s > (1 - LEAST_GAIN) * compute_s:
         choice, loaded, busy_s = "compute", (0, 0), compute_s
-    elif load_s <= meet_s * (1 + 1e-3):
-        choice, loaded, busy_s = "load", (a_size, b_size), wait_s + end_s
+    elif load_s <= meet_s * CLOSE:
+        choice, loaded, busy_s = "load", (a_size, b_size), least_s
     starts = (a_stop - loaded[0], b_stop - loaded[1])
     host_first, tier_first = starts if first is in_host else starts[::-1]
     return Decision(choice, host_first, tier_first, compute_s, load_s, meet_s, busy_s - end_s)

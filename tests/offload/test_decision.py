@@ -44,11 +44,12 @@ def first_token_s(
 def drawn(rng: random.Random) -> tuple[RateSnapshot, Prompt, tuple[float, ...]]:
     of_host = rng.randint(0, 20)
     found = of_host + rng.randint(0, 20)
+    base_s = 10 ** rng.uniform(-5, -3)
     rates = RateSnapshot(
         link_s=10 ** rng.uniform(-4, -1),
         tier_s=10 ** rng.uniform(-3.5, 0),
-        base_s=10 ** rng.uniform(-5, -3),
-        slope_s=10 ** rng.uniform(-12, -6),
+        base_s=base_s,
+        slope_s=base_s * 10 ** rng.uniform(-6, -1),  # the last of 640 tokens takes up to 65 times as long as the first
         block_tokens=16,
     )
     prompt = Prompt((0, of_host), (of_host, found), found * 16, found * 16 + rng.randint(1, 400))
@@ -70,7 +71,7 @@ def decided(rates: RateSnapshot, prompt: Prompt, waits: tuple[float, ...] = (0.0
 
 def test_it_is_the_best_of_all_split_points() -> None:
     choices = set()
-    for seed in range(150):
+    for seed in range(300):
         rates, prompt, waits = drawn(random.Random(seed))
         found = decided(rates, prompt, waits)
         choices.add(found.choice)

@@ -144,10 +144,26 @@ def test_a_gain_of_just_a_hundredth_is_taken() -> None:
 
 @pytest.mark.parametrize("link_s", [0.3, 0.7, 0.9, 1.3, 3.0])
 def test_the_time_is_found_up_to_a_part_of_what_can_be_gained(link_s: float) -> None:
-    """An end of 1,000 s, which nothing can make shorter, and 64 blocks before it."""
+    """An end of a second, which nothing can make shorter, and 64 blocks before it."""
+    found = decided((0, 64), (64, 64), link_s=link_s)
+    best_s = 1 + min(max(64 - loaded, loaded * link_s) for loaded in range(65))
+    assert best_s <= found.meet_s <= best_s + max(64 / 2**HALVINGS, 1e-3 * best_s) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("link_s", [0.3, 0.7, 0.9, 1.3])
+def test_and_no_closer_than_a_thousandth(link_s: float) -> None:
+    """An end of 1,000 s, and 64 blocks before it: a second is a thousandth of it."""
     found = decided((0, 64), (64, 64), link_s=link_s, end_blocks=1000)
     best_s = 1000 + min(max(64 - loaded, loaded * link_s) for loaded in range(65))
-    assert best_s <= found.meet_s <= best_s + 64 / 2**HALVINGS * (1 + 1e-9)
+    assert best_s <= found.meet_s <= best_s * 1.001 and found.meet_s < found.compute_s - 20
+
+
+def test_a_load_that_is_nearly_as_good_as_any_other_way_is_taken() -> None:
+    """1,400 blocks of a millisecond, and the model computes two of them meanwhile: that would save a seven hundredth."""
+    rates = RateSnapshot(0.001, math.inf, 0.69, 0.0, 1)
+    found = decide(rates, Prompt((0, 1400), (0, 0), 1400, 1400), chunk_tokens=4, num_layers=1)
+    assert (found.choice, found.host_first, found.pass_s) == ("load", 0, 0.0)
+    assert found.meet_s < found.load_s == pytest.approx(1.4)
 
 
 def test_of_few_blocks_no_more_than_a_layer_is_left_for_the_link_behind_the_tier() -> None:
