@@ -159,7 +159,7 @@ def test_and_no_closer_than_a_thousandth(link_s: float) -> None:
 
 
 def test_a_load_that_is_nearly_as_good_as_any_other_way_is_taken() -> None:
-    """1,400 blocks of a millisecond, and the model computes two of them meanwhile: that would save a seven hundredth."""
+    """1,400 blocks of a millisecond: the model could compute two of them meanwhile, and so save a seven hundredth."""
     rates = RateSnapshot(0.001, math.inf, 0.69, 0.0, 1)
     found = decide(rates, Prompt((0, 1400), (0, 0), 1400, 1400), chunk_tokens=4, num_layers=1)
     assert (found.choice, found.host_first, found.pass_s) == ("load", 0, 0.0)
