@@ -84,12 +84,15 @@ class Bringing:
             if piece.tier_blocks:
                 self.line.set(piece, PieceState.BELOW)
         self._is_loaded = worth.choice != "compute"
+        self._measured: Piece | None = None  # the model computes it, though to load it should be sooner
+        if self._is_loaded and rates.take_measurement(pieces[0].start, pieces[0].stop):
+            self._measured, self._is_loaded = pieces[0], False
         self._whole: Piece | None = None  # of what is left, begun before the model came to it
         self._followed: dict[Piece, Prefetch] = {}  # of what is loaded, and is still being read
         self._to_read: list[Piece] = []  # its parts that were not in host memory
         self._wrong_from = len(keys)  # what was computed from this block on saw what did not come
-        self._here = [piece for piece in pieces if piece.state is PieceState.WAITING]
-        self._below = [piece for piece in pieces if piece.state is PieceState.BELOW]
+        self._here = [piece for piece in pieces if piece.state is PieceState.WAITING and piece is not self._measured]
+        self._below = [piece for piece in pieces if piece.state is PieceState.BELOW and piece is not self._measured]
         if not math.isinf(rates.snapshot().tier_s):  # else one of them may be a probe
             self._below = _last_of(self._below, tier_blocks) or self._below[-1:]
         if worth.choice == "compute" and not math.isinf(worth.load_s):
@@ -187,11 +190,13 @@ class Bringing:
         return None
 
     def _comes_in_time(self, piece: Piece) -> bool:
-        """Whether it is there before the model, if that begins now, could have computed all up to its end. Else the
-        model would have to wait until it has been taken back; that costs as much as a call of an engine takes, and is
-        done to hear of a link that nothing else uses."""
+        """Whether it is there before the model, if that begins now, could have computed all up to its end, or, where
+        the model does not wait for the link, up to its beginning. Else the model would have to wait until it has been
+        taken back; that costs as much as a call of an engine takes, and is done to hear of a link that nothing else
+        uses."""
         rates, start = self._rates, self.line.pieces[self._front].start
-        load_s, compute_s = rates.load_s(piece.size, LINK), rates.compute_s(start, piece.stop)
+        stop = piece.stop if rates.snapshot().link_waits or self._is_first_sign(piece) else piece.start
+        load_s, compute_s = rates.load_s(piece.size, LINK), rates.compute_s(start, stop)
         if load_s is None:
             return not self.moving  # the first one tells
         if piece.is_probe or compute_s is None:
@@ -200,6 +205,11 @@ class Bringing:
             piece.is_probe = rates.take_probe(LINK)
             return piece.is_probe
         return True
+
+    def _is_first_sign(self, piece: Piece) -> bool:
+        """Of a prefix of one block nothing comes while the model computes something else, so a link of which nothing
+        bad is known would never be heard of."""
+        return len(self.line.pieces) == piece.size == 1 and self._rates.is_unblamed(LINK)
 
     @property
     def blocks_left(self) -> tuple[bool, int]:

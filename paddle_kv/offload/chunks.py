@@ -214,6 +214,8 @@ class ChunkedRequest(Request):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None and not self._ended:  # left by break, say
+            if not self.saves:  # nothing says whether its last pass was run
+                self._abort_pass()
             self._end_early()
         super().__exit__(kind, error, trace)
 

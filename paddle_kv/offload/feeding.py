@@ -35,6 +35,10 @@ class Meeting(Bringing):
         number = self._front
         while number < len(self.line.pieces):
             piece = self.line.pieces[number]
+            if piece is self._measured:
+                self._measured = None
+                self._take(piece)
+                return Step(piece)
             if stop := self._quicker_rest(piece, books, others_s):
                 self._is_beside = bool(loads)
                 self._load(books, self.line.join(number, self.line.at(stop)))
@@ -166,7 +170,7 @@ class Meeting(Bringing):
             return waits and self._comes_sooner(piece, piece.due_s - piece.size * block_s, piece.due_s, others_s)
         # All of the rest was begun while the link was trusted: until it is late it is worth more than to begin again.
         waits = rates.link_waits or (piece is self._whole and not math.isinf(rates.link_s))
-        if not waits or self.moving[piece].num_unsubmitted:
+        if not (waits or self._is_first_sign(piece)) or self.moving[piece].num_unsubmitted:
             return False
         return self._comes_sooner(piece, piece.begin_s, piece.due_s, others_s)
 

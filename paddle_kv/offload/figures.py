@@ -11,6 +11,7 @@ BAND_SPREADS = 4.0  # what lies farther from the figure is far
 LEAST_BAND = math.log(1.5)
 MOST_BAND = math.log(4.0)  # of a source that stalls now and then too: whoever waits for it waits no longer
 MOST_GOOD = math.log(4.0)  # a single observation counts for no more than four times as quick
+QUICK = 1 / 1.3  # of what is expected of a pass: two that are quicker than that are no noise
 
 
 class Pace:
@@ -65,14 +66,30 @@ class Pace:
 
 class Prefill:
     """Seconds a token = ``base_s`` + ``slope_s`` * its position, since each attends to all before it: weighted least
-    squares, in which older observations count for less."""
+    squares, in which older observations count for less.
+
+    Nothing makes a model quicker than it is, and much makes a pass slower: kernels that are compiled, a pause, others
+    beside it. So two passes that were far quicker than expected, one behind the other, are believed, and what was
+    observed before them is forgotten: who believes that computing is slow loads, and never hears of it.
+
+    Attributes:
+        is_doubted: the last one of them was far quicker, and the one before it was not.
+    """
 
     def __init__(self) -> None:
         self.base_s: float | None = None  # None if nothing was observed
+        self._forget()
+
+    def _forget(self) -> None:
+        self._quick_tokens = 0  # of the last pass, if it was far quicker than expected
         self.slope_s = 0.0
         self.spread = FIRST_SPREAD
         self.observations = 0
         self._sums = [0.0] * 5  # of the weights, and with x, y, x x and x y: x the middle position, y seconds a token
+
+    @property
+    def is_doubted(self) -> bool:
+        return self._quick_tokens > 0
 
     def seconds(self, start: int, stop: int) -> float:
         """Of these tokens; something must have been observed."""
@@ -82,17 +99,25 @@ class Prefill:
     def observe(self, start: int, num_tokens: int, seconds: float) -> None:
         x, y = start + num_tokens / 2, seconds / num_tokens
         if self.base_s is not None:
-            expected = self.seconds(start, start + num_tokens) / num_tokens
-            off = math.log(max(y, 1e-18) / max(expected, 1e-18))
-            weight = max(WEIGHT, 1.0 / (self.observations + 1))
-            self.spread += weight * (min(abs(off), 1.0) - self.spread)
-            if self.observations >= 3:
-                y = min(y, 2 * expected)  # a pause of the process is not the model
+            y = self._compared(num_tokens, y, self.seconds(start, start + num_tokens) / num_tokens)
         self.observations += 1
         keep = 1 - WEIGHT / 4 if self.observations > 8 else 1.0
         for i, value in enumerate((1.0, x, y, x * x, x * y)):
             self._sums[i] = keep * self._sums[i] + num_tokens * value
         self._fit()
+
+    def _compared(self, num_tokens: int, found: float, expected: float) -> float:
+        """What of the seconds a token that were found counts."""
+        is_quick = found < QUICK * expected
+        if is_quick and self._quick_tokens:
+            self._forget()
+            return found
+        if is_quick or 2 * num_tokens >= self._quick_tokens:  # of few tokens each takes longer: that says nothing
+            self._quick_tokens = num_tokens if is_quick else 0
+        off = math.log(max(found, 1e-18) / max(expected, 1e-18))
+        weight = max(WEIGHT, 1.0 / (self.observations + 1))
+        self.spread += weight * (min(abs(off), 1.0) - self.spread)
+        return min(found, 2 * expected) if self.observations >= 3 else found  # a pause of the process is not the model
 
     def _fit(self) -> None:
         weight, x, y, xx, xy = self._sums
@@ -106,7 +131,7 @@ class Prefill:
 
     def set(self, base_s: float, slope_s: float) -> None:
         """As if it had been observed, over positions up to 100,000."""
-        self.base_s, self.slope_s = base_s, slope_s
+        self.base_s, self.slope_s, self._quick_tokens = base_s, slope_s, 0
         self._sums = [0.0] * 5
         for x in (1_000.0, 30_000.0, 100_000.0):
             y = base_s + slope_s * x

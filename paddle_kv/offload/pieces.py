@@ -77,21 +77,29 @@ def cut(states: Sequence[BlockState], chunk_blocks: int, rates: Rates) -> list[P
     """A prefix, into what the model computes in one pass. Blocks of host memory do not wait for those of the tier
     behind them in the same pass, where they are loaded far sooner than computed. Over a link that the model does not
     wait for, only what comes while it computes something else is loaded, and nothing would ever be heard of the link
-    where one pass is all: so half of that is a piece by itself. And one block is, at the end, as long as nothing is
-    known of the link."""
+    where one pass is all: so what comes in time of that is a piece by itself, at most half. And one block is, at the
+    end, as long as nothing is known of the link."""
     num_blocks = len(states)
     pieces = [Piece(start, min(start + chunk_blocks, num_blocks)) for start in range(0, num_blocks, chunk_blocks)]
     if rates.snapshot().link_waits:
         _cut_at_tier(pieces, states, chunk_blocks, rates)
     elif pieces:
-        last = pieces[-1]
-        if rates.load_s(1) is None:
-            half = last.stop - 1
-        else:
-            half = last.start + last.size // 2 if len(pieces) == 1 else last.start
-        if half > last.start:
-            pieces[-1:] = [Piece(last.start, half), Piece(half, last.stop)]
+        last, load_s = pieces[-1], rates.load_s(1)
+        if load_s is None or len(pieces) == 1:
+            end = last.stop - (1 if load_s is None else _in_time(last, load_s, rates))
+            if end > last.start:
+                pieces[-1:] = [Piece(last.start, end), Piece(end, last.stop)]
     return pieces
+
+
+def _in_time(piece: Piece, load_s: float, rates: Rates) -> int:
+    """Blocks at its end that should come while the model computes the others, at least one and at most half.
+    ``load_s``: of one block."""
+    size, compute_s = piece.size, rates.compute_s(piece.start, piece.stop)
+    num_blocks = size // 2
+    if compute_s is not None:
+        num_blocks = min(num_blocks, int(size * compute_s / (size * load_s + compute_s)))
+    return max(1, num_blocks)
 
 
 def _cut_at_tier(pieces: list[Piece], states: Sequence[BlockState], chunk_blocks: int, rates: Rates) -> None:

@@ -35,6 +35,8 @@ FIRST_PROBATION = 3  # loads in time; twice as many after each fault
 LONGEST_PROBATION = 200
 LATE_FACTOR = 1.5  # a load is late behind so many times what was expected, or what the spread makes of it, ...
 LATE_S = 0.005  # ... and so many seconds, which threads need to wake up
+UNHEARD_PASSES = 128  # that waited for loads, one behind the other: none of them says what computing takes
+MEASURED_SHARE = 0.01  # of the time, at most, to find out about it
 TOGETHER = 0.1  # of the time of a pass: what began so shortly before it is computed with it
 MOST_BEGUN = 256  # passes that are remembered
 LEAST, MOST = 1e-30, 1e30  # of what is observed or set: nothing that follows from it overflows
@@ -194,6 +196,8 @@ class Rates:
         self._lock = threading.Lock()
         self._sources = {LINK: Source(), LINK_UP: Source(), TIER: Source()}
         self._prefill = Prefill()
+        self._heard_s, self._unheard_passes = -math.inf, 0  # of the model
+        self._is_measured = False  # or about to be, since then
         self._begun: deque[Begun] = deque(maxlen=MOST_BEGUN)  # of all prompts
         self._begun_tokens = self._waiting_passes = 0  # the same
         self._snapshot: RateSnapshot | None = None
@@ -246,6 +250,7 @@ class Rates:
         _check_positive(num_tokens=num_tokens, seconds=seconds)
         with self._lock:
             self._prefill.observe(start_token, num_tokens, seconds)
+            self._heard_s, self._unheard_passes, self._is_measured = self._clock(), 0, False
             self._snapshot = None
 
     def begin_pass(self, num_tokens: int, now_s: float, *, waits: bool) -> Begun:
@@ -255,6 +260,7 @@ class Rates:
             self._begun.append(begun)
             self._begun_tokens += num_tokens
             self._waiting_passes += waits
+            self._unheard_passes += waits
             return begun
 
     def abort_pass(self, begun: Begun) -> None:
@@ -322,6 +328,11 @@ class Rates:
             return None
         return self._prefill.seconds(start_block * self.block_tokens, stop_block * self.block_tokens)
 
+    def is_unblamed(self, name: str) -> bool:
+        """Whether nothing that came from there was ever late or failed."""
+        source = self._source(name)
+        return not source.late_loads and not source.failed_loads
+
     def standing(self, name: str) -> Standing:
         return self._source(name).standing
 
@@ -335,6 +346,20 @@ class Rates:
                 return False
             source.begin_probe(now_s)
             return True
+
+    def take_measurement(self, start_block: int, stop_block: int) -> bool:
+        """Whether these blocks are to be computed, though it should be sooner to load them: nothing else says whether
+        the model has become quicker since. Seldom, and once more where the last pass was far quicker than expected.
+        Whoever is told so computes them, and waits for nothing meanwhile."""
+        seconds = self.compute_s(start_block, stop_block)
+        with self._lock:
+            now_s = self._clock()
+            unheard_s = max(UNSEEN_S, (seconds or 0.0) / MEASURED_SHARE)
+            is_due = self._unheard_passes >= UNHEARD_PASSES and now_s - self._heard_s >= unheard_s
+            is_due |= self._prefill.is_doubted and not self._is_measured
+            if is_due:
+                self._heard_s, self._unheard_passes, self._is_measured = now_s, 0, True
+            return is_due
 
     def snapshot(self) -> RateSnapshot:
         """What is known now."""

@@ -105,10 +105,59 @@ def test_neither_part_is_negative() -> None:
 
 def test_before_the_first_token_positions_count_as_one() -> None:
     prefill = Prefill()
-    prefill.observe(1, 1, 1.0)
-    for _ in range(3):
+    for _ in range(2):
         prefill.observe(0, 1, 0.001)
-    assert prefill.slope_s == pytest.approx(1.003 / 4)
+    prefill.observe(1, 1, 1.0)
+    assert prefill.slope_s == pytest.approx(1.002 / 3)
+    assert prefill.base_s == pytest.approx(1.002 / 3 * (1 - 2.5 / 3))
+
+
+@pytest.mark.parametrize("slow_s", [1.4, 5.0, 1000.0])
+def test_two_passes_that_were_far_quicker_than_expected_are_believed(slow_s: float) -> None:
+    """The first one compiled its kernels, say."""
+    prefill = Prefill()
+    prefill.observe(0, 100, slow_s)
+    for seconds in (1.0, 1.0, 1.0):
+        prefill.observe(100, 100, seconds)
+    assert prefill.seconds(0, 100) == pytest.approx(1.0 if slow_s > 2 else 1.1, rel=0.05)
+    assert not prefill.is_doubted
+
+
+def test_what_is_believed_begins_anew() -> None:
+    prefill = Prefill()
+    prefill.set(1.0, 1e-4)
+    prefill.observe(0, 10, 5.0)
+    assert prefill.is_doubted and prefill.base_s > 0.9
+    prefill.observe(10, 10, 4.0)
+    assert not prefill.is_doubted
+    assert (prefill.base_s, prefill.slope_s) == (pytest.approx(0.4), 0.0)
+    assert (prefill.observations, prefill.spread) == (1, 0.2)
+    prefill.observe(20, 10, 6.0)  # as much as the one before
+    assert prefill.seconds(10, 30) == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seconds", "is_believed"),
+    [(100, 100.0, False), (51, 51.0, False), (50, 50.0, False), (49, 49.0, True), (1, 10.0, True), (100, 300.0, False)],
+)
+def test_one_quick_pass_is_none(tokens: int, seconds: float, is_believed: bool) -> None:
+    """As many tokens at the usual time between them: nobody knows what that was. Of few tokens each takes longer."""
+    prefill = Prefill()
+    prefill.set(1.0, 0.0)
+    prefill.observe(0, 100, 10.0)
+    prefill.observe(0, tokens, seconds)
+    assert prefill.is_doubted == is_believed
+    prefill.observe(0, 100, 10.0)
+    assert (prefill.base_s < 0.2) == is_believed
+
+
+def test_noise_is_not_far_quicker() -> None:
+    prefill = Prefill()
+    for _ in range(4):
+        prefill.observe(0, 100, 10.0)
+    for _ in range(3):
+        prefill.observe(0, 100, 7.8)
+    assert prefill.observations == 7 and not prefill.is_doubted
 
 
 def test_what_is_set_is_a_line_of_three_points() -> None:

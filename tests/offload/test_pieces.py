@@ -286,7 +286,7 @@ def test_only_what_was_waited_for_is_late_if_its_time_is_over_still() -> None:
         ("nothing", 1, [(0, 1)]),
         ("saves", 7, [(0, 3), (3, 6), (6, 7)]),
         ("saves", 6, [(0, 3), (3, 6)]),
-        ("saves", 3, [(0, 1), (1, 3)]),
+        ("saves", 3, [(0, 2), (2, 3)]),
         ("saves", 2, [(0, 1), (1, 2)]),
         ("saves", 1, [(0, 1)]),
         ("trusted", 6, [(0, 3), (3, 6)]),
@@ -304,6 +304,20 @@ def test_a_prefix_is_cut_so_that_something_is_heard_of_the_link(
     elif known == "trusted":
         rates.set_load("onload", 1e6)
     assert [(piece.start, piece.stop) for piece in cut([BlockState.PRESENT] * num_blocks, 3, rates)] == expected
+
+
+@pytest.mark.parametrize(
+    ("load_s", "num_blocks", "last_blocks"),
+    [(0.1, 8, 4), (0.1, 7, 3), (1.5, 8, 3), (1.9, 9, 3), (2.1, 9, 2), (9.0, 9, 1), (1.5, 1, 1)],
+)
+def test_and_the_part_by_itself_comes_while_the_model_computes_the_other(
+    load_s: float, num_blocks: int, last_blocks: int
+) -> None:
+    """A block takes a second to be computed."""
+    rates = Rates(1000, 16, lambda: 0.0)
+    rates.observe_save(1000, load_s)
+    rates.set_prefill(1 / 16)
+    assert cut([BlockState.PRESENT] * num_blocks, 16, rates)[-1].size == last_blocks
 
 
 H, T = BlockState.PRESENT, BlockState.TIER

@@ -459,6 +459,17 @@ def test_beside_a_prompt_that_is_aborted_the_model_is_not_taken_for_quicker(
         assert learned_behind(1.0) == [1.0]
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_left_behind_a_pass_that_saves_nothing_it_counts_as_aborted(clock: Any, is_saved: bool) -> None:
+    """All its blocks are in host memory, so that nothing says whether the pass was run."""
+    log: list[Any] = []
+    manager = ChunkManager([] if is_saved else [HERE] * 4, [] if is_saved else [Step(piece_of(0, 2))], log)
+    other = manager.rates.begin_pass(CHUNK, clock.now_s, waits=False)
+    with chunked(manager) as request:
+        request.next_chunk()
+    assert manager.rates.share_of(other, CHUNK, 1.0) == (0.5 if is_saved else None)
+
+
 def test_a_prompt_goes_from_chunk_to_chunk(clock: Any) -> None:
     log: list[Any] = []
     load, slow = ChunkLoad(log, "load"), ChunkLoad(log, "slow")
