@@ -1,11 +1,12 @@
-"""A trace of requests served with real bytes, on the CPU backend: without the library, all loaded, and the library.
+"""A trace of requests served with real bytes, on the CPU backend: without the library, and with it all computed, all
+loaded, and as it decides.
 
 ``python -m tests.offload.real_trace [TRACE]``: link and tier are throttled and the model is a sleep for each layer, as
 in :mod:`tests.offload.real_times`. Requests come when the trace says, are computed one behind the other, and up to
 ``--queue`` of those that wait may load ahead. What is found is what was kept of the requests before: the first ones,
 ``--warm-up``, are served without sleeps, and then nothing is known of any rate. All bytes are compared.
 ``--fault``: behind ``LEARNT`` requests that do not count the tier is ten times slower, holds each read for ten seconds,
-or fails each, and what counts begins with the third request behind that; then "load" is not run.
+or fails each, and what counts begins with the third request behind that, beside a server without the library.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paddle_kv.testing.prefixes.trace import Request, read_trace
 from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig
 from tests.offload.real_times import GB_S_AS_COMPUTED, Channel, Slow, throttle
 
-WAYS = ("without", "load", "sooner")
+WAYS = ("without", "compute", "load", "sooner")
 SERVED_TOKENS_S = 60_000.0  # at the beginning of a prompt, of the server that the rates are of
 BLOCK_TOKENS = 512  # of the trace
 DOUBLES_AT_BLOCK = 50_000 / BLOCK_TOKENS  # a block takes twice as long as the first one
@@ -47,12 +48,15 @@ HOPELESS = 2.0  # all that is found takes so many times as long to be loaded as 
 
 @dataclass(frozen=True)
 class Row:
-    """One point, in seconds to the first token; NaN: not run. ``*_ratio``: to the better of the two others."""
+    """One point, in seconds to the first token; NaN: not run. ``*_ratio``: to the better of "compute" and "load", or
+    with a fault to "without"."""
 
     link_gbps: float
     tier_gbps: float
     without_mean_s: float
     without_p99_s: float
+    compute_mean_s: float
+    compute_p99_s: float
     load_mean_s: float
     load_p99_s: float
     sooner_mean_s: float
@@ -257,13 +261,14 @@ def row_of(
     requests: Sequence[Request], warm_up: int, setup: Setup, link: float, tier: float, fault: str | None = None
 ) -> Row:
     found = {way: (float("nan"),) * 2 for way in WAYS}
-    for way in WAYS:
-        if way == "load" and (fault or is_hopeless(requests, warm_up, setup, (link, tier))):
+    others = ("without",) if fault else ("compute", "load")
+    for way in ("without", "sooner") if fault else WAYS:
+        if way == "load" and is_hopeless(requests, warm_up, setup, (link, tier)):
             continue
         taken_s = measure(requests, warm_up, setup, (link, tier), way, fault)
         found[way] = float(taken_s.mean()), float(np.percentile(taken_s, 99))
-    ratios = [found["sooner"][i] / np.nanmin([found["without"][i], found["load"][i]]) for i in range(2)]
-    return Row(link, tier, *found["without"], *found["load"], *found["sooner"], *ratios)
+    ratios = [found["sooner"][i] / np.nanmin([found[way][i] for way in others]) for i in range(2)]
+    return Row(link, tier, *(figure for way in WAYS for figure in found[way]), *ratios)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -289,12 +294,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     blocks = chosen.host_blocks, chosen.tier_blocks, chosen.chunk_blocks
     setup = Setup(chosen.block_ms / 1e3, *blocks, queue=chosen.queue)
     rows = []
-    print("link, tier in GB/s | mean, p99 in s: without, loaded, decided | decided / better")
+    print("link, tier in GB/s | mean, p99 in s: without, computed, loaded, decided | decided / better")
     for link in chosen.link_gbps:
         for tier in chosen.tier_gbps:
             rows.append(row := row_of(requests, chosen.warm_up, setup, link, tier, chosen.fault))
             values = [f"{getattr(row, field.name):.3f}" for field in fields(Row)[2:]]
-            parts = [" ".join(values[first : first + 2]) for first in range(0, 8, 2)]
+            parts = [" ".join(values[first : first + 2]) for first in range(0, len(values), 2)]
             print(f"{link:5.1f} {tier:5.2f} | {' | '.join(parts)}", flush=True)
     if chosen.csv:
         with chosen.csv.open("w", newline="") as file:
