@@ -358,6 +358,51 @@ def test_a_chunk_of_whose_save_no_copy_could_begin_raises_and_has_no_save(clock:
     assert request.next_chunk() == range(CHUNK, 2 * CHUNK)
 
 
+@pytest.fixture
+def failing(clock: Any) -> tuple[ChunkManager, ChunkLoad]:
+    """The first chunk reads a load. It fails when the call for the second one has looked for that, so the step names
+    it no more."""
+    log: list[Any] = []
+    load = ChunkLoad(log, "load")
+    steps = [Step(piece_of(0, 2), (load,)), Step(piece_of(2, 4)), Step(piece_of(0, 2))]  # type: ignore[arg-type]
+    manager = ChunkManager([BELOW] * 4, steps, log)
+
+    def step(books: Any) -> Step:
+        load.failed = len(steps) == 2
+        return steps.pop(0)
+
+    manager.meeting.next = step
+    return manager, load
+
+
+def test_a_chunk_is_computed_from_the_loads_of_all_chunks_before_it(failing: tuple[ChunkManager, ChunkLoad]) -> None:
+    """Or what is wrong would be saved, and be found by others."""
+    manager, load = failing
+    request = chunked(manager)
+    for start, ids in ((0, [9, 2]), (CHUNK, [11, 5])):
+        assert request.next_chunk() == range(start, start + CHUNK)
+        assert manager.log[-1] == (LONG_KEYS[start // SIZE :][:2], ids, True, [load])
+    assert load.failed and request.loads == []
+
+
+def test_chunks_begin_again_behind_the_saves_of_all_passes_and_without_them(
+    failing: tuple[ChunkManager, ChunkLoad],
+) -> None:
+    """The first one was not run: nobody would mark its layers any more."""
+    manager, load = failing
+    request = chunked(manager)
+    request.next_chunk()
+    request.saves[0].unmarked_layers = range(1)  # type: ignore[misc]
+    request.next_chunk()
+    manager.log.clear()
+    assert request.next_chunk() == range(CHUNK)
+    ends = ["wait load", "wait_over load", "cancel save [9, 2]", "wait_over save [9, 2]", "wait_over save [11, 5]"]
+    assert manager.log[: len(ends) + 1] == [*ends, "compute again"]
+    saves = request.saves
+    request.cancel()
+    assert request.saves == saves and request.loads == []
+
+
 @pytest.mark.parametrize("how", ["cancelled", "left"])
 def test_what_begins_until_it_has_ended_is_among_its_loads(clock: Any, how: str) -> None:
     log: list[Any] = []
