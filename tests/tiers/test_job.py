@@ -80,6 +80,18 @@ def test_its_tier_is_told_that_it_is_cancelled_until_it_is_over() -> None:
     assert job.over and told == [True]
 
 
+def test_its_tier_is_not_told_by_what_hears_that_it_is_over() -> None:
+    """Which comes last: the tier may be closed by then."""
+    job, heard = made(1)
+    told: list[bool] = []
+    heard.over = Job.cancel  # type: ignore[method-assign]
+    job.begin("load", 1, 1.0, lambda: told.append(True))
+    job.let_go()
+    job.end([(0, Outcome.DONE)])
+    job.settle()
+    assert job.over and job.cancelled and told == []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_layers_are_told_when_all_blocks_have_them_and_in_order(seed: int) -> None:
     rng = random.Random(seed)

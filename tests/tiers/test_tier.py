@@ -490,6 +490,16 @@ def test_those_that_waited_in_vain_are_forgotten(rig: Rig) -> None:
     rig.close()
 
 
+def test_those_that_did_not_have_to_wait_are_forgotten(rig: Rig) -> None:
+    """Else each drain of an idle tier would leave something behind, and whoever ends a job would wake it again."""
+    for _ in range(3):
+        rig.tier.drain(0.0)
+    assert not rig.tier._drains
+    rig.tier.close()
+    assert not rig.tier._closers
+    rig.pool.close()
+
+
 def test_a_job_that_is_settled_behind_close_writes_to_no_descriptor(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may still be at it; the number may be that of another file by now."""
     rig.close()
