@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -10,14 +11,31 @@ from typing import TypeAlias
 import numpy as np
 
 from .errors import ForkedError
+from .ranges import check_ends, count_of
 
 Ids: TypeAlias = np.ndarray  # 1-D, int64, contiguous
+MOST_IN_RANGE = 2**31  # where nothing else says how many there can be
 
 
 def check_process(process_id: int, what: str) -> None:
     """ForkedError unless this is the process that has made ``what``."""
     if process_id != os.getpid():
         raise ForkedError(f"the {what} was made before a fork; make one in this process")
+
+
+def range_array(ids: range, name: str, num_blocks: int | None = None) -> Ids:
+    """A range as an array, if it lies in [0, num_blocks), or in 64 bits where that is None: it is asked before an array
+    of any length is made."""
+    if num_blocks is not None:
+        check_ends(ids, name, 0, num_blocks)
+    else:
+        check_ends(ids, name, -(2**63), 2**63)
+        if (count := count_of(ids)) > MOST_IN_RANGE:
+            raise ValueError(f"{name} has {count} integers; at most {MOST_IN_RANGE} are expected")
+    try:
+        return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
+    except OverflowError:  # where it stops, or its step, beyond 64 bits
+        return np.asarray(array("q", ids))
 
 
 def check_ids(ids: Sequence[int] | Ids, name: str, num_blocks: int) -> None:

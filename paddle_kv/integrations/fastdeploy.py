@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..checks import check_distinct, check_ids
 from ..errors import CancelledError, TransferError
 from ..memory import HostPool
 from ..ops import _arguments as arguments
@@ -250,9 +249,7 @@ class CacheTransferManager:
         """
         if on_layer_complete is not None:
             check_callable(on_layer_complete, "on_layer_complete", "a function of the layer, or None,")
-        layers = arguments.block_ids(layer_indices, "layer_indices")
-        check_ids(layers, "layer_indices", self.num_layers)
-        check_distinct("layer_indices", layers)
+        layers = arguments.checked_block_ids(layer_indices, "layer_indices", self.num_layers, distinct=True)
         some = None if set(layers) == set(range(self.num_layers)) else layers
         load = self._loads.add(self._scheduler.onload(host_block_ids, device_block_ids, layers=some))
         if on_layer_complete is not None:

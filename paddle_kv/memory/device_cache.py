@@ -10,7 +10,6 @@ import numpy as np
 import paddle
 
 from .. import devices
-from ..checks import check_ids
 from ..errors import AttachError
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
@@ -358,8 +357,7 @@ class DeviceCache:
             ...     scheduler.offload([4], [2]).wait()
             block 4 of the device cache holds no usable data
         """
-        ids = arguments.block_ids(block_ids, "block_ids")
-        check_ids(ids, "block_ids", self.num_blocks)
+        ids = arguments.checked_block_ids(block_ids, "block_ids", self.num_blocks, distinct=False)
         change(self.domain, functools.partial(self.domain.mark_rewritten, ids))
 
 

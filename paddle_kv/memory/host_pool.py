@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import check_distinct, check_ids
+from ..checks import check_ids
 from ..errors import ClosedError, LeasedError
 from ..layout import KVCacheSpec, check_positive, check_spec
 from ..ops import _arguments as arguments
@@ -384,9 +384,7 @@ class HostPool:
             ValueError: a block is not allocated, or named twice. Nothing is freed then.
             ClosedError: closed.
         """
-        ids = arguments.block_ids(block_ids, "block_ids")
-        check_ids(ids, "block_ids", self.num_blocks)
-        check_distinct("block_ids", ids)
+        ids = arguments.checked_block_ids(block_ids, "block_ids", self.num_blocks, distinct=True)
         change(self.domain, functools.partial(self.free_here, ids))
 
     def free_here(self, ids: list[int]) -> None:
@@ -448,9 +446,7 @@ class HostPool:
             ...     pool.view("key", 0, 2)[...] = 7
             >>> pool.close()
         """
-        ids = arguments.block_ids(block_ids, "block_ids")
-        check_ids(ids, "block_ids", self.num_blocks)
-        check_distinct("block_ids", ids)
+        ids = arguments.checked_block_ids(block_ids, "block_ids", self.num_blocks, distinct=True)
         check_timeout(timeout_s)
         lease = wait_until(
             self.domain, functools.partial(self._try_lease, ids, write, threading.get_ident()), timeout_s
@@ -477,8 +473,7 @@ class HostPool:
         Raises:
             IndexError: an id is outside the pool.
         """
-        ids = arguments.block_ids(block_ids, "block_ids")
-        check_ids(ids, "block_ids", self.num_blocks)
+        ids = arguments.checked_block_ids(block_ids, "block_ids", self.num_blocks, distinct=False)
         change(self.domain, functools.partial(self._mark_rewritten_here, ids))
 
     def _mark_rewritten_here(self, ids: list[int]) -> None:

@@ -135,8 +135,7 @@ class ResidentRows:
             >>> rows.fresh.tolist()
             [1, 0, 1]
         """
-        ids = arguments.block_ids(requests, "requests")
-        batch = self.fresh.shape[0]
+        ids = arguments.block_ids(requests, "requests", batch := self.fresh.shape[0])
         for position, request in enumerate(ids):
             if not 0 <= request < batch:
                 raise IndexError(f"requests[{position}] = {request} must be in [0, {batch})")

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from ..lists import listed
+from ..ranges import count_of
 from ..timeouts import is_no_float
 from .jobs import HOST
 
@@ -66,12 +67,14 @@ def checked_list(values: Iterable[Any], name: str, of: str) -> list[Any]:
     return found
 
 
-def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True) -> None:
-    """As many as keys; of loads, each once."""
-    if len(ids) != len(keys):
-        raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {len(ids)}; both need the same number")
+def checked_device_ids(keys: list[bytes], given: Iterable[int], *, distinct: bool = True) -> list[int]:
+    """As a list: as many as keys; of loads, each once."""
+    ids = given if isinstance(given, range) else checked_list(given, "device_block_ids", "int")
+    if (count := count_of(ids)) != len(keys):
+        raise ValueError(f"hashes has {len(keys)} blocks, device_block_ids has {count}; both need the same number")
+    ids = list(ids)
     if not ids:
-        return
+        return ids
     if not INTS.issuperset(map(type, ids)):
         raise TypeError("device_block_ids holds something else than int; ints are expected: use tolist() of an array")
     if min(ids) < 0:
@@ -81,6 +84,7 @@ def check_device_ids(keys: list[bytes], ids: list[int], *, distinct: bool = True
     if distinct and len(set(ids)) != len(ids):
         twice = next(one for one in ids if ids.count(one) > 1)
         raise ValueError(f"device_block_ids names block {twice} more than once; each may occur only once")
+    return ids
 
 
 def check_tier(tier: str) -> None:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, get_args
 
-from ..checks import check_distinct, check_ids
+from ..checks import check_ids
 from ..errors import CancelledError, ClosedError, TransferError
 from ..ops import _arguments as arguments
+from ..ranges import count_of
 from ..schedule.movement import Movement
 from ..schedule.transfer import Transfer
 from ..timeouts import check_timeout
@@ -242,15 +243,16 @@ def make_request(
                 f"chunk_tokens = {chunk_tokens} must be None: the layers of the device cache share buffers; make a "
                 "request for each part of the prompt, when the saves of the one before are over"
             )
+    num_blocks = manager.device_cache.num_blocks
+    ids = arguments.checked_block_ids(device_block_ids, "device_block_ids", num_blocks, distinct=True)
     if isinstance(token_ids, PrefixHasher):
         if request_salt:
             raise ValueError("request_salt must be empty with token_ids of prefix(), which takes one itself")
         hashes, num_tokens = list(token_ids.hashes), token_ids.num_tokens
     else:
+        if isinstance(token_ids, range):
+            full_table(ids, count_of(token_ids), size)  # before so many are hashed
         hashes, num_tokens = manager.block_hashes(token_ids, request_salt=request_salt), len(token_ids)
-    ids = arguments.block_ids(device_block_ids, "device_block_ids")
-    check_ids(ids, "device_block_ids", manager.device_cache.num_blocks)
-    check_distinct("device_block_ids", ids)
     table = full_table(ids, num_tokens, size)
     if chunk_tokens is None:
         return Request(manager, hashes, num_tokens, table, size, how)
@@ -259,7 +261,7 @@ def make_request(
 
 def checked_targets(device_block_ids: Any, num_hashes: int, num_blocks: int) -> list[int]:
     """One for each hash."""
-    ids = arguments.block_ids(device_block_ids, "device_block_ids")
+    ids = arguments.block_ids(device_block_ids, "device_block_ids", num_blocks)
     if len(ids) != num_hashes:
         raise ValueError(f"hashes has {num_hashes} blocks, device_block_ids has {len(ids)}; both need the same number")
     check_ids(ids, "device_block_ids", num_blocks)

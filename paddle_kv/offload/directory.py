@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from ..errors import TransferError
 from ..timeouts import check_timeout
 from ..values import check_bool, check_callable, check_methods
-from .checks import check_device_ids, check_integer, check_tier, checked_count, checked_hashes, checked_list
+from .checks import check_integer, check_tier, checked_count, checked_device_ids, checked_hashes, checked_list
 from .contents import Contents
 from .jobs import HOST, Hello, Job, Kind, Namespace, Outcome, Result, SavePlan, check_version
 from .joining import Pending, Ranks
@@ -211,8 +211,8 @@ class Directory(Contents):
                 being saved anew.
             ValueError: as many ids as hashes are expected, each once; from a tier each hash once, too.
         """
-        keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
-        check_device_ids(keys, device_ids)
+        keys = checked_hashes(hashes)
+        device_ids = checked_device_ids(keys, device_block_ids)
         if timeout_s is not None:
             check_timeout(timeout_s, positive=True)
         if tier != HOST:
@@ -281,8 +281,8 @@ class Directory(Contents):
             ValueError: as many ids as hashes are expected; a number that is of no load of this very directory.
             What the policy raises; then nothing is planned.
         """
-        keys, device_ids = checked_hashes(hashes), checked_list(device_block_ids, "device_block_ids", "int")
-        check_device_ids(keys, device_ids, distinct=False)
+        keys = checked_hashes(hashes)
+        device_ids = checked_device_ids(keys, device_block_ids, distinct=False)
         if timeout_s is not None:
             check_timeout(timeout_s, positive=True)
         if layerwise is not False:

@@ -14,6 +14,7 @@ import numpy as np
 from ..block_keys import digest_of, joined
 from ..block_keys import spec_digest as spec_digest
 from ..block_keys import spec_salt as spec_salt
+from ..checks import range_array
 from .checks import checked_count
 
 TOKEN_BYTES = 8
@@ -74,6 +75,7 @@ class BlockHasher:
         Raises:
             TypeError: ``token_ids`` does not hold integers, or ``request_salt`` is not bytes.
             ValueError: ``token_ids`` is not 1-D.
+            IndexError: a range that does not fit in 64 bits.
         """
         prefix = self.prefix(request_salt)
         prefix.append(token_ids)
@@ -118,7 +120,8 @@ class PrefixHasher:
 
         Raises:
             TypeError: ``token_ids`` does not hold integers.
-            ValueError: ``token_ids`` is not 1-D. Nothing was appended.
+            ValueError: ``token_ids`` is not 1-D.
+            IndexError: a range that does not fit in 64 bits. Nothing was appended.
         """
         added = _content(token_ids)
         content, step, parent = self._rest + added, self._step, self._parent
@@ -134,7 +137,7 @@ class PrefixHasher:
 
 
 def _content(token_ids: Any) -> bytes:
-    tokens = np.asarray(token_ids)
+    tokens = range_array(token_ids, "token_ids") if isinstance(token_ids, range) else np.asarray(token_ids)
     if tokens.ndim == 0 and tokens.dtype.kind not in "iu":  # None, text, a generator
         raise TypeError(f"token_ids is {type(token_ids).__name__}; a 1-D sequence of integers is expected")
     if tokens.ndim != 1:

@@ -17,6 +17,8 @@ import paddle
 
 from .. import devices, streams
 from .._paddle import private
+from ..checks import check_distinct, check_ids, range_array
+from ..ranges import shown as shown
 from . import _library
 from ._library import facts
 from ._tracing import is_variable, tracing
@@ -50,25 +52,45 @@ plain_ids: Callable[[Any, int, bool], Any] = _library.id_functions().get("plain_
 _TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
-def block_ids(ids: Any, name: str) -> list[int]:
+def block_ids(ids: Any, name: str, num_blocks: int | None = None) -> list[int]:
     """:func:`block_id_array` as a list of ints."""
     if isinstance(ids, (list, tuple)) and countOf(map(type, ids), int) == len(ids):
         try:
             return array("q", ids).tolist()
         except OverflowError:
             raise _too_large(ids, name) from None
-    return block_id_array(ids, name).tolist()  # type: ignore[no-any-return]
+    return block_id_array(ids, name, num_blocks).tolist()  # type: ignore[no-any-return]
 
 
-def block_id_array(ids: Any, name: str) -> np.ndarray:
+def checked_block_ids(ids: Any, name: str, num_blocks: int, *, distinct: bool) -> list[int]:
+    """:func:`block_ids` that all lie in [0, num_blocks), each once if they are to be ``distinct``."""
+    has_length = isinstance(ids, (list, tuple)) or (isinstance(ids, np.ndarray) and ids.ndim == 1)
+    if distinct and has_length and len(ids) > num_blocks:
+        ids = ids[: num_blocks + 1]  # among so many one is wrong already
+    plain = plain_id_array(ids, num_blocks, distinct=distinct)
+    if plain is not None:
+        return plain.tolist()  # type: ignore[no-any-return]
+    found = block_ids(ids, name, num_blocks)
+    check_ids(found, name, num_blocks)
+    if distinct:
+        check_distinct(name, found)
+    return found
+
+
+def block_id_array(ids: Any, name: str, num_blocks: int | None = None) -> np.ndarray:
     """A 1-D sequence, array or tensor of integers as a contiguous int64 array that nobody else has.
+
+    Args:
+        num_blocks: if that is known, of a range that does not lie in [0, num_blocks) no array is made first.
 
     Raises:
         TypeError: ``ids`` is None or holds something else than integers.
         ValueError: ``ids`` is not 1-D.
         IndexError: an id does not fit in 64 bits (Paddle would silently make it -1).
     """
-    if isinstance(ids, range) or (isinstance(ids, (list, tuple)) and countOf(map(type, ids), int) == len(ids)):
+    if isinstance(ids, range):
+        return range_array(ids, name, num_blocks)
+    if isinstance(ids, (list, tuple)) and countOf(map(type, ids), int) == len(ids):
         try:
             return np.asarray(array("q", ids))  # it reads a list twice as quickly as NumPy does
         except OverflowError:
@@ -94,7 +116,7 @@ def id_array(ids: Any, name: str) -> np.ndarray:
         except OverflowError:
             raise _too_large(ids, name) from None
     if isinstance(ids, range):
-        return np.array(block_ids(ids, name), np.int64)
+        return range_array(ids, name)
     found = _integers(ids, name)
     if found.ndim != 1:
         raise ValueError(f"{name} has shape {list(found.shape)}; a 1-D list of integers is expected")
@@ -114,14 +136,14 @@ def addresses(pointers: Any, name: str) -> list[int]:
         raise ValueError(str(error)) from None
 
 
-def pair_array(pairs: Any, name: str) -> np.ndarray:
+def pair_array(pairs: Any, name: str, num_targets: int | None = None) -> np.ndarray:
     """``[(source, target), ...]``, ``{source: target}``, ``{source: [targets]}`` or an [n, 2] array as an [n, 2] int64
-    array, contiguous. Errors as for :func:`block_ids`."""
+    array, contiguous. ``num_targets``: :func:`num_blocks` of what is written. Errors as for :func:`block_ids`."""
     if isinstance(pairs, Mapping):
         pairs = [
             (source, target)
             for source, targets in pairs.items()
-            for target in (block_ids(targets, f"{name}[{source!r}]") if _is_list(targets) else [targets])
+            for target in (block_ids(targets, f"{name}[{source!r}]", num_targets) if _is_list(targets) else [targets])
         ]
     found = _packed_pairs(pairs)
     if found is None:
@@ -133,9 +155,9 @@ def pair_array(pairs: Any, name: str) -> np.ndarray:
     return np.ascontiguousarray(found)
 
 
-def block_pairs(pairs: Any, name: str) -> tuple[list[int], list[int]]:
+def block_pairs(pairs: Any, name: str, num_targets: int | None = None) -> tuple[list[int], list[int]]:
     """:func:`pair_array` as two lists."""
-    found = pair_array(pairs, name)
+    found = pair_array(pairs, name, num_targets)
     return found[:, 0].tolist(), found[:, 1].tolist()
 
 
@@ -225,9 +247,10 @@ def integer(value: Any, name: str) -> int:
     return number
 
 
-def shown(value: Any) -> str:
-    """A value for a message; Python refuses to write integers of thousands of digits."""
-    return f"an integer of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 256 else str(value)
+def num_blocks(caches: Sequence[Tensor]) -> int | None:
+    """Of the first cache, as its first dimension; None: there is none, or it is known only when a program runs."""
+    shape = caches[0].shape if caches else ()
+    return next((size for size in shape[:1] if size >= 0), None)
 
 
 def cache(tensor: Any, name: str, *, views: bool = False) -> Tensor:

@@ -113,7 +113,8 @@ def _on_pairs(op: str, keys: Any, values: Any, block_mapping: Any, stream: Any) 
         pairs = arguments.device_ids(block_mapping, "block_mapping")
         ids = (pairs, 0, 0) if by_address else (pairs, [], [])
     else:
-        pairs = arguments.pair_array(block_mapping, "block_mapping")  # lives until the operator has read it
+        num_blocks = arguments.num_blocks(caches)
+        pairs = arguments.pair_array(block_mapping, "block_mapping", num_blocks)  # lives until the operator has read it
         lists = (pairs.ctypes.data, len(pairs)) if by_address else (pairs[:, 0].tolist(), pairs[:, 1].tolist())
         ids = (None, *lists)
     return _run(op, keys, values, caches, ids, pairs, key_count, stream)

@@ -221,7 +221,7 @@ def universal_from_cache(
     op = "universal_from_cache"
     heads_first = _heads_first(layout, "layout")
     caches, key_count = _flat(key_caches, value_caches)
-    ids = _ids(block_ids)
+    ids = _ids(block_ids, arguments.num_blocks(caches))
     if out is None:
         shape = _sizes(caches[0], "key_caches[0]", 3, 4)
         heads, tokens = (1, shape[1]) if len(shape) == 3 else (shape[1], shape[2])
@@ -280,7 +280,7 @@ def cache_from_universal(
     op = "cache_from_universal"
     heads_first = _heads_first(layout, "layout")
     caches, key_count = _flat(key_caches, value_caches)
-    ids = _ids(block_ids)
+    ids = _ids(block_ids, arguments.num_blocks(caches))
     if not tracing() and ids[0] is None and not ids[1] and _is_empty(universal):
         return key_caches, value_caches
     arguments.cache(universal, "universal")
@@ -480,11 +480,11 @@ def _flat(keys: Any, values: Any) -> tuple[list[Any], int]:
     return flat_keys + flat_values, len(flat_keys)
 
 
-def _ids(block_ids: Any) -> tuple[Any, list[int]]:
+def _ids(block_ids: Any, num_blocks: int | None) -> tuple[Any, list[int]]:
     """As an operator takes them: a tensor that is read when it runs, or a list."""
     if arguments.known_on_device_only(block_ids):
         return arguments.device_ids(block_ids, "block_ids"), []
-    return None, arguments.block_ids(block_ids, "block_ids")
+    return None, arguments.block_ids(block_ids, "block_ids", num_blocks)
 
 
 def _report(caches: list[Tensor], ids: list[int], handle: int, *, writing: bool) -> None:

@@ -198,7 +198,7 @@ def swap_cache_layout(
         [[[0, 0], [0, 0]], [[1, 1], [2, 2]]]
     """
     caches = arguments.caches(cache_gpu_tensors, "cache_gpu_tensors")
-    gpu_ids = arguments.block_ids(gpu_block_ids, "gpu_block_ids")
+    gpu_ids = arguments.block_ids(gpu_block_ids, "gpu_block_ids", arguments.num_blocks(caches))
     if mode is None:
         arguments.integer(cpu_block_ids, "rank")  # or a call that lacks its mode would have its positions ignored
         cpu_block_ids, mode = range(len(gpu_ids)), rank
@@ -242,7 +242,7 @@ def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, strea
     """
     arguments.cache(source, "source")
     arguments.cache(target, "target")
-    sources, targets = arguments.block_pairs(block_mapping, "block_mapping")
+    sources, targets = arguments.block_pairs(block_mapping, "block_mapping", arguments.num_blocks([target]))
     on_gpu = source if devices.on_gpu(source) else target
     handle = arguments.handle(stream, on_gpu)
     _check.block_access(source, sources, writing=False, stream=handle)
@@ -255,7 +255,7 @@ def _per_layer(op: str, given: tuple[Any, ...], stream: Any) -> Tensor:
     cache, pointer, *rest = given
     arguments.cache(cache, "cache_gpu")
     pointer = arguments.integer(pointer, "cache_cpu_ptr")
-    block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
+    block_count, gpu_ids, cpu_ids, mode = _host_side(arguments.num_blocks([cache]), *rest)
     handle = arguments.handle(stream, cache)
     _check.block_access(cache, gpu_ids, writing=mode == 1, stream=handle)
     call(op, cache, pointer, block_count, gpu_ids, cpu_ids, mode, handle)
@@ -266,7 +266,8 @@ def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor
     tensors, pointers, *rest = given
     caches = arguments.caches(tensors, "cache_gpu_tensors")
     addresses = arguments.addresses(pointers, "cache_cpu_ptrs")
-    block_count, gpu_ids, cpu_ids, mode = _host_side(*rest)
+    num_blocks = arguments.num_blocks(caches)
+    block_count, gpu_ids, cpu_ids, mode = _host_side(num_blocks, *rest)
     if not caches and not addresses:
         return tensors  # type: ignore[no-any-return]
     if not caches:
@@ -278,10 +279,13 @@ def _all_layers(op: str, given: tuple[Any, ...], stream: Any) -> Sequence[Tensor
     return tensors  # type: ignore[no-any-return]
 
 
-def _host_side(block_count: Any, gpu_ids: Any, cpu_ids: Any, mode: Any) -> tuple[int, list[int], list[int], int]:
+def _host_side(
+    num_blocks: int | None, block_count: Any, gpu_ids: Any, cpu_ids: Any, mode: Any
+) -> tuple[int, list[int], list[int], int]:
+    block_count = arguments.integer(block_count, "max_block_num_cpu")
     return (
-        arguments.integer(block_count, "max_block_num_cpu"),
-        arguments.block_ids(gpu_ids, "swap_block_ids_gpu"),
-        arguments.block_ids(cpu_ids, "swap_block_ids_cpu"),
+        block_count,
+        arguments.block_ids(gpu_ids, "swap_block_ids_gpu", num_blocks),
+        arguments.block_ids(cpu_ids, "swap_block_ids_cpu", block_count),
         arguments.integer(mode, "mode"),
     )

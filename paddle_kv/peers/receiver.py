@@ -161,10 +161,12 @@ class Receiver:
     ) -> tuple[Transfer, list[Grant]]:
         timeout_s = check_time(timeout_s)
         check_choice(urgent, "urgent")
-        ids = arguments.block_id_array(device_block_ids, "device_block_ids")
+        ids = arguments.block_id_array(device_block_ids, "device_block_ids", self.scheduler.device_cache.num_blocks)
         if not len(ids):
             raise ValueError("device_block_ids is empty; at least one block is expected")
-        given = None if host_block_ids is None else arguments.block_id_array(host_block_ids, "host_block_ids")
+        given = None
+        if host_block_ids is not None:
+            given = arguments.block_id_array(host_block_ids, "host_block_ids", self.scheduler.host_pool.num_blocks)
         if self.direct and given is not None:
             raise ValueError("host_block_ids was given, but this receiver takes blocks straight into its device cache")
         compute = self.scheduler.compute_stream(None)

@@ -87,7 +87,7 @@ class RemoteSender(Sender):
 
     @contextlib.contextmanager
     def _planned(self, grant: Grant, device_block_ids: Any) -> Iterator[TransferPlan]:
-        ids = arguments.block_id_array(device_block_ids, "device_block_ids")
+        ids = arguments.block_id_array(device_block_ids, "device_block_ids", self.scheduler.device_cache.num_blocks)
         if len(ids) != len(grant.host_block_ids):
             raise ValueError(
                 f"device_block_ids has {len(ids)} ids, the grant {len(grant.host_block_ids)} blocks; both need the same"

@@ -232,7 +232,7 @@ class LayerwiseScheduler(Lifetime):
             host,
             num_layers=self.device_cache.spec.num_layers,
             layers_per_event=self.layers_per_event,
-            layers=None if layers is None else arguments.block_ids(layers, "layers"),
+            layers=None if layers is None else arguments.block_ids(layers, "layers", self.device_cache.spec.num_layers),
         )
 
     def _checked(self, direction: Direction, device_ids: Any, host_ids: Any) -> tuple[Ids, Ids]:
@@ -241,8 +241,8 @@ class LayerwiseScheduler(Lifetime):
         device = arguments.plain_id_array(device_ids, device_blocks, distinct=not to_host)
         host = arguments.plain_id_array(host_ids, host_blocks, distinct=to_host)
         if device is None or host is None or len(device) != len(host):  # the checks find the words
-            device = arguments.block_id_array(device_ids, "device_block_ids")
-            host = arguments.block_id_array(host_ids, "host_block_ids")
+            device = arguments.block_id_array(device_ids, "device_block_ids", device_blocks)
+            host = arguments.block_id_array(host_ids, "host_block_ids", host_blocks)
             check_blocks(direction, device, host, device_blocks=device_blocks, host_blocks=host_blocks)
         return device, host
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..lists import listed
 from ..ops import _arguments as arguments
+from ..ranges import count_of
 from ..timeouts import check_time
 from ..tracking.keeper import Deadline, Living
 from ..values import check_bool, check_methods
@@ -174,10 +175,11 @@ class Job:
 
 def check_blocks(keys: Any, block_ids: Any) -> tuple[list[bytes], list[int]]:
     """As many keys as ids of blocks; TypeError, ValueError or IndexError unless they are that."""
-    keys, block_ids = check_keys(keys), arguments.block_ids(block_ids, "block_ids")
-    if len(keys) != len(block_ids):
-        raise ValueError(f"keys has {len(keys)} entries, block_ids has {len(block_ids)}; both need the same number")
-    return keys, block_ids
+    keys = check_keys(keys)
+    ids = block_ids if isinstance(block_ids, range) else arguments.block_ids(block_ids, "block_ids")
+    if len(keys) != count_of(ids):
+        raise ValueError(f"keys has {len(keys)} entries, block_ids has {count_of(ids)}; both need the same number")
+    return keys, arguments.block_ids(ids, "block_ids") if isinstance(ids, range) else ids
 
 
 def check_keys(keys: Any, name: str = "keys") -> list[bytes]:

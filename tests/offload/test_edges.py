@@ -12,7 +12,7 @@ import pytest
 from paddle_kv.errors import ClosedError, ForkedError
 from paddle_kv.offload import below, joining
 from paddle_kv.offload.below import Below, Clearing, Rate, Timed
-from paddle_kv.offload.checks import check_device_ids, check_seconds
+from paddle_kv.offload.checks import check_seconds, checked_device_ids
 from paddle_kv.offload.events import Mirror
 from paddle_kv.offload.fetching import BLOCKS_PER_JOB, TierFetching, parts_of
 from paddle_kv.offload.hashing import BlockHasher, cache_salt
@@ -167,8 +167,8 @@ def test_what_goes_to_a_tier_keeps_no_process_alive() -> None:
 
 def test_a_device_block_that_is_named_twice_is_named() -> None:
     with pytest.raises(ValueError, match="names block 7 more than once"):
-        check_device_ids([b"a", b"b", b"c"], [3, 7, 7])
-    check_device_ids([b"a", b"b"], [7, 7], distinct=False)
+        checked_device_ids([b"a", b"b", b"c"], [3, 7, 7])
+    checked_device_ids([b"a", b"b"], [7, 7], distinct=False)
 
 
 def test_a_time_from_now_on_is_finite() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_kv import LayerwiseScheduler, offload
 from paddle_kv.offload import KVOffloadManager
-from paddle_kv.offload.checks import check_device_ids, checked_count, checked_hashes, checked_list
+from paddle_kv.offload.checks import checked_count, checked_device_ids, checked_hashes, checked_list
 from tests.schedule.rig import WAIT_S, Rig
 
 
@@ -81,13 +81,13 @@ def test_the_hit_rate_is_a_part_of_the_blocks_that_were_looked_up(manager: KVOff
 # ---- what is refused ----
 @pytest.mark.parametrize("largest", [2**63, 2**63 + 1, 2**64])
 def test_a_block_that_no_integer_of_64_bits_names_is_refused(largest: int) -> None:
-    check_device_ids([b"a", b"b"], [0, 2**63 - 1])
+    checked_device_ids([b"a", b"b"], [0, 2**63 - 1])
     for ids in ([0, largest], [largest, 0]):
         with pytest.raises(ValueError, match=rf"names block {largest}; it must be in \[0, 2\*\*63\)"):
-            check_device_ids([b"a", b"b"], ids)
+            checked_device_ids([b"a", b"b"], ids)
     for ids in ([3, -1], [-1, 3]):
         with pytest.raises(ValueError, match=r"names block -1; it must not be negative"):
-            check_device_ids([b"a", b"b"], ids)
+            checked_device_ids([b"a", b"b"], ids)
     assert checked_count(2**63 - 1, "many") == 2**63 - 1
     with pytest.raises(ValueError, match=rf"^many = {largest} must be in \[0, 2\*\*63\)$"):
         checked_count(largest, "many")

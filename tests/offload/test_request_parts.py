@@ -389,7 +389,7 @@ def test_chunks_begin_again_behind_the_saves_of_all_passes_and_without_them(
     failing: tuple[ChunkManager, ChunkLoad],
 ) -> None:
     """The first one was not run: nobody would mark its layers any more."""
-    manager, load = failing
+    manager, _ = failing
     request = chunked(manager)
     request.next_chunk()
     request.saves[0].unmarked_layers = range(1)  # type: ignore[misc]

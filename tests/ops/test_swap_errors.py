@@ -30,7 +30,7 @@ WRONG_IDS_AND_NUMBERS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"host_ids": [0, 2**64 + 1]}, IndexError, r"swap_block_ids_cpu\[1\]: 18446744073709551617 "),
     ({"host_ids": [-(2**63) - 1, 0]}, IndexError, r"swap_block_ids_cpu\[0\]: -9223372036854775809 "),
     ({"host_ids": np.array([0, 2**64 - 1], "uint64")}, IndexError, r"swap_block_ids_cpu\[1\]: 18446744073709551615 "),
-    ({"host_ids": range(2**63, 2**63 + 2)}, IndexError, r"swap_block_ids_cpu\[0\]: 9223372036854775808 "),
+    ({"host_ids": range(2**63, 2**63 + 2)}, IndexError, r"swap_block_ids_cpu\[0\] = 9223372036854775808 "),
     ({"host_ids": [1]}, ValueError, r"swap_block_ids_gpu has 2 ids, swap_block_ids_cpu has 1"),
     ({"device_ids": []}, ValueError, r"swap_block_ids_gpu has 0 ids, swap_block_ids_cpu has 2"),
     ({"host_ids": [3, 3]}, ValueError, r"swap_block_ids_cpu names block 3 more than once"),
