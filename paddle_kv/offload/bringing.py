@@ -195,7 +195,7 @@ class Bringing:
         taken back; that costs as much as a call of an engine takes, and is done to hear of a link that nothing else
         uses."""
         rates, start = self._rates, self.line.pieces[self._front].start
-        stop = piece.stop if rates.snapshot().link_waits or self._is_first_sign(piece) else piece.start
+        stop = piece.stop if rates.snapshot().link_waits or self._is_first_sign() else piece.start
         load_s, compute_s = rates.load_s(piece.size, LINK), rates.compute_s(start, stop)
         if load_s is None:
             return not self.moving  # the first one tells
@@ -206,10 +206,10 @@ class Bringing:
             return piece.is_probe
         return True
 
-    def _is_first_sign(self, piece: Piece) -> bool:
+    def _is_first_sign(self) -> bool:
         """Of a prefix of one block nothing comes while the model computes something else, so a link of which nothing
         bad is known would never be heard of."""
-        return len(self.line.pieces) == piece.size == 1 and self._rates.is_unblamed(LINK)
+        return len(self._keys) == 1 and self._rates.is_unblamed(LINK)
 
     @property
     def blocks_left(self) -> tuple[bool, int]:

@@ -170,7 +170,7 @@ class Meeting(Bringing):
             return waits and self._comes_sooner(piece, piece.due_s - piece.size * block_s, piece.due_s, others_s)
         # All of the rest was begun while the link was trusted: until it is late it is worth more than to begin again.
         waits = rates.link_waits or (piece is self._whole and not math.isinf(rates.link_s))
-        if not (waits or self._is_first_sign(piece)) or self.moving[piece].num_unsubmitted:
+        if not (waits or self._is_first_sign()) or self.moving[piece].num_unsubmitted:
             return False
         return self._comes_sooner(piece, piece.begin_s, piece.due_s, others_s)
 

@@ -130,8 +130,13 @@ def test_the_first_piece_is_computed_and_the_others_come(
     noted.clear()
     wait_for_loads(rates, clock, UNHEARD_PASSES, 2 / MEASURED_SHARE)
     arrange()
+    rig.check_books()
+    read, engine = [], rig.engine
+    monkeypatch.setattr(engine, "read", lambda items: (read.extend(items), FilesEngine.read(engine, items)))
     assert served(rig) == [WHOLE[0], WHOLE[-1]]
     assert noted[0] == (0, CHUNK)
+    rig.check_books()
+    assert len(read) == min(in_tier, 6)  # and nothing of what is computed
 
 
 def test_a_model_that_has_become_quicker_is_not_loaded_for(rig: ChunkRig, clock: Clock) -> None:
