@@ -32,10 +32,9 @@ def range_array(ids: range, name: str, num_blocks: int | None = None) -> Ids:
         check_ends(ids, name, -(2**63), 2**63)
         if (count := count_of(ids)) > MOST_IN_RANGE:
             raise ValueError(f"{name} has {count} integers; at most {MOST_IN_RANGE} are expected")
-    try:
-        return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
-    except OverflowError:  # where it stops, or its step, beyond 64 bits
+    if abs(ids.step) >= 2**63:  # at most two
         return np.asarray(array("q", ids))
+    return ids[0] + ids.step * np.arange(count_of(ids)) if ids else np.zeros(0, np.int64)  # arange counts in floats
 
 
 def check_ids(ids: Sequence[int] | Ids, name: str, num_blocks: int) -> None:

@@ -209,7 +209,7 @@ class Bringing:
     def _is_first_sign(self) -> bool:
         """Of a prefix of one block nothing comes while the model computes something else, so a link of which nothing
         bad is known would never be heard of."""
-        return len(self._keys) == 1 and self._rates.is_unblamed(LINK)
+        return len(self._keys) == 1 and self._rates.load_s(1) is not None and self._rates.is_unblamed(LINK)
 
     @property
     def blocks_left(self) -> tuple[bool, int]:

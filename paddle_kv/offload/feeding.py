@@ -20,6 +20,7 @@ from .prefetch import Prefetch
 from .rates import LINK, TIER
 from .waits import Step
 
+_UNDER_WAY = (PieceState.LOADING, PieceState.CANCELLED)
 EARLY_SHARE = 0.25  # of the time in which the tier should have read it
 
 
@@ -37,8 +38,9 @@ class Meeting(Bringing):
             piece = self.line.pieces[number]
             if piece is self._measured:
                 self._measured = None
-                self._take(piece)
-                return Step(piece)
+                if piece.state not in _UNDER_WAY and not self._is_done(piece):  # nobody else has brought it
+                    self._take(piece)
+                    return Step(piece)
             if stop := self._quicker_rest(piece, books, others_s):
                 self._is_beside = bool(loads)
                 self._load(books, self.line.join(number, self.line.at(stop)))

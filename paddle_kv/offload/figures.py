@@ -11,7 +11,7 @@ BAND_SPREADS = 4.0  # what lies farther from the figure is far
 LEAST_BAND = math.log(1.5)
 MOST_BAND = math.log(4.0)  # of a source that stalls now and then too: whoever waits for it waits no longer
 MOST_GOOD = math.log(4.0)  # a single observation counts for no more than four times as quick
-QUICK = 1 / 1.3  # of what is expected of a pass: two that are quicker than that are no noise
+QUICK = 0.5  # of what is expected of a pass: two that are quicker than that are no noise
 
 
 class Pace:
@@ -69,23 +69,20 @@ class Prefill:
     squares, in which older observations count for less.
 
     Nothing makes a model quicker than it is, and much makes a pass slower: kernels that are compiled, a pause, others
-    beside it. So two passes that were far quicker than expected, one behind the other, are believed, and what was
-    observed before them is forgotten: who believes that computing is slow loads, and never hears of it.
+    beside it. So two passes that were far quicker than expected, one behind the other, are believed: who believes that
+    computing is slow loads, and never hears of it.
 
     Attributes:
-        is_doubted: the last one of them was far quicker, and the one before it was not.
+        is_doubted: the last pass was far quicker than expected, and the one before it was not.
     """
 
     def __init__(self) -> None:
         self.base_s: float | None = None  # None if nothing was observed
-        self._forget()
-
-    def _forget(self) -> None:
-        self._quick_tokens = 0  # of the last pass, if it was far quicker than expected
         self.slope_s = 0.0
         self.spread = FIRST_SPREAD
         self.observations = 0
         self._sums = [0.0] * 5  # of the weights, and with x, y, x x and x y: x the middle position, y seconds a token
+        self._quick_tokens = 0  # of the last pass, if it was far quicker than expected
 
     @property
     def is_doubted(self) -> bool:
@@ -109,8 +106,8 @@ class Prefill:
     def _compared(self, num_tokens: int, found: float, expected: float) -> float:
         """What of the seconds a token that were found counts."""
         is_quick = found < QUICK * expected
-        if is_quick and self._quick_tokens:
-            self._forget()
+        if is_quick and (self._quick_tokens or (self.observations == 1 and num_tokens >= self._sums[0] / 2)):
+            self._scale(found / expected, num_tokens)
             return found
         if is_quick or 2 * num_tokens >= self._quick_tokens:  # of few tokens each takes longer: that says nothing
             self._quick_tokens = num_tokens if is_quick else 0
@@ -118,6 +115,12 @@ class Prefill:
         weight = max(WEIGHT, 1.0 / (self.observations + 1))
         self.spread += weight * (min(abs(off), 1.0) - self.spread)
         return min(found, 2 * expected) if self.observations >= 3 else found  # a pause of the process is not the model
+
+    def _scale(self, ratio: float, num_tokens: int) -> None:
+        """All that was observed takes so many times as long, and counts no more than a pass over so many tokens."""
+        keep = min(1.0, num_tokens / self._sums[0])
+        self._sums = [keep * value * (ratio if i in (2, 4) else 1.0) for i, value in enumerate(self._sums)]
+        self._quick_tokens, self.spread = 0, FIRST_SPREAD
 
     def _fit(self) -> None:
         weight, x, y, xx, xy = self._sums

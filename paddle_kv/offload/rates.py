@@ -197,7 +197,7 @@ class Rates:
         self._sources = {LINK: Source(), LINK_UP: Source(), TIER: Source()}
         self._prefill = Prefill()
         self._heard_s, self._unheard_passes = -math.inf, 0  # of the model
-        self._is_measured = False  # or about to be, since then
+        self._measures = self._confirms = False  # the next pass; one more, since that was far quicker than expected
         self._begun: deque[Begun] = deque(maxlen=MOST_BEGUN)  # of all prompts
         self._begun_tokens = self._waiting_passes = 0  # the same
         self._snapshot: RateSnapshot | None = None
@@ -250,7 +250,8 @@ class Rates:
         _check_positive(num_tokens=num_tokens, seconds=seconds)
         with self._lock:
             self._prefill.observe(start_token, num_tokens, seconds)
-            self._heard_s, self._unheard_passes, self._is_measured = self._clock(), 0, False
+            self._heard_s, self._unheard_passes = self._clock(), 0
+            self._measures, self._confirms = False, self._measures and self._prefill.is_doubted
             self._snapshot = None
 
     def begin_pass(self, num_tokens: int, now_s: float, *, waits: bool) -> Begun:
@@ -349,17 +350,19 @@ class Rates:
 
     def take_measurement(self, start_block: int, stop_block: int) -> bool:
         """Whether these blocks are to be computed, though it should be sooner to load them: nothing else says whether
-        the model has become quicker since. Seldom, and once more where the last pass was far quicker than expected.
+        the model has become quicker since. Seldom, and once more where that was far quicker than expected.
         Whoever is told so computes them, and waits for nothing meanwhile."""
         seconds = self.compute_s(start_block, stop_block)
+        if seconds is None:
+            return False
         with self._lock:
             now_s = self._clock()
-            unheard_s = max(UNSEEN_S, (seconds or 0.0) / MEASURED_SHARE)
-            is_due = self._unheard_passes >= UNHEARD_PASSES and now_s - self._heard_s >= unheard_s
-            is_due |= self._prefill.is_doubted and not self._is_measured
+            is_due = self._unheard_passes >= UNHEARD_PASSES
+            is_due &= now_s - self._heard_s >= max(UNSEEN_S, seconds / MEASURED_SHARE)
+            confirms, self._confirms = self._confirms, False
             if is_due:
-                self._heard_s, self._unheard_passes, self._is_measured = now_s, 0, True
-            return is_due
+                self._heard_s, self._unheard_passes, self._measures = now_s, 0, True
+            return is_due or confirms
 
     def snapshot(self) -> RateSnapshot:
         """What is known now."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import reprlib
 import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import countOf
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import paddle
 
 from .. import devices, streams
-from .._paddle import private
 from ..checks import check_distinct, check_ids, range_array
 from ..ranges import shown as shown
 from . import _library
@@ -30,12 +27,9 @@ if TYPE_CHECKING:
 else:
     Tensor = paddle.Tensor
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _INTEGER_TENSORS = {paddle.int8, paddle.int16, paddle.int32, paddle.int64, paddle.uint8}
 _LARGEST = 2**63 - 1
 _UNREAL = tuple("bcmMSU")  # NumPy's kinds of scalars that are no real number: bool, complex, dates, text
-psdb = private("jit.sot", "psdb")
 
 
 def _nothing(*asked: Any) -> Any:
@@ -49,7 +43,6 @@ _device: Callable[[Any], Any] = facts.get("device", _nothing)
 _strided: Callable[[Any], Any] = facts.get("strided", _nothing)
 # The same for ids: all that is to be checked of a list of them.
 plain_ids: Callable[[Any, int, bool], Any] = _library.id_functions().get("plain_ids", _nothing)
-_TRACER_CAN_LET_GO = "recursive" in inspect.signature(psdb.fallback).parameters
 
 
 def block_ids(ids: Any, name: str, num_blocks: int | None = None) -> list[int]:
@@ -481,27 +474,3 @@ def handle(stream: Any, tensor: Tensor) -> int:
     """:func:`paddle_kv.streams.resolve`."""
     device = device_of(tensor)
     return streams.resolve_on(stream, device) if device >= 0 else 0
-
-
-def refuse_tracing(op: str) -> None:
-    """Operators that carry addresses or stream handles make no sense in a saved program."""
-    if not paddle.in_dynamic_mode():
-        raise NotImplementedError(f"{op} carries memory addresses or a stream handle and works in dygraph only")
-
-
-def dygraph_only(op: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a public operator for which :func:`refuse_tracing` holds.
-
-    A tracer that can leave a call to Python (to_static of Paddle 3 without full_graph) is told to do so, which it only
-    heeds in the frame that it enters first.
-    """
-    name = op.__name__.removeprefix("_orig_")  # to_static decorates the function again, under another name
-
-    @functools.wraps(op)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _TRACER_CAN_LET_GO:
-            psdb.fallback(recursive=True)
-        refuse_tracing(name)
-        return op(*args, **kwargs)
-
-    return checked

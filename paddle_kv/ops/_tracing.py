@@ -9,19 +9,23 @@ functions, which then run in dygraph between two pieces of program, but for thos
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import paddle
 
 from .._paddle import private
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _paddle: Any = paddle  # parts of it are not declared for type checkers
 _psdb = private("jit.sot", "psdb")
+_TRACER_CAN_LET_GO = "recursive" in inspect.signature(_psdb.fallback).parameters
 _VARIABLES = (_paddle.static.Variable, _paddle.pir.Value)  # of a program: 2.6, 3.x
 
 
@@ -57,3 +61,27 @@ def capturable(function: Function) -> Function:
 
 # Having stopped at our functions the bytecode tracer would go on with what they call.
 private("base.core", "eval_frame_skip_file_prefix")((f"{Path(__file__).resolve().parent.parent}{os.sep}",))
+
+
+def refuse_tracing(op: str) -> None:
+    """Operators that carry addresses or stream handles make no sense in a saved program."""
+    if not paddle.in_dynamic_mode():
+        raise NotImplementedError(f"{op} carries memory addresses or a stream handle and works in dygraph only")
+
+
+def dygraph_only(op: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a public operator for which :func:`refuse_tracing` holds.
+
+    A tracer that can leave a call to Python (to_static of Paddle 3 without full_graph) is told to do so, which it only
+    heeds in the frame that it enters first.
+    """
+    name = op.__name__.removeprefix("_orig_")  # to_static decorates the function again, under another name
+
+    @functools.wraps(op)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _TRACER_CAN_LET_GO:
+            _psdb.fallback(recursive=True)
+        refuse_tracing(name)
+        return op(*args, **kwargs)
+
+    return checked

@@ -12,7 +12,7 @@ from .. import streams
 from .._paddle import private
 from . import _arguments as arguments
 from ._library import call
-from ._tracing import traceable
+from ._tracing import refuse_tracing, traceable
 
 BULK_COPY_ARCHITECTURE = 90
 NO_DEVICE = -1  # all memory is host memory, and the CPU copies it
@@ -187,7 +187,7 @@ def _on_cpu(count: int, dtype: Any) -> paddle.Tensor:
 
 def _lists(op: str, source_pointers: Any, target_pointers: Any, sizes: Any) -> tuple[np.ndarray, ...]:
     """The three lists. One size for all is a list of one."""
-    arguments.refuse_tracing(op)
+    refuse_tracing(op)
     one_size = isinstance(sizes, (int, np.integer)) or not hasattr(sizes, "__len__")
     given = (
         arguments.id_array(source_pointers, "source_pointers"),

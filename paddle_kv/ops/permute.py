@@ -39,7 +39,7 @@ from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
 from ._library import call, call_traceable
-from ._tracing import is_variable, traceable, tracing
+from ._tracing import is_variable, refuse_tracing, traceable, tracing
 from .memcpy import NO_DEVICE, device_of_pointers
 
 InnerLayout = Literal["NHD", "HND"]
@@ -354,7 +354,7 @@ class _Stack:
         self.tensors: list[Tensor] | None = None
         self.addresses = np.empty(0, np.int64)
         if _are_addresses(chunks):
-            arguments.refuse_tracing(f"{op} with addresses")
+            refuse_tracing(f"{op} with addresses")
             self.addresses = arguments.id_array(chunks, "chunks")
         else:
             self.tensors = arguments.caches(chunks, "chunks") or None

@@ -10,9 +10,10 @@ from . import _arguments as arguments
 from . import _check
 from ._arguments import Tensor
 from ._library import call
+from ._tracing import dygraph_only
 
 
-@arguments.dygraph_only
+@dygraph_only
 def swap_cache_per_layer(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -66,7 +67,7 @@ def swap_cache_per_layer(
     )
 
 
-@arguments.dygraph_only
+@dygraph_only
 def swap_cache_per_layer_async(
     cache_gpu: Tensor,
     cache_cpu_ptr: int,
@@ -99,7 +100,7 @@ def swap_cache_per_layer_async(
     )
 
 
-@arguments.dygraph_only
+@dygraph_only
 def swap_cache_all_layers(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -130,7 +131,7 @@ def swap_cache_all_layers(
     )
 
 
-@arguments.dygraph_only
+@dygraph_only
 def swap_cache_all_layers_async(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: Sequence[int],
@@ -161,7 +162,7 @@ def swap_cache_all_layers_async(
     )
 
 
-@arguments.dygraph_only
+@dygraph_only
 def swap_cache_layout(
     cache_gpu_tensors: Sequence[Tensor],
     cache_cpu_ptrs: int,
@@ -214,7 +215,7 @@ def swap_cache_layout(
     return cache_gpu_tensors
 
 
-@arguments.dygraph_only
+@dygraph_only
 def transfer_blocks(source: Tensor, target: Tensor, block_mapping: Any, *, stream: Any = None) -> Tensor:
     """Copies blocks of ``source`` to blocks of ``target`` and returns ``target``.
 

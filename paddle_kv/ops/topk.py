@@ -8,11 +8,12 @@ from .._paddle import private
 from . import _arguments as arguments
 from ._arguments import Tensor
 from ._library import call
+from ._tracing import dygraph_only
 
 _empty = private("_C_ops", "empty")
 
 
-@arguments.dygraph_only
+@dygraph_only
 def gather_topk_rows(
     token_ids: Tensor,
     block_table: Tensor,
