@@ -184,3 +184,11 @@ def test_tokens_beyond_64_bits_are_named() -> None:
         hasher(ENDLESS)
     assert hasher(range(9)) == hasher(list(range(9)))
     assert hasher(range(9, 0, -1)) == hasher(list(range(9, 0, -1)))
+
+
+@pytest.mark.parametrize(
+    "ids", [range(0, 2**60 + 1, 2**50), range(7, -(2**62), -(3**30)), range(-(2**63), 2**63 - 1, 2**62 + 1), range(3, 3)]
+)
+def test_each_of_a_wide_range_is_there(ids: range) -> None:
+    """NumPy counts what lies in a range in floating point."""
+    assert range_array(ids, "ids").tolist() == list(ids)

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from paddle_kv.offload.pieces import PieceState
 from paddle_kv.offload.rates import MEASURED_SHARE, UNHEARD_PASSES, UNSEEN_S, Rates, Standing
 from paddle_kv.tiers import FilesEngine
-from tests.offload.chunk_rig import SIZE, ChunkRig, know
+from tests.offload.chunk_rig import SIZE, ChunkRig, know, until
+from tests.offload.real_times import Channel, throttle
 
 CHUNK = 2 * SIZE
 PROMPT = list(range(8 * SIZE + 1))
@@ -97,17 +99,36 @@ def test_passes_that_wait_for_nothing_are_heard_of() -> None:
     assert not rates.take_measurement(0, 1)
 
 
-def test_what_is_doubted_is_measured_once_more(clock: Clock) -> None:
+def test_what_a_measurement_has_found_is_measured_once_more(clock: Clock) -> None:
     rates = Rates(1000, SIZE, clock)
     rates.set_prefill(1.0)
     rates.observe_prefill(0, SIZE, 0.1 * SIZE)
-    assert rates.take_measurement(0, 1) and not rates.take_measurement(0, 1)
-    rates.observe_prefill(0, SIZE, 1.0 * SIZE)
-    assert not rates.take_measurement(0, 1)
+    assert not rates.take_measurement(0, 1)  # that was no measurement, so it would have no end
+    rates.set_prefill(1.0)
+    for seconds, again in ((1.0, False), (0.1, True)):
+        wait_for_loads(rates, clock, UNHEARD_PASSES, 10 / MEASURED_SHARE)
+        assert rates.take_measurement(0, 1)
+        rates.observe_prefill(0, SIZE, seconds * SIZE)
+        assert rates.take_measurement(0, 1) == again and not rates.take_measurement(0, 1)
     rates.observe_prefill(0, SIZE, 0.1 * SIZE)
+    assert not rates.take_measurement(0, 1) and rates.compute_s(0, 1) == pytest.approx(0.1 * SIZE, rel=0.1)
+
+
+def test_a_measurement_that_was_taken_counts_from_then_on(clock: Clock) -> None:
+    rates = Rates(1000, SIZE, clock)
+    rates.set_prefill(0.001)
+    wait_for_loads(rates, clock, UNHEARD_PASSES, UNSEEN_S)
     assert rates.take_measurement(0, 1)
-    rates.observe_prefill(0, SIZE, 0.1 * SIZE)
-    assert not rates.take_measurement(0, 1) and rates.compute_s(0, 1) == pytest.approx(0.1 * SIZE)
+    clock.now_s += UNSEEN_S
+    assert not rates.take_measurement(0, 1)
+    wait_for_loads(rates, clock, UNHEARD_PASSES, 0.0)
+    assert rates.take_measurement(0, 1)
+
+
+def test_nothing_is_measured_that_nothing_is_known_of(clock: Clock) -> None:
+    rates = Rates(1000, SIZE, clock)
+    wait_for_loads(rates, clock, UNHEARD_PASSES, UNSEEN_S)
+    assert not rates.take_measurement(0, 1)
 
 
 # ---- what is computed then ----
@@ -156,9 +177,62 @@ def test_a_prefix_of_one_piece_is_computed_whole(rig: ChunkRig, clock: Clock) ->
     wait_for_loads(rig.manager.rates, clock, UNHEARD_PASSES, 8 / MEASURED_SHARE)
     rig.check_books()
     assert rig.prefill(PROMPT, TABLE, chunk_tokens=16 * SIZE) == [range(len(PROMPT))]
-    rig.manager.rates.set_prefill(1.0)
+    know(rig.manager, 0.1, 1.0, 0.1, clock)
     rig.check_books()
     assert rig.prefill(PROMPT, TABLE, chunk_tokens=16 * SIZE) == [range(8 * SIZE, len(PROMPT))]
+
+
+def test_a_prompt_that_is_computed_anyway_leaves_it_to_the_next_one(rig: ChunkRig, clock: Clock) -> None:
+    know(rig.manager, 10.0, 1.0, None, clock)
+    wait_for_loads(rig.manager.rates, clock, UNHEARD_PASSES, 8 / MEASURED_SHARE)
+    rig.check_books()
+    with rig.manager.request(PROMPT, TABLE, chunk_tokens=CHUNK):
+        pass
+    assert rig.manager.rates.take_measurement(0, 1)
+
+
+def test_what_others_have_brought_meanwhile_is_loaded_after_all(
+    rig: ChunkRig, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was computed while its load went on, into blocks that the prompt might have given back by then."""
+    rig.check_books()
+    rig.manager.evict(1 << 20)
+    know(rig.manager, 0.1, 1.0, 0.1, clock)
+    wait_for_loads(rig.manager.rates, clock, UNHEARD_PASSES, 8 / MEASURED_SHARE)
+    engine, asked, link = rig.engine, [], Channel()
+    link.block_s = 0.02
+    monkeypatch.setattr(engine, "read", asked.append)
+    restore = throttle(link, rig.spec.num_layers)
+    rig.manager.prefetch(rig.manager.block_hashes(PROMPT), timeout_s=10.0)  # somebody else has asked for it
+    with rig.manager.request(PROMPT, TABLE, chunk_tokens=CHUNK) as request:
+        first = request._meeting.line.pieces[0]  # type: ignore[attr-defined]
+        monkeypatch.undo()
+        for items in asked:
+            engine.read(items)
+        until(lambda: rig.manager.stats() and first.state in (PieceState.LOADING, PieceState.LOADED))
+        chunk = request.next_chunk(timeout_s=10.0)
+        assert chunk is not None and chunk.start > 0 and first.state is not PieceState.COMPUTED
+    restore()
+
+
+# ---- a link that is not waited for ----
+@pytest.mark.parametrize(("link_s", "begins"), [(0.9, True), (1.5, False)])
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_what_the_model_would_come_to_first_is_not_begun(
+    rig: ChunkRig, clock: Clock, is_trusted: bool, link_s: float, begins: bool
+) -> None:
+    """Two pieces of two blocks: the second one is there after three seconds, and the model comes to it after two."""
+    know(rig.manager, link_s if is_trusted else None, 1.0, None, clock)
+    if not is_trusted:
+        rig.manager.rates.observe_load("onload", rig.spec.block_bytes * rig.spec.num_layers, link_s)
+    rig.check_books()
+    rig.manager.drop(rig.manager.block_hashes(PROMPT)[4:])
+    rig.check_books()
+    with rig.manager.request(PROMPT, TABLE, chunk_tokens=CHUNK) as request:
+        states = [piece.state for piece in request._meeting.line.pieces]  # type: ignore[attr-defined]
+    assert (states[-1] is not PieceState.WAITING) == (begins or is_trusted)
+
+
 
 
 @pytest.mark.parametrize("how", ["load", "compute"])
