@@ -187,7 +187,8 @@ def test_tokens_beyond_64_bits_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [range(0, 2**60 + 1, 2**50), range(7, -(2**62), -(3**30)), range(-(2**63), 2**63 - 1, 2**62 + 1), range(3, 3)]
+    "ids",
+    [range(0, 2**60 + 1, 2**50), range(7, -(2**62), -(3**30)), range(-(2**63), 2**63 - 1, 2**62 + 1), range(3, 3)],
 )
 def test_each_of_a_wide_range_is_there(ids: range) -> None:
     """NumPy counts what lies in a range in floating point."""

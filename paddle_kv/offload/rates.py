@@ -36,6 +36,7 @@ LONGEST_PROBATION = 200
 LATE_FACTOR = 1.5  # a load is late behind so many times what was expected, or what the spread makes of it, ...
 LATE_S = 0.005  # ... and so many seconds, which threads need to wake up
 UNHEARD_PASSES = 128  # that waited for loads, one behind the other: none of them says what computing takes
+FIRST_PASSES = 3  # of which one may have compiled the kernels of the model
 MEASURED_SHARE = 0.01  # of the time, at most, to find out about it
 TOGETHER = 0.1  # of the time of a pass: what began so shortly before it is computed with it
 MOST_BEGUN = 256  # passes that are remembered
@@ -251,7 +252,8 @@ class Rates:
         with self._lock:
             self._prefill.observe(start_token, num_tokens, seconds)
             self._heard_s, self._unheard_passes = self._clock(), 0
-            self._measures, self._confirms = False, self._measures and self._prefill.is_doubted
+            may_confirm = self._measures or self._prefill.observations <= FIRST_PASSES
+            self._measures, self._confirms = False, may_confirm and self._prefill.is_doubted
             self._snapshot = None
 
     def begin_pass(self, num_tokens: int, now_s: float, *, waits: bool) -> Begun:

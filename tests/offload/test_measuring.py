@@ -114,6 +114,16 @@ def test_what_a_measurement_has_found_is_measured_once_more(clock: Clock) -> Non
     assert not rates.take_measurement(0, 1) and rates.compute_s(0, 1) == pytest.approx(0.1 * SIZE, rel=0.1)
 
 
+def test_of_the_first_passes_a_quick_one_is_confirmed(clock: Clock) -> None:
+    """The first one compiled its kernels, say, all else was loaded meanwhile, and the second one is over one token."""
+    rates = Rates(1000, SIZE, clock)
+    rates.observe_prefill(0, 8 * SIZE, 80.0)
+    rates.observe_prefill(8 * SIZE, 1, 0.1)
+    assert rates.take_measurement(0, 8) and not rates.take_measurement(0, 8)
+    rates.observe_prefill(0, 8 * SIZE, 3.2)
+    assert rates.compute_s(0, 8) == pytest.approx(3.2, rel=0.1) and not rates.take_measurement(0, 8)
+
+
 def test_a_measurement_that_was_taken_counts_from_then_on(clock: Clock) -> None:
     rates = Rates(1000, SIZE, clock)
     rates.set_prefill(0.001)
@@ -231,8 +241,6 @@ def test_what_the_model_would_come_to_first_is_not_begun(
     with rig.manager.request(PROMPT, TABLE, chunk_tokens=CHUNK) as request:
         states = [piece.state for piece in request._meeting.line.pieces]  # type: ignore[attr-defined]
     assert (states[-1] is not PieceState.WAITING) == (begins or is_trusted)
-
-
 
 
 @pytest.mark.parametrize("how", ["load", "compute"])
