@@ -3,7 +3,8 @@
 Each source of loads (the link, a tier) has a pace and a standing:
 
 new        nothing was loaded from it; one small load, which nobody waits for, may find out
-probation  it is used, and nobody waits for it: what is not there when the model comes to it is computed
+probation  it is used, and nobody waits for it: what is not there when the model comes to it is computed; but for the
+           only block of a prefix, over a link of which nothing bad is known
 trusted    it has kept its time, and the model may wait for it, up to a deadline
 resting    it was late, or failed: not used, longer each time; then one small load, which nobody waits for, asks again
 
