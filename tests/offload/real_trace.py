@@ -32,14 +32,13 @@ from paddle_kv.integrations import ForwardPass
 from paddle_kv.offload.rates import Rates
 from paddle_kv.testing.prefixes.conversations import conversations
 from paddle_kv.testing.prefixes.replay import Costs, replay
-from paddle_kv.testing.prefixes.trace import Request, read_trace
+from paddle_kv.testing.prefixes.trace import TOKENS_PER_BLOCK, Request, read_trace
 from tests.offload.chunk_rig import SIZE, SPEC, WAIT_S, ChunkRig
 from tests.offload.real_times import GB_S_AS_COMPUTED, Channel, Slow, throttle
 
 WAYS = ("without", "compute", "load", "sooner")
 SERVED_TOKENS_S = 60_000.0  # at the beginning of a prompt, of the server that the rates are of
-BLOCK_TOKENS = 512  # of the trace
-DOUBLES_AT_BLOCK = 50_000 / BLOCK_TOKENS  # a block takes twice as long as the first one
+DOUBLES_AT_BLOCK = 50_000 / TOKENS_PER_BLOCK  # a block takes twice as long as the first one
 FAULTS = ("slow", "stall", "fail")
 LEARNT = 30
 STALLED_S = 10.0
@@ -69,7 +68,7 @@ class Row:
 class Setup:
     """``block_s``: of the first block of a prompt, computed; ``chunk_blocks``: of a pass."""
 
-    block_s: float = 512 / SERVED_TOKENS_S
+    block_s: float = TOKENS_PER_BLOCK / SERVED_TOKENS_S
     host_blocks: int = 1500
     tier_blocks: int = 20_000
     chunk_blocks: int = 8
@@ -79,7 +78,7 @@ class Setup:
 
     @property
     def time_scale(self) -> float:
-        return self.block_s * SERVED_TOKENS_S / BLOCK_TOKENS
+        return self.block_s * SERVED_TOKENS_S / TOKENS_PER_BLOCK
 
 
 class Storage(Channel):

@@ -13,18 +13,12 @@ from paddle_kv.offload.rates import MEASURED_SHARE, UNHEARD_PASSES, UNSEEN_S, Ra
 from paddle_kv.tiers import FilesEngine
 from tests.offload.chunk_rig import SIZE, ChunkRig, know, until
 from tests.offload.real_times import Channel, throttle
+from tests.offload.test_rates import Clock
 
 CHUNK = 2 * SIZE
 PROMPT = list(range(8 * SIZE + 1))
 TABLE = [7, 3, 11, 5, 1, 9, 2, 8, 4]
 WHOLE = [range(first, min(first + CHUNK, len(PROMPT))) for first in range(0, len(PROMPT), CHUNK)]
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
