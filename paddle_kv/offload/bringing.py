@@ -71,11 +71,13 @@ class Bringing:
         self.num_computed_blocks = 0
         self._keys, self._device_ids = list(keys), list(device_ids)
         self.keys = frozenset(keys)
-        self._rates = rates
+        self._rates, self._states = rates, states
         self._front = 0  # pieces before it are done
         self.lost_blocks: set[int] = set()
         num_layers = books.scheduler.device_cache.spec.num_layers
         self._waits = Waits(len(keys), num_tokens, chunk_tokens, num_layers)
+        own = min(chunk_tokens, num_tokens)
+        self.share_passes(range(own), own + rates.running_tokens(time.monotonic()))
         worth, tier_blocks = weigh(
             rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers
         )
@@ -106,6 +108,10 @@ class Bringing:
             books.scheduler.backend.record(event, compute)
         self._feed = books.feed
         self._feed.add(self)
+
+    def share_passes(self, tokens: range, num_tokens: int) -> None:
+        """See :meth:`Waits.share_passes`."""
+        self._waits.share_passes(tokens, num_tokens)
 
     def look(self) -> None:
         """Books what has ended."""
@@ -191,17 +197,19 @@ class Bringing:
 
     def _comes_in_time(self, piece: Piece) -> bool:
         """Whether it is there before the model, if that begins now, could have computed all up to its end, or, where
-        the model does not wait for the link, up to its beginning. Else the model would have to wait until it has been
-        taken back; that costs as much as a call of an engine takes, and is done to hear of a link that nothing else
-        uses."""
+        the model does not wait for the link, up to its beginning; with what is computed beside, as far as its
+        beginning. Else the model would have to wait until it has been taken back; that costs as much as a call of an
+        engine takes, and is done to hear of a link that nothing else uses."""
         rates, start = self._rates, self.line.pieces[self._front].start
-        stop = piece.stop if rates.snapshot().link_waits or self._is_first_sign() else piece.start
-        load_s, compute_s = rates.load_s(piece.size, LINK), rates.compute_s(start, stop)
+        load_s, before_s = rates.load_s(piece.size, LINK), rates.compute_s(start, piece.start)
         if load_s is None:
             return not self.moving  # the first one tells
-        if piece.is_probe or compute_s is None:
+        if piece.is_probe or before_s is None:
             return True
-        if max(0.0, self._feed.free_s - time.monotonic()) + load_s > compute_s:
+        come_s = before_s * self._waits.num_sharing
+        if rates.snapshot().link_waits or self._is_first_sign():
+            come_s += rates.compute_s(piece.start, piece.stop) or 0.0
+        if max(0.0, self._feed.free_s - time.monotonic()) + load_s > come_s:
             piece.is_probe = rates.take_probe(LINK)
             return piece.is_probe
         return True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -23,6 +25,8 @@ from .lease import Lease
 from .pieces import Piece, cut
 from .request import Request, full_table
 from .waits import Step
+
+LEAST_FULL = 0.9  # of passes that compute whole blocks
 
 How = Literal["load", "compute", "sooner"]
 
@@ -88,11 +92,13 @@ class ChunkedRequest(Request):
         if self._ended:  # what of the prefix did not come by then never does
             raise ClosedError("the request was cancelled, or its with block was left; make another one")
         deadline = Deadline(timeout_s)
+        if self._handed_out is None:
+            self._look_beside(min(max_tokens or self._chunk_tokens, self._chunk_tokens))
         self._note_computed()
         if any(load.failed for load in self._used):
             self.wait(deadline.left_s())
         while not self._rest:
-            found = self._next_range(deadline)
+            found = self._next_range(max_tokens, deadline)
             if found is not None:
                 self._rest = found
             elif self.wait(deadline.left_s()):
@@ -104,8 +110,9 @@ class ChunkedRequest(Request):
         self._rest = self._rest[len(tokens) :]
         return self._hand_out(tokens)
 
-    def _next_range(self, deadline: Deadline) -> range | None:
-        piece = self._next_piece(deadline)
+    def _next_range(self, max_tokens: int | None, deadline: Deadline) -> range | None:
+        most_blocks = None if max_tokens is None else blocks_of_passes(max_tokens, self._block_size)
+        piece = self._next_piece(most_blocks, deadline)
         if piece is not None:
             start, stop = piece.start * self._block_size, piece.stop * self._block_size
             if piece.stop == self._found:
@@ -116,13 +123,24 @@ class ChunkedRequest(Request):
         start, self._tail = self._tail, self._end_of_chunk(self._tail)
         return range(start, self._tail)
 
+    def _note_pass(self, tokens: range, num_tokens: int) -> None:
+        if self._meeting is not None:
+            self._meeting.share_passes(tokens, num_tokens)
+
+    def _look_beside(self, num_tokens: int) -> None:
+        """The first pass, over so many tokens, begins with those of other prompts that have just begun."""
+        tokens, rates = range(num_tokens), self._rates
+        seconds = rates.snapshot().prefill_s(0, num_tokens)
+        if seconds < math.inf:
+            self._note_pass(tokens, num_tokens + rates.begun_tokens(time.monotonic(), seconds))
+
     def _end_of_chunk(self, token: int) -> int:
         return min((token // self._chunk_tokens + 1) * self._chunk_tokens, self._num_tokens)
 
-    def _next_piece(self, deadline: Deadline) -> Piece | None:
+    def _next_piece(self, most_blocks: int | None, deadline: Deadline) -> Piece | None:
         while self._meeting is not None:
             books = self._manager._books
-            step: Step = change(books, functools.partial(self._meeting.next, books))
+            step: Step = change(books, functools.partial(self._meeting.next, books, most_blocks))
             if step.reading is not None:
                 self._wait_for_reading(step, deadline)
             elif step.leaving is None:
@@ -219,6 +237,19 @@ class ChunkedRequest(Request):
                 self._abort_pass()
             self._end_early()
         super().__exit__(kind, error, trace)
+
+
+def blocks_of_passes(tokens: int, block_size: int) -> int:
+    """That as few passes as can be compute, of so many tokens each: not much less than that.
+
+    Example:
+        >>> [blocks_of_passes(tokens, 16) for tokens in (64, 70, 40, 31, 1)]
+        [4, 4, 5, 7, 1]
+    """
+    passes = 1
+    while (blocks := passes * tokens // block_size) * block_size < LEAST_FULL * passes * tokens:
+        passes += 1
+    return blocks
 
 
 def _handle(movement: Movement) -> Transfer:

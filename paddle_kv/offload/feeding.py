@@ -15,6 +15,7 @@ from ..schedule import settling, submission
 from ..schedule.movement import Movement
 from .bringing import Bringing
 from .feed import Owner
+from .found import BlockState
 from .pieces import Piece, PieceState
 from .prefetch import Prefetch
 from .rates import LINK, TIER
@@ -27,26 +28,27 @@ EARLY_SHARE = 0.25  # of the time in which the tier should have read it
 class Meeting(Bringing):
     """Of one prompt: what the model does next."""
 
-    def next(self, books: Owner) -> Step:
-        """What is computed now; nothing of it is, or comes to be, under way to the device behind ``leaving``."""
+    def next(self, books: Owner, most_blocks: int | None = None) -> Step:
+        """What is computed now; nothing of it is, or comes to be, under way to the device behind ``leaving``. Of a
+        piece at most ``most_blocks``: what is left of it may be loaded."""
+        self._most_blocks = len(self._keys) if most_blocks is None else most_blocks
         self.begun, self._is_beside = True, False
         self.look()
         loads: list[Movement] = []
         others_s = 0.0  # when these should be there
-        number = self._front
+        number, begun = self._front, None
         while number < len(self.line.pieces):
             piece = self.line.pieces[number]
             if piece is self._measured:
                 self._measured = None
                 if piece.state not in _UNDER_WAY and not self._is_done(piece):  # nobody else has brought it
-                    self._take(piece)
-                    return Step(piece)
+                    return Step(self._take(piece))
             if stop := self._quicker_rest(piece, books, others_s):
                 self._is_beside = bool(loads)
                 self._load(books, self.line.join(number, self.line.at(stop)))
                 self._is_beside = False
-                piece = self.line.pieces[number]
-            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece, others_s):
+                piece = begun = self.line.pieces[number]
+            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece, others_s, piece is begun):
                 self._give_up(piece)
                 continue
             if piece.state is PieceState.CANCELLED:
@@ -60,8 +62,7 @@ class Meeting(Bringing):
             elif not self._is_done(piece):
                 if (early := self._too_early(piece, loads)) is not None:
                     return early
-                self._take(piece)
-                return self._with(Step(piece, tuple(loads)))
+                return self._with(Step(self._take(piece), tuple(loads)))
             number += 1
             if not loads:
                 self._front = number
@@ -134,7 +135,7 @@ class Meeting(Bringing):
         return self._waits.for_rest(
             rates,
             first.start,
-            first.stop,
+            min(first.stop, first.start + self._most_blocks),
             stop,
             tier_blocks=from_tier,
             behind_blocks=behind - from_tier,
@@ -148,15 +149,19 @@ class Meeting(Bringing):
             piece.awaited |= movement in step.loads
         return step
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, piece: Piece) -> Piece:
+        if piece.size > self._most_blocks and not piece.parts:
+            stop = piece.start + self._most_blocks
+            piece = self.line.cut(piece, stop, self._states[piece.start : stop].count(BlockState.TIER))
         if piece.state is PieceState.LOST:
             self.lost_blocks.update(range(piece.start, piece.stop))
         self.num_computed_blocks += piece.size
         self._leave(piece, PieceState.COMPUTED)
+        return piece
 
-    def _is_worth_waiting(self, piece: Piece, others_s: float) -> bool:
+    def _is_worth_waiting(self, piece: Piece, others_s: float, is_sooner: bool = False) -> bool:
         """Whether its load is there in time, as far as anybody knows. ``others_s``: when the loads are that a pass over
-        it has to wait for."""
+        it has to wait for; ``is_sooner``: it should come sooner than the model would compute it."""
         if piece.awaited:
             return True
         if self.moving[piece].failed:  # whose fault that is was told
@@ -174,7 +179,7 @@ class Meeting(Bringing):
         waits = rates.link_waits or (piece is self._whole and not math.isinf(rates.link_s))
         if not (waits or self._is_first_sign()) or self.moving[piece].num_unsubmitted:
             return False
-        return self._comes_sooner(piece, piece.begin_s, piece.due_s, others_s)
+        return is_sooner or self._comes_sooner(piece, piece.begin_s, piece.due_s, others_s)
 
     def _comes_sooner(self, piece: Piece, begin_s: float, there_s: float, others_s: float) -> bool:
         """Than the model would compute it; ``begin_s``: its load."""

@@ -171,6 +171,18 @@ class Line:
             stop += 1
         return (first, stop) if blocks == self.num_to_compute else (first, first)
 
+    def cut(self, piece: Piece, stop: int, tier_blocks: int) -> Piece:
+        """What of the piece lies before ``stop``, with so many blocks of the tier, becomes one by itself, in front of
+        it, and is returned."""
+        front = Piece(piece.start, stop)
+        self._leave(piece)
+        front.state, piece.start = piece.state, stop
+        front.tier_blocks, piece.tier_blocks = tier_blocks, piece.tier_blocks - tier_blocks
+        self.pieces.insert(self.at(stop), front)
+        for one in (front, piece):
+            self._enter(one)
+        return front
+
     def join(self, first: int, stop: int) -> Piece:
         """Pieces ``[first, stop)``, which are to be loaded, become one that waits."""
         parts = self.pieces[first:stop]

@@ -61,12 +61,14 @@ class Begun:
         at_s: when.
         tokens, waiting: of the passes before it: the tokens, and how many of them waited for loads.
         is_aborted: nobody knows how much of it was computed.
+        is_over: all of it was.
     """
 
     at_s: float
     tokens: int
     waiting: int
     is_aborted: bool = False
+    is_over: bool = False
 
 
 class Source:
@@ -292,6 +294,40 @@ class Rates:
                 else:
                     first_tokens, first_waiting = min(first_tokens, one.tokens), min(first_waiting, one.waiting)
             return None if end_waiting != first_waiting else num_tokens / (end_tokens - first_tokens)
+
+    def end_pass(self, begun: Begun, seconds: float) -> int:
+        """It took so long. Returns the tokens of all passes that began together with it: it was one over all of these
+        prompts."""
+        with self._lock:
+            begun.is_over = True
+        return self.begun_tokens(begun.at_s, seconds)
+
+    def begun_tokens(self, at_s: float, seconds: float) -> int:
+        """Of all passes that began when one did that takes so long."""
+        found = 0
+        with self._lock:
+            end_tokens = self._begun_tokens
+            for one in reversed(self._begun):
+                if one.at_s < at_s - TOGETHER * seconds:
+                    break
+                if one.at_s <= at_s + TOGETHER * seconds:
+                    found += end_tokens - one.tokens
+                end_tokens = one.tokens
+        return found
+
+    def running_tokens(self, now_s: float) -> int:
+        """Of the last pass, over all prompts of it, unless nothing more of it is expected."""
+        with self._lock:
+            if not self._begun or self._prefill.base_s is None:
+                return 0
+            last, seconds, end_tokens = self._begun[-1], 0.0, self._begun_tokens
+            for one in reversed(self._begun):  # the more of them began together, the longer it takes
+                with_it_s = self._prefill.seconds(0, self._begun_tokens - one.tokens)
+                if one.at_s < last.at_s - TOGETHER * with_it_s:
+                    break
+                seconds, end_tokens = with_it_s, one.tokens
+            is_over = last.is_over or last.is_aborted or now_s > last.at_s + LATE_FACTOR * seconds
+            return 0 if is_over else self._begun_tokens - end_tokens
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

@@ -182,6 +182,10 @@ class Request:
         share = self._rates.share_of(begun, len(self._handed_out), seconds) if seconds > 0 else None
         if share is not None:
             self._manager.observe_prefill(self._handed_out, seconds * share)
+        self._note_pass(self._handed_out, self._rates.end_pass(begun, seconds))
+
+    def _note_pass(self, tokens: range, num_tokens: int) -> None:
+        """It was over these tokens, and so many of all prompts."""
 
     def _abort_pass(self) -> None:
         """The server may have computed it, or some of it, or nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schedule.movement import Movement
 from .decision import Decision, Prompt, best_way
@@ -40,6 +40,10 @@ class Waits:
         num_tokens: of the whole prompt.
         chunk_tokens: that the model computes in one pass, at most.
         aligned: a pass ends at a multiple of them.
+
+    A pass may be over other prompts too: see :meth:`share_passes`. Loads go on meanwhile, so the pass hides the more of
+    them; and each pass more that this prompt needs takes longer for it, and no longer for the others. All prompts of a
+    pass weigh alike: what is sooner is so in the mean of them.
     """
 
     def __init__(
@@ -47,6 +51,11 @@ class Waits:
     ) -> None:
         self._num_blocks, self._num_tokens = num_blocks, num_tokens
         self._chunk_tokens, self._num_layers, self._aligned = chunk_tokens, num_layers, aligned
+        self._own, self.num_sharing = range(0), 1.0
+
+    def share_passes(self, tokens: range, num_tokens: int) -> None:
+        """A pass is over these tokens of the prompt, and so many of all prompts: the next ones will be too."""
+        self._own, self.num_sharing = tokens, num_tokens / len(tokens)
 
     def for_one(
         self, rates: RateSnapshot, start: int, stop: int, begin_s: float, there_s: float, others_s: float
@@ -62,13 +71,15 @@ class Waits:
         prefill_s, num_tokens, layers = rates.prefill_s, self._num_tokens, self._num_layers
         start_token, stop_token, end = (blocks * rates.block_tokens for blocks in (start, stop, self._num_blocks))
         stop_of_pass = self._stop_of_pass(end)
-        pass_s = prefill_s(end, stop_of_pass)  # over what comes behind the prefix
+        beside_s = self._beside_s(rates)
+        pass_s = prefill_s(end, stop_of_pass) + beside_s  # over what comes behind the prefix
         first_layer_s = begin_s + (there_s - begin_s) / layers
-        waited_s = max(first_layer_s + pass_s, there_s + pass_s / layers) + prefill_s(stop_of_pass, num_tokens)
+        waited_s = max(first_layer_s + pass_s, there_s + pass_s / layers)
         if stop == self._num_blocks:  # the pass over them has room for more
             stop_token = max(end, self._stop_of_pass(start_token))
-        computed_s = self._behind_s(others_s, prefill_s(start_token, stop_token))
-        return waited_s <= computed_s + prefill_s(max(end, stop_token), num_tokens)
+        computed_s = self._behind_s(others_s, prefill_s(start_token, stop_token) + beside_s)
+        more_s = prefill_s(max(end, stop_token), num_tokens) - prefill_s(stop_of_pass, num_tokens) + beside_s
+        return waited_s <= computed_s + more_s / self.num_sharing
 
     def for_rest(
         self,
@@ -94,8 +105,13 @@ class Waits:
         """
         if rates.base_s is None:
             return False
+        sharing, beside_s, pass_s = self.num_sharing, self._beside_s(rates), self.pass_s(rates)
+        hidden_s = (beside_s - (sharing - 1.0) * (pass_s - beside_s)) * (1 - 1 / self._num_layers)
+        link_wait_s, tier_wait_s = link_wait_s - hidden_s, tier_wait_s - hidden_s
+        own, rates = rates, self._with_others(rates)
         tier_stop, block_tokens = stop + tier_blocks, rates.block_tokens
         num_tokens = self._num_tokens - (self._num_blocks - tier_stop - behind_blocks) * block_tokens
+        end_s = rates.prefill_s(tier_stop * block_tokens, num_tokens)
 
         def weighed(first: int, wait_s: float, link_wait_s: float) -> Decision:
             """Of the blocks from ``first`` on."""
@@ -109,14 +125,22 @@ class Waits:
                 tier_wait_s=tier_wait_s,
             )
 
+        def mean_s(over_s: float, begin_s: float) -> float:
+            """This prompt is over then, and what comes behind the prefix could begin then."""
+            return self._mean_s(over_s, begin_s / sharing + over_s - begin_s - end_s)
+
         loaded = weighed(start, 0.0, link_wait_s)
-        loaded_s = loaded.expected_s if loaded.host_first == start else loaded.load_s
-        if loaded.host_first != start and tier_blocks:  # all of them, and not all that the tier has
-            there_s = link_wait_s + (stop - start) * rates.link_s  # a pass over what the tier has follows them
-            end_s = rates.prefill_s(tier_stop * block_tokens, num_tokens)
-            loaded_s = min(loaded_s, max(weighed(stop, 0.0, there_s).expected_s, there_s + end_s))
-        computed_s = self._behind_s(others_s, _compute_s(rates, start, first_stop))
-        return loaded_s <= weighed(first_stop, computed_s, link_wait_s).expected_s
+        if loaded.host_first == start:
+            loaded_s = mean_s(loaded.expected_s, loaded.pass_s)
+        else:
+            loaded_s = mean_s(loaded.load_s, 0.0)
+            if tier_blocks:  # all of them, and not all that the tier has
+                there_s = link_wait_s + (stop - start) * rates.link_s  # a pass over what the tier has follows them
+                some = weighed(stop, 0.0, there_s)
+                loaded_s = min(loaded_s, mean_s(max(some.expected_s, there_s + end_s), some.pass_s))
+        computed_s = self._behind_s(others_s, _compute_s(own, start, first_stop) + beside_s)
+        others = weighed(first_stop, computed_s, link_wait_s)
+        return loaded_s <= mean_s(others.expected_s, others.pass_s)
 
     def is_loaded_sooner(self, rates: RateSnapshot, start: int, stop: int, link_wait_s: float) -> bool:
         """Whether the pass behind the prefix, if it follows a load of these blocks, of which none is under way, layer
@@ -133,12 +157,16 @@ class Waits:
         if left_s <= pass_s:
             return True
         computed_s, left_s = 0.0, link_wait_s + left_s
-        loaded_s = left_s + pass_s / layers
-        while start < stop and computed_s < left_s:  # behind that the others are there, and it only takes longer
+        over_s = left_s + pass_s / layers
+        loaded_s = self._mean_s(over_s, over_s - pass_s)
+        passes_s = 0.0  # with what they compute of others
+        while start < stop and passes_s < left_s:  # behind that the others are there, and it only takes longer
             end = min(max(self._stop_of_pass(start * rates.block_tokens) // rates.block_tokens, start + 1), stop)
             computed_s += _compute_s(rates, start, end)
+            passes_s = computed_s * self.num_sharing
             left_s -= (end - start) * link_s
-            if max(computed_s, left_s) + pass_s < loaded_s:
+            waited_s = max(0.0, left_s - passes_s)
+            if self._mean_s(passes_s + waited_s + pass_s, computed_s + waited_s) < loaded_s:
                 return False
             start = end
         return True
@@ -198,9 +226,25 @@ class Waits:
     def pass_s(self, rates: RateSnapshot, piece: Piece | None = None) -> float:
         """Of the pass over the piece, or over what is behind the prefix."""
         if piece is not None:
-            return _compute_s(rates, piece.start, piece.stop)
+            return _compute_s(rates, piece.start, piece.stop) + self._beside_s(rates)
         end = self._num_blocks * rates.block_tokens
-        return rates.prefill_s(end, self._stop_of_pass(end))
+        return rates.prefill_s(end, self._stop_of_pass(end)) + self._beside_s(rates)
+
+    def _beside_s(self, rates: RateSnapshot) -> float:
+        """What a pass takes for others."""
+        if self.num_sharing == 1.0:
+            return 0.0
+        return (self.num_sharing - 1.0) * rates.prefill_s(self._own.start, self._own.stop)
+
+    def _with_others(self, rates: RateSnapshot) -> RateSnapshot:
+        """What this prompt computes takes as long as the passes over it and the others."""
+        if self.num_sharing == 1.0 or rates.base_s is None:
+            return rates
+        return replace(rates, base_s=self.num_sharing * rates.base_s, slope_s=self.num_sharing * rates.slope_s)
+
+    def _mean_s(self, over_s: float, late_s: float) -> float:
+        """Of all prompts of the passes: this one is over then, and the others are so much later for it."""
+        return over_s / self.num_sharing + late_s * (1.0 - 1.0 / self.num_sharing)
 
     def _stop_of_pass(self, token: int) -> int:
         """That begins there."""

@@ -233,7 +233,7 @@ def test_a_load_that_several_chunks_read_is_waited_for_once(rig: ChunkRig, monke
             step = SimpleNamespace(piece="piece", loads=[movement], leaving=None, reading=None)
             made._meeting = SimpleNamespace(next=print)
             monkeypatch.setattr(chunks, "change", lambda books, call, step=step: step)
-            assert made._next_piece(None) == "piece"
+            assert made._next_piece(None, None) == "piece"
         assert (made.loads, made._used) == (["load"], ["load"])
         made._meeting, made._used, made.loads = None, [], []
         monkeypatch.undo()

@@ -254,10 +254,11 @@ class ChunkManager(Manager):
         self.device_cache.mark_rewritten = lambda ids: log.append(("rewritten", ids))
         self._scheduler = SimpleNamespace(compute_stream=lambda _: "stream", check_started=self._check_started)
         self.meeting = SimpleNamespace(
-            next=lambda books: steps.pop(0),
+            next=lambda books, most_blocks: steps.pop(0),
             lost_blocks=set(),
             under_way=[],
             compute_again=lambda: log.append("compute again"),
+            share_passes=lambda *given: None,
         )
         self._books = SimpleNamespace(
             rates=self.rates,
@@ -367,7 +368,7 @@ def failing(clock: Any) -> tuple[ChunkManager, ChunkLoad]:
     steps = [Step(piece_of(0, 2), (load,)), Step(piece_of(2, 4)), Step(piece_of(0, 2))]  # type: ignore[arg-type]
     manager = ChunkManager([BELOW] * 4, steps, log)
 
-    def step(books: Any) -> Step:
+    def step(books: Any, most_blocks: int | None) -> Step:
         load.failed = len(steps) == 2
         return steps.pop(0)
 
