@@ -105,19 +105,21 @@ class Waits:
         """
         if rates.base_s is None:
             return False
-        sharing, beside_s, pass_s = self.num_sharing, self._beside_s(rates), self.pass_s(rates)
-        hidden_s = (beside_s - (sharing - 1.0) * (pass_s - beside_s)) * (1 - 1 / self._num_layers)
-        link_wait_s, tier_wait_s = link_wait_s - hidden_s, tier_wait_s - hidden_s
-        own, rates = rates, self._with_others(rates)
         tier_stop, block_tokens = stop + tier_blocks, rates.block_tokens
         num_tokens = self._num_tokens - (self._num_blocks - tier_stop - behind_blocks) * block_tokens
-        end_s = rates.prefill_s(tier_stop * block_tokens, num_tokens)
+        end = tier_stop * block_tokens
+        own, rates, beside_s = rates, self._with_others(rates), self._beside_s(rates)
+        end_s = rates.prefill_s(end, num_tokens)
+        if beside_s:  # a load goes on behind that, and not behind as much as if the end were as long for all
+            own_s = own.prefill_s(end, min(end + self._chunk_tokens, num_tokens))
+            hidden_s = (beside_s - (self.num_sharing - 1.0) * own_s) * (1 - 1 / self._num_layers)
+            link_wait_s, tier_wait_s = link_wait_s - hidden_s, tier_wait_s - hidden_s
 
         def weighed(first: int, wait_s: float, link_wait_s: float) -> Decision:
             """Of the blocks from ``first`` on."""
             return best_way(
                 rates,
-                Prompt((first, stop), (stop, tier_stop), tier_stop * block_tokens, num_tokens),
+                Prompt((first, stop), (stop, tier_stop), end, num_tokens),
                 chunk_tokens=self._chunk_tokens,
                 num_layers=self._num_layers,
                 wait_s=wait_s,
@@ -127,7 +129,7 @@ class Waits:
 
         def mean_s(over_s: float, begin_s: float) -> float:
             """This prompt is over then, and what comes behind the prefix could begin then."""
-            return self._mean_s(over_s, begin_s / sharing + over_s - begin_s - end_s)
+            return self._mean_s(over_s, begin_s / self.num_sharing + over_s - begin_s - end_s)
 
         loaded = weighed(start, 0.0, link_wait_s)
         if loaded.host_first == start:

@@ -183,9 +183,9 @@ class Bench:
         me: Any = self
         self.feed.fill(me)
 
-    def next(self, meeting: Meeting) -> Step:
+    def next(self, meeting: Meeting, most_blocks: int | None = None) -> Step:
         me: Any = self
-        return meeting.next(me)
+        return meeting.next(me, most_blocks)
 
     @property
     def loaded(self) -> list[list[int]]:

@@ -32,6 +32,7 @@ def agree(line: Line) -> None:
         stop = piece.stop
     assert line.num_to_compute == sum(one.size for one in pieces if one.state in TO_COMPUTE)
     assert line.num_reading == sum(one.size for one in pieces if one.state is PieceState.READING)
+    assert line.num_below == sum(one.tier_blocks for one in pieces if one.state is PieceState.BELOW)
     for number, piece in enumerate(pieces):
         run = list(itertools.takewhile(lambda one: one.state is PieceState.WAITING, pieces[number:]))
         assert line.waiting_stop(piece.start) == (run[-1].stop if run else piece.start)
@@ -44,6 +45,8 @@ def test_a_line_says_what_going_through_it_says(seed: int) -> None:
     rng = random.Random(seed)
     bounds = sorted(rng.sample(range(1, 100), 12))
     line = Line([Piece(start, stop) for start, stop in itertools.pairwise([0, *bounds])])
+    for piece in line.pieces:
+        piece.tier_blocks = rng.randint(0, piece.size)
     wholes: list[Piece] = []
     for _ in range(300):
         number = rng.randrange(len(line.pieces))
@@ -57,6 +60,14 @@ def test_a_line_says_what_going_through_it_says(seed: int) -> None:
             wholes.append(line.join(number, stop))
             assert {part.state for part in wholes[-1].parts} == {PieceState.LOADED}
             line.set(wholes[-1], rng.choice([PieceState.LOADING, PieceState.CANCELLED]))
+        elif not line.pieces[number].parts and line.pieces[number].size > 1 and rng.random() < 0.05:
+            piece = line.pieces[number]
+            start, stop, state = piece.start, piece.stop, piece.state
+            at, tier_blocks = rng.randrange(start + 1, stop), piece.tier_blocks
+            front = line.cut(piece, at, rng.randint(0, tier_blocks))
+            assert line.pieces[number : number + 2] == [front, piece]
+            assert (front.start, front.stop, piece.start, piece.stop) == (start, at, at, stop)
+            assert (front.state, piece.state, front.tier_blocks + piece.tier_blocks) == (state, state, tier_blocks)
         elif not line.pieces[number].parts:
             line.set(line.pieces[number], rng.choice([*PieceState, *[PieceState.WAITING] * 5]))
         agree(line)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload import BlockState
+from paddle_kv.offload import BlockState, rates
 from paddle_kv.testing.tiers import Fault, FaultyEngine
 from paddle_kv.tiers import FilesEngine, Outcome
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know, until
@@ -77,7 +77,8 @@ def test_what_is_due_first_is_read_first(server: Server) -> None:
 
 
 # ---- requests that join ----
-def test_a_request_reads_what_waits_for_it_at_once_and_once(server: Server) -> None:
+def test_a_request_reads_what_waits_for_it_at_once_and_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "LATE_S", WAIT_S)  # a loaded machine is late, and then it is asked for again
     prefetch = server.manager.expect(server.hashes[0])
     with server.manager.request(PROMPTS[0], TABLE, chunk_tokens=CHUNK) as request:
         assert request._lease.num_blocks == BLOCKS  # type: ignore[attr-defined]

@@ -1,0 +1,253 @@
+"""Prompts that share passes of the model: what is known of the others, and what follows from it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paddle_kv.offload.chunks import LEAST_FULL, blocks_of_passes
+from paddle_kv.offload.rates import LATE_FACTOR, TOGETHER, Rates
+from paddle_kv.offload.request import Request
+from paddle_kv.tiers import FilesEngine
+from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
+from tests.offload.meeting_rig import BELOW, BLOCKS, HERE, Bench, states_of
+
+CHUNK = 4 * SIZE
+
+
+# ---- what is known of the others ----
+@pytest.fixture
+def rates() -> Rates:
+    made = Rates(1000, SIZE)
+    made.set_prefill(0.01)  # a second for 100 tokens
+    return made
+
+
+def test_what_began_together_is_one_pass(rates: Rates) -> None:
+    assert rates.begun_tokens(1.0, 1.0) == 0
+    rates.begin_pass(7, 0.5, waits=False)
+    rates.begin_pass(100, 1.0 - 0.9 * TOGETHER, waits=True)
+    own = rates.begin_pass(300, 1.0, waits=False)
+    rates.begin_pass(50, 1.0 + 0.9 * TOGETHER, waits=False)
+    rates.begin_pass(11, 1.5, waits=False)
+    assert rates.end_pass(own, 1.0) == rates.begun_tokens(1.0, 1.0) == 450
+    assert rates.begun_tokens(1.0, 2.0) == 450
+    assert rates.begun_tokens(1.0, 0.1) == 300
+    assert rates.begun_tokens(1.0, 6.0) == 468
+    assert (own.is_over, own.is_aborted) == (True, False)
+
+
+def test_what_runs_still_is_the_last_pass_of_all_that_began_with_it(rates: Rates) -> None:
+    assert rates.running_tokens(0.0) == 0
+    rates.begin_pass(40, 0.5, waits=False)
+    for number in range(3):
+        rates.begin_pass(100, 1.0 + 0.01 * number, waits=number == 1)
+    end_s = 1.02 + 3 * LATE_FACTOR
+    assert rates.running_tokens(1.02) == rates.running_tokens(end_s - 1e-6) == 300
+    assert rates.running_tokens(end_s + 1e-6) == 0
+
+
+@pytest.mark.parametrize("end", ["end_pass", "abort_pass"])
+def test_of_what_has_ended_nothing_runs(rates: Rates, end: str) -> None:
+    begun = rates.begin_pass(100, 1.0, waits=False)
+    assert rates.running_tokens(1.5) == 100
+    if end == "end_pass":
+        assert rates.end_pass(begun, 0.5) == 100
+    else:
+        rates.abort_pass(begun)
+    assert rates.running_tokens(1.5) == 0
+    rates.begin_pass(30, 1.6, waits=False)
+    assert rates.running_tokens(1.7) == 30
+
+
+def test_of_a_model_of_which_nothing_is_known_nothing_runs() -> None:
+    rates = Rates(1000, SIZE)
+    rates.begin_pass(100, 1.0, waits=False)
+    assert rates.running_tokens(1.0) == 0
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 512])
+def test_blocks_of_as_few_passes_as_can_be(block_size: int) -> None:
+    """Of which none is far from full."""
+    for tokens in range(1, 3 * block_size + 2):
+        found = blocks_of_passes(tokens, block_size)
+        passes = -(-found * block_size // tokens)
+        assert found >= 1 and found * block_size >= LEAST_FULL * passes * tokens
+        for fewer in range(1, passes):
+            assert fewer * tokens // block_size * block_size < LEAST_FULL * fewer * tokens
+
+
+# ---- a meeting ----
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_of_a_piece_as_much_is_computed_as_a_pass_takes(bench: Bench) -> None:
+    """And the rest of it is loaded, if that is sooner by then."""
+    bench.know(1.0, 0.1)
+    meeting = bench.meeting([HERE] * 3 * BLOCKS)
+    step = bench.next(meeting, 1)
+    assert step.piece is not None and (step.piece.start, step.piece.stop) == (0, 1)
+    assert meeting.num_computed_blocks == 1
+    bench.know(1e-6, 1.0)
+    bench.next(meeting, 1)
+    assert bench.loaded[-1] == [1, 3 * BLOCKS - 1]
+    assert states_of(meeting) == ["computed", "loading"]
+
+
+@pytest.mark.parametrize("state", ["below", "reading"])
+def test_what_of_a_piece_lies_in_the_tier_is_counted(bench: Bench, state: str) -> None:
+    bench.know(1e-3, 0.1)
+    states = [BELOW, HERE, BELOW, *[HERE] * (2 * BLOCKS - 3)]
+    meeting = bench.meeting(states)
+    first = meeting.line.pieces[0]
+    assert first.tier_blocks == 2
+    meeting._waits.for_rest = lambda *_, **__: False  # type: ignore[method-assign]
+    meeting.line.set(first, type(first.state)(state))
+    assert bench.next(meeting, 1).piece is not first
+    assert [piece.tier_blocks for piece in meeting.line.pieces[:2]] == [1, 1]
+    assert (meeting.line.pieces[1].start, meeting.line.pieces[1].state.value) == (1, state)
+
+
+def test_what_is_left_comes_as_one_where_others_are_computed_meanwhile(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    chunk = BLOCKS * bench.rates.block_tokens
+    for sharing, begin in ((1, 2 * BLOCKS), (4, 0)):
+        meeting = bench.meeting([HERE] * 3 * BLOCKS)
+        meeting.share_passes(range(chunk), sharing * chunk)
+        assert meeting.load_next(bench, whole=True)  # type: ignore[arg-type]
+        assert bench.loaded[-1] == [begin, 3 * BLOCKS - 1]
+        meeting.end()
+
+
+def test_the_model_comes_later_to_what_stands_behind_passes_over_others(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the beginning of a piece: to wait for it costs the others as much as this prompt."""
+    monkeypatch.setattr(bench.rates, "take_probe", lambda name: False)
+    meeting = bench.meeting([HERE] * 2 * BLOCKS)
+    last = meeting.line.pieces[-1]
+    for sharing in (1, 3, 4):  # a block is loaded in so many times the time of computing it
+        meeting.share_passes(range(SIZE), sharing * SIZE)
+        for load_s, comes in ((sharing + 0.9, True), (sharing + 1.1, False)):
+            bench.know(load_s, 1.0)
+            assert meeting._comes_in_time(last) is comes
+
+
+def test_what_was_just_begun_for_a_pass_is_waited_for(bench: Bench) -> None:
+    """Two estimates of one time are never the same."""
+    bench.know(1.0, 1.0)
+    meeting = bench.meeting([HERE] * BLOCKS)
+    meeting._waits.for_rest = lambda *_, **__: True  # type: ignore[method-assign]
+    meeting._waits.for_one = lambda *_: False  # type: ignore[method-assign]
+    step = bench.next(meeting)
+    assert (step.piece, step.leaving, len(step.loads)) == (None, None, 1)
+
+
+# ---- a server ----
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[ChunkRig]:
+    made = ChunkRig(FilesEngine({tmp_path: 1 << 24}))
+    yield made
+    made.close()
+
+
+PROMPTS = [[number] * (4 * CHUNK + 3) for number in range(3)]
+TABLES = [list(range(first, first + 17)) for first in (0, 20, 40)]
+
+
+def begin(rig: ChunkRig, number: int) -> Any:
+    return rig.manager.request(PROMPTS[number], TABLES[number], chunk_tokens=CHUNK)
+
+
+def sharing(request: Any) -> float:
+    found: float = request._meeting._waits.num_sharing
+    return found
+
+
+def known(rig: ChunkRig, compute_s: float) -> None:
+    for prompt, table in zip(PROMPTS, TABLES, strict=True):
+        rig.prefill(prompt, table, chunk_tokens=CHUNK)
+    rig.check_books()
+    know(rig.manager, 1e6, compute_s)  # nothing comes in time
+
+
+def test_a_prompt_knows_with_whom_its_passes_are_shared(rig: ChunkRig) -> None:
+    known(rig, 100.0)
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(begin(rig, number)) for number in (0, 1))
+        assert (sharing(first), sharing(second)) == (1.0, 1.0)
+        assert first.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
+        assert second.next_chunk(SIZE, timeout_s=WAIT_S) == range(SIZE)
+        assert (sharing(first), sharing(second)) == (1.0, 5.0)  # by what has just begun
+        late = stack.enter_context(begin(rig, 2))
+        assert sharing(late) == 1.0 + 5 / 4  # by what is running
+        assert late.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
+        assert sharing(late) == 1.0 + 5 / 4
+        for request in (first, second, late):
+            request.next_chunk(timeout_s=WAIT_S)
+        for request in (first, second, late):
+            request.cancel()
+
+
+def test_a_prompt_that_comes_behind_others_is_alone(rig: ChunkRig) -> None:
+    known(rig, 100.0)
+    rig.prefill(PROMPTS[0], TABLES[0], chunk_tokens=CHUNK)  # its last pass is over
+    with begin(rig, 1) as request:
+        assert sharing(request) == 1.0
+        request.next_chunk(timeout_s=WAIT_S)
+        request.cancel()
+    with begin(rig, 1) as request:  # that one was aborted
+        assert sharing(request) == 1.0
+        request.cancel()
+
+
+def test_a_pass_is_shared_as_the_one_before_it_was(rig: ChunkRig) -> None:
+    known(rig, 100.0)
+    requests = [begin(rig, number) for number in range(3)]
+    for request in requests:
+        request.next_chunk(timeout_s=WAIT_S)
+    time.sleep(0.2)  # so that it was the same moment for all
+    requests[0].next_chunk(timeout_s=WAIT_S)
+    assert [sharing(request) for request in requests] == [3.0, 2.0, 3.0]  # it is known behind the pass
+    for request in requests:
+        request.cancel()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_all_tokens_are_computed_once_or_loaded_whatever_a_pass_takes_of_each(rig: ChunkRig, seed: int) -> None:
+    """Passes over several prompts, of any sizes, found in host memory, the tier, or nowhere. All bytes are compared."""
+    rng = random.Random(seed)
+    known(rig, 1e-3)
+    know(rig.manager, rng.choice([1e-6, 1e-3, 1e-2]), 1e-3, rng.choice([1e-4, 1e-2]))
+    if rng.random() < 0.7:
+        rig.manager.evict(1 << 20)
+    expected = [contents(prompt) for prompt in PROMPTS]
+    for table in TABLES:
+        rig.poison(table)
+    left: dict[int, Request] = {number: begin(rig, number) for number in range(3)}
+    while left:
+        most = rng.choice([None, 1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 3 * CHUNK])
+        work: list[tuple[int, Request, range]] = []
+        for number, request in [*left.items()]:
+            chunk = request.next_chunk(most, timeout_s=WAIT_S)
+            if chunk is None:
+                rig.check(TABLES[number], expected[number])
+                del left[number]
+            else:
+                assert len(chunk) <= (most or CHUNK)
+                work.append((number, request, chunk))
+        run(rig, work, expected)
+    rig.check_books()
+
+
+def run(rig: ChunkRig, work: Sequence[tuple[int, Request, range]], expected: Sequence[Any]) -> None:
+    for number, request, chunk in work:
+        rig.run_or_fail(request, chunk, TABLES[number], expected[number])
