@@ -110,6 +110,7 @@ class Waits:
         end = tier_stop * block_tokens
         own, rates, beside_s = rates, self._with_others(rates), self._beside_s(rates)
         end_s = rates.prefill_s(end, num_tokens)
+        first_layer_s = link_wait_s + (stop - start) * rates.link_s / self._num_layers  # behind which a pass begins
         if beside_s:  # a load goes on behind that, and not behind as much as if the end were as long for all
             own_s = own.prefill_s(end, min(end + self._chunk_tokens, num_tokens))
             hidden_s = (beside_s - (self.num_sharing - 1.0) * own_s) * (1 - 1 / self._num_layers)
@@ -132,14 +133,15 @@ class Waits:
             return self._mean_s(over_s, begin_s / self.num_sharing + over_s - begin_s - end_s)
 
         loaded = weighed(start, 0.0, link_wait_s)
+        begun_s = first_layer_s + end_s
         if loaded.host_first == start:
-            loaded_s = mean_s(loaded.expected_s, loaded.pass_s)
+            loaded_s = mean_s(max(loaded.expected_s, begun_s), loaded.pass_s)
         else:
-            loaded_s = mean_s(loaded.load_s, 0.0)
+            loaded_s = mean_s(max(loaded.load_s, begun_s), 0.0)
             if tier_blocks:  # all of them, and not all that the tier has
                 there_s = link_wait_s + (stop - start) * rates.link_s  # a pass over what the tier has follows them
                 some = weighed(stop, 0.0, there_s)
-                loaded_s = min(loaded_s, mean_s(max(some.expected_s, there_s + end_s), some.pass_s))
+                loaded_s = min(loaded_s, mean_s(max(some.expected_s, there_s + end_s, begun_s), some.pass_s))
         computed_s = self._behind_s(others_s, _compute_s(own, start, first_stop) + beside_s)
         others = weighed(first_stop, computed_s, link_wait_s)
         return loaded_s <= mean_s(others.expected_s, others.pass_s)

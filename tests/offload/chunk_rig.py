@@ -106,18 +106,28 @@ class ChunkRig:
 
     def run(self, request: Request, chunk: range, table: Sequence[int], expected: np.ndarray) -> None:
         """A pass: writes what belongs there if all before it is right, and else what is wrong."""
-        self.computed.append(chunk)
-        with ForwardPass(request.loads, request.saves, timeout_s=WAIT_S) as layers:
-            right = True
+        self.run_pass([(request, chunk, table, expected)])
+
+    def run_pass(self, work: Sequence[tuple[Request, range, Sequence[int], np.ndarray]]) -> None:
+        """Over a chunk of each of these prompts."""
+        self.computed += [chunk for _, chunk, _, _ in work]
+        loads = list(dict.fromkeys(load for request, *_ in work for load in request.loads))
+        saves = [save for request, *_ in work for save in request.saves]
+        right = [True] * len(work)
+        with ForwardPass(loads, saves, timeout_s=WAIT_S) as layers:
             for layer in range(self.spec.num_layers):
                 with layers.layer(layer):
-                    self.pause(chunk)
-                    before = self.layer_of(table, layer, chunk.start)
-                    right = right and np.array_equal(before, expected[: chunk.start, layer])
-                    for token in chunk:
-                        block, at = table[token // SIZE], token % SIZE
-                        for number, view in enumerate(self._views[layer]):
-                            view[block, at] = expected[token, layer, number] if right else WRONG
+                    for at, (_, chunk, table, expected) in enumerate(work):
+                        self.pause(chunk)
+                        before = self.layer_of(table, layer, chunk.start)
+                        right[at] = right[at] and np.array_equal(before, expected[: chunk.start, layer])
+                        self._write(layer, chunk, table, expected if right[at] else None)
+
+    def _write(self, layer: int, chunk: range, table: Sequence[int], expected: np.ndarray | None) -> None:
+        for token in chunk:
+            block, at = table[token // SIZE], token % SIZE
+            for number, view in enumerate(self._views[layer]):
+                view[block, at] = WRONG if expected is None else expected[token, layer, number]
 
     def run_or_fail(self, request: Request, chunk: range, table: Sequence[int], expected: np.ndarray) -> None:
         """As a server does: what has become of it, the request knows."""

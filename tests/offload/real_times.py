@@ -156,6 +156,11 @@ class Server:
 
     def first_tokens_s(self, numbers: Sequence[int], how: Any) -> list[float]:
         """Of prompts that come at once."""
+        self.place(numbers)
+        return self.serve_all(numbers, how)
+
+    def place(self, numbers: Sequence[int], new: Sequence[int] = ()) -> None:
+        """The blocks of these prompts where they belong; of ``new`` ones nothing is found."""
         rig, shape = self.rig, self.shape
         books: Any = rig.manager._books
         known, books.rates = books.rates, self._unknown()  # what follows says nothing of link and tier
@@ -167,10 +172,11 @@ class Server:
             hashes = rig.manager.block_hashes(self.prompts[number])
             rig.manager.drop(hashes[shape.host + shape.tier :])  # what the last request has computed of it
             rig.manager.prefetch(hashes[: shape.host], timeout_s=WAIT_S).wait(WAIT_S)
+        for number in new:
+            rig.manager.drop(rig.manager.block_hashes(self.prompts[number]))
         rig.check_books()
         self.link.block_s, self.tier.block_s = speeds
         books.rates = known
-        return self.serve_all(numbers, how)
 
     def serve(self, number: int, how: Any) -> float:
         [taken_s] = self.serve_all([number], how)

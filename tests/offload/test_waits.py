@@ -153,7 +153,7 @@ def test_all_that_is_here_is_loaded_where_that_is_sooner(tier_blocks: int, behin
     for _ in range(300):
         load_s, tier_s = rng.uniform(0.1, 2) * sharing, rng.uniform(0.1, 2)
         end_blocks, size, first = rng.randint(1, 8), rng.randint(4, 24), rng.randint(1, 4)
-        link_wait_s, tier_wait_s = rng.choice([0.0, rng.uniform(0, 5)]), rng.choice([0.0, rng.uniform(0, 5)])
+        link_wait_s, tier_wait_s = rng.choice([0.0, rng.uniform(0, 5 * sharing)]), rng.choice([0.0, rng.uniform(0, 5)])
         others_s = rng.choice([0.0, rng.uniform(0, 8)])
         rest = Rest(load_s, tier_s, link_wait_s, tier_wait_s, tier_blocks, end_blocks + behind_blocks, sharing)
         pass_s = first + (sharing - 1) * CHUNK_BLOCKS
