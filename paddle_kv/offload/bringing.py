@@ -25,7 +25,7 @@ from .feed import Owner
 from .found import BlockState
 from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
-from .rates import LINK, TIER, Rates
+from .rates import LINK, TIER, Rates, WholePass
 from .waits import Waits
 from .weighing import weigh
 
@@ -76,8 +76,8 @@ class Bringing:
         self.lost_blocks: set[int] = set()
         num_layers = books.scheduler.device_cache.spec.num_layers
         self._waits = Waits(len(keys), num_tokens, chunk_tokens, num_layers)
-        own = min(chunk_tokens, num_tokens)
-        self.share_passes(range(own), own + rates.running_tokens(time.monotonic()))
+        own, running = min(chunk_tokens, num_tokens), rates.running_pass(time.monotonic())
+        self.share_passes(range(own), WholePass(running.tokens + own, running.prompts + 1))
         worth, tier_blocks = weigh(
             rates, states, num_tokens=num_tokens, chunk_tokens=chunk_tokens, num_layers=num_layers
         )
@@ -109,9 +109,9 @@ class Bringing:
         self._feed = books.feed
         self._feed.add(self)
 
-    def share_passes(self, tokens: range, num_tokens: int) -> None:
+    def share_passes(self, tokens: range, whole: WholePass) -> None:
         """See :meth:`Waits.share_passes`."""
-        self._waits.share_passes(tokens, num_tokens)
+        self._waits.share_passes(tokens, whole)
 
     def look(self) -> None:
         """Books what has ended."""
@@ -206,7 +206,7 @@ class Bringing:
             return not self.moving  # the first one tells
         if piece.is_probe or before_s is None:
             return True
-        come_s = before_s * self._waits.num_sharing
+        come_s = before_s * self._waits.times_as_long
         if rates.snapshot().link_waits or self._is_first_sign():
             come_s += rates.compute_s(piece.start, piece.stop) or 0.0
         if max(0.0, self._feed.free_s - time.monotonic()) + load_s > come_s:

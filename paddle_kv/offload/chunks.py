@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -23,10 +22,11 @@ from .found import BlockState
 from .hashing import PrefixHasher
 from .lease import Lease
 from .pieces import Piece, cut
+from .rates import WholePass
 from .request import Request, full_table
 from .waits import Step
 
-LEAST_FULL = 0.9  # of passes that compute whole blocks
+LEAST_FULL = 9  # tenths, of passes that compute whole blocks
 
 How = Literal["load", "compute", "sooner"]
 
@@ -93,7 +93,7 @@ class ChunkedRequest(Request):
             raise ClosedError("the request was cancelled, or its with block was left; make another one")
         deadline = Deadline(timeout_s)
         if self._handed_out is None:
-            self._look_beside(min(max_tokens or self._chunk_tokens, self._chunk_tokens))
+            self._look_beside(min(max_tokens or self._chunk_tokens, self._chunk_tokens, self._num_tokens))
         self._note_computed()
         if any(load.failed for load in self._used):
             self.wait(deadline.left_s())
@@ -111,7 +111,9 @@ class ChunkedRequest(Request):
         return self._hand_out(tokens)
 
     def _next_range(self, max_tokens: int | None, deadline: Deadline) -> range | None:
-        most_blocks = None if max_tokens is None else blocks_of_passes(max_tokens, self._block_size)
+        most_blocks = None
+        if max_tokens is not None and max_tokens < self._chunk_tokens:
+            most_blocks = blocks_of_passes(max_tokens, self._block_size)
         piece = self._next_piece(most_blocks, deadline)
         if piece is not None:
             start, stop = piece.start * self._block_size, piece.stop * self._block_size
@@ -123,16 +125,14 @@ class ChunkedRequest(Request):
         start, self._tail = self._tail, self._end_of_chunk(self._tail)
         return range(start, self._tail)
 
-    def _note_pass(self, tokens: range, num_tokens: int) -> None:
+    def _note_pass(self, tokens: range, whole: WholePass) -> None:
         if self._meeting is not None:
-            self._meeting.share_passes(tokens, num_tokens)
+            self._meeting.share_passes(tokens, whole)
 
     def _look_beside(self, num_tokens: int) -> None:
         """The first pass, over so many tokens, begins with those of other prompts that have just begun."""
-        tokens, rates = range(num_tokens), self._rates
-        seconds = rates.snapshot().prefill_s(0, num_tokens)
-        if seconds < math.inf:
-            self._note_pass(tokens, num_tokens + rates.begun_tokens(time.monotonic(), seconds))
+        if self._meeting is not None:
+            self._note_pass(range(num_tokens), self._rates.begun_pass(num_tokens, time.monotonic()))
 
     def _end_of_chunk(self, token: int) -> int:
         return min((token // self._chunk_tokens + 1) * self._chunk_tokens, self._num_tokens)
@@ -239,6 +239,7 @@ class ChunkedRequest(Request):
         super().__exit__(kind, error, trace)
 
 
+@functools.lru_cache(maxsize=1024)
 def blocks_of_passes(tokens: int, block_size: int) -> int:
     """That as few passes as can be compute, of so many tokens each: not much less than that.
 
@@ -247,7 +248,7 @@ def blocks_of_passes(tokens: int, block_size: int) -> int:
         [4, 4, 5, 7, 1]
     """
     passes = 1
-    while (blocks := passes * tokens // block_size) * block_size < LEAST_FULL * passes * tokens:
+    while 10 * (blocks := passes * tokens // block_size) * block_size < LEAST_FULL * passes * tokens:
         passes += 1
     return blocks
 

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..values import check_callable
 from .checks import check_number, checked_count
@@ -69,6 +70,21 @@ class Begun:
     waiting: int
     is_aborted: bool = False
     is_over: bool = False
+
+
+class WholePass(NamedTuple):
+    """Of the model, over several prompts.
+
+    Attributes:
+        tokens: of all of them.
+        prompts: how many.
+    """
+
+    tokens: int
+    prompts: int
+
+
+NO_PASS = WholePass(0, 0)
 
 
 class Source:
@@ -295,39 +311,49 @@ class Rates:
                     first_tokens, first_waiting = min(first_tokens, one.tokens), min(first_waiting, one.waiting)
             return None if end_waiting != first_waiting else num_tokens / (end_tokens - first_tokens)
 
-    def end_pass(self, begun: Begun, seconds: float) -> int:
-        """It took so long. Returns the tokens of all passes that began together with it: it was one over all of these
-        prompts."""
+    def end_pass(self, begun: Begun, num_tokens: int, seconds: float) -> WholePass:
+        """The pass over so many tokens took so long, or less: a prompt may pause behind it. Returns all of what it was,
+        with those of other prompts that began together with it."""
         with self._lock:
             begun.is_over = True
-        return self.begun_tokens(begun.at_s, seconds)
+            found = self._whole(begun.at_s, num_tokens, seconds)
+            return WholePass(max(found.tokens, num_tokens), max(found.prompts, 1))  # it may be forgotten by now
 
-    def begun_tokens(self, at_s: float, seconds: float) -> int:
-        """Of all passes that began when one did that takes so long."""
-        found = 0
+    def begun_pass(self, num_tokens: int, now_s: float) -> WholePass:
+        """What a pass over so many tokens is with those that have just begun."""
         with self._lock:
-            end_tokens = self._begun_tokens
-            for one in reversed(self._begun):
-                if one.at_s < at_s - TOGETHER * seconds:
-                    break
-                if one.at_s <= at_s + TOGETHER * seconds:
-                    found += end_tokens - one.tokens
-                end_tokens = one.tokens
-        return found
+            own = WholePass(num_tokens, 1)
+            return own if self._prefill.base_s is None else self._whole(now_s, num_tokens, math.inf, own)
 
-    def running_tokens(self, now_s: float) -> int:
-        """Of the last pass, over all prompts of it, unless nothing more of it is expected."""
+    def running_pass(self, now_s: float) -> WholePass:
+        """The last one, unless nothing more of it is expected."""
         with self._lock:
             if not self._begun or self._prefill.base_s is None:
-                return 0
-            last, seconds, end_tokens = self._begun[-1], 0.0, self._begun_tokens
-            for one in reversed(self._begun):  # the more of them began together, the longer it takes
-                with_it_s = self._prefill.seconds(0, self._begun_tokens - one.tokens)
-                if one.at_s < last.at_s - TOGETHER * with_it_s:
+                return NO_PASS
+            last = self._begun[-1]
+            found = self._whole(last.at_s, self._begun_tokens - last.tokens, math.inf)
+            is_over = last.is_over or last.is_aborted
+            is_over |= now_s > last.at_s + LATE_FACTOR * self._prefill.seconds(0, found.tokens)
+            return NO_PASS if is_over else found
+
+    def _whole(self, at_s: float, num_tokens: int, most_s: float, about_to_begin: WholePass = NO_PASS) -> WholePass:
+        """Of all that began then, or shortly before or behind: the more of them there are, the longer it takes."""
+        found = about_to_begin
+        while True:
+            expected_s = math.inf
+            if self._prefill.base_s is not None:
+                expected_s = self._prefill.seconds(0, max(num_tokens, found.tokens))
+            near_s = TOGETHER * min(most_s, expected_s)
+            (tokens, prompts), end_tokens = about_to_begin, self._begun_tokens
+            for one in reversed(self._begun):
+                if one.at_s < at_s - near_s:
                     break
-                seconds, end_tokens = with_it_s, one.tokens
-            is_over = last.is_over or last.is_aborted or now_s > last.at_s + LATE_FACTOR * seconds
-            return 0 if is_over else self._begun_tokens - end_tokens
+                if one.at_s <= at_s + near_s:
+                    tokens, prompts = tokens + end_tokens - one.tokens, prompts + 1
+                end_tokens = one.tokens
+            if tokens <= found.tokens:
+                return found
+            found = WholePass(tokens, prompts)
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

@@ -14,7 +14,7 @@ from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
 from .found import BlockState
 from .lease import Lease
-from .rates import Begun
+from .rates import Begun, WholePass
 from .weighing import is_load_sooner, to_bring
 
 
@@ -122,7 +122,8 @@ class Request:
         submitted to the compute stream.
 
         Args:
-            max_tokens: at most so many, for a prompt with ``chunk_tokens``; None: the chunk.
+            max_tokens: at most so many, for a prompt with ``chunk_tokens`` that shares a pass with others; None: the
+                chunk. Of what was found the passes make whole blocks, and what is left of the chunk may be loaded.
             timeout_s: for what the host has to wait for: a load that is taken back, a piece that a tier brings sooner
                 than it could be computed, and the loads at the end.
 
@@ -182,10 +183,10 @@ class Request:
         share = self._rates.share_of(begun, len(self._handed_out), seconds) if seconds > 0 else None
         if share is not None:
             self._manager.observe_prefill(self._handed_out, seconds * share)
-        self._note_pass(self._handed_out, self._rates.end_pass(begun, seconds))
+        self._note_pass(self._handed_out, self._rates.end_pass(begun, len(self._handed_out), seconds))
 
-    def _note_pass(self, tokens: range, num_tokens: int) -> None:
-        """It was over these tokens, and so many of all prompts."""
+    def _note_pass(self, tokens: range, whole: WholePass) -> None:
+        """It was over these tokens, and those of others."""
 
     def _abort_pass(self) -> None:
         """The server may have computed it, or some of it, or nothing."""

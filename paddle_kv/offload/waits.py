@@ -9,7 +9,7 @@ from ..schedule.movement import Movement
 from .decision import Decision, Prompt, best_way
 from .pieces import Piece, PieceState
 from .prefetch import Prefetch
-from .rates import RateSnapshot
+from .rates import RateSnapshot, WholePass
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,17 @@ class Waits:
     ) -> None:
         self._num_blocks, self._num_tokens = num_blocks, num_tokens
         self._chunk_tokens, self._num_layers, self._aligned = chunk_tokens, num_layers, aligned
-        self._own, self.num_sharing = range(0), 1.0
+        self._shared = range(1), WholePass(1, 1)
 
-    def share_passes(self, tokens: range, num_tokens: int) -> None:
-        """A pass is over these tokens of the prompt, and so many of all prompts: the next ones will be too."""
-        self._own, self.num_sharing = tokens, num_tokens / len(tokens)
+    def share_passes(self, tokens: range, whole: WholePass) -> None:
+        """A pass is over these tokens of the prompt, and those of others: the next ones will be too."""
+        self._shared = tokens, whole
+
+    @property
+    def times_as_long(self) -> float:
+        """A pass takes as for this prompt alone. Where that had less of it than its part, it will not always."""
+        tokens, whole = self._shared
+        return min(whole.tokens / len(tokens), whole.prompts)
 
     def for_one(
         self, rates: RateSnapshot, start: int, stop: int, begin_s: float, there_s: float, others_s: float
@@ -79,7 +85,7 @@ class Waits:
             stop_token = max(end, self._stop_of_pass(start_token))
         computed_s = self._behind_s(others_s, prefill_s(start_token, stop_token) + beside_s)
         more_s = prefill_s(max(end, stop_token), num_tokens) - prefill_s(stop_of_pass, num_tokens) + beside_s
-        return waited_s <= computed_s + more_s / self.num_sharing
+        return waited_s <= computed_s + more_s / self._shared[1].prompts
 
     def for_rest(
         self,
@@ -110,10 +116,11 @@ class Waits:
         end = tier_stop * block_tokens
         own, rates, beside_s = rates, self._with_others(rates), self._beside_s(rates)
         end_s = rates.prefill_s(end, num_tokens)
-        first_layer_s = link_wait_s + (stop - start) * rates.link_s / self._num_layers  # behind which a pass begins
+        all_s = (stop - start) * rates.link_s
+        there_s, begun_s = link_wait_s + all_s + end_s, link_wait_s + all_s / self._num_layers + end_s  # at best
         if beside_s:  # a load goes on behind that, and not behind as much as if the end were as long for all
             own_s = own.prefill_s(end, min(end + self._chunk_tokens, num_tokens))
-            hidden_s = (beside_s - (self.num_sharing - 1.0) * own_s) * (1 - 1 / self._num_layers)
+            hidden_s = (beside_s - (self.times_as_long - 1.0) * own_s) * (1 - 1 / self._num_layers)
             link_wait_s, tier_wait_s = link_wait_s - hidden_s, tier_wait_s - hidden_s
 
         def weighed(first: int, wait_s: float, link_wait_s: float) -> Decision:
@@ -130,18 +137,17 @@ class Waits:
 
         def mean_s(over_s: float, begin_s: float) -> float:
             """This prompt is over then, and what comes behind the prefix could begin then."""
-            return self._mean_s(over_s, begin_s / self.num_sharing + over_s - begin_s - end_s)
+            return self._mean_s(over_s, begin_s / self.times_as_long + over_s - begin_s - end_s)
 
         loaded = weighed(start, 0.0, link_wait_s)
-        begun_s = first_layer_s + end_s
         if loaded.host_first == start:
-            loaded_s = mean_s(max(loaded.expected_s, begun_s), loaded.pass_s)
+            computes_tier = loaded.tier_first > stop
+            loaded_s = mean_s(max(loaded.expected_s, there_s if computes_tier else begun_s), loaded.pass_s)
         else:
             loaded_s = mean_s(max(loaded.load_s, begun_s), 0.0)
             if tier_blocks:  # all of them, and not all that the tier has
-                there_s = link_wait_s + (stop - start) * rates.link_s  # a pass over what the tier has follows them
-                some = weighed(stop, 0.0, there_s)
-                loaded_s = min(loaded_s, mean_s(max(some.expected_s, there_s + end_s, begun_s), some.pass_s))
+                some = weighed(stop, 0.0, link_wait_s + all_s)  # a pass over what the tier has follows them
+                loaded_s = min(loaded_s, mean_s(max(some.expected_s, there_s), some.pass_s))
         computed_s = self._behind_s(others_s, _compute_s(own, start, first_stop) + beside_s)
         others = weighed(first_stop, computed_s, link_wait_s)
         return loaded_s <= mean_s(others.expected_s, others.pass_s)
@@ -167,7 +173,7 @@ class Waits:
         while start < stop and passes_s < left_s:  # behind that the others are there, and it only takes longer
             end = min(max(self._stop_of_pass(start * rates.block_tokens) // rates.block_tokens, start + 1), stop)
             computed_s += _compute_s(rates, start, end)
-            passes_s = computed_s * self.num_sharing
+            passes_s = computed_s * self.times_as_long
             left_s -= (end - start) * link_s
             waited_s = max(0.0, left_s - passes_s)
             if self._mean_s(passes_s + waited_s + pass_s, computed_s + waited_s) < loaded_s:
@@ -236,19 +242,22 @@ class Waits:
 
     def _beside_s(self, rates: RateSnapshot) -> float:
         """What a pass takes for others."""
-        if self.num_sharing == 1.0:
+        tokens, whole = self._shared
+        if whole.prompts == 1:
             return 0.0
-        return (self.num_sharing - 1.0) * rates.prefill_s(self._own.start, self._own.stop)
+        return (whole.tokens / len(tokens) - 1.0) * rates.prefill_s(tokens.start, tokens.stop)
 
     def _with_others(self, rates: RateSnapshot) -> RateSnapshot:
         """What this prompt computes takes as long as the passes over it and the others."""
-        if self.num_sharing == 1.0 or rates.base_s is None:
+        times = self.times_as_long
+        if times == 1.0 or rates.base_s is None:
             return rates
-        return replace(rates, base_s=self.num_sharing * rates.base_s, slope_s=self.num_sharing * rates.slope_s)
+        return replace(rates, base_s=times * rates.base_s, slope_s=times * rates.slope_s)
 
     def _mean_s(self, over_s: float, late_s: float) -> float:
         """Of all prompts of the passes: this one is over then, and the others are so much later for it."""
-        return over_s / self.num_sharing + late_s * (1.0 - 1.0 / self.num_sharing)
+        prompts = self._shared[1].prompts
+        return (over_s + (prompts - 1) * late_s) / prompts
 
     def _stop_of_pass(self, token: int) -> int:
         """That begins there."""

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from paddle_kv.offload.chunks import LEAST_FULL, blocks_of_passes
-from paddle_kv.offload.rates import LATE_FACTOR, TOGETHER, Rates
+from paddle_kv.offload.chunks import blocks_of_passes
+from paddle_kv.offload.pieces import Piece
+from paddle_kv.offload.rates import LATE_FACTOR, MOST_BEGUN, Rates, WholePass
 from paddle_kv.offload.request import Request
+from paddle_kv.offload.waits import Waits
 from paddle_kv.tiers import FilesEngine
 from tests.offload.chunk_rig import SIZE, WAIT_S, ChunkRig, contents, know
 from tests.offload.meeting_rig import BELOW, BLOCKS, HERE, Bench, states_of
@@ -30,46 +32,85 @@ def rates() -> Rates:
 
 
 def test_what_began_together_is_one_pass(rates: Rates) -> None:
-    assert rates.begun_tokens(1.0, 1.0) == 0
     rates.begin_pass(7, 0.5, waits=False)
-    rates.begin_pass(100, 1.0 - 0.9 * TOGETHER, waits=True)
-    own = rates.begin_pass(300, 1.0, waits=False)
-    rates.begin_pass(50, 1.0 + 0.9 * TOGETHER, waits=False)
+    rates.begin_pass(100, 1.0 - 0.09, waits=True)
+    own = rates.begin_pass(100, 1.0, waits=False)
+    rates.begin_pass(50, 1.0 + 0.09, waits=False)
     rates.begin_pass(11, 1.5, waits=False)
-    assert rates.end_pass(own, 1.0) == rates.begun_tokens(1.0, 1.0) == 450
-    assert rates.begun_tokens(1.0, 2.0) == 450
-    assert rates.begun_tokens(1.0, 0.1) == 300
-    assert rates.begun_tokens(1.0, 6.0) == 468
+    assert rates.end_pass(own, 100, 2.5) == WholePass(250, 3)
     assert (own.is_over, own.is_aborted) == (True, False)
+    assert rates.end_pass(own, 100, 0.8) == WholePass(100, 1)  # it was quicker than known
+
+
+def test_the_more_began_the_longer_it_takes_to_begin_with_them(rates: Rates) -> None:
+    """Each prompt is asked some time behind the one before it."""
+    begun = [rates.begin_pass(100, 1.0 + 0.09 * number, waits=False) for number in range(10)]
+    for one in (begun[0], begun[5], begun[-1]):
+        assert rates.end_pass(one, 100, 20.0) == WholePass(1000, 10)
+    assert rates.begun_pass(100, 1.9) == WholePass(1100, 11)
+    assert rates.begun_pass(100, 2.0) == WholePass(100, 1)
+
+
+def test_a_prompt_that_pauses_behind_its_pass_shared_it_with_nobody(rates: Rates) -> None:
+    own = rates.begin_pass(100, 1.0, waits=False)
+    for number in range(300):  # by then it is forgotten
+        rates.begin_pass(100, 2.0 + number, waits=False)
+        assert rates.end_pass(own, 100, 1.0 + number) == WholePass(100, 1)
+
+
+def test_more_prompts_than_are_remembered(rates: Rates) -> None:
+    begun = [rates.begin_pass(100, 1.0, waits=False) for _ in range(MOST_BEGUN + 50)]
+    assert rates.end_pass(begun[0], 100, 500.0) == WholePass(100 * MOST_BEGUN, MOST_BEGUN)
+
+
+def test_what_was_noted_in_another_order_than_it_began_counts_itself(rates: Rates) -> None:
+    own = rates.begin_pass(100, 2.0, waits=False)
+    rates.begin_pass(30, 1.0, waits=False)  # of another thread
+    assert rates.end_pass(own, 100, 1.0) == WholePass(100, 1)
+
+
+def test_by_the_time_that_a_pass_took_where_nothing_is_known_of_the_model() -> None:
+    rates = Rates(1000, SIZE)
+    begun = [rates.begin_pass(100, at_s, waits=False) for at_s in (1.0, 1.09, 1.2)]
+    assert rates.end_pass(begun[0], 100, 1.0) == WholePass(200, 2)
+    assert rates.running_pass(1.3) == WholePass(0, 0)
+    assert rates.begun_pass(100, 1.2) == WholePass(100, 1)
 
 
 def test_what_runs_still_is_the_last_pass_of_all_that_began_with_it(rates: Rates) -> None:
-    assert rates.running_tokens(0.0) == 0
+    assert rates.running_pass(0.0) == WholePass(0, 0)
     rates.begin_pass(40, 0.5, waits=False)
     for number in range(3):
-        rates.begin_pass(100, 1.0 + 0.01 * number, waits=number == 1)
-    end_s = 1.02 + 3 * LATE_FACTOR
-    assert rates.running_tokens(1.02) == rates.running_tokens(end_s - 1e-6) == 300
-    assert rates.running_tokens(end_s + 1e-6) == 0
+        rates.begin_pass(100, 1.0 + 0.09 * number, waits=number == 1)
+    end_s = 1.18 + 3 * LATE_FACTOR
+    assert rates.running_pass(1.18) == rates.running_pass(end_s - 1e-6) == WholePass(300, 3)
+    assert rates.running_pass(end_s + 1e-6) == WholePass(0, 0)
 
 
 @pytest.mark.parametrize("end", ["end_pass", "abort_pass"])
 def test_of_what_has_ended_nothing_runs(rates: Rates, end: str) -> None:
     begun = rates.begin_pass(100, 1.0, waits=False)
-    assert rates.running_tokens(1.5) == 100
+    assert rates.running_pass(1.5) == WholePass(100, 1)
     if end == "end_pass":
-        assert rates.end_pass(begun, 0.5) == 100
+        rates.end_pass(begun, 100, 0.5)
     else:
         rates.abort_pass(begun)
-    assert rates.running_tokens(1.5) == 0
+    assert rates.running_pass(1.5) == WholePass(0, 0)
     rates.begin_pass(30, 1.6, waits=False)
-    assert rates.running_tokens(1.7) == 30
+    assert rates.running_pass(1.7) == WholePass(30, 1)
 
 
-def test_of_a_model_of_which_nothing_is_known_nothing_runs() -> None:
-    rates = Rates(1000, SIZE)
-    rates.begin_pass(100, 1.0, waits=False)
-    assert rates.running_tokens(1.0) == 0
+def test_a_pass_of_which_a_prompt_had_little_is_no_measure_of_the_next_ones(rates: Rates) -> None:
+    """What the others left of it: the next one is shared equally, as far as one knows."""
+    waits = Waits(8, 200, CHUNK, 4)
+    assert waits.times_as_long == 1.0
+    waits.share_passes(range(1), WholePass(8192, 2))
+    assert waits.times_as_long == 2.0
+    waits.share_passes(range(60), WholePass(90, 2))
+    assert waits.times_as_long == 1.5
+    known = rates.snapshot()
+    assert waits.pass_s(known) == pytest.approx(rates.snapshot().prefill_s(32, 48) + 0.3)
+    assert waits.pass_s(known, Piece(2, 5)) == pytest.approx(known.prefill_s(8, 20) + 0.3)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 512])
@@ -78,9 +119,9 @@ def test_blocks_of_as_few_passes_as_can_be(block_size: int) -> None:
     for tokens in range(1, 3 * block_size + 2):
         found = blocks_of_passes(tokens, block_size)
         passes = -(-found * block_size // tokens)
-        assert found >= 1 and found * block_size >= LEAST_FULL * passes * tokens
+        assert found >= 1 and found * block_size >= 0.9 * passes * tokens
         for fewer in range(1, passes):
-            assert fewer * tokens // block_size * block_size < LEAST_FULL * fewer * tokens
+            assert fewer * tokens // block_size * block_size < 0.9 * fewer * tokens
 
 
 # ---- a meeting ----
@@ -121,7 +162,7 @@ def test_what_is_left_comes_as_one_where_others_are_computed_meanwhile(bench: Be
     chunk = BLOCKS * bench.rates.block_tokens
     for sharing, begin in ((1, 2 * BLOCKS), (4, 0)):
         meeting = bench.meeting([HERE] * 3 * BLOCKS)
-        meeting.share_passes(range(chunk), sharing * chunk)
+        meeting.share_passes(range(chunk), WholePass(sharing * chunk, sharing))
         assert meeting.load_next(bench, whole=True)  # type: ignore[arg-type]
         assert bench.loaded[-1] == [begin, 3 * BLOCKS - 1]
         meeting.end()
@@ -135,7 +176,7 @@ def test_the_model_comes_later_to_what_stands_behind_passes_over_others(
     meeting = bench.meeting([HERE] * 2 * BLOCKS)
     last = meeting.line.pieces[-1]
     for sharing in (1, 3, 4):  # a block is loaded in so many times the time of computing it
-        meeting.share_passes(range(SIZE), sharing * SIZE)
+        meeting.share_passes(range(SIZE), WholePass(sharing * SIZE, sharing))
         for load_s, comes in ((sharing + 0.9, True), (sharing + 1.1, False)):
             bench.know(load_s, 1.0)
             assert meeting._comes_in_time(last) is comes
@@ -168,7 +209,7 @@ def begin(rig: ChunkRig, number: int) -> Any:
 
 
 def sharing(request: Any) -> float:
-    found: float = request._meeting._waits.num_sharing
+    found: float = request._meeting._waits.times_as_long
     return found
 
 
@@ -186,7 +227,7 @@ def test_a_prompt_knows_with_whom_its_passes_are_shared(rig: ChunkRig) -> None:
         assert (sharing(first), sharing(second)) == (1.0, 1.0)
         assert first.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
         assert second.next_chunk(SIZE, timeout_s=WAIT_S) == range(SIZE)
-        assert (sharing(first), sharing(second)) == (1.0, 5.0)  # by what has just begun
+        assert (sharing(first), sharing(second)) == (1.0, 2.0)  # by what has just begun
         late = stack.enter_context(begin(rig, 2))
         assert sharing(late) == 1.0 + 5 / 4  # by what is running
         assert late.next_chunk(timeout_s=WAIT_S) == range(CHUNK)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from paddle_kv.offload.pieces import Piece, PieceState
-from paddle_kv.offload.rates import LINK, TIER, Rates, RateSnapshot
+from paddle_kv.offload.rates import LINK, TIER, Rates, RateSnapshot, WholePass
 from paddle_kv.offload.waits import Waits
 
 BLOCK_BYTES, SIZE = 1000, 16
@@ -34,7 +34,7 @@ def waits_of(
     rates.set_load(TIER, BLOCK_BYTES / tier_s)
     rates.set_prefill(1.0 / SIZE)
     waits = Waits(num_blocks, (num_blocks + end_blocks) * SIZE, CHUNK_BLOCKS * SIZE, LAYERS, aligned=aligned)
-    waits.share_passes(range(SIZE, (CHUNK_BLOCKS + 1) * SIZE), sharing * CHUNK_BLOCKS * SIZE)
+    waits.share_passes(range(SIZE, (CHUNK_BLOCKS + 1) * SIZE), WholePass(sharing * CHUNK_BLOCKS * SIZE, sharing))
     return waits, rates.snapshot()
 
 
@@ -127,38 +127,58 @@ class Rest:
             begins.append(self.tier_wait_s + read_s / LAYERS)
         return max(computed_s + self.end_s, max(ends) + tail_s, max(begins) + self.end_s)
 
-    def best_s(self, most_here: int, least_here: int, begin_s: float) -> float:
+    def best_s(self, most_here: int, least_here: int, begin_s: float) -> tuple[float, float]:
         """The model is there at ``begin_s``; what it computes of the tier's blocks follows what is loaded here. In the
-        mean of the prompts of the passes, where it is soonest for this one."""
+        mean of the prompts of the passes: where it is soonest for this one, and the soonest."""
         found = []
         for here, tier in itertools.product(range(least_here, most_here + 1), range(self.tier_blocks + 1)):
             computed_s, left = begin_s + (most_here - here) * self.sharing, self.tier_blocks - tier
             if left and here:
                 here_s = self.link_wait_s + here * self.load_s
-                computed_s = max(computed_s, here_s / LAYERS, here_s - left * (1 - 1 / LAYERS))
-            over_s, own_s = self.took_s(here, tier, computed_s + left), begin_s / self.sharing + most_here - here + left
+                hidden_s = (left * self.sharing) * (1 - 1 / LAYERS)
+                computed_s = max(computed_s, here_s / LAYERS, here_s - hidden_s)
+            over_s = self.took_s(here, tier, computed_s + left * self.sharing)
+            own_s = begin_s / self.sharing + most_here - here + left
             waited_s = over_s - self.end_s - begin_s - (most_here - here + left) * self.sharing
             found.append((round(over_s, 6), mean_s(self.sharing, over_s, own_s + waited_s)))
-        return min(found)[1]
+        return min(found)[1], min(mean for _, mean in found)
 
 
 @pytest.mark.parametrize(
     ("tier_blocks", "behind_blocks", "sharing"),
-    [(0, 0, 1), (4, 0, 1), (12, 0, 1), (0, 5, 1), (4, 5, 1), (12, 5, 1), (0, 0, 2), (0, 5, 2), (0, 0, 4), (0, 5, 4)],
+    [
+        (0, 0, 1),
+        (4, 0, 1),
+        (12, 0, 1),
+        (0, 5, 1),
+        (4, 5, 1),
+        (12, 5, 1),
+        (0, 0, 2),
+        (0, 5, 2),
+        (0, 0, 4),
+        (0, 5, 4),
+        (4, 0, 2),
+        (12, 0, 3),
+        (12, 5, 4),
+    ],
 )
 def test_all_that_is_here_is_loaded_where_that_is_sooner(tier_blocks: int, behind_blocks: int, sharing: int) -> None:
     """Than to compute the first blocks and to load what is best then."""
     rng = random.Random(tier_blocks + behind_blocks)
-    answers = set()
+    answers, clear = set(), 0
+    clearly = 1.4 if tier_blocks and sharing > 1 else 1.18  # it weighs the two best ways, and not every one
     for _ in range(300):
-        load_s, tier_s = rng.uniform(0.1, 2) * sharing, rng.uniform(0.1, 2)
+        load_s, tier_s = rng.uniform(0.1, 2) * sharing, rng.uniform(0.1, 2) * sharing
         end_blocks, size, first = rng.randint(1, 8), rng.randint(4, 24), rng.randint(1, 4)
-        link_wait_s, tier_wait_s = rng.choice([0.0, rng.uniform(0, 5 * sharing)]), rng.choice([0.0, rng.uniform(0, 5)])
+        link_wait_s, tier_wait_s = (
+            rng.choice([0.0, rng.uniform(0, 5 * sharing)]),
+            rng.choice([0.0, rng.uniform(0, 5 * sharing)]),
+        )
         others_s = rng.choice([0.0, rng.uniform(0, 8)])
         rest = Rest(load_s, tier_s, link_wait_s, tier_wait_s, tier_blocks, end_blocks + behind_blocks, sharing)
         pass_s = first + (sharing - 1) * CHUNK_BLOCKS
         first_s = max(others_s / LAYERS + pass_s, others_s + pass_s / LAYERS)
-        loaded_s, computed_s = rest.best_s(size, size, 0.0), rest.best_s(size - first, 0, first_s)
+        loaded, computed = rest.best_s(size, size, 0.0), rest.best_s(size - first, 0, first_s)
         waits, rates = waits_of(100, end_blocks, load_s=load_s, tier_s=tier_s, sharing=sharing)
         found = waits.for_rest(
             rates,
@@ -172,9 +192,10 @@ def test_all_that_is_here_is_loaded_where_that_is_sooner(tier_blocks: int, behin
             others_s=others_s,
         )
         answers.add(found)
-        if abs(loaded_s - computed_s) > 0.15 * max(loaded_s, computed_s):
-            assert found == (loaded_s < computed_s), (loaded_s, computed_s)
-    assert answers == {True, False}
+        if min(loaded) > clearly * max(computed) or min(computed) > clearly * max(loaded):
+            assert found == (loaded < computed), (loaded, computed)
+            clear += 1
+    assert answers == {True, False} and clear > 50
 
 
 def test_of_a_model_of_which_nothing_is_known_nothing_is_awaited() -> None:
