@@ -41,6 +41,7 @@ UNHEARD_PASSES = 128  # that waited for loads, one behind the other: none of the
 FIRST_PASSES = 3  # of which one may have compiled the kernels of the model
 MEASURED_SHARE = 0.01  # of the time, at most, to find out about it
 TOGETHER = 0.1  # of the time of a pass: what began so shortly before it is computed with it
+MOST_RUNNING = 4.0  # times what is expected of a pass, which may wait for loads, or stand far behind in its prompts
 MOST_BEGUN = 256  # passes that are remembered
 LEAST, MOST = 1e-30, 1e30  # of what is observed or set: nothing that follows from it overflows
 
@@ -316,44 +317,50 @@ class Rates:
         with those of other prompts that began together with it."""
         with self._lock:
             begun.is_over = True
-            found = self._whole(begun.at_s, num_tokens, seconds)
-            return WholePass(max(found.tokens, num_tokens), max(found.prompts, 1))  # it may be forgotten by now
+            entries = list(self._begun)
+            at = next((at for at in reversed(range(len(entries))) if entries[at] is begun), None)
+            own = (0, 0) if at is None else (at, at + 1)  # it may be forgotten by now
+            return self._whole(entries, *own, begun.at_s, num_tokens, seconds)
 
     def begun_pass(self, num_tokens: int, now_s: float) -> WholePass:
         """What a pass over so many tokens is with those that have just begun."""
         with self._lock:
-            own = WholePass(num_tokens, 1)
-            return own if self._prefill.base_s is None else self._whole(now_s, num_tokens, math.inf, own)
+            if self._prefill.base_s is None:
+                return WholePass(num_tokens, 1)
+            entries = list(self._begun)
+            return self._whole(entries, len(entries), len(entries), now_s, num_tokens, math.inf)
 
     def running_pass(self, now_s: float) -> WholePass:
         """The last one, unless nothing more of it is expected."""
         with self._lock:
             if not self._begun or self._prefill.base_s is None:
                 return NO_PASS
-            last = self._begun[-1]
-            found = self._whole(last.at_s, self._begun_tokens - last.tokens, math.inf)
+            entries = list(self._begun)
+            last, at = entries[-1], len(entries) - 1
+            found = self._whole(entries, at, at + 1, last.at_s, self._begun_tokens - last.tokens, math.inf)
             is_over = last.is_over or last.is_aborted
-            is_over |= now_s > last.at_s + LATE_FACTOR * self._prefill.seconds(0, found.tokens)
+            is_over |= now_s > last.at_s + MOST_RUNNING * self._prefill.seconds(0, found.tokens)
             return NO_PASS if is_over else found
 
-    def _whole(self, at_s: float, num_tokens: int, most_s: float, about_to_begin: WholePass = NO_PASS) -> WholePass:
-        """Of all that began then, or shortly before or behind: the more of them there are, the longer it takes."""
-        found = about_to_begin
-        while True:
-            expected_s = math.inf
-            if self._prefill.base_s is not None:
-                expected_s = self._prefill.seconds(0, max(num_tokens, found.tokens))
-            near_s = TOGETHER * min(most_s, expected_s)
-            (tokens, prompts), end_tokens = about_to_begin, self._begun_tokens
-            for one in reversed(self._begun):
-                if one.at_s < at_s - near_s:
-                    break
-                if one.at_s <= at_s + near_s:
-                    tokens, prompts = tokens + end_tokens - one.tokens, prompts + 1
-                end_tokens = one.tokens
-            if tokens <= found.tokens:
-                return found
-            found = WholePass(tokens, prompts)
+    def _whole(self, entries: list[Begun], first: int, stop: int, at_s: float, tokens: int, most_s: float) -> WholePass:
+        """Of ``entries[first:stop]``, so many tokens, which began then, with those that began shortly before or behind:
+        the more of them there are, the longer it takes, and the less time is between."""
+        behind = [*(one.tokens for one in entries[1:]), self._begun_tokens]
+        base_s, half_slope = self._prefill.base_s, self._prefill.slope_s / 2
+
+        def is_near(at: int) -> bool:
+            if not 0 <= at < len(entries):
+                return False
+            together, near_s = tokens + behind[at] - entries[at].tokens, TOGETHER * most_s
+            if base_s is not None:
+                near_s = min(near_s, TOGETHER * together * (base_s + half_slope * together))
+            return abs(entries[at].at_s - at_s) <= near_s
+
+        prompts = 1
+        while (before := is_near(first - 1)) or is_near(stop):
+            first, stop, at = (first - 1, stop, first - 1) if before else (first, stop + 1, stop)
+            tokens, prompts = tokens + behind[at] - entries[at].tokens, prompts + 1
+        return WholePass(tokens, prompts)
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

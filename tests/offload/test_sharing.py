@@ -13,7 +13,7 @@ import pytest
 
 from paddle_kv.offload.chunks import blocks_of_passes
 from paddle_kv.offload.pieces import Piece
-from paddle_kv.offload.rates import LATE_FACTOR, MOST_BEGUN, Rates, WholePass
+from paddle_kv.offload.rates import MOST_BEGUN, MOST_RUNNING, Rates, WholePass
 from paddle_kv.offload.request import Request
 from paddle_kv.offload.waits import Waits
 from paddle_kv.tiers import FilesEngine
@@ -48,7 +48,7 @@ def test_the_more_began_the_longer_it_takes_to_begin_with_them(rates: Rates) -> 
     for one in (begun[0], begun[5], begun[-1]):
         assert rates.end_pass(one, 100, 20.0) == WholePass(1000, 10)
     assert rates.begun_pass(100, 1.9) == WholePass(1100, 11)
-    assert rates.begun_pass(100, 2.0) == WholePass(100, 1)
+    assert rates.begun_pass(100, 2.1) == WholePass(100, 1)
 
 
 def test_a_prompt_that_pauses_behind_its_pass_shared_it_with_nobody(rates: Rates) -> None:
@@ -60,7 +60,8 @@ def test_a_prompt_that_pauses_behind_its_pass_shared_it_with_nobody(rates: Rates
 
 def test_more_prompts_than_are_remembered(rates: Rates) -> None:
     begun = [rates.begin_pass(100, 1.0, waits=False) for _ in range(MOST_BEGUN + 50)]
-    assert rates.end_pass(begun[0], 100, 500.0) == WholePass(100 * MOST_BEGUN, MOST_BEGUN)
+    assert rates.end_pass(begun[0], 100, 500.0) == WholePass(100 * (MOST_BEGUN + 1), MOST_BEGUN + 1)
+    assert rates.end_pass(begun[-1], 100, 500.0) == WholePass(100 * MOST_BEGUN, MOST_BEGUN)
 
 
 def test_what_was_noted_in_another_order_than_it_began_counts_itself(rates: Rates) -> None:
@@ -82,7 +83,7 @@ def test_what_runs_still_is_the_last_pass_of_all_that_began_with_it(rates: Rates
     rates.begin_pass(40, 0.5, waits=False)
     for number in range(3):
         rates.begin_pass(100, 1.0 + 0.09 * number, waits=number == 1)
-    end_s = 1.18 + 3 * LATE_FACTOR
+    end_s = 1.18 + 3 * MOST_RUNNING
     assert rates.running_pass(1.18) == rates.running_pass(end_s - 1e-6) == WholePass(300, 3)
     assert rates.running_pass(end_s + 1e-6) == WholePass(0, 0)
 
@@ -192,6 +193,47 @@ def test_what_was_just_begun_for_a_pass_is_waited_for(bench: Bench) -> None:
     assert (step.piece, step.leaving, len(step.loads)) == (None, None, 1)
 
 
+def test_what_is_loading_already_is_asked_for_again(bench: Bench) -> None:
+    bench.know(1.0, 1.0)
+    meeting = bench.meeting([HERE] * 2 * BLOCKS)
+    assert meeting.load_next(bench, whole=False)  # type: ignore[arg-type]
+    meeting._waits.for_rest = lambda *_, **__: True  # type: ignore[method-assign]
+    meeting._waits.for_one = lambda *_: False  # type: ignore[method-assign]
+    assert bench.next(meeting).leaving is not None
+    assert states_of(meeting) == ["loading", "cancelled"]
+
+
+def test_of_a_piece_that_is_measured_as_much_is_handed_out_as_is_computed(bench: Bench) -> None:
+    bench.know(1.0, 0.1)
+    meeting = bench.meeting([HERE] * 2 * BLOCKS)
+    meeting._measured = meeting.line.pieces[0]
+    step = bench.next(meeting, 1)
+    assert step.piece is not None and (step.piece.start, step.piece.stop) == (0, 1)
+    assert states_of(meeting)[:2] == ["computed", "waiting"]
+
+
+@pytest.mark.parametrize(("most", "stop"), [(1, 1), (3, 3), (BLOCKS, BLOCKS), (2 * BLOCKS, BLOCKS), (None, BLOCKS)])
+def test_a_load_of_the_rest_is_weighed_against_what_the_pass_computes(
+    bench: Bench, most: int | None, stop: int
+) -> None:
+    bench.know(1.0, 1.0)
+    meeting, asked = bench.meeting([HERE] * 2 * BLOCKS), []
+    meeting._waits.for_rest = lambda rates, *given, **_: asked.append(given)  # type: ignore
+    bench.next(meeting, most)
+    assert asked[0] == (0, stop, 2 * BLOCKS)
+
+
+@pytest.mark.parametrize("layers", [1, 64])
+def test_a_pass_hides_a_load_but_for_its_first_layer(rates: Rates, layers: int) -> None:
+    """Of one layer nothing: 11.2 s for all of three prompts, against 4 s for each, and 16 s more for this one."""
+    rates.set_prefill(1.0 / SIZE)
+    rates.set_load("onload", 1000 / 1.4)
+    waits = Waits(8, 9 * SIZE, 8 * SIZE, layers)
+    waits.share_passes(range(8 * SIZE), WholePass(24 * SIZE, 3))
+    none = {"tier_blocks": 0, "behind_blocks": 0, "link_wait_s": 0.0, "tier_wait_s": 0.0, "others_s": 0.0}
+    assert waits.for_rest(rates.snapshot(), 0, 4, 8, **none) is (layers > 1)  # type: ignore[arg-type]
+
+
 # ---- a server ----
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[ChunkRig]:
@@ -213,6 +255,16 @@ def sharing(request: Any) -> float:
     return found
 
 
+def pieces(request: Any) -> list[Piece]:
+    found: list[Piece] = request._meeting.line.pieces
+    return found
+
+
+def shared(request: Any) -> tuple[range, WholePass]:
+    found: tuple[range, WholePass] = request._meeting._waits._shared
+    return found
+
+
 def known(rig: ChunkRig, compute_s: float) -> None:
     for prompt, table in zip(PROMPTS, TABLES, strict=True):
         rig.prefill(prompt, table, chunk_tokens=CHUNK)
@@ -227,6 +279,7 @@ def test_a_prompt_knows_with_whom_its_passes_are_shared(rig: ChunkRig) -> None:
         assert (sharing(first), sharing(second)) == (1.0, 1.0)
         assert first.next_chunk(timeout_s=WAIT_S) == range(CHUNK)
         assert second.next_chunk(SIZE, timeout_s=WAIT_S) == range(SIZE)
+        assert [piece.stop for piece in pieces(second)[:2]] == [1, 4]
         assert (sharing(first), sharing(second)) == (1.0, 2.0)  # by what has just begun
         late = stack.enter_context(begin(rig, 2))
         assert sharing(late) == 1.0 + 5 / 4  # by what is running
@@ -235,6 +288,24 @@ def test_a_prompt_knows_with_whom_its_passes_are_shared(rig: ChunkRig) -> None:
         for request in (first, second, late):
             request.next_chunk(timeout_s=WAIT_S)
         for request in (first, second, late):
+            request.cancel()
+
+
+def test_a_prompt_has_no_more_of_a_pass_than_its_chunk_and_its_tokens(rig: ChunkRig) -> None:
+    short = PROMPTS[2][: 2 * SIZE + 3]
+    known(rig, 100.0)
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(begin(rig, number)) for number in (0, 1))
+        assert first.next_chunk(SIZE + 2, timeout_s=WAIT_S) == range(SIZE + 2)
+        assert [piece.stop for piece in pieces(first)[:2]] == [3, 4]  # three blocks in two passes
+        assert second.next_chunk(9 * CHUNK, timeout_s=WAIT_S) == range(CHUNK)
+        assert shared(second) == (range(CHUNK), WholePass(SIZE + 2 + CHUNK, 2))
+        third = stack.enter_context(rig.manager.request(short, TABLES[2], chunk_tokens=CHUNK))
+        others = SIZE + 2 + CHUNK
+        assert shared(third) == (range(len(short)), WholePass(others + len(short), 3))
+        third.next_chunk(timeout_s=WAIT_S)
+        assert shared(third) == (range(len(short)), WholePass(others + len(short), 3))
+        for request in (first, second, third):
             request.cancel()
 
 
