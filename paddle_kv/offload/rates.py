@@ -344,23 +344,27 @@ class Rates:
 
     def _whole(self, entries: list[Begun], first: int, stop: int, at_s: float, tokens: int, most_s: float) -> WholePass:
         """Of ``entries[first:stop]``, so many tokens, which began then, with those that began shortly before or behind:
-        the more of them there are, the longer it takes, and the less time is between."""
-        behind = [*(one.tokens for one in entries[1:]), self._begun_tokens]
-        base_s, half_slope = self._prefill.base_s, self._prefill.slope_s / 2
+        the more of them there are, the longer it takes, and the farther from each other they may have begun."""
+        base_s, half_slope, prompts = self._prefill.base_s, self._prefill.slope_s / 2, 1
 
-        def is_near(at: int) -> bool:
+        def with_it(at: int) -> int:
+            """Tokens; 0 if it is not one of them."""
             if not 0 <= at < len(entries):
-                return False
-            together, near_s = tokens + behind[at] - entries[at].tokens, TOGETHER * most_s
+                return 0
+            end_tokens = entries[at + 1].tokens if at + 1 < len(entries) else self._begun_tokens
+            together, pass_s = tokens + end_tokens - entries[at].tokens, most_s
             if base_s is not None:
-                near_s = min(near_s, TOGETHER * together * (base_s + half_slope * together))
-            return abs(entries[at].at_s - at_s) <= near_s
+                pass_s = min(pass_s, together * (base_s + half_slope * together))
+            return together if abs(entries[at].at_s - at_s) <= TOGETHER * pass_s else 0
 
-        prompts = 1
-        while (before := is_near(first - 1)) or is_near(stop):
-            first, stop, at = (first - 1, stop, first - 1) if before else (first, stop + 1, stop)
-            tokens, prompts = tokens + behind[at] - entries[at].tokens, prompts + 1
-        return WholePass(tokens, prompts)
+        while True:
+            if found := with_it(first - 1):
+                first -= 1
+            elif found := with_it(stop):
+                stop += 1
+            else:
+                return WholePass(tokens, prompts)
+            tokens, prompts = found, prompts + 1
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:
