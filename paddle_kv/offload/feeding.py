@@ -76,7 +76,8 @@ class Meeting(Bringing):
         for followed, prefetch in self._followed.items():
             movement = self.moving[followed]
             if movement in loads and movement.unread and not movement.failed:
-                pass_s = self._waits.pass_s(self._rates.snapshot(), piece)
+                taken = piece and Piece(piece.start, self._stop_of(piece))
+                pass_s = self._waits.pass_s(self._rates.snapshot(), taken)
                 early_s = EARLY_SHARE * (followed.due_s - followed.begin_s)
                 left_s = min(followed.due_s - pass_s - early_s, followed.late_s) - now_s
                 if left_s > 0.0:
@@ -135,7 +136,7 @@ class Meeting(Bringing):
         return self._waits.for_rest(
             rates,
             first.start,
-            min(first.stop, first.start + self._most_blocks),
+            self._stop_of(first),
             stop,
             tier_blocks=from_tier,
             behind_blocks=behind - from_tier,
@@ -149,10 +150,14 @@ class Meeting(Bringing):
             piece.awaited |= movement in step.loads
         return step
 
+    def _stop_of(self, piece: Piece) -> int:
+        """Of what the model computes of it in this pass."""
+        return min(piece.stop, piece.start + self._most_blocks)
+
     def _take(self, piece: Piece) -> Piece:
-        if piece.size > self._most_blocks and not piece.parts:
-            stop = piece.start + self._most_blocks
-            piece = self.line.cut(piece, stop, self._states[piece.start : stop].count(BlockState.TIER))
+        stop = self._stop_of(piece)
+        if stop < piece.stop and not piece.parts:
+            piece = self.line.split(piece, stop, self._states[piece.start : stop].count(BlockState.TIER))
         if piece.state is PieceState.LOST:
             self.lost_blocks.update(range(piece.start, piece.stop))
         self.num_computed_blocks += piece.size

@@ -117,7 +117,7 @@ class Line:
     """Pieces one behind the other, from block 0 on.
 
     Attributes:
-        pieces: in order; changed by :meth:`join` and :meth:`part` alone.
+        pieces: in order; changed by :meth:`join`, :meth:`part` and :meth:`split` alone.
         num_to_compute: blocks that are neither computed, nor loaded, nor on their way to the device.
         num_reading: those of them that are on their way from the tier.
         num_below: blocks of pieces that lie there, that do.
@@ -171,7 +171,7 @@ class Line:
             stop += 1
         return (first, stop) if blocks == self.num_to_compute else (first, first)
 
-    def cut(self, piece: Piece, stop: int, tier_blocks: int) -> Piece:
+    def split(self, piece: Piece, stop: int, tier_blocks: int) -> Piece:
         """What of the piece lies before ``stop``, with so many blocks of the tier, becomes one by itself, in front of
         it, and is returned."""
         front = Piece(piece.start, stop)

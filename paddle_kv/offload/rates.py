@@ -63,14 +63,14 @@ class Begun:
         at_s: when.
         tokens, waiting: of the passes before it: the tokens, and how many of them waited for loads.
         is_aborted: nobody knows how much of it was computed.
-        is_over: all of it was.
+        over_s: when all of it was, and that was heard of.
     """
 
     at_s: float
     tokens: int
     waiting: int
     is_aborted: bool = False
-    is_over: bool = False
+    over_s: float = math.inf
 
 
 class WholePass(NamedTuple):
@@ -316,55 +316,55 @@ class Rates:
         """The pass over so many tokens took so long, or less: a prompt may pause behind it. Returns all of what it was,
         with those of other prompts that began together with it."""
         with self._lock:
-            begun.is_over = True
-            entries = list(self._begun)
-            at = next((at for at in reversed(range(len(entries))) if entries[at] is begun), None)
-            own = (0, 0) if at is None else (at, at + 1)  # it may be forgotten by now
-            return self._whole(entries, *own, begun.at_s, num_tokens, seconds)
+            begun.over_s = begun.at_s + seconds
+            return self._whole(begun.at_s, num_tokens, seconds, begun)
 
     def begun_pass(self, num_tokens: int, now_s: float) -> WholePass:
         """What a pass over so many tokens is with those that have just begun."""
         with self._lock:
             if self._prefill.base_s is None:
                 return WholePass(num_tokens, 1)
-            entries = list(self._begun)
-            return self._whole(entries, len(entries), len(entries), now_s, num_tokens, math.inf)
+            return self._whole(now_s, num_tokens, math.inf)
 
     def running_pass(self, now_s: float) -> WholePass:
-        """The last one, unless nothing more of it is expected."""
+        """The last one that is not over, unless nothing more of it is expected."""
         with self._lock:
-            if not self._begun or self._prefill.base_s is None:
+            end_tokens = self._begun_tokens
+            if self._prefill.base_s is None:
                 return NO_PASS
-            entries = list(self._begun)
-            last, at = entries[-1], len(entries) - 1
-            found = self._whole(entries, at, at + 1, last.at_s, self._begun_tokens - last.tokens, math.inf)
-            is_over = last.is_over or last.is_aborted
-            is_over |= now_s > last.at_s + MOST_RUNNING * self._prefill.seconds(0, found.tokens)
-            return NO_PASS if is_over else found
+            for last in reversed(self._begun):
+                tokens, end_tokens = end_tokens - last.tokens, last.tokens
+                if not last.is_aborted and math.isinf(last.over_s):
+                    found = self._whole(last.at_s, tokens, math.inf, last, only_running=True)
+                    end_s = last.at_s + MOST_RUNNING * self._prefill.seconds(0, found.tokens)
+                    return found if now_s <= end_s else NO_PASS
+            return NO_PASS
 
-    def _whole(self, entries: list[Begun], first: int, stop: int, at_s: float, tokens: int, most_s: float) -> WholePass:
-        """Of ``entries[first:stop]``, so many tokens, which began then, with those that began shortly before or behind:
-        the more of them there are, the longer it takes, and the farther from each other they may have begun."""
-        base_s, half_slope, prompts = self._prefill.base_s, self._prefill.slope_s / 2, 1
-
-        def with_it(at: int) -> int:
-            """Tokens; 0 if it is not one of them."""
-            if not 0 <= at < len(entries):
-                return 0
-            end_tokens = entries[at + 1].tokens if at + 1 < len(entries) else self._begun_tokens
-            together, pass_s = tokens + end_tokens - entries[at].tokens, most_s
-            if base_s is not None:
-                pass_s = min(pass_s, together * (base_s + half_slope * together))
-            return together if abs(entries[at].at_s - at_s) <= TOGETHER * pass_s else 0
-
-        while True:
-            if found := with_it(first - 1):
-                first -= 1
-            elif found := with_it(stop):
-                stop += 1
-            else:
-                return WholePass(tokens, prompts)
-            tokens, prompts = found, prompts + 1
+    def _whole(
+        self, at_s: float, tokens: int, most_s: float, own: Begun | None = None, *, only_running: bool = False
+    ) -> WholePass:
+        """Of ``own``, so many tokens, which began then, with those of others that began shortly before or behind: the
+        more of them there are, the longer it takes, and the farther from each other they may have begun. What was over
+        by then was the pass before."""
+        near: list[tuple[float, int, float]] = []
+        known, end_tokens = self._prefill.base_s is not None, self._begun_tokens
+        if known and self._begun:
+            most_s = min(most_s, self._prefill.seconds(0, tokens + end_tokens - self._begun[0].tokens))
+        for one in reversed(self._begun):
+            num_tokens, end_tokens = end_tokens - one.tokens, one.tokens
+            if one.at_s < at_s - TOGETHER * most_s:
+                break
+            is_other = one is not own and not one.is_aborted and not (only_running and one.over_s < math.inf)
+            if is_other and one.at_s <= at_s + TOGETHER * most_s:
+                near.append((abs(one.at_s - at_s), num_tokens, one.over_s))
+        prompts = 1
+        for distance_s, num_tokens, over_s in sorted(near):
+            pass_s = min(most_s, self._prefill.seconds(0, tokens + num_tokens)) if known else most_s
+            if distance_s > TOGETHER * pass_s:
+                break
+            if over_s > at_s + TOGETHER * pass_s:
+                tokens, prompts = tokens + num_tokens, prompts + 1
+        return WholePass(tokens, prompts)
 
     # ---- by hand ----
     def set_load(self, name: str, bytes_per_s: float, spread: float = 0.05) -> None:

@@ -59,7 +59,8 @@ class Waits:
 
     @property
     def times_as_long(self) -> float:
-        """A pass takes as for this prompt alone. Where that had less of it than its part, it will not always."""
+        """The time of what is computed of this prompt, with what the same passes compute of others. At most as many as
+        there are prompts: one that had less than its part of the last pass may have more of the next ones."""
         tokens, whole = self._shared
         return min(whole.tokens / len(tokens), whole.prompts)
 
@@ -241,7 +242,7 @@ class Waits:
         return rates.prefill_s(end, self._stop_of_pass(end)) + self._beside_s(rates)
 
     def _beside_s(self, rates: RateSnapshot) -> float:
-        """What a pass takes for others."""
+        """What a pass takes for others, by their tokens in the last one, and as if these stood where its own did."""
         tokens, whole = self._shared
         if whole.prompts == 1:
             return 0.0

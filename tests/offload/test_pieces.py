@@ -64,7 +64,7 @@ def test_a_line_says_what_going_through_it_says(seed: int) -> None:
             piece = line.pieces[number]
             start, stop, state = piece.start, piece.stop, piece.state
             at, tier_blocks = rng.randrange(start + 1, stop), piece.tier_blocks
-            front = line.cut(piece, at, rng.randint(0, tier_blocks))
+            front = line.split(piece, at, rng.randint(0, tier_blocks))
             assert line.pieces[number : number + 2] == [front, piece]
             assert (front.start, front.stop, piece.start, piece.stop) == (start, at, at, stop)
             assert (front.state, piece.state, front.tier_blocks + piece.tier_blocks) == (state, state, tier_blocks)

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ def test_what_began_together_is_one_pass(rates: Rates) -> None:
     rates.begin_pass(50, 1.0 + 0.09, waits=False)
     rates.begin_pass(11, 1.5, waits=False)
     assert rates.end_pass(own, 100, 2.5) == WholePass(250, 3)
-    assert (own.is_over, own.is_aborted) == (True, False)
+    assert (own.over_s, own.is_aborted) == (3.5, False)
     assert rates.end_pass(own, 100, 0.8) == WholePass(100, 1)  # it was quicker than known
 
 
@@ -56,6 +57,48 @@ def test_a_prompt_that_pauses_behind_its_pass_shared_it_with_nobody(rates: Rates
     for number in range(300):  # by then it is forgotten
         rates.begin_pass(100, 2.0 + number, waits=False)
         assert rates.end_pass(own, 100, 1.0 + number) == WholePass(100, 1)
+
+
+def test_what_was_over_before_is_another_pass(rates: Rates) -> None:
+    """Of short passes many fit into a tenth of a long one: of prompts that have ended, or of those that go on."""
+    short = [rates.begin_pass(1, 1.0, waits=False) for _ in range(10)]
+    for one in short[:-1]:
+        assert rates.end_pass(one, 1, 0.01) == WholePass(10, 10)
+    rates.abort_pass(short[-1])
+    assert rates.begun_pass(100, 1.02) == WholePass(100, 1)
+    assert rates.running_pass(1.02) == WholePass(0, 0)
+    own = rates.begin_pass(100, 1.02, waits=False)
+    assert rates.end_pass(own, 100, 1.0) == WholePass(100, 1)
+
+
+def test_prompts_that_went_on_with_a_longer_pass_count_once(rates: Rates) -> None:
+    before = [rates.begin_pass(4, 0.98, waits=False) for _ in range(3)]
+    own = rates.begin_pass(100, 1.0, waits=False)
+    for number, one in enumerate(before):  # each says so when it is asked for the next one
+        rates.end_pass(one, 4, 0.021 + 0.001 * number)
+        rates.begin_pass(4, 1.001 + 0.001 * number, waits=False)
+    assert rates.end_pass(own, 100, 1.2) == WholePass(112, 4)
+
+
+def test_what_is_cancelled_of_a_pass_runs_no_more(rates: Rates) -> None:
+    begun = [rates.begin_pass(100, 1.0, waits=False) for _ in range(4)]
+    rates.abort_pass(begun[-1])
+    rates.end_pass(begun[0], 100, 0.5)
+    assert rates.running_pass(1.6) == WholePass(200, 2)
+
+
+def test_far_behind_in_a_prompt_passes_take_longer() -> None:
+    rates = Rates(1000, SIZE)
+    rates.set_prefill(0.001, 0.0001)  # 0.6 s for 100 tokens, and 2.2 s for 200
+    rates.begin_pass(100, 1.0, waits=False)
+    assert rates.begun_pass(100, 1.21) == WholePass(200, 2)
+    assert rates.begun_pass(100, 1.23) == WholePass(100, 1)
+    waits = Waits(8, 200, CHUNK, 4)
+    waits.share_passes(range(100, 116), WholePass(48, 3))
+    known = rates.snapshot()
+    assert waits._beside_s(known) == pytest.approx(2 * known.prefill_s(100, 116))
+    slowed = waits._with_others(known)
+    assert (slowed.base_s, slowed.slope_s) == (3 * 0.001, pytest.approx(3 * 0.0001))
 
 
 def test_more_prompts_than_are_remembered(rates: Rates) -> None:
@@ -213,6 +256,21 @@ def test_of_a_piece_that_is_measured_as_much_is_handed_out_as_is_computed(bench:
 
 
 @pytest.mark.parametrize(("most", "stop"), [(1, 1), (3, 3), (BLOCKS, BLOCKS), (2 * BLOCKS, BLOCKS), (None, BLOCKS)])
+def test_the_pass_that_follows_a_tier_is_as_long_as_what_it_computes(bench: Bench, most: int | None, stop: int) -> None:
+    """It begins the later the shorter it is."""
+    bench.know(1.0, 1.0)
+    meeting, asked = bench.meeting([HERE] * 2 * BLOCKS), []
+    loading = SimpleNamespace(unread={1}, failed=False)
+    followed = meeting.line.pieces[1]
+    followed.due_s, followed.begin_s, followed.late_s = 1e9, 0.0, 2e9
+    meeting._followed[followed], meeting.moving[followed] = None, loading  # type: ignore[assignment]
+    meeting._waits.pass_s = lambda rates, piece: float(bool(asked.append(piece)))  # type: ignore
+    meeting._most_blocks = 2 * BLOCKS if most is None else most
+    meeting._too_early(meeting.line.pieces[0], [loading])  # type: ignore[list-item]
+    assert (asked[0].start, asked[0].stop) == (0, stop)
+
+
+@pytest.mark.parametrize(("most", "stop"), [(1, 1), (3, 3), (BLOCKS, BLOCKS), (2 * BLOCKS, BLOCKS), (None, BLOCKS)])
 def test_a_load_of_the_rest_is_weighed_against_what_the_pass_computes(
     bench: Bench, most: int | None, stop: int
 ) -> None:
@@ -300,11 +358,12 @@ def test_a_prompt_has_no_more_of_a_pass_than_its_chunk_and_its_tokens(rig: Chunk
         assert [piece.stop for piece in pieces(first)[:2]] == [3, 4]  # three blocks in two passes
         assert second.next_chunk(9 * CHUNK, timeout_s=WAIT_S) == range(CHUNK)
         assert shared(second) == (range(CHUNK), WholePass(SIZE + 2 + CHUNK, 2))
+        known_to_third = SIZE
         third = stack.enter_context(rig.manager.request(short, TABLES[2], chunk_tokens=CHUNK))
         others = SIZE + 2 + CHUNK
         assert shared(third) == (range(len(short)), WholePass(others + len(short), 3))
-        third.next_chunk(timeout_s=WAIT_S)
-        assert shared(third) == (range(len(short)), WholePass(others + len(short), 3))
+        third.next_chunk(known_to_third, timeout_s=WAIT_S)
+        assert shared(third) == (range(known_to_third), WholePass(others + known_to_third, 3))
         for request in (first, second, third):
             request.cancel()
 
