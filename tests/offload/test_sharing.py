@@ -385,7 +385,7 @@ def test_a_pass_is_shared_as_the_one_before_it_was(rig: ChunkRig) -> None:
     requests = [begin(rig, number) for number in range(3)]
     for request in requests:
         request.next_chunk(timeout_s=WAIT_S)
-    time.sleep(0.2)  # so that it was the same moment for all
+    time.sleep(1.0)  # so that it was the same moment for all, also on a loaded machine
     requests[0].next_chunk(timeout_s=WAIT_S)
     assert [sharing(request) for request in requests] == [3.0, 2.0, 3.0]  # it is known behind the pass
     for request in requests:
