@@ -23,9 +23,10 @@ from ..tracking.group import change
 from ..tracking.keeper import log
 from .feed import Owner
 from .found import BlockState
+from .passes import WholePass
 from .pieces import Line, Piece, PieceState
 from .prefetch import Prefetch
-from .rates import LINK, TIER, Rates, WholePass
+from .rates import LINK, TIER, Rates
 from .waits import Waits
 from .weighing import weigh
 

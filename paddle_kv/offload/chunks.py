@@ -21,8 +21,8 @@ from .feeding import Meeting
 from .found import BlockState
 from .hashing import PrefixHasher
 from .lease import Lease
+from .passes import WholePass
 from .pieces import Piece, cut
-from .rates import WholePass
 from .request import Request, full_table
 from .waits import Step
 

@@ -20,11 +20,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..values import check_callable
 from .checks import check_number, checked_count
 from .figures import WEIGHT, Pace, Prefill
+from .passes import NO_PASS, Begun, WholePass
 
 LINK = "onload"
 LINK_UP = "offload"
@@ -53,39 +53,6 @@ class Standing(enum.Enum):
     PROBATION = "probation"
     TRUSTED = "trusted"
     RESTING = "resting"
-
-
-@dataclass(slots=True, eq=False)
-class Begun:
-    """A pass of the model that has begun.
-
-    Attributes:
-        at_s: when.
-        tokens, waiting: of the passes before it: the tokens, and how many of them waited for loads.
-        is_aborted: nobody knows how much of it was computed.
-        over_s: when all of it was, and that was heard of.
-    """
-
-    at_s: float
-    tokens: int
-    waiting: int
-    is_aborted: bool = False
-    over_s: float = math.inf
-
-
-class WholePass(NamedTuple):
-    """Of the model, over several prompts.
-
-    Attributes:
-        tokens: of all of them.
-        prompts: how many.
-    """
-
-    tokens: int
-    prompts: int
-
-
-NO_PASS = WholePass(0, 0)
 
 
 class Source:

@@ -14,7 +14,7 @@ from ..timeouts import check_timeout
 from ..tracking.keeper import Deadline
 from .found import BlockState
 from .lease import Lease
-from .rates import Begun, WholePass
+from .passes import Begun, WholePass
 from .weighing import is_load_sooner, to_bring
 
 

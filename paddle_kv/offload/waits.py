@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from ..schedule.movement import Movement
 from .decision import Decision, Prompt, best_way
+from .passes import WholePass
 from .pieces import Piece, PieceState
 from .prefetch import Prefetch
-from .rates import RateSnapshot, WholePass
+from .rates import RateSnapshot
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from paddle_kv.offload.chunks import blocks_of_passes
+from paddle_kv.offload.passes import WholePass
 from paddle_kv.offload.pieces import Piece
-from paddle_kv.offload.rates import MOST_BEGUN, MOST_RUNNING, Rates, WholePass
+from paddle_kv.offload.rates import MOST_BEGUN, MOST_RUNNING, Rates
 from paddle_kv.offload.request import Request
 from paddle_kv.offload.waits import Waits
 from paddle_kv.tiers import FilesEngine

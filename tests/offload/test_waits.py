@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from paddle_kv.offload.passes import WholePass
 from paddle_kv.offload.pieces import Piece, PieceState
-from paddle_kv.offload.rates import LINK, TIER, Rates, RateSnapshot, WholePass
+from paddle_kv.offload.rates import LINK, TIER, Rates, RateSnapshot
 from paddle_kv.offload.waits import Waits
 
 BLOCK_BYTES, SIZE = 1000, 16
