@@ -36,7 +36,7 @@ class Meeting(Bringing):
         self.look()
         loads: list[Movement] = []
         others_s = 0.0  # when these should be there
-        number, begun = self._front, None
+        number, just_begun = self._front, None
         while number < len(self.line.pieces):
             piece = self.line.pieces[number]
             if piece is self._measured:
@@ -47,8 +47,8 @@ class Meeting(Bringing):
                 self._is_beside = bool(loads)
                 self._load(books, self.line.join(number, self.line.at(stop)))
                 self._is_beside = False
-                piece = begun = self.line.pieces[number]
-            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece, others_s, piece is begun):
+                piece = just_begun = self.line.pieces[number]
+            if piece.state is PieceState.LOADING and not self._is_worth_waiting(piece, others_s, piece is just_begun):
                 self._give_up(piece)
                 continue
             if piece.state is PieceState.CANCELLED:
